@@ -1,0 +1,133 @@
+"""The promise of an attention backend.
+
+A backend says as data what it offers; the selector (`selector.py`) takes the first entry that fits.
+Needs are data too: a new capability is a new field of `AttentionNeeds` with a default, and a backend
+whose `handles` lacks a field refuses every non-default value of it. So an old plugin keeps working
+where it did and fails closed where it cannot.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pelton.attention.layer import AttentionLayer
+
+
+class GraphSupport(IntEnum):
+    """What of a step with this backend can be captured; a model's is the minimum over its backends."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """One layer's requirements. A new capability is a new field here, never a new method below."""
+
+    # Every backend reads these.
+    head_dim: int
+    num_heads: int  # of this rank
+    num_kv_heads: int  # of this rank
+    block_size: int  # tokens
+    dtype: str  # of query, key and value: float32, bfloat16, float16
+    kv_dtype: str = "auto"  # "auto": as dtype
+    # Optional: refused unless named in `handles`.
+    sliding_window: int | None = None  # tokens; None attends to everything
+    logit_soft_cap: float | None = None
+    has_sinks: bool = False
+    has_alibi: bool = False
+    attention_type: str = "decoder"  # decoder, encoder, cross
+    is_mla: bool = False
+    is_sparse: bool = False
+    has_mm_prefix: bool = False
+    decode_context_parallel: int = 1
+
+    def optional(self) -> list[str]:
+        """Names of the optional needs that differ from their defaults."""
+        return [f.name for f in fields(self) if f.name in OPTIONAL_NEEDS and getattr(self, f.name) != f.default]
+
+
+OPTIONAL_NEEDS = frozenset(
+    "sliding_window logit_soft_cap has_sinks has_alibi attention_type is_mla is_sparse has_mm_prefix "
+    "decode_context_parallel".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How a backend wants one layer's page pool: axes in memory order, and the view it is handed.
+
+    Memory of one layer is contiguous. `heads_first=False`: [num_blocks, 2, block_size, num_kv_heads, head_dim];
+    `heads_first=True`: [num_blocks, 2, num_kv_heads, block_size, head_dim]. Either way the layer is handed
+    `k_cache, v_cache` views of logical shape [num_blocks, block_size, num_kv_heads, head_dim].
+    """
+
+    heads_first: bool = False
+    kernel_block_size: int | None = None  # None: the manager's
+
+
+class AttentionBackend(ABC):
+    """Lifecycle: `unsupported` before weights load; one instance per KV group; `build` once a step; `forward` once a layer."""
+
+    name: ClassVar[str]
+    handles: ClassVar[frozenset[str]] = frozenset()  # optional needs this backend has read about
+    graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
+
+    @classmethod
+    @abstractmethod
+    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
+        """Say why this backend cannot serve `needs`; an empty list means it can. `handles` is checked by the selector."""
+
+    @classmethod
+    def kv_layout(cls, needs: AttentionNeeds) -> KVLayout:
+        return KVLayout()
+
+    def __init__(
+        self, needs: AttentionNeeds, device: torch.device, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int
+    ) -> None:
+        self.needs = needs
+        self.device = device
+        self.max_num_seqs = max_num_seqs
+        self.max_num_tokens = max_num_tokens
+        self.max_model_len = max_model_len
+
+    def reserve(self, max_key: BatchDescriptor) -> None:  # noqa: B027
+        """Allocate the fixed buffers that captured steps up to `max_key` write their metadata into."""
+
+    @abstractmethod
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> Any:
+        """Describe one step of one KV group; with `key`, only into the reserved buffers, sizes taken from the key."""
+
+    @abstractmethod
+    def forward(self, layer: AttentionLayer, query: Tensor, metadata: Any, output: Tensor) -> Tensor:
+        """Attend. The step's keys and values of *all* rows are in `layer.k_cache` / `layer.v_cache` already.
+
+        query, output [T, num_heads, head_dim]; k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim] views.
+        Rows of padding tokens may hold anything afterwards but must not be read. Returns `output`.
+        """
+
+    def forward_qkv(
+        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: Any, output: Tensor
+    ) -> Tensor:
+        """From the product's rows to attention's output: q/k norm, rope, write KV, attend.
+
+        qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]. The default calls the layer's
+        `qk_norm_rope_write_kv` seam, then `forward`; a backend that has one kernel for both overrides this.
+        """
+        query = layer.qk_norm_rope_write_kv(qkv, positions, self.slot_mapping(metadata))
+        return self.forward(layer, query, metadata, output)
+
+    @abstractmethod
+    def slot_mapping(self, metadata: Any) -> Tensor:
+        """[T] int64 of the step, from what `build` returned."""

@@ -1,0 +1,54 @@
+"""One step's shape, for one KV group, as attention backends and layers read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class CommonMetadata:
+    """R = num_reqs (padded), T = num_tokens (padded), B = blocks of the widest table.
+
+    Tensors are on the device at fixed addresses. Rows with one token (decodes) come first. Padding: rows have query and
+    sequence length 0 and point at block 0; tokens have slot -1. Host code never reads `seq_lens` back.
+    """
+
+    query_start_loc: Tensor  # [R + 1] int32
+    seq_lens: Tensor  # [R] int32, context plus this step's tokens
+    block_table: Tensor  # [R, B] int32, kernel blocks
+    slot_mapping: Tensor  # [T] int64
+    num_reqs: int
+    num_tokens: int  # padded
+    num_actual_tokens: int
+    num_decode_rows: int
+    num_decode_tokens: int
+    max_query_len: int
+    max_seq_len: int  # upper bound
+    common_prefix_len: int = 0  # tokens
+    causal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """Key of a captured graph."""
+
+    num_tokens: int
+    num_reqs: int
+    uniform_query_len: int = 0  # 0: not uniform
+    has_lora: bool = False
+    sampling: str = ""
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """What a model's forward gets. T = num_tokens (padded)."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    attention: tuple[Any, ...]  # per KV group: the backend's Metadata, from `build`
+    num_tokens: int
+    adapter: Any = None  # LoRA metadata

@@ -1,0 +1,15 @@
+"""Settings: one frozen struct per owner, put together in `EngineConfig`."""
+
+from pelton.config.attention import AttentionConfig
+from pelton.config.compilation import CompilationConfig, CUDAGraphMode
+from pelton.config.engine import EngineConfig
+from pelton.config.kv_cache import KVCacheConfig
+from pelton.config.model import LoadConfig, ModelConfig
+from pelton.config.observability import ObservabilityConfig
+from pelton.config.parallel import ParallelConfig
+from pelton.config.scheduler import SchedulerConfig
+
+__all__ = [
+    "AttentionConfig", "CUDAGraphMode", "CompilationConfig", "EngineConfig", "KVCacheConfig", "LoadConfig",
+    "ModelConfig", "ObservabilityConfig", "ParallelConfig", "SchedulerConfig",
+]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Settings of the model, its tokenizer and how its weights are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pelton.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and how it is read."""
+
+    model: str = "smollm2"
+    """Name that a model source knows (`smollm2`), local folder, `.gguf` file, or hub id."""
+    tokenizer: str | None = None
+    """Folder, `.gguf` file or hub id of another tokenizer; the model's own when unset."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, outputs have no text."""
+    trust_remote_code: bool = False
+    """Accepted for compatibility; Pelton never runs code from a model folder, so True is an error."""
+    dtype: str = "auto"
+    """auto (the checkpoint's own, float32 weights stay float32), float32, bfloat16 or float16."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens; the model's own context length when unset."""
+    seed: int = 0
+    """Seeds what requests without a seed of their own draw."""
+    revision: str | None = None
+    served_model_name: list[str] = msgspec.field(default_factory=list)
+    """Names that clients may use; the first one is shown. The `model` setting when empty."""
+    hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Fields of the model's config.json to replace."""
+    generation_config: str = "auto"
+    """auto: sampling defaults from the model's generation_config.json; pelton (or vllm): ours; else a folder."""
+    override_generation_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    max_logprobs: int = 20
+    """Most logprobs a request may ask for; -1 for no bound."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, or the template itself; the tokenizer's own when unset."""
+    quantization: str | None = None
+    """Name of a quantization method that a plugin offers; from the checkpoint when unset."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model is empty; name a folder, a .gguf file, a hub id, or smollm2.")
+        if self.trust_remote_code:
+            raise ConfigError(
+                "trust_remote_code is True; Pelton runs no code from model folders. Write a model plugin (docs/plugins.md)."
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}.")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; use at least 1, or leave it unset.")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}; use -1 (no bound) or more.")
+
+
+class LoadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How weights get from disk into the model."""
+
+    load_format: str = "auto"
+    """auto, safetensors, gguf, dummy (random weights), or a loader plugin's name."""
+    download_dir: str | None = None

@@ -1,0 +1,24 @@
+"""How a model is spread over devices and processes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pelton.errors import ConfigError
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of the parallel groups."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    """Name of an executor (in_process, or a plugin's); chosen from the sizes when unset."""
+    device: str | None = None
+    """Device type (cpu, cuda, or a plugin's); the best platform that is present when unset."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")

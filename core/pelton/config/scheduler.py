@@ -1,0 +1,48 @@
+"""Settings of `pelton.scheduler` and of the step loop."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pelton.errors import ConfigError
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Budgets of one step, policy, admission limits, overlap."""
+
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one step; the platform's default when unset."""
+    max_num_seqs: int | None = None
+    """Most requests that run at once; the platform's default when unset."""
+    scheduling_policy: str = "fcfs"
+    """fcfs, priority (lower value first), or a policy plugin's name."""
+    scheduler: str = "default"
+    """Name of the scheduler; a plugin may replace it."""
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Most new tokens of one request in one step; 0 for no bound but the budget."""
+    async_scheduling: bool = True
+    """Overlap: schedule the next step while this one runs."""
+    max_steps_in_flight: int = 2
+    """Open steps with overlap on (1 with it off)."""
+    max_num_queued_reqs: int | None = None
+    """Most requests that wait; one more is refused with status 503."""
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens that wait; a request over it is refused with status 503."""
+    max_side_table_seqs: int = 64
+    """Requests at once that sample with penalties, bias, token sets or bad words; others wait for a place."""
+    stream_interval: int = 1
+    """Tokens between two streamed outputs of one request."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; use at least 1, or leave it unset.")
+        for name in ("max_steps_in_flight", "max_side_table_seqs", "stream_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}; use 0 (off) or a number of tokens."
+            )

@@ -1,0 +1,67 @@
+"""`EngineClient`: how every front end talks to an engine, in this process or another.
+
+Implementations: `InProcessClient` (`engine/in_process.py`), which steps the core in the caller's thread, and
+`ProcessClient` (`engine/process_client.py`), which talks msgpack over ZMQ to `engine/process.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pelton.engine.messages import EngineOutputs, FinishReason
+from pelton.executor.interface import DeviceReport
+from pelton.request import EngineRequest
+
+
+class EngineInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What an engine found when it started: the start table and `cache_config_info` are made from it."""
+
+    report: DeviceReport
+    num_blocks: int
+    block_size: int
+    kv_cache_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    phase_s: dict[str, float] = {}
+    plugin_digest: str = ""
+    cache_config: dict[str, str] = {}
+    """Every cache setting as text, resolved values included."""
+
+
+class EngineClient(ABC):
+    """Synchronous calls return at once unless they say otherwise. Raises `EngineDeadError` once the engine is gone."""
+
+    info: EngineInfo
+
+    @abstractmethod
+    def add_request(self, request: EngineRequest) -> None: ...
+
+    @abstractmethod
+    def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Abort, or end with STOP after a stop string was found. Ids that are finished are no error."""
+
+    @abstractmethod
+    def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
+        """The next outputs: steps the engine (in process), or waits for a message. Empty after `timeout_s`."""
+
+    @abstractmethod
+    async def get_outputs_async(self) -> EngineOutputs:
+        """The next outputs, without blocking the event loop."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        """Utility call into the engine core between steps: `reset_prefix_cache`, `kv_cache_usage`, `worker.<method>`."""
+
+    @property
+    @abstractmethod
+    def error(self) -> Exception | None:
+        """Why the engine is dead; None while it lives."""
+
+    @abstractmethod
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """End the engine; prompt and idempotent. Unfinished requests are dropped."""

@@ -1,0 +1,92 @@
+"""What hooks return: a name, a priority, and where to load the thing from when it is used.
+
+`load` is "module:attribute"; nothing is imported until the entry wins. Entries are compared by
+(-priority, name): install order decides nothing. Bands: 100 vendor-tuned, 50 portable, 10 reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pelton.errors import PluginError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An offer of a plugin."""
+
+    name: str
+    load: str  # "module:attribute"
+    priority: int = 50
+    doc: str = ""  # one line, shown by `pelton plugins`
+
+    def resolve(self) -> Any:
+        """Import the module and return the attribute. Raises `PluginError` naming the entry and what failed."""
+        module_name, _, attribute = self.load.partition(":")
+        try:
+            target: Any = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                target = getattr(target, part)
+        except (ImportError, AttributeError) as error:
+            raise PluginError(
+                f"{type(self).__name__} {self.name!r} cannot be loaded from {self.load!r}: {error}. "
+                "Install what it needs, or leave its plugin out with PELTON_PLUGINS."
+            ) from error
+        return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformEntry(Entry):
+    """`probe` returns None when the device is here, else the reason it is not. It must be fast and import nothing heavy
+    unless the device's driver files are there."""
+
+    probe: Callable[[], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendEntry(Entry):
+    """An attention backend: `load` gives an `AttentionBackend` class."""
+
+    device_types: tuple[str, ...] = ()
+    priority_by_capability: Mapping[int, int] = field(default_factory=dict)  # capability major -> priority
+
+    def priority_on(self, capability: tuple[int, int] | None) -> int:
+        return self.priority_by_capability.get(capability[0], self.priority) if capability else self.priority
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpEntry(Entry):
+    """A fused seam's implementation: `load` gives a factory, see `pelton.ops.interface`."""
+
+    seam: str
+    device_types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry(Entry):
+    """`load` gives a model class with the signature `Model(*, config, prefix="")`."""
+
+    architectures: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderEntry(Entry):
+    """`load` gives a `pelton.model.loading.WeightLoader` class; `name` is what --load-format takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandEntry(Entry):
+    """A CLI command: `load` gives `run(argv: list[str]) -> int`; help is shown without importing it."""
+
+    help: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatLoggerEntry(Entry):
+    """`load` gives a `StatLogger` class. With `replaces_defaults` the built-in ones are left out."""
+
+    replaces_defaults: bool = False
+    is_default: bool = False

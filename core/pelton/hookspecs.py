@@ -1,0 +1,141 @@
+"""Every extension point of Pelton, on one page.
+
+A plugin is a module named in the entry-point group `pelton`, with functions of these names marked
+`@pelton.hookimpl`, and `PELTON_API = ">=1,<2"`: the hook API range it was made for. Hooks return
+entries (`pelton.entries`) and import nothing heavy. They are called at start-up only; results of all
+plugins are joined, and nothing rests on their order. A hook names only the arguments it uses.
+
+API version history: 1, first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from pelton.entries import (
+    BackendEntry, CommandEntry, Entry, LoaderEntry, ModelEntry, OpEntry, PlatformEntry, StatLoggerEntry,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from pelton.config import EngineConfig
+
+API_VERSION = (1, 0)
+
+hookspec = pluggy.HookspecMarker("pelton")
+hookimpl = pluggy.HookimplMarker("pelton")
+
+
+@hookspec
+def pelton_platforms() -> Sequence[PlatformEntry]:
+    """Offer device platforms. A `probe` that answers "not here" is no error. Called once per process."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
+    """Offer attention backends for `device_type` ("cuda", "rocm", "cpu").
+
+    Called once per worker, before weights load. Must not import triton or touch a device: put that behind `load`.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_ops(device_type: str) -> Sequence[OpEntry]:
+    """Offer implementations of fused seams for `device_type`. Called once per worker, before the model is built."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_models() -> Sequence[ModelEntry]:
+    """Offer model classes by architecture name. Called in the front end and in every worker."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_model_loaders() -> Sequence[LoaderEntry]:
+    """Offer weight loaders: what --load-format may name. Called once per worker."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_model_sources() -> Sequence[Entry]:
+    """Offer model sources: `load` gives `resolve(name, revision, download_dir) -> str | None`, the local folder or file of
+    a model name, or None when the name is not this source's. Asked by priority in the front-end process only."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_executors() -> Sequence[Entry]:
+    """Offer executors: `load` gives a `pelton.executor.interface.Executor` class."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_schedulers() -> Sequence[Entry]:
+    """Offer whole schedulers: `load` gives a factory, see `pelton.scheduler.scheduler.DefaultScheduler`."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_scheduling_policies() -> Sequence[Entry]:
+    """Offer scheduling policies: `load` gives a `pelton.scheduler.policy.SchedulingPolicy` class."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_kv_cache_managers() -> Sequence[Entry]:
+    """Offer KV-cache managers: `load` gives a `pelton.kv_cache.interface.KVCacheManager` factory."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_kv_cache_specs() -> Sequence[Entry]:
+    """Offer managers for new KV-cache specs: `load` gives a `(spec class, single-type manager class)` pair."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_stat_loggers() -> Sequence[StatLoggerEntry]:
+    """Offer stat loggers: one instance per engine in the front-end process."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_structured_output_backends() -> Sequence[Entry]:
+    """Offer structured-output backends: `load` gives a `pelton.structured.interface.StructuredOutputBackend` class."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_draft_proposers() -> Sequence[Entry]:
+    """Offer draft proposers: `load` gives a `pelton.spec_decode.interface.DraftProposer` factory."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_kv_connectors() -> Sequence[Entry]:
+    """Offer KV connectors: `load` gives a pair (SchedulerConnector class, WorkerConnector class)."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
+    """Change settings before anything is built: flat setting name to (value, reason). Each change is logged with its reason;
+    two plugins that set one field to different values are an error. A setting that the user gave explicitly wins."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_cli_commands() -> Sequence[CommandEntry]:
+    """Offer commands of the `pelton` program."""
+    raise NotImplementedError
+
+
+@hookspec
+def pelton_http_routes() -> Sequence[Entry]:
+    """Offer HTTP routes: `load` gives `routes(state) -> list` of the server framework's handlers."""
+    raise NotImplementedError

@@ -1,0 +1,110 @@
+"""The promise of a KV-cache manager: blocks for requests, and what is found again.
+
+The scheduler alone calls it, on the engine core's thread. Pure Python over ints: no torch. Fences are
+the scheduler's matter: it calls `free` only when no open step can touch the blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+BlockIds = tuple[list[int], ...]
+"""Per KV group: block ids in table order; 0 (null) where a window has passed."""
+
+
+class CacheableRequest(Protocol):
+    """What a manager reads of a request; it writes none of it."""
+
+    request_id: str
+    num_tokens: int  # known on the host: prompt and output
+    num_prompt_tokens: int
+    num_computed_tokens: int  # upper bound: tokens whose KV is, or will be after open steps, in the cache
+    block_hashes: Sequence[bytes]  # chain hash of every full block of known tokens; empty without prefix caching
+    skip_prefix_lookup: bool  # prompt_logprobs: every position must be computed
+
+
+class KVCacheManager(ABC):
+    """A table per request and group; tables only grow.
+
+    Order of calls for a request: `lookup` (waiting, not yet allocated) -> `allocate` in each step ->
+    `cache_blocks` after tokens became known -> `free` once. After preemption (`free`) it starts again.
+    """
+
+    @abstractmethod
+    def lookup(self, request: CacheableRequest) -> tuple[BlockIds, int]:
+        """Longest cached prefix: (block ids per group, tokens). At most num_tokens - 1 tokens: the last is always computed.
+
+        Takes no reference: call `allocate` with the result before any other allocation.
+        """
+
+    @abstractmethod
+    def allocate(
+        self,
+        request: CacheableRequest,
+        num_new_tokens: int,
+        *,
+        cached_blocks: BlockIds | None = None,
+        num_cached_tokens: int = 0,
+        num_external_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        delay_caching: bool = False,
+    ) -> BlockIds | None:
+        """Make room for `num_new_tokens` after what is computed; None, and nothing changed, when blocks run out.
+
+        cached_blocks, num_cached_tokens: from `lookup`, at the first allocation; they are taken (touched) here.
+        num_external_tokens: tokens that a KV connector brings after the cached ones; they need blocks too.
+        num_lookahead_tokens: room for draft tokens beyond the new ones; never cached.
+        delay_caching: leave the new full blocks out of the index for now (KV comes from elsewhere).
+        Returns the newly appended block ids per group (the cached ones not included).
+
+        Full blocks of known tokens among the new ones become findable at once (DESIGN section 4); blocks that left a
+        sliding window are freed.
+        """
+
+    @abstractmethod
+    def cache_blocks(self, request: CacheableRequest, num_computed_tokens: int) -> None:
+        """Make the full blocks of the first `num_computed_tokens` known tokens findable."""
+
+    @abstractmethod
+    def free(self, request_id: str) -> None:
+        """Give back all blocks of a request, tail first. Unknown ids are no error."""
+
+    @abstractmethod
+    def block_ids(self, request_id: str) -> BlockIds:
+        """The whole table of a request, per group."""
+
+    @abstractmethod
+    def evict(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out of the prefix index (a step failed, a load failed); holders keep them."""
+
+    @abstractmethod
+    def num_common_prefix_blocks(self, request_ids: Sequence[str]) -> list[int]:
+        """Per group: leading blocks that all these requests share."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> bool:
+        """Empty the index; False, and nothing done, while any block is held."""
+
+    @property
+    @abstractmethod
+    def usage(self) -> float:
+        """Share of usable blocks that requests hold, 0 to 1."""
+
+    @property
+    @abstractmethod
+    def num_free_blocks(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_usable_blocks(self) -> int:
+        """Blocks of an empty pool (the null block not counted)."""
+
+    @abstractmethod
+    def max_blocks_needed(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` holds at most at once: one that needs more than the pool can never run."""
+
+    @abstractmethod
+    def take_residency(self) -> tuple[list[float], list[float], list[float]]:
+        """Sampled (lifetimes, idle times before eviction, reuse gaps) in seconds since the last call."""

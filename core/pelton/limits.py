@@ -1,0 +1,28 @@
+"""Every bound on what a client may send, in one table.
+
+No input is unbounded (DESIGN section 10, rule 3). `tests/core/test_limits.py` walks this table.
+Bounds that depend on the model (context length, vocabulary) or on a setting (`max_logprobs`) are
+checked where those are known: see `engine/input_processor.py`.
+"""
+
+MAX_BODY_BYTES = 8 * 2**20  # 413 above this, before the body is parsed
+MAX_N = 128  # samples of one prompt
+MAX_PROMPTS_PER_REQUEST = 2048
+MAX_TOTAL_SEQUENCES_PER_REQUEST = 4096  # prompts x n
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_CACHE_SALT_CHARS = 1024
+MAX_REQUEST_ID_CHARS = 256
+MAX_MESSAGES = 4096
+MAX_CHAT_TEMPLATE_CHARS = 131_072
+MAX_TEMPLATE_OUTPUT_CHARS = 16 * 2**20
+MAX_TIMEOUT_S = 86_400.0
+MAX_SEED = 2**63 - 1
+MAX_ABS_PRIORITY = 2**31
+MAX_EXTRA_ARGS_BYTES = 65_536
+MAX_IPC_MESSAGE_BYTES = 256 * 2**20  # one message between API and engine process

@@ -1,0 +1,68 @@
+"""The numbers that the engine core and the front end hand to stat loggers. New fields are added with defaults, never renamed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, omit_defaults=True):
+    """State of one engine core after a step; counters are since the last record."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_deferred_reqs: int = 0
+    """Part of the waiting ones: those that wait for a grammar, an adapter or remote KV."""
+    kv_cache_usage: float = 0.0
+    """Share of blocks in use, 0 to 1."""
+    prefix_cache_queries: int = 0
+    """Tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Tokens found."""
+    prefix_cache_requests: int = 0
+    """Requests that looked up (the log line's hit rate is over the last 1,000 of these)."""
+    num_preemptions: int = 0
+    num_scheduled_tokens: int = 0
+    num_steps: int = 0
+    spec_num_draft_tokens: int = 0
+    spec_num_accepted_tokens: int = 0
+    kv_block_lifetimes_s: list[float] = []
+    kv_block_idle_s: list[float] = []
+    kv_block_reuse_gaps_s: list[float] = []
+    host_time_s: dict[str, float] = {}
+    """Host seconds by stage of the step loop: schedule, execute, wait, update, output."""
+
+
+@dataclass(slots=True)
+class FinishedRequestStats:
+    """One finished request; intervals in seconds, None where never reached."""
+
+    finish_reason: str
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    max_tokens: int | None = None
+    n: int = 1
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    e2e_latency_s: float = 0.0
+    queue_time_s: float | None = None
+    prefill_time_s: float | None = None
+    decode_time_s: float | None = None
+    inference_time_s: float | None = None
+    mean_time_per_output_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class IterationStats:
+    """What one batch of engine outputs meant for requests, computed in the front end."""
+
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_preempted_reqs: int = 0
+    time_to_first_tokens_s: list[float] = field(default_factory=list)
+    inter_token_latencies_s: list[float] = field(default_factory=list)
+    finished_requests: list[FinishedRequestStats] = field(default_factory=list)
+    num_rejected_reqs: dict[str, int] = field(default_factory=dict)
+    """Refused by admission limits, by reason."""

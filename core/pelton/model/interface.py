@@ -1,0 +1,37 @@
+"""The promise of a model class: what the worker calls.
+
+A model is a `torch.nn.Module` made as `Model(*, config, prefix="")`, where `config` is a
+`pelton.model.build.BuildConfig`: dtype, device, parallel ranks, quantization, chosen ops and attention
+backends, and `config.hf`, config.json's fields as attributes. Layers register their attention in
+`config.attention_layers` (name -> `AttentionLayer`), from which the worker reads KV specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from pelton.attention.metadata import ForwardBatch
+from pelton.model.loading import LazyWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@runtime_checkable
+class CausalLM(Protocol):
+    """T = tokens of the step (padded), n = rows that need logits, V = vocabulary."""
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        """Final hidden states, opaque to the caller (usually (last sub-layer's output, residual), each [T, hidden]); the
+        last add and norm are part of `compute_logits`."""
+        ...
+
+    def compute_logits(self, hidden: Any, rows: Tensor) -> Tensor:
+        """What `forward` returned, and token indices `rows` [n] int64 -> logits [n, V] float32."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        """Copy what this rank keeps; returns the checkpoint names that were used. Raises `ConfigError` naming a missing or
+        misshapen weight."""
+        ...

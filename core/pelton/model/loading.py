@@ -1,0 +1,44 @@
+"""The promise of a weight loader, and the weights it hands to a model.
+
+A model asks for nothing: the loader walks a checkpoint once, in file order, and gives (name, weight)
+pairs under Hugging Face names. A weight is lazy: only the rows or columns that this rank keeps are read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pelton.config import EngineConfig
+from pelton.model.resolved import ResolvedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LazyWeight(ABC):
+    """One tensor of a checkpoint, not read yet."""
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """The tensor, or its slice [start, stop) along `dim`, on the CPU, in the checkpoint's dtype. May be a view of a
+        memory-mapped file: copy it into place, do not keep it."""
+
+
+class WeightLoader(ABC):
+    """Chosen by --load-format or the checkpoint's form; one per worker."""
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig, model: ResolvedModel) -> None: ...
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, LazyWeight]]:
+        """Every tensor once. Raises `ConfigError` naming the file when one is missing or broken."""
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """For progress; 0 when not known."""

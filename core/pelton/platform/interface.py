@@ -1,0 +1,54 @@
+"""The promise of a platform: what one kind of device offers. torch is imported only inside methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from pelton.config import CUDAGraphMode, EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from pelton.worker.interface import Worker
+
+
+class Platform(ABC):
+    """Made once per process by the platform entry's `load`, after its `probe` said that the device is here."""
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]  # torch's word: "cpu", "cuda"; backends are offered by this
+    default_max_num_batched_tokens: ClassVar[int] = 2048
+    default_max_num_seqs: ClassVar[int] = 256
+    default_dtype: ClassVar[str] = "bfloat16"
+    """What `dtype="auto"` becomes when the checkpoint does not say."""
+    supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
+    supported_graph_modes: ClassVar[tuple[CUDAGraphMode, ...]] = (CUDAGraphMode.NONE,)
+
+    @abstractmethod
+    def device(self, local_rank: int) -> torch.device: ...
+
+    @abstractmethod
+    def init_device(self, config: EngineConfig, local_rank: int) -> None:
+        """Select the device, bind threads; called once in the worker's thread before anything is allocated."""
+
+    @abstractmethod
+    def describe(self, local_rank: int = 0) -> str:
+        """For people: "cpu: AMD EPYC, 2 threads"."""
+
+    def capability(self, local_rank: int = 0) -> tuple[int, int] | None:
+        """Compute capability where the device has one."""
+        return None
+
+    @abstractmethod
+    def available_kv_cache_bytes(self, config: EngineConfig, *, weights_bytes: int, peak_activation_bytes: int) -> int:
+        """Room for the KV pool, measured after weights are loaded and the largest step was run."""
+
+    def worker_class(self) -> type[Worker]:
+        """The worker that serves this device; the built-in one unless overridden."""
+        from pelton.worker.worker import DeviceWorker
+
+        return DeviceWorker
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait for all queued work; nothing to wait for on synchronous devices."""

@@ -1,0 +1,187 @@
+"""How one request is sampled and when it stops: vLLM's names and meaning.
+
+This file checks what can be checked without a model; `engine/input_processor.py` checks token ids
+against the vocabulary, lengths against the context, and logprobs against `max_logprobs`.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from pelton import limits
+from pelton.errors import RequestError
+
+
+class RequestOutputKind(IntEnum):
+    CUMULATIVE = 0
+    """Every output holds all text and tokens so far."""
+    DELTA = 1
+    """Every output holds what is new."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Exactly one constraint on the output's form; a structured-output plugin has to be there."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {given or 'no constraint'}; give exactly one of json, regex, choice, "
+                "grammar, json_object, structural_tag.",
+                param="structured_outputs",
+            )
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling and stopping of one request. Raises `RequestError`, naming the field, on a bad value.
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off. max_tokens None means up to the
+    context's end. logprobs / prompt_logprobs: alternatives per token, -1 for the whole vocabulary.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    extra_args: dict[str, Any] | None = None
+    """For logits processors and other plugins, by their names."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = self.stop or []
+        self.stop_token_ids = self.stop_token_ids or []
+        self.bad_words = self.bad_words or []
+        self.verify()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def needs_side_slot(self) -> bool:
+        """True when sampling reads a side table (token counts, bias, token sets): see `SchedulerConfig`."""
+        return (
+            self.has_penalties
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+            or self.min_tokens > 0
+        )
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares no container with this one."""
+        return msgspec.convert(msgspec.to_builtins(self), SamplingParams)
+
+    def verify(self) -> None:
+        """Check every field on its own and the pairs that contradict each other."""
+        _number("temperature", self.temperature, 0.0, 2.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6, low_open=True)
+        _integer("n", self.n, 1, limits.MAX_N)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens must be at most max_tokens ({self.max_tokens})",
+                    param="min_tokens", value=self.min_tokens,
+                )  # fmt: skip
+        if self.seed is not None:
+            _integer("seed", self.seed, -limits.MAX_SEED, limits.MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, -1, 2**31 - 1)
+        if self.is_greedy and self.n > 1:
+            raise RequestError("n must be 1 with greedy sampling (temperature 0)", param="n", value=self.n)
+        self._verify_lists()
+
+    def _verify_lists(self) -> None:
+        assert isinstance(self.stop, list) and self.stop_token_ids is not None and self.bad_words is not None
+        _length("stop", self.stop, limits.MAX_STOP_STRINGS)
+        _length("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
+        _length("bad_words", self.bad_words, limits.MAX_BAD_WORDS)
+        for name, words, longest in (
+            ("stop", self.stop, limits.MAX_STOP_STRING_CHARS),
+            ("bad_words", self.bad_words, limits.MAX_BAD_WORD_CHARS),
+        ):
+            for word in words:
+                if not isinstance(word, str) or not word:
+                    raise RequestError(f"{name} must hold non-empty strings", param=name, value=word)
+                if len(word) > longest:
+                    raise RequestError(f"{name} has a string of {len(word)} characters; at most {longest}", param=name)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs detokenize=True", param="stop", value=self.stop)
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
+            for token_id in ids or ():
+                _integer(name, token_id, 0, 2**31 - 1)
+        if self.allowed_token_ids is not None:
+            _length("allowed_token_ids", self.allowed_token_ids, limits.MAX_ALLOWED_TOKEN_IDS)
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+        if self.logit_bias:
+            _length("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS_ENTRIES)
+            for token_id, bias in self.logit_bias.items():
+                _integer("logit_bias", token_id, 0, 2**31 - 1)
+                _number("logit_bias", bias, -100.0, 100.0)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value > high or (value <= low if low_open else value < low):
+        raise RequestError(
+            f"{name} must be a finite number in {'(' if low_open else '['}{low:g}, {high:g}]", param=name, value=value
+        )
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} must be an integer from {low} to {high}", param=name, value=value)
+
+
+def _length(name: str, value: Any, high: int) -> None:
+    if len(value) > high:
+        raise RequestError(f"{name} has {len(value)} entries; at most {high}", param=name)

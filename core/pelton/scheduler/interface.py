@@ -1,0 +1,74 @@
+"""The promise of a scheduler: who runs in the next step, and what a step's result means.
+
+The engine core's thread alone calls it. No method may block or touch a device. One built-in
+implementation: `scheduler.py`; a plugin may replace it whole, or only its policy (`policy.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from pelton.engine.messages import EngineOutput, FinishReason
+from pelton.errors import ErrorInfo
+from pelton.metrics.stats import SchedulerStats
+from pelton.request import EngineRequest
+from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+
+
+class Scheduler(ABC):
+    """Life cycle of a step: `schedule` -> (executor) -> `update`, with up to `max_steps_in_flight` steps between the two.
+
+    `finish_requests` and `add_request` are called between steps only. Results come back in step order.
+    """
+
+    @abstractmethod
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `RequestError` (`QueueFullError`) when it can never or may not now be queued."""
+
+    @abstractmethod
+    def finish_requests(self, request_ids: Iterable[str], reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        """End requests from outside (abort, deadline, stop string). Unknown ids are no error: they finished already.
+
+        Blocks and slots are released once no open step can touch them. An output with the reason is given by the next
+        `take_outputs`, except for `FinishReason.STOP` (the front end ended it and knows).
+        """
+
+    @abstractmethod
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step's work, or None when nothing can run now (all is finished, pending or waiting)."""
+
+    @abstractmethod
+    def grammar_masks(self, output: SchedulerOutput) -> GrammarMasks | None:
+        """Masks for the step's grammar rows; needs every earlier step's `update`. None when it has no such row."""
+
+    @abstractmethod
+    def update(self, output: SchedulerOutput, result: ModelOutput) -> list[EngineOutput]:
+        """Take in a step's result: append tokens, check stops, free what ended."""
+
+    @abstractmethod
+    def update_failed(self, output: SchedulerOutput, error: ErrorInfo) -> list[EngineOutput]:
+        """The step failed as a whole: its requests end with `error`, its blocks leave the prefix index."""
+
+    @abstractmethod
+    def take_outputs(self) -> list[EngineOutput]:
+        """Outputs of requests that ended outside a step (aborts, deadlines, refusals)."""
+
+    @abstractmethod
+    def has_unfinished_requests(self) -> bool: ...
+
+    @abstractmethod
+    def next_deadline(self) -> float | None:
+        """Monotonic time at which some request's time limit passes; None when none has one."""
+
+    @abstractmethod
+    def expire(self, now: float) -> None:
+        """End the requests whose time limit passed."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False (and nothing done) while requests hold blocks."""
+
+    @abstractmethod
+    def take_stats(self) -> SchedulerStats:
+        """State now; counters since the last call."""

@@ -1,0 +1,40 @@
+"""The promise of a structured-output backend: from a constraint to masks over the vocabulary."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from pelton.sampling_params import StructuredOutputsParams
+
+
+class Grammar(ABC):
+    """State of one request's constraint. Called on the engine core's thread."""
+
+    @abstractmethod
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Advance over tokens that were sampled; False when one is not allowed (the request then fails)."""
+
+    @abstractmethod
+    def validate(self, token_ids: Sequence[int]) -> int:
+        """How many leading tokens would be allowed, without advancing (draft tokens)."""
+
+    @abstractmethod
+    def fill_bitmask(self, row: bytearray | memoryview, draft_token_ids: Sequence[int] = ()) -> None:
+        """Write ceil(vocab / 32) little-endian int32 words: bit t % 32 of word t // 32 is 1 when token t may follow
+        `draft_token_ids` in the present state, which is unchanged afterwards."""
+
+    @abstractmethod
+    def is_terminated(self) -> bool:
+        """True when only EOS may follow."""
+
+
+class StructuredOutputBackend(ABC):
+    """Compiles constraints off the step loop: `compile` is called on a worker thread and may take long."""
+
+    @abstractmethod
+    def __init__(self, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Raises `RequestError` when the constraint is not valid."""

@@ -1,0 +1,68 @@
+"""The promise of a worker: one device's share of the model.
+
+`worker.py` is the implementation that every platform uses unless it names its own. All calls come
+from one thread. A platform's worker subclasses this, or the built-in one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from pelton.config import EngineConfig
+from pelton.executor.interface import DeviceReport
+from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.model.resolved import ResolvedModel
+from pelton.plugins import Plugins
+from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from pelton.platform.interface import Platform
+
+
+class Worker(ABC):
+    """Order: `init_device` -> `load_model` -> `kv_cache_specs` -> `available_kv_cache_bytes` -> `initialize_kv_cache`
+    -> `warm_up` -> steps. A missing optional method refuses that feature with the reason."""
+
+    def __init__(
+        self, config: EngineConfig, model: ResolvedModel, platform: Platform, plugins: Plugins, *, rank: int = 0
+    ) -> None:
+        self.config = config
+        self.model_info = model
+        self.platform = platform
+        self.plugins = plugins
+        self.rank = rank
+
+    @abstractmethod
+    def init_device(self) -> None: ...
+
+    @abstractmethod
+    def load_model(self) -> None: ...
+
+    @abstractmethod
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]: ...
+
+    @abstractmethod
+    def available_kv_cache_bytes(self) -> int: ...
+
+    @abstractmethod
+    def initialize_kv_cache(self, plan: KVCachePlan) -> None: ...
+
+    @abstractmethod
+    def execute(self, output: SchedulerOutput) -> ModelOutput | None:
+        """Run a step. Returns its result, or None when it has grammar rows: then `sample` gives it."""
+
+    @abstractmethod
+    def sample(self, masks: GrammarMasks) -> ModelOutput:
+        """Finish a step that waited for its masks."""
+
+    @abstractmethod
+    def report(self) -> DeviceReport: ...
+
+    # Optional.
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Compile, tune or capture what the first requests would otherwise wait for."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Free the device."""
