@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from pelton.entries import (
-    BackendEntry, CommandEntry, Entry, LoaderEntry, ModelEntry, OpEntry, PlatformEntry, StatLoggerEntry,
+    BackendEntry,
+    CommandEntry,
+    Entry,
+    LoaderEntry,
+    ModelEntry,
+    OpEntry,
+    PlatformEntry,
+    StatLoggerEntry,
 )  # fmt: skip
 
 if TYPE_CHECKING:

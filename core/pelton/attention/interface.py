@@ -59,8 +59,17 @@ class AttentionNeeds:
 
 
 OPTIONAL_NEEDS = frozenset(
-    "sliding_window logit_soft_cap has_sinks has_alibi attention_type is_mla is_sparse has_mm_prefix "
-    "decode_context_parallel".split()
+    [
+        "sliding_window",
+        "logit_soft_cap",
+        "has_sinks",
+        "has_alibi",
+        "attention_type",
+        "is_mla",
+        "is_sparse",
+        "has_mm_prefix",
+        "decode_context_parallel",
+    ]
 )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
 from pelton.errors import ConfigError
 
 
-class CUDAGraphMode(str, Enum):
+class CUDAGraphMode(StrEnum):
     NONE = "NONE"
     PIECEWISE = "PIECEWISE"
     FULL = "FULL"
