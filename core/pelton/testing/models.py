@@ -1,0 +1,193 @@
+"""Make tiny random checkpoints of real architectures, and ask transformers what they say.
+
+The reference for equality tests: `make_tiny_checkpoint` saves a folder as a user would download it
+(config.json, safetensors, tokenizer with chat template), `reference_greedy` and `reference_logits`
+run transformers' float32 model on it. Needs the `test` extra; nothing in the engine imports this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VOCAB_SIZE = 320
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # family: (config class, model class, fields that differ from _COMMON)
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"num_hidden_layers": 6, "sliding_window": 32, "query_pre_attn_scalar": 24},
+    ),
+}
+ROPE_VARIANTS: dict[str, dict[str, Any]] = {
+    # for `rope_parameters=`; lengths fit max_position_embeddings=512
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+def make_tiny_checkpoint(
+    path: str | Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    with_tokenizer: bool = True,
+    **overrides: Any,
+) -> Path:
+    """Save a random model of `family` (a key of `FAMILIES`) in folder `path`; `overrides` are config.json fields.
+
+    Weights are scaled so that greedy output varies and the best two logits lie well apart. `max_shard_size="100KB"`
+    gives a sharded checkpoint with an index.
+    """
+    import torch
+    import transformers
+
+    config_class, model_class, own = FAMILIES[family]
+    config = getattr(transformers, config_class)(**{**_COMMON, **own, **overrides})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_class)(config)
+        _randomize(model)
+    path = Path(path)
+    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    if with_tokenizer:
+        make_tiny_tokenizer(path)
+    return path
+
+
+def _randomize(model: Any) -> None:
+    """Unit-variance products, strong sub-layers (so that a tied embedding does not just repeat its input), varied norms."""
+    import torch
+
+    is_gemma = "Gemma" in type(model).__name__  # norms multiply by 1 + w, embeddings by sqrt(hidden_size)
+    embed_scale = model.config.hidden_size**0.5 if is_gemma else 1.0
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name == "model.norm.weight":
+                weight.normal_(embed_scale - 1.0 if is_gemma else 1.0, 0.2)
+            elif is_gemma and name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+                weight.normal_(2.0, 0.2)
+            elif weight.dim() == 1:
+                weight.normal_(1.0 if "norm" in name and not is_gemma else 0.0, 0.2)
+            elif "embed_tokens" in name or "lm_head" in name:
+                weight.normal_(0.0, 0.5 / embed_scale)
+            else:
+                gain = 3.0 if name.endswith(("o_proj.weight", "down_proj.weight", "q_proj.weight")) else 1.0
+                weight.normal_(0.0, gain / weight.shape[1] ** 0.5)
+
+
+def make_tiny_tokenizer(path: str | Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
+    """Save a byte-level BPE tokenizer (any text round-trips) with a ChatML template into folder `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_CORPUS] * 4, trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    return path
+
+
+_CORPUS = """
+The server takes a prompt and answers with the next token. A block holds the keys and values of sixteen tokens.
+There is a small house near the river where the children play in the afternoon, and their mother reads a book.
+What is the capital of France? The capital of France is Paris. Tell me a story about the dog and the other dog.
+"""
+
+
+def load_reference(path: str | Path) -> Any:
+    """transformers' own float32 model of a folder, with plain attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager")
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def reference_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """[len(token_ids), vocab] float32 of one sequence, from one pass without a cache; `model` from `load_reference`."""
+    import torch
+
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+    return logits
+
+
+def reference_greedy(
+    model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *, eos_token_ids: Sequence[int] = ()
+) -> list[list[int]]:
+    """transformers' greedy continuation of each prompt alone, with its own cache. Ends early after a token in
+    `eos_token_ids`, which stays in the result; by default nothing ends it."""
+    import torch
+
+    results = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            output: list[int] = []
+            step = torch.tensor([list(prompt)])
+            cache = None
+            while len(output) < max_tokens:
+                result = model(input_ids=step, past_key_values=cache, use_cache=True)
+                cache = result.past_key_values
+                token = int(result.logits[0, -1].argmax())
+                output.append(token)
+                if token in eos_token_ids:
+                    break
+                step = torch.tensor([[token]])
+            results.append(output)
+    return results
