@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from pelton.config import EngineConfig
+from pelton.metrics.snapshot import Metric
 from pelton.metrics.stats import IterationStats, SchedulerStats
+
+if TYPE_CHECKING:
+    from pelton.engine.client import EngineInfo
 
 
 class StatLogger(Protocol):
@@ -21,3 +25,19 @@ class StatLogger(Protocol):
 
     def log(self) -> None:
         """Called every `log_stats_interval_s` while the engine is in use, and once at shutdown."""
+
+
+@runtime_checkable
+class ReportsStart(Protocol):
+    """A stat logger may also want to know what the engine found when it started."""
+
+    def engine_started(self, info: EngineInfo) -> None:
+        """Called once, when the engine is ready, and again when a dead engine came back."""
+
+
+@runtime_checkable
+class OffersSnapshot(Protocol):
+    """A stat logger may also publish: its metrics are part of `LLM.get_metrics()` and of `GET /metrics`."""
+
+    def snapshot(self) -> list[Metric]:
+        """What was counted so far. Called from the thread that calls `record`."""

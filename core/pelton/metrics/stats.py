@@ -32,6 +32,8 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     kv_block_reuse_gaps_s: list[float] = []
     host_time_s: dict[str, float] = {}
     """Host seconds by stage of the step loop: schedule, execute, wait, update, output."""
+    grammar_compile_s: list[float] = []
+    """Seconds that each grammar took which was compiled since the last record."""
 
 
 @dataclass(slots=True)

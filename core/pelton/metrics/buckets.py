@@ -1,0 +1,50 @@
+"""Histograms that are cheap to feed: one bisect per observation, cumulative counts only when read."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+
+class BucketCounts:
+    """Observations by upper bound. `bounds` rise; everything above the last one is in +Inf."""
+
+    __slots__ = ("_counts", "bounds", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        assert list(self.bounds) == sorted(set(self.bounds)), "bucket bounds must rise"
+        self._counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        counts, bounds, total = self._counts, self.bounds, 0.0
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            total += value
+        self.sum += total
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def cumulative(self) -> dict[str, int]:
+        """Upper bound as text, "+Inf" last, to the number of observations at or below it."""
+        return dict(
+            zip((*(repr(float(bound)) for bound in self.bounds), "+Inf"), accumulate(self._counts), strict=True)
+        )
+
+
+def one_two_five(maximum: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to and including `maximum`."""
+    bounds: list[float] = []
+    scale = 1
+    while scale <= maximum:
+        bounds += [scale * step for step in (1, 2, 5) if scale * step <= maximum]
+        scale *= 10
+    return bounds

@@ -1,0 +1,78 @@
+"""Makes one engine's stat loggers from plugins' entries and calls them, each guarded from the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pelton.config import EngineConfig
+from pelton.metrics.interface import OffersSnapshot, ReportsStart, StatLogger
+from pelton.metrics.snapshot import Metric
+from pelton.metrics.stats import IterationStats, SchedulerStats
+
+if TYPE_CHECKING:
+    from pelton.engine.client import EngineInfo
+    from pelton.entries import StatLoggerEntry
+    from pelton.plugins import Plugins
+
+logger = logging.getLogger(__name__)
+
+
+class StatLoggers:
+    """All stat loggers of one engine. None with `disable_log_stats`."""
+
+    def __init__(self, config: EngineConfig, plugins: Plugins, engine_index: int = 0) -> None:
+        entries = [] if config.observability.disable_log_stats else chosen_entries(plugins)
+        self.loggers: dict[str, StatLogger] = {
+            entry.name: entry.resolve()(config=config, engine_index=engine_index) for entry in entries
+        }
+        self._failed: set[tuple[str, str]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self.loggers)
+
+    def engine_started(self, info: EngineInfo) -> None:
+        for name, stat_logger in self.loggers.items():
+            if isinstance(stat_logger, ReportsStart):
+                self._guarded(name, stat_logger.engine_started, info)
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        for name, stat_logger in self.loggers.items():
+            try:  # inlined: once per step
+                stat_logger.record(scheduler_stats, iteration_stats)
+            except Exception:
+                self._report(name, "record")
+
+    def log(self) -> None:
+        for name, stat_logger in self.loggers.items():
+            self._guarded(name, stat_logger.log)
+
+    def snapshot(self) -> list[Metric]:
+        """The metrics of every logger that publishes."""
+        found: list[Metric] = []
+        for name, stat_logger in self.loggers.items():
+            if isinstance(stat_logger, OffersSnapshot):
+                found += self._guarded(name, stat_logger.snapshot) or ()
+        return found
+
+    def _guarded(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return method(*args)
+        except Exception:
+            self._report(name, method.__name__)
+            return None
+
+    def _report(self, name: str, method: str) -> None:
+        """Once with its traceback; a logger that fails at every step must not fill the disk."""
+        if (name, method) not in self._failed:
+            self._failed.add((name, method))
+            logger.exception("Stat logger %r failed in %s(); later failures there are not shown.", name, method)
+
+
+def chosen_entries(plugins: Plugins) -> list[StatLoggerEntry]:
+    """Every offered logger; the default ones are left out when a custom one says that it replaces them."""
+    entries: list[StatLoggerEntry] = plugins.entries("pelton_stat_loggers")
+    if any(entry.replaces_defaults for entry in entries):
+        return [entry for entry in entries if not entry.is_default]
+    return entries
