@@ -1,0 +1,1 @@
+"""Built-in stat loggers: a log line every few seconds, and Prometheus families."""

@@ -1,0 +1,204 @@
+"""Counters, gauges and histograms for Prometheus, per engine and without a global registry.
+
+`record` only adds to plain numbers; label sets, cumulative buckets and text are made when someone looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pelton import __version__
+from pelton.config import EngineConfig
+from pelton.metrics.buckets import BucketCounts, one_two_five
+from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
+from pelton.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
+
+from pelton_plugins.stat_loggers.families import FAMILIES, UP_TO_MODEL_LEN, Family, help_text, is_shown, minor_version
+
+if TYPE_CHECKING:
+    from pelton.engine.client import EngineInfo
+
+DEFAULT_MODEL_LEN = 131_072  # for the token buckets, until the engine says its own
+
+
+class PrometheusLogger:
+    """Counts one engine. `snapshot` gives the values; the HTTP server renders them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine_index: int = 0,
+        *,
+        families: Sequence[Family] = FAMILIES,
+        version: str = __version__,
+    ) -> None:
+        observability = config.observability
+        self._prefix = observability.metrics_prefix
+        self._labels = {
+            "model_name": (config.model.served_model_name or [config.model.model])[0],
+            "engine": str(engine_index),
+        }
+        hidden = observability.show_hidden_metrics_for_version
+        show_hidden_for = minor_version(hidden, "show_hidden_metrics_for_version") if hidden else None
+        self._families = [
+            family
+            for family in families
+            if is_shown(family, minor_version(version), show_hidden_for)
+            and (family.when is None or getattr(config.kv_cache, family.when))
+        ]
+        self._cache_config: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, str | None], float] = {}
+        self._buckets: dict[tuple[str, str | None], BucketCounts] = {}
+        self._bounds: dict[str, tuple[float, ...]] = {}
+        self._make_series(config.model.max_model_len or DEFAULT_MODEL_LEN)
+
+    def _make_series(self, max_model_len: int) -> None:
+        for family in self._families:
+            labels: tuple[str | None, ...] = family.label_values if family.label else (None,)
+            if family.kind != "histogram":
+                for value in labels:
+                    self._values.setdefault((family.name, value), 0.0)
+                continue
+            bounds = tuple(one_two_five(max_model_len)) if family.buckets == UP_TO_MODEL_LEN else family.buckets
+            assert bounds is not None
+            self._bounds[family.name] = bounds
+            for value in labels:
+                known = self._buckets.get((family.name, value))
+                if known is None or (known.bounds != bounds and not known.count):
+                    self._buckets[family.name, value] = BucketCounts(bounds)
+
+    # What the engine tells
+
+    def engine_started(self, info: EngineInfo) -> None:
+        with self._lock:
+            self._make_series(info.max_model_len)
+            for phase, seconds in info.phase_s.items():
+                self._values["startup_phase_seconds", phase] = seconds
+            self._cache_config = {
+                **info.cache_config,
+                "num_gpu_blocks": str(info.num_blocks),
+                "block_size": str(info.block_size),
+            }
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        with self._lock:
+            if scheduler_stats is not None:
+                self._record_scheduler(scheduler_stats)
+            self._record_iteration(iteration_stats)
+
+    def log(self) -> None:
+        """Prometheus asks; nothing is pushed."""
+
+    # Bookkeeping, under the lock
+
+    def _record_scheduler(self, stats: SchedulerStats) -> None:
+        values = self._values
+        values["num_requests_running", None] = stats.num_running_reqs
+        values["num_requests_waiting", None] = stats.num_waiting_reqs
+        values["num_requests_waiting_by_reason", "deferred"] = stats.num_deferred_reqs
+        values["num_requests_waiting_by_reason", "capacity"] = stats.num_waiting_reqs - stats.num_deferred_reqs
+        values["kv_cache_usage_perc", None] = stats.kv_cache_usage
+        self._add("prefix_cache_queries", stats.prefix_cache_queries)
+        self._add("prefix_cache_hits", stats.prefix_cache_hits)
+        self._add("num_preemptions", stats.num_preemptions)
+        self._add("spec_decode_num_draft_tokens", stats.spec_num_draft_tokens)
+        self._add("spec_decode_num_accepted_tokens", stats.spec_num_accepted_tokens)
+        if stats.num_scheduled_tokens:
+            # Several steps may have passed since the last record: the mean of those stands for each of them.
+            steps = max(stats.num_steps, 1)
+            self._observe("iteration_tokens_total", [stats.num_scheduled_tokens / steps] * steps)
+        for stage, seconds in stats.host_time_s.items():
+            steps = max(stats.num_steps, 1)
+            self._observe("step_host_seconds", [seconds / steps] * steps, stage)
+        self._observe("grammar_compile_seconds", stats.grammar_compile_s)
+        self._observe("kv_block_lifetime_seconds", stats.kv_block_lifetimes_s)
+        self._observe("kv_block_idle_before_evict_seconds", stats.kv_block_idle_s)
+        self._observe("kv_block_reuse_gap_seconds", stats.kv_block_reuse_gaps_s)
+
+    def _record_iteration(self, stats: IterationStats) -> None:
+        self._add("prompt_tokens", stats.num_prompt_tokens)
+        self._add("prompt_tokens_cached", stats.num_cached_prompt_tokens)
+        self._add("generation_tokens", stats.num_generation_tokens)
+        self._observe("time_to_first_token_seconds", stats.time_to_first_tokens_s)
+        self._observe("inter_token_latency_seconds", stats.inter_token_latencies_s)
+        for reason, count in stats.num_rejected_reqs.items():
+            self._add("admission_rejections", count, reason)
+        for finished in stats.finished_requests:
+            self._record_finished(finished)
+
+    def _record_finished(self, stats: FinishedRequestStats) -> None:
+        self._add("request_success", 1, stats.finish_reason)
+        for name, value in (
+            ("request_prompt_tokens", stats.num_prompt_tokens),
+            ("request_generation_tokens", stats.num_generation_tokens),
+            ("request_max_num_generation_tokens", stats.num_generation_tokens),
+            ("request_params_max_tokens", stats.max_tokens),
+            ("request_params_n", stats.n),
+            ("request_prefill_kv_computed_tokens", stats.num_prompt_tokens - stats.num_cached_tokens),
+            ("request_num_preemptions", stats.num_preemptions),
+            ("e2e_request_latency_seconds", stats.e2e_latency_s),
+            ("request_queue_time_seconds", stats.queue_time_s),
+            ("request_prefill_time_seconds", stats.prefill_time_s),
+            ("request_decode_time_seconds", stats.decode_time_s),
+            ("request_inference_time_seconds", stats.inference_time_s),
+            ("request_time_per_output_token_seconds", stats.mean_time_per_output_token_s),
+        ):
+            if value is not None:
+                self._observe(name, (value,))
+
+    def _add(self, name: str, amount: float, label: str | None = None) -> None:
+        if amount:
+            self._values[name, label] = self._values.get((name, label), 0.0) + amount
+
+    def _observe(self, name: str, values: Sequence[float], label: str | None = None) -> None:
+        if not values:
+            return
+        series = self._buckets.get((name, label))
+        if series is None:
+            if name not in self._bounds:
+                return  # the family is not exported with these settings
+            series = self._buckets[name, label] = BucketCounts(self._bounds[name])
+        series.observe_all(values)
+
+    # What others see
+
+    def snapshot(self) -> list[Metric]:
+        with self._lock:
+            metrics = [metric for family in self._families for metric in self._series_of(family)]
+            if self._cache_config:
+                metrics.append(
+                    Gauge(
+                        name=self._prefix + "cache_config_info",
+                        labels={**self._cache_config, **self._labels},
+                        documentation="Settings of the KV cache, as labels; always 1.",
+                        value=1.0,
+                    )
+                )
+        return metrics
+
+    def _series_of(self, family: Family) -> list[Metric]:
+        name, text = self._prefix + family.name, help_text(family)
+        found: list[Metric] = []
+        if family.kind == "histogram":
+            for (owner, label), series in self._buckets.items():
+                if owner == family.name:
+                    found.append(
+                        Histogram(
+                            name=name, labels=self._labels_of(family, label), documentation=text,
+                            count=series.count, sum=series.sum, buckets=series.cumulative(),
+                        )
+                    )  # fmt: skip
+            return found
+        make = Counter if family.kind == "counter" else Gauge
+        for (owner, label), value in self._values.items():
+            if owner == family.name:
+                found.append(make(name=name, labels=self._labels_of(family, label), documentation=text, value=value))
+        return found
+
+    def _labels_of(self, family: Family, label: str | None) -> dict[str, str]:
+        if family.label is None or label is None:
+            return self._labels
+        return {**self._labels, family.label: label}
