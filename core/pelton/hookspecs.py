@@ -3,15 +3,18 @@
 A plugin is a module named in the entry-point group `pelton`, with functions of these names marked
 `@pelton.hookimpl`, and `PELTON_API = ">=1,<2"`: the hook API range it was made for. Hooks return
 entries (`pelton.entries`) and import nothing heavy. They are called at start-up only; results of all
-plugins are joined, and nothing rests on their order. A hook names only the arguments it uses.
+plugins are joined, and nothing rests on their order. A hook names only the arguments it uses. Within a
+major version hooks and arguments are added, never renamed or taken away; one that will go is `deprecated` first.
 
 API version history: 1, first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
@@ -31,17 +34,59 @@ if TYPE_CHECKING:
 
 API_VERSION = (1, 0)
 
-hookspec = pluggy.HookspecMarker("pelton")
 hookimpl = pluggy.HookimplMarker("pelton")
 
+F = TypeVar("F", bound=Callable[..., Any])
+_mark = pluggy.HookspecMarker("pelton")
 
-@hookspec
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What is known of one extension point: the loader checks plugins against it, and docs/hooks.md is made from it."""
+
+    name: str
+    arguments: tuple[str, ...]
+    doc: str
+    returns: str
+    since: str
+    """Hook API version that brought it."""
+    deprecated: str | None
+    """What to use in its place, and the version that takes it away; None while it stays."""
+
+
+_HOOKS: dict[str, Hook] = {}
+
+
+def hookspec(*, since: str, deprecated: str | None = None) -> Callable[[F], F]:
+    """Declare an extension point."""
+
+    def declare(function: F) -> F:
+        signature = inspect.signature(function)
+        _HOOKS[function.__name__] = Hook(
+            name=function.__name__,
+            arguments=tuple(signature.parameters),
+            doc=inspect.cleandoc(function.__doc__ or ""),
+            returns=str(signature.return_annotation),
+            since=since,
+            deprecated=deprecated,
+        )
+        return _mark(function)
+
+    return declare
+
+
+def hooks() -> dict[str, Hook]:
+    """Every extension point by name, in the order of this page."""
+    return dict(_HOOKS)
+
+
+@hookspec(since="1.0")
 def pelton_platforms() -> Sequence[PlatformEntry]:
     """Offer device platforms. A `probe` that answers "not here" is no error. Called once per process."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
     """Offer attention backends for `device_type` ("cuda", "rocm", "cpu").
 
@@ -50,99 +95,99 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_ops(device_type: str) -> Sequence[OpEntry]:
     """Offer implementations of fused seams for `device_type`. Called once per worker, before the model is built."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_models() -> Sequence[ModelEntry]:
     """Offer model classes by architecture name. Called in the front end and in every worker."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_model_loaders() -> Sequence[LoaderEntry]:
     """Offer weight loaders: what --load-format may name. Called once per worker."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_model_sources() -> Sequence[Entry]:
     """Offer model sources: `load` gives `resolve(name, revision, download_dir) -> str | None`, the local folder or file of
     a model name, or None when the name is not this source's. Asked by priority in the front-end process only."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_executors() -> Sequence[Entry]:
     """Offer executors: `load` gives a `pelton.executor.interface.Executor` class."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_schedulers() -> Sequence[Entry]:
     """Offer whole schedulers: `load` gives a factory, see `pelton.scheduler.scheduler.DefaultScheduler`."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_scheduling_policies() -> Sequence[Entry]:
     """Offer scheduling policies: `load` gives a `pelton.scheduler.policy.SchedulingPolicy` class."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_kv_cache_managers() -> Sequence[Entry]:
     """Offer KV-cache managers: `load` gives a `pelton.kv_cache.interface.KVCacheManager` factory."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_kv_cache_specs() -> Sequence[Entry]:
     """Offer managers for new KV-cache specs: `load` gives a `(spec class, single-type manager class)` pair."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_stat_loggers() -> Sequence[StatLoggerEntry]:
     """Offer stat loggers: one instance per engine in the front-end process."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_structured_output_backends() -> Sequence[Entry]:
     """Offer structured-output backends: `load` gives a `pelton.structured.interface.StructuredOutputBackend` class."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_draft_proposers() -> Sequence[Entry]:
     """Offer draft proposers: `load` gives a `pelton.spec_decode.interface.DraftProposer` factory."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_kv_connectors() -> Sequence[Entry]:
     """Offer KV connectors: `load` gives a pair (SchedulerConnector class, WorkerConnector class)."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
     """Change settings before anything is built: flat setting name to (value, reason). Each change is logged with its reason;
     two plugins that set one field to different values are an error. A setting that the user gave explicitly wins."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_cli_commands() -> Sequence[CommandEntry]:
     """Offer commands of the `pelton` program."""
     raise NotImplementedError
 
 
-@hookspec
+@hookspec(since="1.0")
 def pelton_http_routes() -> Sequence[Entry]:
     """Offer HTTP routes: `load` gives `routes(state) -> list` of the server framework's handlers."""
     raise NotImplementedError

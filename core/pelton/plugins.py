@@ -7,26 +7,27 @@ start-up; the step loop uses the plain objects that came of it.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.metadata
-import os
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import pluggy
 
-from pelton import hookspecs
+from pelton import env, hookspecs
 from pelton.entries import Entry
 from pelton.errors import ConfigError, PluginError
+from pelton.logging import get_logger
 
 GROUP = "pelton"
 DISTRIBUTION = "pelton"
-ENV_FILTER = "PELTON_PLUGINS"
-
-E = TypeVar("E", bound=Entry)
+ENV_FILTER = env.PLUGINS.name
+HOOK_PREFIX = "pelton_"
 
 
 @dataclass(slots=True)
@@ -43,32 +44,82 @@ class LoadedPlugin:
     def is_builtin(self) -> bool:
         return self.distribution == DISTRIBUTION
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.distribution} {self.version})"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An entry, the plugin that offers it, and the plugin whose entry of the same name takes its place, if any."""
+
+    hook: str
+    entry: Any
+    plugin: LoadedPlugin
+    replaced_by: LoadedPlugin | None = None
+
 
 class Plugins:
     """The loaded plugins of this process; the caller of `load_plugins` owns it."""
 
-    def __init__(self, manager: pluggy.PluginManager, loaded: list[LoadedPlugin]) -> None:
+    def __init__(
+        self, manager: pluggy.PluginManager, loaded: list[LoadedPlugin], left_out: Sequence[LoadedPlugin] = ()
+    ) -> None:
         self.manager = manager
         self.loaded = sorted(loaded, key=lambda p: (not p.is_builtin, p.name))
+        self.left_out = sorted(left_out, key=lambda p: p.name)
+        """Installed, but not named in PELTON_PLUGINS."""
+        self._said: set[tuple[str, str]] = set()
+
+    def call_each(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
+        """(plugin name, what its implementation returned), by plugin name. Raises `PluginError` naming who failed."""
+        caller = getattr(self.manager.hook, hook)
+        for implementation in sorted(caller.get_hookimpls(), key=lambda i: i.plugin_name):
+            try:
+                result = implementation.function(*[arguments[name] for name in implementation.argnames])
+            except Exception as error:
+                raise PluginError(
+                    f"Plugin {implementation.plugin_name!r} fails in {hook}: {type(error).__name__}: {error}."
+                ) from error
+            yield implementation.plugin_name, result
+
+    def offers(self, hook: str, **arguments: Any) -> list[Offer]:
+        """All entries that plugins offer for `hook`, best first by (-priority, name), replaced ones too.
+
+        Two entries of one kind and name: the higher priority wins, which is logged once; a tie is a `PluginError`
+        (nothing may rest on install order).
+        """
+        by_name = {plugin.name: plugin for plugin in self.loaded}
+        offers: dict[str, list[Offer]] = {}
+        for plugin_name, result in self.call_each(hook, **arguments):
+            plugin = by_name.get(plugin_name) or LoadedPlugin(plugin_name, "?", "?", "?")
+            for entry in self._checked(hook, plugin, result):
+                offers.setdefault(entry.name, []).append(Offer(hook, entry, plugin))
+        found: list[Offer] = []
+        for name, rivals in offers.items():
+            rivals.sort(key=lambda offer: (-offer.entry.priority, offer.plugin.name))
+            winner = rivals[0]
+            found.append(winner)
+            for loser in rivals[1:]:
+                if loser.entry == winner.entry:
+                    continue
+                if loser.entry.priority == winner.entry.priority:
+                    raise PluginError(
+                        f"{hook}: {winner.plugin} and {loser.plugin} both offer {name!r} with priority "
+                        f"{winner.entry.priority} ({winner.entry.load} and {loser.entry.load}). "
+                        f"Leave one out with {ENV_FILTER}, or give one a higher priority."
+                    )
+                found.append(Offer(hook, loser.entry, loser.plugin, replaced_by=winner.plugin))
+                if (hook, name) not in self._said:
+                    self._said.add((hook, name))
+                    get_logger(__name__).info(
+                        "%s: %r of %s (priority %d) replaces that of %s (priority %d)",
+                        hook, name, winner.plugin, winner.entry.priority, loser.plugin, loser.entry.priority,
+                    )  # fmt: skip
+        return sorted(found, key=lambda o: (-o.entry.priority, o.entry.name, o.plugin.name))
 
     def entries(self, hook: str, **arguments: Any) -> list[Any]:
-        """All entries that plugins offer for `hook`, best first by (-priority, name).
-
-        Two entries of one kind and name: the higher priority wins; a tie is a `PluginError` (nothing may rest on install order).
-        """
-        caller = getattr(self.manager.hook, hook)
-        found: dict[str, Entry] = {}
-        for result in caller(**arguments):
-            for entry in result or ():
-                other = found.get(entry.name)
-                if other is not None and other.priority == entry.priority and other != entry:
-                    raise PluginError(
-                        f"{hook}: two plugins offer {entry.name!r} with priority {entry.priority} ({other.load} and "
-                        f"{entry.load}). Leave one out with {ENV_FILTER}, or give one a higher priority."
-                    )
-                if other is None or entry.priority > other.priority:
-                    found[entry.name] = entry
-        return sorted(found.values(), key=lambda e: (-e.priority, e.name))
+        """The entries of `offers` that are not replaced."""
+        return [offer.entry for offer in self.offers(hook, **arguments) if offer.replaced_by is None]
 
     def find(self, hook: str, name: str, *, setting: str, **arguments: Any) -> Any:
         """The entry called `name`. Raises `ConfigError` that lists the names there are."""
@@ -84,6 +135,15 @@ class Plugins:
         text = "\n".join(f"{p.name} {p.distribution} {p.version} {p.module}" for p in self.loaded)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def _checked(self, hook: str, plugin: LoadedPlugin, result: Any) -> Sequence[Entry]:
+        if result is None:
+            return ()
+        if not isinstance(result, Sequence) or not all(isinstance(entry, Entry) for entry in result):
+            raise PluginError(
+                f"Plugin {plugin} returns {result!r} from {hook}; return a list of entries (pelton.entries)."
+            )
+        return result
+
 
 def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
     """Load all plugins of the entry-point group into a fresh manager.
@@ -92,45 +152,41 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
     only) when None. Built-ins always load. Raises `PluginError`.
     """
     if only is None:
-        text = os.environ.get(ENV_FILTER)
-        only = None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+        only = env.plugin_names()
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
-    points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
-    missing = set(only or ()) - {point.name for point in points}
+    points = _entry_points()
+    missing = set(only or ()) - points.keys()
     if missing:
+        name = min(missing)
+        close = difflib.get_close_matches(name, points, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise PluginError(
-            f"{ENV_FILTER} names {', '.join(sorted(missing))}, which no installed package offers. "
-            f"Installed: {', '.join(point.name for point in points)}."
+            f"{ENV_FILTER} names {', '.join(map(repr, sorted(missing)))}, which no installed package offers.{hint} "
+            f"Installed: {', '.join(points)}."
         )
-    loaded: dict[str, LoadedPlugin] = {}
-    for point in points:
+    loaded: list[LoadedPlugin] = []
+    left_out: list[LoadedPlugin] = []
+    for name, point in points.items():
         dist = point.dist
-        owner, version = (dist.name, dist.version) if dist else ("?", "?")
-        if owner != DISTRIBUTION and only is not None and point.name not in only:
+        plugin = LoadedPlugin(name, *((dist.name, dist.version) if dist else ("?", "?")), point.value)
+        if not plugin.is_builtin and only is not None and name not in only:
+            left_out.append(plugin)
             continue
-        if point.name in loaded:
-            if loaded[point.name].module == point.value and loaded[point.name].distribution == owner:
-                continue  # the same distribution found twice on sys.path
-            raise PluginError(
-                f"Two distributions offer a plugin named {point.name!r}: {loaded[point.name].distribution} and {owner}. "
-                "Uninstall one."
-            )
         try:
             module = point.load()
         except Exception as error:
             raise PluginError(
-                f"Plugin {point.name!r} of {owner} {version} fails to import {point.value}: "
+                f"Plugin {name!r} of {plugin.distribution} {plugin.version} fails to import {point.value}: "
                 f"{type(error).__name__}: {error}. Mend or uninstall it, or leave it out with {ENV_FILTER}."
             ) from error
-        register(manager, module, point.name, owner)
-        hooks = sorted(caller.name for caller in manager.get_hookcallers(module) or ())
-        loaded[point.name] = LoadedPlugin(point.name, owner, version, point.value, hooks)
-    return Plugins(manager, list(loaded.values()))
+        plugin.hooks = register(manager, module, name, plugin.distribution)
+        loaded.append(plugin)
+    return Plugins(manager, loaded, left_out)
 
 
-def register(manager: pluggy.PluginManager, module: ModuleType | object, name: str, owner: str) -> None:
-    """Check one plugin's API range and hook names, then register it."""
+def register(manager: pluggy.PluginManager, module: ModuleType | object, name: str, owner: str) -> list[str]:
+    """Check one plugin's API range and hooks, then register it. Returns the names of its hooks."""
     wanted = getattr(module, "PELTON_API", None)
     if not isinstance(wanted, str) or not _api_matches(wanted):
         have = ".".join(map(str, hookspecs.API_VERSION))
@@ -139,11 +195,66 @@ def register(manager: pluggy.PluginManager, module: ModuleType | object, name: s
             f'Set PELTON_API = ">={hookspecs.API_VERSION[0]},<{hookspecs.API_VERSION[0] + 1}" in a plugin that fits, '
             "or install a matching version."
         )
+    problems: list[str] = []
+    names = [hook for hook in dir(module) if _is_hook(manager, module, hook, problems)]
+    if not names and not problems:
+        problems.append("it implements no hook")
+    if problems:
+        raise PluginError(
+            f"Plugin {name!r} of {owner}: {'; '.join(problems)}. The hooks are listed in pelton.hookspecs."
+        )
+    for hook in names:
+        gone = hookspecs.hooks()[hook].deprecated
+        if gone is not None:
+            get_logger(__name__).warning(
+                "Plugin %r of %s implements %s, which is deprecated: %s", name, owner, hook, gone
+            )
     try:
         manager.register(module, name=name)
         manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        raise PluginError(f"Plugin {name!r} of {owner}: {error}. The hooks are listed in pelton.hookspecs.") from error
+    except (pluggy.PluginValidationError, ValueError) as error:
+        raise PluginError(f"Plugin {name!r} of {owner}: {' '.join(str(error).split())}.") from error
+    return names
+
+
+def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problems: list[str]) -> bool:
+    """Whether the attribute implements a hook; what is wrong with it goes into `problems`."""
+    known = hookspecs.hooks()
+    target = getattr(module, attribute)
+    options = manager.parse_hookimpl_opts(module, attribute)
+    if options is None:
+        is_own = inspect.isroutine(target) and getattr(target, "__module__", None) == getattr(module, "__name__", None)
+        if attribute.startswith(HOOK_PREFIX) and is_own:
+            problems.append(f"function {attribute} lacks @pelton.hookimpl")
+        return False
+    hook = options.get("specname") or attribute
+    if hook not in known:
+        close = difflib.get_close_matches(hook, known, n=1)
+        problems.append(f"unknown hook {hook!r}" + (f", did you mean {close[0]!r}?" if close else ""))
+    elif hook != attribute:
+        problems.append(f"{attribute} implements {hook} under another name; call the function {hook}")
+    elif options.get("wrapper") or options.get("hookwrapper"):
+        problems.append(f"{hook} is a wrapper, which would change what other plugins return; return entries")
+    else:
+        unknown = [name for name in inspect.signature(target).parameters if name not in known[hook].arguments]
+        if unknown:
+            allowed = ", ".join(known[hook].arguments) or "no argument"
+            problems.append(f"{hook} has argument {unknown[0]!r}; it may take {allowed}")
+    return True
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """The group's entry points by name, in the order of names."""
+    points: dict[str, importlib.metadata.EntryPoint] = {}
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        other = points.setdefault(point.name, point)
+        owner, other_owner = (p.dist.name if p.dist else "?" for p in (point, other))
+        # The same distribution found twice on sys.path is no conflict.
+        if (point.value, owner) != (other.value, other_owner):
+            raise PluginError(
+                f"Two distributions offer a plugin named {point.name!r}: {other_owner} and {owner}. Uninstall one."
+            )
+    return points
 
 
 def _api_matches(spec: str) -> bool:

@@ -8,7 +8,7 @@ name (`attention_config={"backend": "sdpa"}`). Unknown names and bad values are 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
 import msgspec
@@ -49,9 +49,50 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 }
 FLAT_ALIASES = {"attention_backend": ("attention", "backend"), "optimization_level": ("compilation", "level")}
-FIELD_HOME: dict[str, str] = {
-    field: section for section, struct in SECTIONS.items() for field in struct.__struct_fields__
+"""Flat names of the fields whose own name says too little without its section."""
+FIELD_HOME: dict[str, tuple[str, str]] = {
+    **{
+        field: (section, field)
+        for section, struct in SECTIONS.items()
+        for field in struct.__struct_fields__
+        if (section, field) not in FLAT_ALIASES.values()
+    },
+    **FLAT_ALIASES,
 }
+"""Flat name to (section, field)."""
+_FLAT_NAME = {home: name for name, home in FIELD_HOME.items()}
+_CONFIG_SUFFIX = "_config"
+
+
+def flat_home(name: str) -> tuple[str, str]:
+    """(section, field) of a flat name. Raises `ConfigError` with the nearest name there is."""
+    if name not in FIELD_HOME:
+        raise ConfigError(f"Unknown setting {name!r}.{did_you_mean(name, FIELD_HOME)}")
+    return FIELD_HOME[name]
+
+
+def flat_name(section: str, field: str) -> str:
+    """The flat name of a section's field."""
+    return _FLAT_NAME[section, field]
+
+
+def section_of(name: str) -> str | None:
+    """The section that a name such as "attention_config" stands for."""
+    section = name.removesuffix(_CONFIG_SUFFIX)
+    return section if name.endswith(_CONFIG_SUFFIX) and section in SECTIONS else None
+
+
+def explicit_names(flat: Mapping[str, Any]) -> set[str]:
+    """Flat names of the settings that the arguments of `from_flat` give, sections taken apart."""
+    names: set[str] = set()
+    for name, value in flat.items():
+        section = section_of(name)
+        if section is None:
+            names.add(name)
+        else:
+            given = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
+            names.update(_FLAT_NAME.get((section, key), key) for key in given)
+    return names
 
 
 def build_from_flat(flat: Mapping[str, Any]) -> EngineConfig:
@@ -59,45 +100,79 @@ def build_from_flat(flat: Mapping[str, Any]) -> EngineConfig:
     sections: dict[str, dict[str, Any]] = {}
     plugin_config: dict[str, Any] = {}
     for name, value in flat.items():
+        section = section_of(name)
         if name == "plugin_config":
-            plugin_config = value
-        elif name.endswith("_config") and name.removesuffix("_config") in SECTIONS:
-            section = name.removesuffix("_config")
+            plugin_config = _checked_plugin_config(value)
+        elif section is not None:
             given = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
             if not isinstance(given, Mapping):
                 raise ConfigError(f"{name} is {value!r}; give a mapping of {section} settings.")
             for key, item in given.items():
                 _set(sections, section, key, item)
-        elif name in FLAT_ALIASES:
-            section, field = FLAT_ALIASES[name]
-            _set(sections, section, field, value)
-        elif name in FIELD_HOME and name not in ("backend", "level"):
-            _set(
-                sections,
-                FIELD_HOME[name],
-                name,
-                [value] if name == "served_model_name" and isinstance(value, str) else value,
-            )
         else:
-            raise ConfigError(f"Unknown setting {name!r}.{_did_you_mean(name, [*FIELD_HOME, *FLAT_ALIASES])}")
-    built = {section: convert_section(section, values) for section, values in sections.items()}
+            section, field = flat_home(name)
+            is_one_name = field == "served_model_name" and isinstance(value, str)
+            _set(sections, section, field, [value] if is_one_name else value)
+    built: dict[str, Any] = {section: convert_section(section, values) for section, values in sections.items()}
     return EngineConfig(**built, plugin_config=plugin_config)
 
 
 def convert_section(section: str, values: Mapping[str, Any]) -> msgspec.Struct:
     """One section from plain values, with errors that name the setting."""
-    struct = SECTIONS[section]
+    return convert_struct(SECTIONS[section], values, prefix=f"{section}.")
+
+
+def convert_struct(struct: type[msgspec.Struct], values: Mapping[str, Any], *, prefix: str = "") -> msgspec.Struct:
+    """A settings struct from plain values. Raises `ConfigError` naming the field, its value and a good one."""
     for key in values:
         if key not in struct.__struct_fields__:
-            raise ConfigError(f"Unknown setting {section}.{key}.{_did_you_mean(key, struct.__struct_fields__)}")
+            raise ConfigError(f"Unknown setting {prefix}{key}.{did_you_mean(key, struct.__struct_fields__)}")
     try:
         return msgspec.convert(dict(values), struct)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at ")
-        field = path.strip("`").removeprefix("$.").split("[")[0]
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        raise ConfigError(f"{section}.{field} is {values.get(field)!r}: {message}.") from None
+        message, _, path = str(error).partition(" - at ")
+        field = path.strip("`").removeprefix("$.").split("[")[0].split(".")[0]
+        raise ConfigError(
+            f"{prefix}{field} is {values.get(field)!r}: {message}. A good one: {example_value(struct, field)!r}."
+        ) from None
+
+
+def example_value(struct: type[msgspec.Struct], field: str) -> Any:
+    """A value that fits: the default, or a small value of the field's type where the default is None."""
+    default = struct_defaults(struct).get(field)
+    if default is not None:
+        return default
+    hint = str(get_type_hints(struct)[field])
+    for word, example in (
+        ("list[int]", [1, 8]),
+        ("list", ["name"]),
+        ("dict", {}),
+        ("int", 8),
+        ("float", 0.5),
+        ("bool", True),
+    ):
+        if word in hint:
+            return example
+    return "name"
+
+
+def struct_defaults(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Field name to default; a required field is left out."""
+    defaults: dict[str, Any] = {}
+    for field in msgspec.structs.fields(struct):
+        if field.default is not msgspec.NODEFAULT:
+            defaults[field.name] = field.default
+        elif field.default_factory is not msgspec.NODEFAULT:
+            defaults[field.name] = field.default_factory()
+    return defaults
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest of `known`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _set(sections: dict[str, dict[str, Any]], section: str, field: str, value: Any) -> None:
@@ -107,6 +182,9 @@ def _set(sections: dict[str, dict[str, Any]], section: str, field: str, value: A
     values[field] = value
 
 
-def _did_you_mean(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def _checked_plugin_config(value: Any) -> dict[str, dict[str, Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(item, Mapping) for item in value.values()):
+        raise ConfigError(
+            f"plugin_config is {value!r}; give a mapping of plugin name to its settings, such as {{'name': {{}}}}."
+        )
+    return {name: dict(item) for name, item in value.items()}
