@@ -1,0 +1,362 @@
+"""`AsyncLLM`: the engine for asyncio programs; the HTTP server is one of them.
+
+The engine runs in its own process (`engine/process_client.py`), so this one imports no torch. One task
+takes the engine's outputs and hands them to a queue per request; a slow consumer finds its pending
+outputs merged into one. A dead engine fails every waiting request, then comes back by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pelton.config import EngineConfig
+from pelton.engine.client import EngineClient, EngineInfo
+from pelton.engine.input_processor import InputProcessor, Prompt
+from pelton.engine.messages import FinishReason
+from pelton.engine.output_processor import OutputProcessor
+from pelton.engine.output_queue import OutputQueue
+from pelton.errors import EngineDeadError, EngineError, PeltonError, RequestError, error_from_info
+from pelton.metrics.manager import StatLoggers
+from pelton.outputs import RequestOutput
+from pelton.sampling_params import SamplingParams
+from pelton.sdk.front_end import FrontEnd
+
+if TYPE_CHECKING:
+    from pelton.metrics.snapshot import Metric
+    from pelton.model.resolved import ResolvedModel
+    from pelton.plugins import Plugins
+    from pelton.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+LONG_PROMPT_CHARS = 4096  # tokenized on a thread: tokenizers lets go of the GIL, the event loop goes on
+MAX_RESTARTS = 5
+HEALTHY_S = 600.0  # after this long alive, earlier deaths are forgotten
+BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+
+EngineStarter = Callable[[EngineConfig, "ResolvedModel", "Plugins"], EngineClient]
+
+
+class AsyncLLM:
+    """Make it, `await start()` (or `async with`), then `generate` from any task of that event loop.
+
+    plugins: from `load_plugins()` when None. start_engine: makes the client, blocking; the process client
+    when None. max_restarts: how often in a row a dead engine is started again.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        plugins: Plugins | None = None,
+        start_engine: EngineStarter | None = None,
+        max_restarts: int = MAX_RESTARTS,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self._front_end = FrontEnd(config, plugins, progress)
+        self.config = self._front_end.config
+        self.plugins = self._front_end.plugins
+        self.model: ResolvedModel = self._front_end.model
+        self.tokenizer: Tokenizer | None = self._front_end.tokenizer
+        self.input_processor: InputProcessor = self._front_end.input_processor
+        self.output_processor = OutputProcessor(self.tokenizer, self.config)
+        self.stat_loggers = StatLoggers(self.config, self.plugins)
+        self._start_engine = start_engine or _start_process
+        self._max_restarts = max_restarts
+        self._client: EngineClient | None = None
+        self._info: EngineInfo | None = None
+        self._down: EngineDeadError | None = None
+        self._refusal: str | None = None  # set while draining
+        self._tasks: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    @classmethod
+    def from_flat(cls, **flat: Any) -> AsyncLLM:
+        """From flat setting names, as `LLM` takes them."""
+        return cls(EngineConfig.from_flat(**flat))
+
+    # -- life cycle --
+
+    async def start(self) -> None:
+        """Start the engine; returns when it is ready. Raises what stopped it, such as `ConfigError`."""
+        if self._client is not None:
+            return
+        client = await asyncio.to_thread(self._start_engine, self.config, self.model, self.plugins)
+        self._client = client
+        self._started()
+        self._tasks = [asyncio.create_task(self._run(), name="pelton-outputs")]
+        if self.stat_loggers:
+            self._tasks.append(asyncio.create_task(self._log_stats(), name="pelton-stats"))
+
+    def _started(self) -> None:
+        assert self._client is not None
+        self._info = self._client.info
+        self.input_processor.engine_started(self._info)
+        self.stat_loggers.engine_started(self._info)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    async def drain(self, deadline_s: float) -> None:
+        """Take no more requests and wait for the running ones; those left at the deadline end with an error."""
+        self._refusal = "The server is shutting down."
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), deadline_s)
+        left = self.output_processor.unfinished_ids()
+        if left:
+            self._send_finish(self.output_processor.engine_ids(left))
+            error = EngineError(f"The server is shutting down; the request did not finish within {deadline_s:g} s.")
+            error.status = 503
+            self.output_processor.fail_all(error)
+            self._note_idle()
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """End the engine and this object's tasks. Idempotent; waiting requests get an error."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        self.output_processor.fail_all(EngineDeadError("The engine was shut down."))
+        if self._client is not None:
+            self._client.shutdown(timeout_s)
+        self.stat_loggers.log()
+
+    # -- requests --
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request, as `sampling_params.output_kind` says. Closing or cancelling the iteration aborts it.
+
+        Raises `RequestError` for a bad request, `EngineDeadError` when the engine dies.
+        """
+        request_id = request_id if request_id is not None else uuid.uuid4().hex
+        queue = await self._add(prompt, sampling_params, request_id, priority, cache_salt, timeout_s)
+        finished = False
+        try:
+            while not finished:
+                output = await queue.get()
+                finished = output.finished
+                if output.error is not None:
+                    raise error_from_info(output.error)
+                yield output
+        except PeltonError:
+            finished = True
+            raise
+        finally:
+            if not finished:
+                self._abort(request_id)
+
+    async def _add(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+        timeout_s: float | None,
+    ) -> OutputQueue:
+        self._check_accepting()
+        arrival = time.monotonic()
+        process = self.input_processor.process
+        arguments: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        if self.input_processor.text_length(prompt) > LONG_PROMPT_CHARS:
+            processed = await asyncio.to_thread(process, request_id, prompt, sampling_params, **arguments)
+            self._check_accepting()
+        else:
+            processed = process(request_id, prompt, sampling_params, **arguments)
+        queue = OutputQueue()
+        self.output_processor.add(processed, arrival=arrival, queue=queue)
+        self._idle.clear()
+        assert self._client is not None
+        try:
+            for request in processed.requests:
+                self._client.add_request(request)
+        except PeltonError:
+            self._send_finish(self.output_processor.abort([request_id]))
+            self._note_idle()
+            raise
+        return queue
+
+    def _check_accepting(self) -> None:
+        if self._refusal is not None:
+            error = EngineError(self._refusal)
+            error.status = 503
+            raise error
+        if self._client is None or self._closed:
+            raise EngineDeadError("The engine is not started; await start() first.")
+        if self._down is not None:
+            error_503 = EngineDeadError(f"{self._down} New requests are refused until it is back.")
+            error_503.status = 503
+            raise error_503
+
+    async def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests; who iterates over them gets what there is, with finish_reason "abort"."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            self._abort(one)
+
+    def _abort(self, request_id: str) -> None:
+        self._send_finish(self.output_processor.abort([request_id]))
+        self._note_idle()
+
+    def _send_finish(self, engine_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        if engine_ids and self._client is not None and self._down is None:
+            with contextlib.suppress(EngineDeadError):  # the output task reports it to everyone
+                self._client.finish_requests(engine_ids, reason)
+
+    def _note_idle(self) -> None:
+        if not self.output_processor.num_unfinished:
+            self._idle.set()
+
+    # -- prompts --
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | list[int]:
+        """The prompt that the chat template makes of `messages`; options as `LLM.chat` has them (tools, chat_template,
+        add_generation_prompt, continue_final_message, chat_template_kwargs), and tokenize=True for token ids."""
+        return self._front_end.render_chat(messages, **options)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.input_processor.get_default_sampling_params()
+
+    # -- state --
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine found when it started."""
+        if self._info is None:
+            raise EngineDeadError("The engine is not started; await start() first.")
+        return self._info
+
+    @property
+    def health_reason(self) -> str | None:
+        """Why new requests are refused; None when all is well."""
+        if self._closed:
+            return "The engine was shut down."
+        if self._client is None:
+            return "The engine is not started."
+        error = self._down or self._client.error
+        return str(error) if error is not None else None
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.health_reason is None
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` with the cause while the engine is down."""
+        reason = self.health_reason
+        if reason is not None:
+            raise EngineDeadError(reason)
+
+    @property
+    def last_progress_age_s(self) -> float:
+        """Seconds since the engine last gave a sign of life while requests wait; 0 when none does."""
+        age: float = getattr(self._client, "last_progress_age_s", 0.0)
+        return age if self.output_processor.num_unfinished else 0.0
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return self.output_processor.num_unfinished
+
+    def get_metrics(self) -> list[Metric]:
+        return self.stat_loggers.snapshot()
+
+    async def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        """Utility call into the engine core, such as `reset_prefix_cache` or `kv_cache_usage`."""
+        self._check_accepting()
+        assert self._client is not None
+        return await asyncio.to_thread(self._client.call, method, *args, timeout_s=timeout_s)
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self.call("reset_prefix_cache"))
+
+    # -- tasks --
+
+    async def _run(self) -> None:
+        """Take outputs until the engine is dead; then start it again, a bounded number of times."""
+        deaths = 0
+        while True:
+            since = time.monotonic()
+            error = await self._take_outputs()
+            deaths = 1 if time.monotonic() - since > HEALTHY_S else deaths + 1
+            self._down = error
+            logger.error("%s", error)
+            self.output_processor.fail_all(error)
+            self._note_idle()
+            while not await self._restart(deaths, error):
+                deaths += 1
+
+    async def _take_outputs(self) -> EngineDeadError:
+        """Hand outputs on until the engine is dead; returns why."""
+        assert self._client is not None
+        processor, client = self.output_processor, self._client
+        while True:
+            try:
+                outputs = await client.get_outputs_async()
+                processed = processor.process(outputs, time.monotonic())
+                if processed.stopped:
+                    client.finish_requests(processed.stopped, FinishReason.STOP)
+                if processed.aborted:
+                    client.finish_requests(processed.aborted)
+            except EngineDeadError as error:
+                return error
+            except Exception as error:  # our own mistake: say so, fail the requests, keep serving
+                logger.exception("Processing engine outputs failed")
+                self._send_finish(processor.engine_ids(processor.unfinished_ids()))
+                processor.fail_all(EngineError(f"Processing engine outputs failed: {type(error).__name__}: {error}"))
+                self._note_idle()
+                continue
+            self.stat_loggers.record(outputs.stats, processed.stats)
+            self._note_idle()
+
+    async def _restart(self, deaths: int, error: EngineDeadError) -> bool:
+        """Try once. True when the engine is back; never returns when there are no tries left."""
+        restart = getattr(self._client, "restart", None)
+        if restart is None or deaths > self._max_restarts:
+            logger.error("The engine stays down after %d deaths: restart the server.", deaths)
+            self._down = EngineDeadError(f"{error} It is not started again (died {deaths} times).")
+            await asyncio.Event().wait()
+        await asyncio.sleep(BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)])
+        try:
+            await asyncio.to_thread(restart)
+        except PeltonError as failure:
+            logger.error("The engine did not come back: %s", failure)
+            self._down = EngineDeadError(f"{error} Starting it again failed: {failure}")
+            return False
+        self._started()
+        self._down = None
+        logger.info("The engine is back.")
+        return True
+
+    async def _log_stats(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.observability.log_stats_interval_s)
+            self.stat_loggers.log()
+
+
+def _start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineClient:
+    from pelton.engine.process_client import ProcessClient
+
+    return ProcessClient(config, model, plugins)
+
+
+__all__ = ["AsyncLLM", "RequestError"]
