@@ -15,6 +15,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A named backend wins over every priority, and fails loudly when it cannot serve the model."""
 
     backend: str | None = None
+    """Name of an attention backend (`pelton backends` lists them); the best that fits when unset."""
 
     def __post_init__(self) -> None:
         if self.backend is not None:

@@ -8,8 +8,9 @@ name (`attention_config={"backend": "sdpa"}`). Unknown names and bad values are 
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Iterable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -144,7 +145,11 @@ def example_value(struct: type[msgspec.Struct], field: str) -> Any:
     default = struct_defaults(struct).get(field)
     if default is not None:
         return default
-    hint = str(get_type_hints(struct)[field])
+    hint = get_type_hints(struct).get(field)
+    for kind in (hint, *get_args(hint)):
+        if isinstance(kind, type) and issubclass(kind, enum.Enum):
+            return next(iter(kind)).value
+    hint = str(hint)
     for word, example in (
         ("list[int]", [1, 8]),
         ("list", ["name"]),

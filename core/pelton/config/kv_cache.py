@@ -22,8 +22,11 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_gpu_blocks_override: int | None = None
     """Number of blocks, for tests and for reproducing a problem."""
     kv_cache_dtype: str = "auto"
+    """auto (the model's dtype), float32, float16, bfloat16, fp8, fp8_e4m3 or fp8_e5m2, where the backend can."""
     enable_prefix_caching: bool = True
+    """Keep full blocks findable, so that a prompt's known prefix is not computed again."""
     prefix_caching_hash_algo: str = "sha256"
+    """sha256, sha256_cbor, xxhash or xxhash_cbor (the last three need their packages)."""
     disable_hybrid_kv_cache_manager: bool = False
     """Treat every layer as full attention (more memory, simpler tables)."""
     kv_cache_metrics: bool = False

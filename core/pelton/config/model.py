@@ -29,6 +29,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int = 0
     """Seeds what requests without a seed of their own draw."""
     revision: str | None = None
+    """Branch, tag or commit of a hub id; its default branch when unset."""
     served_model_name: list[str] = msgspec.field(default_factory=list)
     """Names that clients may use; the first one is shown. The `model` setting when empty."""
     hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -36,6 +37,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     generation_config: str = "auto"
     """auto: sampling defaults from the model's generation_config.json; pelton (or vllm): ours; else a folder."""
     override_generation_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Sampling defaults to set or replace, such as {"temperature": 0.5}."""
     max_logprobs: int = 20
     """Most logprobs a request may ask for; -1 for no bound."""
     chat_template: str | None = None
@@ -64,3 +66,4 @@ class LoadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     load_format: str = "auto"
     """auto, safetensors, gguf, dummy (random weights), or a loader plugin's name."""
     download_dir: str | None = None
+    """Where downloaded weights are kept; huggingface_hub's cache when unset."""

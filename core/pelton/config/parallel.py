@@ -11,8 +11,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sizes of the parallel groups."""
 
     tensor_parallel_size: int = 1
+    """Devices that share every layer."""
     pipeline_parallel_size: int = 1
+    """Devices that follow each other, each with some of the layers."""
     data_parallel_size: int = 1
+    """Engines with a whole copy of the model each."""
     distributed_executor_backend: str | None = None
     """Name of an executor (in_process, or a plugin's); chosen from the sizes when unset."""
     device: str | None = None

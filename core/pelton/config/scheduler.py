@@ -19,6 +19,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     scheduler: str = "default"
     """Name of the scheduler; a plugin may replace it."""
     enable_chunked_prefill: bool = True
+    """Compute a prompt that exceeds a step's budget in several steps."""
     long_prefill_token_threshold: int = 0
     """Most new tokens of one request in one step; 0 for no bound but the budget."""
     async_scheduling: bool = True
