@@ -17,12 +17,36 @@ BlockIds = tuple[list[int], ...]
 class CacheableRequest(Protocol):
     """What a manager reads of a request; it writes none of it."""
 
-    request_id: str
-    num_tokens: int  # known on the host: prompt and output
-    num_prompt_tokens: int
-    num_computed_tokens: int  # upper bound: tokens whose KV is, or will be after open steps, in the cache
-    block_hashes: Sequence[bytes]  # chain hash of every full block of known tokens; empty without prefix caching
-    skip_prefix_lookup: bool  # prompt_logprobs: every position must be computed
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Known on the host: prompt and output."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Upper bound: tokens whose KV is, or will be after open steps, in the cache."""
+        ...
+
+    @property
+    def num_confirmed_tokens(self) -> int:
+        """Lower bound of the same (open drafts may be rejected): a window is left by these only."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chain hash of every full block of known tokens; empty without prefix caching."""
+        ...
+
+    @property
+    def skip_prefix_lookup(self) -> bool:
+        """prompt_logprobs: every position must be computed."""
+        ...
 
 
 class KVCacheManager(ABC):
@@ -57,7 +81,8 @@ class KVCacheManager(ABC):
         num_external_tokens: tokens that a KV connector brings after the cached ones; they need blocks too.
         num_lookahead_tokens: room for draft tokens beyond the new ones; never cached.
         delay_caching: leave the new full blocks out of the index for now (KV comes from elsewhere).
-        Returns the newly appended block ids per group (the cached ones not included).
+        Returns the newly appended block ids per group, in table order (the cached ones not included; 0 for a place that a
+        window has passed already). Read only: all calls that add nothing return the same empty lists.
 
         Full blocks of known tokens among the new ones become findable at once (DESIGN section 4); blocks that left a
         sliding window are freed.
@@ -78,6 +103,14 @@ class KVCacheManager(ABC):
     @abstractmethod
     def evict(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the prefix index (a step failed, a load failed); holders keep them."""
+
+    @abstractmethod
+    def uncache(self, request_id: str, num_computed_tokens: int) -> None:
+        """Take the request's blocks that hold tokens beyond the first `num_computed_tokens` out of the index.
+
+        For a request whose step will not run after `allocate` (it became a victim in the same schedule) or failed: its
+        blocks were made findable before their KV was there. They become findable again when allocated for again.
+        """
 
     @abstractmethod
     def num_common_prefix_blocks(self, request_ids: Sequence[str]) -> list[int]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+IN_FLIGHT_TOKENS = 32
+"""Tokens of open steps and drafts that a window may hold beyond one chunk: see `KVCacheSpec.max_blocks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec(ABC):
     """One layer's need. Layers with equal specs may share a group."""
+
+    has_fixed_page: ClassVar[bool] = False  # the page does not grow with block_size: a state, not tokens
+    keeps_all_tokens: ClassVar[bool] = True  # False: blocks are given back while the request runs
 
     block_size: int  # tokens a block
 
@@ -22,6 +28,29 @@ class KVCacheSpec(ABC):
 
     def with_block_size(self, block_size: int) -> Self:
         return replace(self, block_size=block_size)
+
+    def with_page_size(self, page_size_bytes: int) -> Self:
+        """Pad the page; only asked of specs with `has_fixed_page`."""
+        raise NotImplementedError(f"{type(self).__name__} has no page padding")
+
+    def without_window(self) -> KVCacheSpec:
+        """The spec that keeps every token, for `disable_hybrid_kv_cache_manager`."""
+        return self
+
+    def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
+        """Upper bound of the blocks of one group that a request of `num_tokens` holds at once.
+
+        max_chunk_tokens: most tokens that one step computes of it; None when not known (all of them).
+        """
+        return -(-num_tokens // self.block_size)
+
+    def _max_blocks_of_span(self, needed_tokens: int, num_tokens: int, max_chunk_tokens: int | None) -> int:
+        """A step holds the `needed_tokens` before it, its own, and those of open steps and drafts, at any alignment."""
+        all_blocks = -(-num_tokens // self.block_size)
+        if max_chunk_tokens is None:
+            return all_blocks
+        span = needed_tokens + max_chunk_tokens + IN_FLIGHT_TOKENS
+        return min(all_blocks, (span + self.block_size - 2) // self.block_size + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +70,60 @@ class FullAttentionSpec(KVCacheSpec):
 class SlidingWindowSpec(FullAttentionSpec):
     """A token attends to itself and the `sliding_window - 1` tokens before it."""
 
+    keeps_all_tokens: ClassVar[bool] = False
+
     sliding_window: int  # tokens
+
+    def without_window(self) -> KVCacheSpec:
+        return _as_full_attention(self)
+
+    def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
+        return self._max_blocks_of_span(self.sliding_window - 1, num_tokens, max_chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLocalSpec(FullAttentionSpec):
+    """A token attends to the tokens before it that lie in its own aligned chunk."""
+
+    keeps_all_tokens: ClassVar[bool] = False
+
+    attention_chunk_size: int  # tokens
+
+    def without_window(self) -> KVCacheSpec:
+        return _as_full_attention(self)
+
+    def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
+        return self._max_blocks_of_span(self.attention_chunk_size - 1, num_tokens, max_chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLASpec(KVCacheSpec):
+    """Multi-head latent attention: one latent vector a token (with its rotary part), no separate K and V."""
+
+    latent_dim: int  # kv_lora_rank + rope head_dim
+    dtype: str
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.block_size * self.latent_dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttentionSpec(FullAttentionSpec):
+    """Keys and values of the encoder's output: as many tokens as the encoder made, written once."""
+
+    max_encoder_tokens: int
+
+    def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
+        return -(-self.max_encoder_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
     """A recurrent state of fixed size; the planner raises attention block sizes until a page holds it."""
+
+    has_fixed_page: ClassVar[bool] = True
+    keeps_all_tokens: ClassVar[bool] = False
 
     state_bytes: int
     page_size_padded: int | None = None
@@ -54,6 +131,18 @@ class MambaSpec(KVCacheSpec):
     @property
     def page_size_bytes(self) -> int:
         return self.page_size_padded or self.state_bytes
+
+    def with_page_size(self, page_size_bytes: int) -> Self:
+        return replace(self, page_size_padded=page_size_bytes)
+
+    def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
+        return 1 if num_tokens else 0
+
+
+def _as_full_attention(spec: FullAttentionSpec) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=spec.block_size, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtype
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +173,18 @@ class KVCachePlan:
     @property
     def bytes_per_block(self) -> int:
         return sum(t.size_bytes for t in self.tensors) // max(self.num_blocks, 1)
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens a block hash covers: what `block_hashes` of requests are made with. It divides every group's block size."""
+        sizes = [g.spec.block_size for g in self.groups if not g.spec.has_fixed_page]
+        return math.gcd(*sizes) if sizes else 1
+
+    @property
+    def num_padding_layers(self) -> int:
+        """Layer places that are paid for and not used: the price of an irregular ratio of layer kinds."""
+        return sum(g.num_padding_layers for g in self.groups)
+
+    def max_blocks_needed(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
+        """Upper bound of the blocks that a request of `num_tokens` holds at once, over all groups."""
+        return sum(g.spec.max_blocks(num_tokens, max_chunk_tokens) for g in self.groups)

@@ -1,0 +1,273 @@
+"""Hand out, take back and find again fixed-size KV blocks.
+
+A block holds `block_size` token slots of every layer of one group. This file knows nothing of requests
+or tokens: `single_type.py` says which blocks a request needs, `hashing.py` what a block's hash is.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from pelton.errors import EngineError
+
+NULL_BLOCK = 0  # padding rows and places outside a window point here; never handed out, found or freed
+
+
+class OutOfBlocksError(EngineError):
+    """More blocks were asked for than are free; the caller counts first."""
+
+
+class Block:
+    """One block. In the free list exactly when `ref_cnt` is 0 (the null block aside)."""
+
+    __slots__ = ("block_hash", "block_id", "group_id", "next", "prev", "ref_cnt", "sample")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None  # set while the block can be found
+        self.group_id = 0
+        self.prev: Block = self  # itself: not in the free list
+        self.next: Block = self
+        self.sample: Residency | None = None
+
+
+class Residency:
+    """Times of one sampled block, from its allocation to its eviction."""
+
+    __slots__ = ("allocated_at", "touched_at", "was_touched")
+
+    def __init__(self, now: float) -> None:
+        self.allocated_at = now
+        self.touched_at = now
+        self.was_touched = False
+
+
+class ResidencySampler:
+    """Lifetime = allocation to eviction, idle = last touch to eviction, reuse gap = touch to touch, of a share of the blocks."""
+
+    def __init__(
+        self, share: float, clock: Callable[[], float] = time.monotonic, rng: random.Random | None = None
+    ) -> None:
+        self._share = share
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._lifetimes: list[float] = []
+        self._idle: list[float] = []
+        self._gaps: list[float] = []
+
+    def allocated(self, block: Block) -> None:
+        block.sample = Residency(self._clock()) if self._rng.random() < self._share else None
+
+    def touched(self, block: Block) -> None:
+        sample = block.sample
+        if sample is None:
+            return
+        now = self._clock()
+        if sample.was_touched:
+            self._gaps.append(now - sample.touched_at)
+        sample.touched_at = now
+        sample.was_touched = True
+
+    def evicted(self, block: Block) -> None:
+        sample = block.sample
+        if sample is None:
+            return
+        now = self._clock()
+        self._lifetimes.append(now - sample.allocated_at)
+        self._idle.append(now - sample.touched_at)
+        block.sample = None
+
+    def take(self) -> tuple[list[float], list[float], list[float]]:
+        """(lifetimes, idle times, reuse gaps) since the last call."""
+        taken = self._lifetimes, self._idle, self._gaps
+        self._clear()
+        return taken
+
+
+class BlockPool:
+    """All blocks, made once; the free ones in a doubly linked list, least recently used first.
+
+    A free block keeps its hash, and so can be found, until it is handed out again. One hash and group may have
+    several blocks: tables are never rewritten to share. A duplicate leaves the index when it is freed.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int = 1, *, sampler: ResidencySampler | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.num_free = num_blocks - 1
+        self._sampler = sampler
+        # One dict per group: the key is (hash, group id) without a tuple made per look-up.
+        self._index: list[dict[bytes, Block | dict[int, Block]]] = [{} for _ in range(num_groups)]
+        self._ends = Block(-1)  # before the first and after the last free block
+        previous = self._ends
+        for block in self.blocks[1:]:
+            previous.next, block.prev = block, previous
+            previous = block
+        previous.next, self._ends.prev = self._ends, previous
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    def free_ids(self) -> Iterator[int]:
+        """Free blocks in the order in which they will be handed out."""
+        block = self._ends.next
+        while block is not self._ends:
+            yield block.block_id
+            block = block.next
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, least recently used first; cached ones among them are evicted. Takes none when it raises."""
+        if count > self.num_free:
+            raise OutOfBlocksError(
+                f"KV cache is full: {count} blocks requested, {self.num_free} of {self.num_usable} free. "
+                "Lower max_num_seqs or raise kv_cache_memory_bytes."
+            )
+        taken = []
+        block = self._ends.next
+        for _ in range(count):
+            if block.block_hash is not None:
+                self._evict(block)
+            block.ref_cnt = 1
+            taken.append(block.block_id)
+            following = block.next
+            block.prev = block.next = block
+            block = following
+        self._ends.next = block
+        block.prev = self._ends
+        self.num_free -= count
+        if self._sampler is not None:
+            for block_id in taken:
+                self._sampler.allocated(self.blocks[block_id])
+        return taken
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Hold found blocks, free or not."""
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            block = self.blocks[block_id]
+            if block.ref_cnt == 0:
+                block.prev.next, block.next.prev = block.next, block.prev
+                block.prev = block.next = block
+                self.num_free -= 1
+            block.ref_cnt += 1
+            if self._sampler is not None:
+                self._sampler.touched(block)
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Let go of blocks, in the order in which they shall be reused. Null blocks are skipped."""
+        ends = self._ends
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            block = self.blocks[block_id]
+            assert block.ref_cnt > 0, f"block {block_id} is freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt:
+                continue
+            before = ends.prev
+            if block.block_hash is not None and self._has_duplicate(block):
+                self._unindex(block)
+                before = ends  # nothing is lost by reusing it: to the front
+            after = before.next
+            block.prev, block.next = before, after
+            before.next = after.prev = block
+            self.num_free += 1
+
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """How many of these are free now: touching them takes so many from the free list."""
+        blocks = self.blocks
+        return sum(1 for block_id in block_ids if block_id != NULL_BLOCK and blocks[block_id].ref_cnt == 0)
+
+    def num_held_once(self, block_ids: Iterable[int]) -> int:
+        """How many of these one `free` would make free."""
+        blocks = self.blocks
+        return sum(1 for block_id in block_ids if block_id != NULL_BLOCK and blocks[block_id].ref_cnt == 1)
+
+    def find(self, block_hash: bytes, group_id: int) -> int | None:
+        """A block with this content, or None."""
+        entry = self._index[group_id].get(block_hash)
+        if entry is None:
+            return None
+        return (entry if isinstance(entry, Block) else next(iter(entry.values()))).block_id
+
+    def make_findable(self, block_id: int, block_hash: bytes, group_id: int) -> None:
+        """Put a held, full block into the index. A block that is there already stays as it is."""
+        block = self.blocks[block_id]
+        if block_hash == block.block_hash or block_id == NULL_BLOCK:
+            return
+        assert block.block_hash is None, f"block {block_id} is in the index with another hash"
+        block.block_hash, block.group_id = block_hash, group_id
+        index = self._index[group_id]
+        entry = index.get(block_hash)
+        if entry is None:
+            index[block_hash] = block
+        elif isinstance(entry, Block):
+            index[block_hash] = {entry.block_id: entry, block_id: block}
+        else:
+            entry[block_id] = block
+
+    def evict(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out of the index; holders keep them, free ones stay free."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.block_hash is not None:
+                self._evict(block)
+
+    def cached_ids(self, group_id: int = 0) -> set[int]:
+        """All blocks of a group that can be found."""
+        found: set[int] = set()
+        for entry in self._index[group_id].values():
+            found.update((entry.block_id,) if isinstance(entry, Block) else entry)
+        return found
+
+    def reset(self) -> bool:
+        """Empty the index; False, and nothing done, while any block is held."""
+        if self.num_free != self.num_usable:
+            return False
+        for index in self._index:
+            index.clear()
+        for block in self.blocks:
+            block.block_hash = None
+            block.sample = None
+        return True
+
+    def common_prefix(self, tables: Sequence[Sequence[int]]) -> int:
+        """Leading blocks that all tables share; a null block is not shared."""
+        first, num_tables = tables[0], len(tables)
+        for place in range(min(map(len, tables))):
+            block_id = first[place]
+            # The count is a cheap no for most batches; it may include holders that were not asked about.
+            if block_id == NULL_BLOCK or self.blocks[block_id].ref_cnt < num_tables:
+                return place
+            if any(table[place] != block_id for table in tables):
+                return place
+        return min(map(len, tables))
+
+    def _evict(self, block: Block) -> None:
+        self._unindex(block)
+        if self._sampler is not None:
+            self._sampler.evicted(block)
+
+    def _has_duplicate(self, block: Block) -> bool:
+        assert block.block_hash is not None
+        return not isinstance(self._index[block.group_id][block.block_hash], Block)
+
+    def _unindex(self, block: Block) -> None:
+        assert block.block_hash is not None
+        index = self._index[block.group_id]
+        entry = index[block.block_hash]
+        if isinstance(entry, Block):
+            del index[block.block_hash]
+        else:
+            del entry[block.block_id]
+            if len(entry) == 1:
+                index[block.block_hash] = next(iter(entry.values()))
+        block.block_hash = None

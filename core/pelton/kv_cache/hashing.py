@@ -1,0 +1,192 @@
+"""Chain hashes of full blocks: what makes a cached block findable.
+
+hash(block) = H(hash of the block before, its token ids, extras). Extras are the adapter's never-reused id, multimodal
+content hashes of the block's placeholders, and in the first block the cache salt. The encoding is our own and
+canonical: equal in every process, on every machine and Python version; nothing is pickled, Python's `hash` not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+from pelton.errors import ConfigError
+
+BlockHashFn = Callable[[bytes, Sequence[int], int, Sequence[str], str | None], bytes]
+"""(parent hash, token ids, adapter id, multimodal hashes, cache salt) -> hash; an empty parent is the chain's start."""
+
+_VERSION = b"pelton.kv.1"  # a change of either encoding changes this
+
+
+def get_hash_fn(algo: str) -> BlockHashFn:
+    """The hash of `prefix_caching_hash_algo`. Raises `ConfigError` for an unknown one, or when its package is missing.
+
+    sha256 makes collisions infeasible, also for an adversary; xxhash (128 bits) is faster and does not: only for trusted clients.
+    """
+    name, _, encoding = algo.partition("_")
+    if name not in ("sha256", "xxhash") or encoding not in ("", "cbor"):
+        raise ConfigError(f"prefix_caching_hash_algo is {algo!r}; use one of sha256, sha256_cbor, xxhash, xxhash_cbor.")
+    digest = _sha256 if name == "sha256" else _xxhash_digest(algo)
+    encode = encode_cbor if encoding else encode_binary
+
+    def hash_block(
+        parent: bytes, token_ids: Sequence[int], adapter_id: int, mm_hashes: Sequence[str], cache_salt: str | None
+    ) -> bytes:
+        return digest(encode(parent, token_ids, adapter_id, mm_hashes, cache_salt))
+
+    return hash_block
+
+
+def extend_block_hashes(
+    hashes: list[bytes],
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    hash_fn: BlockHashFn,
+    adapter_id: int = 0,
+    extra_hashes: Mapping[int, Sequence[str]] | None = None,
+    cache_salt: str | None = None,
+) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks: each block is hashed once.
+
+    token_ids: all known tokens of the request. extra_hashes: multimodal hashes by block index.
+    """
+    parent = hashes[-1] if hashes else b""
+    extra_hashes = extra_hashes or {}
+    for index in range(len(hashes), len(token_ids) // block_size):
+        start = index * block_size
+        parent = hash_fn(
+            parent,
+            token_ids[start : start + block_size],
+            adapter_id,
+            extra_hashes.get(index, ()),
+            cache_salt if index == 0 else None,
+        )
+        hashes.append(parent)
+
+
+class BlockHasher:
+    """`extend_block_hashes` with an engine's algorithm and block size (`KVCachePlan.hash_block_size`)."""
+
+    def __init__(self, algo: str, block_size: int) -> None:
+        self.block_size = block_size
+        self._hash_fn = get_hash_fn(algo)
+
+    def extend(
+        self,
+        hashes: list[bytes],
+        token_ids: Sequence[int],
+        *,
+        adapter_id: int = 0,
+        block_extra_hashes: Mapping[int, Sequence[str]] | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Append what is missing; a few operations while no new block is full."""
+        if len(token_ids) < (len(hashes) + 1) * self.block_size:
+            return
+        extend_block_hashes(
+            hashes, token_ids, self.block_size, hash_fn=self._hash_fn,
+            adapter_id=adapter_id, extra_hashes=block_extra_hashes, cache_salt=cache_salt,
+        )  # fmt: skip
+
+
+def placeholder_hashes(placeholders: Sequence[tuple[int, int, str]], block_size: int) -> dict[int, list[str]]:
+    """Content hashes by block index, from (offset, length, content hash) of each multimodal item, in prompt order."""
+    by_block: dict[int, list[str]] = {}
+    for offset, length, content_hash in placeholders:
+        if length > 0:
+            for index in range(offset // block_size, (offset + length - 1) // block_size + 1):
+                by_block.setdefault(index, []).append(content_hash)
+    return by_block
+
+
+def encode_binary(
+    parent: bytes, token_ids: Sequence[int], adapter_id: int, mm_hashes: Sequence[str], cache_salt: str | None
+) -> bytes:
+    """Lengths before everything of variable size, numbers as little-endian int64: no two inputs encode alike.
+
+    version | u8 len(parent) | parent | i64 number of tokens | tokens | nothing, or: i64 adapter, u32 number of hashes,
+    each u32 length and UTF-8, then u8 0 without salt, or u8 1 and the salt as UTF-8.
+    """
+    count = len(token_ids)
+    head = b"%b%c%b%b" % (_VERSION, len(parent), parent, _packer(count)(count, *token_ids))
+    if not adapter_id and not mm_hashes and cache_salt is None:
+        return head
+    parts = [head, struct.pack("<qI", adapter_id, len(mm_hashes))]
+    for text in mm_hashes:
+        data = text.encode()
+        parts += (struct.pack("<I", len(data)), data)
+    parts.append(b"\0" if cache_salt is None else b"\1" + cache_salt.encode())
+    return b"".join(parts)
+
+
+def encode_cbor(
+    parent: bytes, token_ids: Sequence[int], adapter_id: int, mm_hashes: Sequence[str], cache_salt: str | None
+) -> bytes:
+    """Deterministic CBOR (RFC 8949, section 4.2): [version, parent, tokens, adapter, hashes, salt or null]."""
+    out = bytearray(b"\x86")
+    _cbor_head(out, 2, len(_VERSION))
+    out += _VERSION
+    _cbor_head(out, 2, len(parent))
+    out += parent
+    _cbor_head(out, 4, len(token_ids))
+    for token_id in token_ids:
+        _cbor_int(out, token_id)
+    _cbor_int(out, adapter_id)
+    _cbor_head(out, 4, len(mm_hashes))
+    for text in mm_hashes:
+        _cbor_text(out, text)
+    if cache_salt is None:
+        out += b"\xf6"
+    else:
+        _cbor_text(out, cache_salt)
+    return bytes(out)
+
+
+def _cbor_head(out: bytearray, major: int, value: int) -> None:
+    """A major type with its argument in the shortest form."""
+    major <<= 5
+    if value < 24:
+        out.append(major | value)
+    elif value < 1 << 8:
+        out += bytes((major | 24, value))
+    elif value < 1 << 16:
+        out += struct.pack(">BH", major | 25, value)
+    elif value < 1 << 32:
+        out += struct.pack(">BI", major | 26, value)
+    else:
+        out += struct.pack(">BQ", major | 27, value)
+
+
+def _cbor_int(out: bytearray, value: int) -> None:
+    _cbor_head(out, 0 if value >= 0 else 1, value if value >= 0 else -1 - value)
+
+
+def _cbor_text(out: bytearray, text: str) -> None:
+    data = text.encode()
+    _cbor_head(out, 3, len(data))
+    out += data
+
+
+@cache
+def _packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count + 1}q").pack
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _xxhash_digest(algo: str) -> Callable[[bytes], bytes]:
+    try:
+        module = importlib.import_module("xxhash")
+    except ImportError as error:
+        raise ConfigError(
+            f"prefix_caching_hash_algo is {algo!r}, which needs the package xxhash, and that is not installed. "
+            f"Run `pip install xxhash`, or use {algo.replace('xxhash', 'sha256')!r}."
+        ) from error
+    digest: Callable[[bytes], bytes] = module.xxh3_128_digest
+    return digest

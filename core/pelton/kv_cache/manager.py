@@ -1,0 +1,247 @@
+"""`PagedKVCacheManager`: the built-in KV-cache manager, over one block pool and a manager per kind of layer.
+
+`allocate` is on the step path. A request keeps three thresholds (tokens its tables have room for, tokens at which a block
+becomes findable, tokens at which one leaves a window), so that a step which reaches none of them costs three comparisons.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+
+from pelton.config.kv_cache import KVCacheConfig
+from pelton.kv_cache.block_pool import NULL_BLOCK, BlockPool, ResidencySampler
+from pelton.kv_cache.coordinator import make_coordinator
+from pelton.kv_cache.interface import BlockIds, CacheableRequest, KVCacheManager
+from pelton.kv_cache.single_type import NEVER, ManagerEntry, SingleTypeManager, TypeBlocks, make_managers
+from pelton.kv_cache.spec import KVCachePlan
+
+
+class _Held:
+    """What one request holds."""
+
+    __slots__ = ("by_type", "next_full", "next_passed", "room")
+
+    def __init__(self, by_type: list[TypeBlocks]) -> None:
+        self.by_type = by_type  # one for each single-type manager
+        self.room = 0
+        self.next_full = 0
+        self.next_passed = 0
+
+
+class PagedKVCacheManager(KVCacheManager):
+    """See `KVCacheManager`.
+
+    max_num_batched_tokens: most tokens of one step, for a tight bound of what a window holds; without it the bound takes a
+    whole prompt in one step. extra_managers: from the hook `pelton_kv_cache_specs`.
+    """
+
+    def __init__(
+        self,
+        plan: KVCachePlan,
+        config: KVCacheConfig,
+        *,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+        extra_managers: Iterable[ManagerEntry] = (),
+        max_num_batched_tokens: int | None = None,
+    ) -> None:
+        self.plan = plan
+        self._max_model_len = max_model_len
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._sampler = ResidencySampler(config.kv_cache_metrics_sample, clock) if config.kv_cache_metrics else None
+        self.pool = BlockPool(plan.num_blocks, len(plan.groups), sampler=self._sampler)
+        specs = [group.spec for group in plan.groups]
+        self._managers = make_managers(specs, self.pool, plan.hash_block_size, extra_managers)
+        self._coordinator = make_coordinator(self._managers, enable_prefix_caching=config.enable_prefix_caching)
+        self._caches_blocks = self._coordinator.caches_blocks
+        self._held: dict[str, _Held] = {}
+        self._nothing: BlockIds = tuple([] for _ in specs)
+
+    def lookup(self, request: CacheableRequest) -> tuple[BlockIds, int]:
+        if request.skip_prefix_lookup or not self._caches_blocks:
+            return tuple([] for _ in self._nothing), 0
+        return self._coordinator.longest_hit(request.block_hashes, request.num_tokens - 1)
+
+    def allocate(
+        self,
+        request: CacheableRequest,
+        num_new_tokens: int,
+        *,
+        cached_blocks: BlockIds | None = None,
+        num_cached_tokens: int = 0,
+        num_external_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        delay_caching: bool = False,
+    ) -> BlockIds | None:
+        num_known = request.num_tokens
+        end = request.num_computed_tokens + num_new_tokens
+        held = self._held.get(request.request_id)
+        if held is None:
+            # Whether or not the caller counts what was found as computed already.
+            num_found = num_cached_tokens + num_external_tokens
+            num_computed = max(request.num_computed_tokens, num_found)
+            num_confirmed = max(request.num_confirmed_tokens, num_found)
+            end = num_computed + num_new_tokens
+        else:
+            num_confirmed = request.num_confirmed_tokens
+        reach = min(end + num_lookahead_tokens, self._max_model_len)
+        num_full = end if end < num_known else num_known
+        if held is not None:
+            if reach <= held.room and num_confirmed < held.next_passed and num_full < held.next_full:
+                return self._nothing
+            appended = self._extend(held, reach, num_confirmed)
+        else:
+            held = _Held([])
+            appended = self._start(held, reach, num_confirmed, cached_blocks or self._nothing)
+            if appended is not None:
+                self._held[request.request_id] = held
+        if appended is None:
+            return None
+        if not delay_caching and num_full >= held.next_full:
+            self._make_findable(held, request.block_hashes, num_full)
+        return appended
+
+    def _start(self, held: _Held, reach: int, num_confirmed: int, cached: BlockIds) -> BlockIds | None:
+        """A request's first blocks: those that were found, and new ones."""
+        num_missing = num_idle = 0
+        firsts = []
+        for manager in self._managers:
+            first = manager.first_needed_place(num_confirmed)
+            firsts.append(first)
+            tables = [cached[group_id] for group_id in manager.group_ids]
+            num_missing += manager.num_missing(len(tables[0]), manager.num_places(reach), first)
+            num_idle += sum(self.pool.num_free_among(table[first:]) for table in tables)
+        if num_missing + num_idle > self.pool.num_free:
+            return None
+        for manager, first in zip(self._managers, firsts, strict=True):
+            # A copy: tables are ours, and blocks that external tokens push out of a window are not taken.
+            blocks = TypeBlocks([list(cached[group_id]) for group_id in manager.group_ids])
+            manager.let_pass(blocks, first)
+            for table in blocks.tables:
+                self.pool.touch(table)
+            held.by_type.append(blocks)
+        return self._grow(held, reach)
+
+    def _extend(self, held: _Held, reach: int, num_confirmed: int) -> BlockIds | None:
+        """More blocks for a request that has some; those that left a window go back first."""
+        num_missing = 0
+        leaving: list[int] = []
+        firsts = []
+        for manager, blocks in zip(self._managers, held.by_type, strict=True):
+            first = max(manager.first_needed_place(num_confirmed), blocks.num_passed)
+            firsts.append(first)
+            leaving += manager.leaving(blocks, first)
+            num_missing += manager.num_missing(len(blocks.tables[0]), manager.num_places(reach), first)
+        num_free = self.pool.num_free
+        if num_missing > num_free and num_missing > num_free + self.pool.num_held_once(leaving):
+            return None
+        if leaving:
+            self.pool.free(leaving)
+        for manager, blocks, first in zip(self._managers, held.by_type, firsts, strict=True):
+            manager.let_pass(blocks, first)
+        return self._grow(held, reach)
+
+    def _grow(self, held: _Held, reach: int) -> BlockIds:
+        """Append the blocks that were counted, and set the thresholds anew."""
+        appended = list(self._nothing)
+        room = next_passed = NEVER
+        for manager, blocks in zip(self._managers, held.by_type, strict=True):
+            num_places = manager.num_places(reach)
+            if num_places > len(blocks.tables[0]):
+                for group_id, new in zip(manager.group_ids, manager.grow(blocks, num_places), strict=True):
+                    appended[group_id] = new
+            room = min(room, manager.room(len(blocks.tables[0])))
+            next_passed = min(next_passed, manager.tokens_until_passed(blocks.num_passed))
+        held.room = room
+        held.next_passed = next_passed
+        self._set_next_full(held)
+        return tuple(appended)
+
+    def _make_findable(self, held: _Held, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        for manager, blocks in zip(self._managers, held.by_type, strict=True):
+            manager.make_findable(blocks, block_hashes, num_tokens)
+        self._set_next_full(held)
+
+    def _set_next_full(self, held: _Held) -> None:
+        if self._caches_blocks:
+            types = zip(self._managers, held.by_type, strict=True)
+            held.next_full = min(manager.tokens_until_full(blocks) for manager, blocks in types)
+        else:
+            held.next_full = NEVER
+
+    def cache_blocks(self, request: CacheableRequest, num_computed_tokens: int) -> None:
+        held = self._held.get(request.request_id)
+        num_full = min(num_computed_tokens, request.num_tokens)
+        if held is not None and num_full >= held.next_full:
+            self._make_findable(held, request.block_hashes, num_full)
+
+    def free(self, request_id: str) -> None:
+        held = self._held.pop(request_id, None)
+        if held is None:
+            return
+        tables = [table for blocks in held.by_type for table in blocks.tables]
+        if len(tables) == 1:
+            self.pool.free(reversed(tables[0]))
+            return
+        # All groups' tails before any group's head: a prefix is a hit only where every group still has it.
+        rows = list(zip_longest(*tables, fillvalue=NULL_BLOCK))
+        self.pool.free(block_id for row in reversed(rows) for block_id in row)
+
+    def block_ids(self, request_id: str) -> BlockIds:
+        held = self._held.get(request_id)
+        tables: list[list[int]] = [[] for _ in self._nothing]
+        if held is not None:
+            for manager, blocks in zip(self._managers, held.by_type, strict=True):
+                for group_id, table in zip(manager.group_ids, blocks.tables, strict=True):
+                    tables[group_id] = list(table)
+        return tuple(tables)
+
+    def evict(self, block_ids: Iterable[int]) -> None:
+        self.pool.evict(block_ids)
+
+    def uncache(self, request_id: str, num_computed_tokens: int) -> None:
+        held = self._held.get(request_id)
+        if held is None:
+            return
+        for manager, blocks in zip(self._managers, held.by_type, strict=True):
+            manager.uncache(blocks, num_computed_tokens)
+        self._set_next_full(held)
+
+    def num_common_prefix_blocks(self, request_ids: Sequence[str]) -> list[int]:
+        all_held = [self._held.get(request_id) for request_id in request_ids]
+        counts = [0] * len(self._nothing)
+        if not all_held or None in all_held:
+            return counts
+        for index, manager in enumerate(self._managers):
+            for position, group_id in enumerate(manager.group_ids):
+                tables = [held.by_type[index].tables[position] for held in all_held if held is not None]
+                counts[group_id] = self.pool.common_prefix(tables)
+        return counts
+
+    def reset_prefix_cache(self) -> bool:
+        return self.pool.reset()
+
+    @property
+    def usage(self) -> float:
+        usable = self.pool.num_usable
+        return (usable - self.pool.num_free) / usable if usable else 0.0
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.pool.num_usable
+
+    def max_blocks_needed(self, num_tokens: int) -> int:
+        """Exact for full attention; for a window an upper bound: see `KVCacheSpec.max_blocks`."""
+        return self.plan.max_blocks_needed(min(num_tokens, self._max_model_len), self._max_num_batched_tokens)
+
+    def take_residency(self) -> tuple[list[float], list[float], list[float]]:
+        return self._sampler.take() if self._sampler is not None else ([], [], [])
+
+
+__all__ = ["PagedKVCacheManager", "SingleTypeManager"]
