@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import Entry, LoaderEntry
+from pelton.entries import CommandEntry, Entry, LoaderEntry, OpEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
@@ -39,3 +39,39 @@ def pelton_kv_cache_managers() -> Sequence[Entry]:
 @hookimpl
 def pelton_model_loaders() -> Sequence[LoaderEntry]:
     return [LoaderEntry(name="dummy", load="pelton.model.dummy_loader:DummyLoader", priority=10, doc="random weights")]
+
+
+@hookimpl
+def pelton_ops() -> Sequence[OpEntry]:
+    """The torch references, on every device."""
+    classes = {
+        "embed": "ReferenceEmbed",
+        "add_norm_linear": "ReferenceAddNormLinear",
+        "qk_norm_rope_write_kv": "ReferenceQkNormRopeWriteKv",
+        "linear": "ReferenceLinear",
+        "add_norm_gated_linear": "ReferenceAddNormGatedLinear",
+        "add_norm_logits": "ReferenceAddNormLogits",
+        "all_reduce": "ReferenceAllReduce",
+    }
+    return [
+        OpEntry(
+            name=f"reference.{seam}", seam=seam, load=f"pelton.ops.reference:{name}", priority=10, doc="plain torch"
+        )
+        for seam, name in classes.items()
+    ]
+
+
+@hookimpl
+def pelton_cli_commands() -> Sequence[CommandEntry]:
+    commands = {
+        "backends": ("backends", "platforms, attention backends and ops for this machine and model, with the winners"),
+        "chat": ("chat", "talk with a model, in this process or at a server"),
+        "collect-env": ("collect_env", "what a bug report needs to know of this machine"),
+        "generate": ("generate", "complete prompts from arguments, a file or stdin"),
+        "plugins": ("plugins", "loaded plugins: what they offer, and what is chosen"),
+        "version": ("version", "versions of Pelton, its hook API and Python"),
+    }
+    return [
+        CommandEntry(name=name, load=f"pelton.cli.{module}:run", help=text, priority=10)
+        for name, (module, text) in commands.items()
+    ]

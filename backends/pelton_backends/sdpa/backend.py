@@ -1,0 +1,182 @@
+"""Paged attention in torch, for CPU: gather the context, then scaled_dot_product_attention.
+
+Decode rows (one token each) are one gather and one batched call over the longest context, or over the window;
+the other rows are one call each. Lengths are read on the host, which costs nothing on a CPU and rules out
+graphs. Masked places are never read from a block's stale part: they point at the null block, which is finite.
+
+Shapes: R rows, D head_dim, N key heads, G query heads a key head, L context tokens, S block_size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+
+if TYPE_CHECKING:
+    from pelton.attention.layer import AttentionLayer
+    from torch import Tensor
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """Where each decode row's context lies, under one window."""
+
+    blocks: Tensor  # [R, L] int64, 0 where masked
+    offsets: Tensor  # [R, L] int64
+    mask: Tensor  # [R, 1, 1, L] bool, True attends
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """One row with several tokens, under one window."""
+
+    tokens: slice  # of the step
+    blocks: Tensor  # [ceil(L / S)] int64, from the first block that a token of the row attends to
+    first: int  # position, in those blocks, of the first key
+    length: int  # L
+    mask: Tensor | None  # [T of the row, L] bool; None: causal from the first key on
+
+
+@dataclass(slots=True)
+class SDPAMetadata:
+    """One step of one group; plans are made once per window and shared by the layers that have it."""
+
+    common: CommonMetadata
+    decodes: dict[int | None, DecodePlan] = field(default_factory=dict)
+    prefills: dict[int | None, list[PrefillPlan]] = field(default_factory=dict)
+
+
+class SDPABackend(AttentionBackend):
+    """Handles decoder attention in float32, bfloat16 and float16, any block and head size, windows and soft caps."""
+
+    name: ClassVar[str] = "sdpa"
+    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap"})
+    graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
+
+    @classmethod
+    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
+        reasons = []
+        if needs.dtype not in DTYPES:
+            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+        if needs.kv_dtype not in ("auto", *DTYPES):
+            reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES)}")
+        if needs.num_heads % needs.num_kv_heads:
+            reasons.append(f"{needs.num_heads} heads are no multiple of {needs.num_kv_heads} kv heads")
+        return reasons
+
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> SDPAMetadata:
+        return SDPAMetadata(common)
+
+    def slot_mapping(self, metadata: SDPAMetadata) -> Tensor:
+        return metadata.common.slot_mapping
+
+    def forward(self, layer: AttentionLayer, query: Tensor, metadata: SDPAMetadata, output: Tensor) -> Tensor:
+        common, window = metadata.common, layer.sliding_window
+        num_decodes = common.num_decode_rows
+        if num_decodes:
+            if window not in metadata.decodes:
+                metadata.decodes[window] = plan_decode(common, window, self.needs.block_size)
+            output[:num_decodes] = attend_decode(layer, query[:num_decodes], metadata.decodes[window])
+        if num_decodes < common.num_reqs:
+            if window not in metadata.prefills:
+                metadata.prefills[window] = plan_prefill(common, window, self.needs.block_size)
+            for plan in metadata.prefills[window]:
+                output[plan.tokens] = attend_prefill(layer, query[plan.tokens], plan)
+        return output
+
+
+def plan_decode(common: CommonMetadata, window: int | None, block_size: int) -> DecodePlan:
+    """Contexts are aligned at their start (first key that is attended to), padded to the longest."""
+    lengths = common.seq_lens[: common.num_decode_rows].long()
+    starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+    longest = max(int((lengths - starts).max()), 1)
+    position = starts[:, None] + torch.arange(longest)
+    is_context = position < lengths[:, None]
+    position = torch.where(is_context, position, 0)
+    table = common.block_table[: common.num_decode_rows]
+    blocks = torch.where(is_context, table.gather(1, position // block_size).long(), 0)
+    is_context[:, 0] = True  # a padding row attends to the null block: finite, never read
+    return DecodePlan(blocks, position % block_size, is_context[:, None, None, :])
+
+
+def attend_decode(layer: AttentionLayer, query: Tensor, plan: DecodePlan) -> Tensor:
+    """query [R, N G, D] -> [R, N G, D]. The G heads of a key head are its G queries, so no key is repeated."""
+    num_rows, num_heads, head_dim = query.shape
+    keys = layer.k_cache[plan.blocks, plan.offsets].to(query.dtype).transpose(1, 2)  # [R, N, L, D]
+    values = layer.v_cache[plan.blocks, plan.offsets].to(query.dtype).transpose(1, 2)
+    grouped = query.view(num_rows, layer.num_kv_heads, -1, head_dim)  # [R, N, G, D]
+    result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap)
+    return result.reshape(num_rows, num_heads, head_dim)
+
+
+def plan_prefill(common: CommonMetadata, window: int | None, block_size: int) -> list[PrefillPlan]:
+    starts = common.query_start_loc.tolist()
+    lengths = common.seq_lens.tolist()
+    plans = []
+    for row in range(common.num_decode_rows, common.num_reqs):
+        num_tokens, length = starts[row + 1] - starts[row], lengths[row]
+        if num_tokens == 0:
+            continue  # padding
+        first_query = length - num_tokens
+        first_key = 0 if window is None else max(first_query - window + 1, 0)
+        first_block = first_key // block_size
+        blocks = common.block_table[row, first_block : -(-length // block_size)].long()
+        plans.append(
+            PrefillPlan(
+                tokens=slice(starts[row], starts[row + 1]),
+                blocks=blocks,
+                first=first_key - first_block * block_size,
+                length=length - first_key,
+                mask=_prefill_mask(first_query, first_key, length, window, common.causal),
+            )
+        )
+    return plans
+
+
+def _prefill_mask(first_query: int, first_key: int, length: int, window: int | None, causal: bool) -> Tensor | None:
+    """[queries, keys] bool, or None when the plain causal triangle says it all."""
+    if causal and first_query == first_key and (window is None or length - first_key <= window):
+        return None
+    distance = torch.arange(first_query, length)[:, None] - torch.arange(first_key, length)
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return mask if window is None else mask & (distance < window)
+
+
+def attend_prefill(layer: AttentionLayer, query: Tensor, plan: PrefillPlan) -> Tensor:
+    """query [T, N G, D] of one row -> [T, N G, D]."""
+    num_tokens, num_heads, head_dim = query.shape
+    last = plan.first + plan.length
+    keys = layer.k_cache[plan.blocks].flatten(0, 1)[plan.first : last].to(query.dtype)  # [L, N, D]
+    values = layer.v_cache[plan.blocks].flatten(0, 1)[plan.first : last].to(query.dtype)
+    grouped = query.view(num_tokens, layer.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [N, G, T, D]
+    shape = (-1, grouped.shape[1], -1, -1)
+    result = attend(
+        grouped,
+        keys.transpose(0, 1)[:, None].expand(shape),  # [N, G, L, D], the G copies without memory
+        values.transpose(0, 1)[:, None].expand(shape),
+        plan.mask,
+        layer.scale,
+        layer.soft_cap,
+    )
+    return result.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
+) -> Tensor:
+    """[..., T, D] against [..., L, D]; mask True attends, None is causal with T = L. Every row attends to something."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=scale)
+    if mask is None:
+        mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
+    scores = (query @ keys.transpose(-1, -2)).float() * scale
+    scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    return weights.to(query.dtype) @ values

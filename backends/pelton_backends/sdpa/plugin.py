@@ -1,0 +1,25 @@
+"""Attention through torch's scaled_dot_product_attention: the reference on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton.entries import BackendEntry
+from pelton.hookspecs import hookimpl
+
+PELTON_API = ">=1,<2"
+
+
+@hookimpl
+def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
+    if device_type != "cpu":
+        return []
+    return [
+        BackendEntry(
+            name="sdpa",
+            load="pelton_backends.sdpa.backend:SDPABackend",
+            priority=10,
+            device_types=("cpu",),
+            doc="torch's scaled_dot_product_attention over gathered blocks",
+        )
+    ]

@@ -1,0 +1,69 @@
+"""Allocate the KV pool's memory and hand each attention layer its views and its group's backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pelton.attention.interface import AttentionBackend, KVLayout
+from pelton.errors import ConfigError
+from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.layer import AttentionLayer
+    from pelton.model.build import BuildConfig
+
+
+def bind_kv_cache(plan: KVCachePlan, build: BuildConfig) -> list[AttentionBackend]:
+    """Allocate `plan`'s buffers (zeroed: the null block must be finite), bind every layer; one backend per group."""
+    backends = [
+        _group_backend([build.attention_layers[name] for name in group.layer_names], group.spec.block_size, build)
+        for group in plan.groups
+    ]
+    place = {name: index for index, group in enumerate(plan.groups) for name in group.layer_names}
+    for tensor in plan.tensors:
+        memory = torch.zeros(tensor.size_bytes, dtype=torch.uint8, device=build.device)
+        for name in tensor.shared_by:
+            layer, spec = build.attention_layers[name], plan.groups[place[name]].spec
+            assert isinstance(spec, FullAttentionSpec), f"{name} has no attention spec"
+            k_cache, v_cache = page_views(memory, plan.num_blocks, spec, layer.selection.backend.kv_layout(layer.needs))
+            layer.bind_cache(backends[place[name]], place[name], k_cache, v_cache)
+    return backends
+
+
+def page_views(memory: Tensor, num_blocks: int, spec: FullAttentionSpec, layout: KVLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim], as `layout` lays them."""
+    dtype = getattr(torch, {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(
+        spec.dtype, spec.dtype))  # fmt: skip
+    axes = (spec.block_size, spec.num_kv_heads)
+    pages = memory.view(dtype).view(num_blocks, 2, *(reversed(axes) if layout.heads_first else axes), spec.head_dim)
+    if layout.heads_first:
+        pages = pages.transpose(2, 3)
+    keys, values = pages.unbind(1)
+    if layout.kernel_block_size is None or layout.kernel_block_size == spec.block_size:
+        return keys, values
+    raise ConfigError(
+        f"The backend wants kernel blocks of {layout.kernel_block_size} tokens, and blocks have {spec.block_size}; "
+        f"set block_size to {layout.kernel_block_size}."
+    )
+
+
+def _group_backend(layers: list[AttentionLayer], block_size: int, build: BuildConfig) -> AttentionBackend:
+    first = layers[0]
+    for layer in layers[1:]:
+        if layer.selection.backend is not first.selection.backend:
+            raise ConfigError(
+                f"Layers {first.layer_name} and {layer.layer_name} share a KV group, and their backends are "
+                f"{first.selection.name} and {layer.selection.name}. Name one with --attention-backend."
+            )
+    return first.selection.backend(
+        replace(first.needs, block_size=block_size),
+        build.device,
+        max_num_seqs=build.max_num_seqs,
+        max_num_tokens=build.max_num_batched_tokens,
+        max_model_len=build.max_model_len,
+    )

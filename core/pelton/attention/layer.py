@@ -1,0 +1,109 @@
+"""One attention layer's constants, and its call: from QKV's rows to attention's output.
+
+Scale, window, soft cap, norms and rope are bound when the layer is made; cache views, backend and group when
+the KV pool is. The step's shape comes with the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.errors import ConfigError
+from pelton.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from pelton.layers.norm import RMSNorm
+from pelton.layers.rope import Rope
+from pelton.ops.interface import QkNormRopeWriteKv, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+    from pelton.model.build import BuildConfig
+
+
+class AttentionLayer(nn.Module):
+    """Decoder self-attention over the paged cache. Registers itself in `config.attention_layers` under `prefix`."""
+
+    k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], a view of the pool
+    v_cache: Tensor
+    backend: AttentionBackend
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        config: BuildConfig,
+        prefix: str,
+        rope: Rope | None,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        """num_heads, num_kv_heads: of this rank (`QKVLinear` says). scale: 1 / sqrt(head_dim) when None."""
+        super().__init__()
+        self.layer_name = prefix
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.sliding_window = sliding_window
+        self.soft_cap = soft_cap
+        self.group_id = -1
+        self.block_size = config.block_size
+        self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
+        self.needs = AttentionNeeds(
+            head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=config.block_size,
+            dtype=config.dtype_name, kv_dtype=config.kv_dtype, sliding_window=sliding_window, logit_soft_cap=soft_cap,
+        )  # fmt: skip
+        self.selection = config.attention.select(self.needs)
+        self._write = self._bind_write(config, rope, q_norm, k_norm)
+        if prefix in config.attention_layers:
+            raise ConfigError(f"Two attention layers are named {prefix!r}; give each its own prefix.")
+        config.attention_layers[prefix] = self
+
+    def _bind_write(
+        self, config: BuildConfig, rope: Rope | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+    ) -> QkNormRopeWriteKv:
+        needs = QkNormRopeWriteKvNeeds(
+            dtype=config.dtype_name, kv_dtype=self.kv_dtype, num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary_dim=rope.rotary_dim if rope else 0,
+            q_norm=q_norm.spec if q_norm else None, k_norm=k_norm.spec if k_norm else None,
+        )  # fmt: skip
+        tensors = QkNormRopeWriteKvTensors(
+            rope.cos_sin if rope else None, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None
+        )
+        bound: QkNormRopeWriteKv = config.ops.bind("qk_norm_rope_write_kv", needs, tensors)
+        return bound
+
+    def kv_spec(self) -> KVCacheSpec:
+        """What this layer needs of the cache."""
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(
+                block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+                dtype=self.kv_dtype, sliding_window=self.sliding_window,
+            )  # fmt: skip
+        return FullAttentionSpec(
+            block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.kv_dtype
+        )
+
+    def bind_cache(self, backend: AttentionBackend, group_id: int, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Called once, when the pool has been allocated."""
+        self.backend, self.group_id, self.k_cache, self.v_cache = backend, group_id, k_cache, v_cache
+
+    def qk_norm_rope_write_kv(self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
+        """The fused seam on this layer's cache: [T, num_heads, head_dim]."""
+        return self._write(qkv, positions, slot_mapping, self.k_cache, self.v_cache)
+
+    def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, (num_heads + 2 num_kv_heads) head_dim] -> [T, num_heads head_dim]"""
+        output = torch.empty(qkv.shape[0], self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
+        if not batch.attention:  # the pass that measures memory, before there is a cache
+            return output.zero_().flatten(1)
+        metadata = batch.attention[self.group_id]
+        return self.backend.forward_qkv(self, qkv, batch.positions, metadata, output).flatten(1)

@@ -1,0 +1,130 @@
+"""Choose an attention backend: the first entry by (-priority, name) that can serve a layer.
+
+A named backend wins over all and fails loudly when it refuses. Every verdict is kept: errors and
+`pelton backends` show the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.entries import BackendEntry
+from pelton.errors import ConfigError, PluginError
+
+Capability = tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one entry: it fits when there is no reason against it."""
+
+    name: str
+    priority: int
+    reasons: tuple[str, ...]
+    backend: type[AttentionBackend] | None  # None when it cannot be loaded
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return f"{self.name} (priority {self.priority}): {', '.join(self.reasons) or 'fits'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The winner, and why."""
+
+    name: str
+    backend: type[AttentionBackend]
+    needs: AttentionNeeds
+    reason: str
+    verdicts: tuple[Verdict, ...]  # best place first; entries after the winner were not asked
+
+
+def judge_backends(
+    entries: Iterable[BackendEntry], needs: AttentionNeeds, capability: Capability = None
+) -> list[Verdict]:
+    """Every entry's verdict, best place first: the rows of `pelton backends`."""
+    return [_judge(entry, needs, capability) for entry in _by_place(entries, capability)]
+
+
+def select_backend(
+    entries: Iterable[BackendEntry],
+    needs: AttentionNeeds,
+    *,
+    named: str | None = None,
+    capability: Capability = None,
+) -> Selection:
+    """Raises `ConfigError`: the named backend refuses or is unknown, or nothing fits (every entry with its reasons)."""
+    ordered = _by_place(entries, capability)
+    if named is not None:
+        return _select_named(ordered, needs, named, capability)
+    verdicts: list[Verdict] = []
+    for entry in ordered:
+        verdict = _judge(entry, needs, capability)
+        verdicts.append(verdict)
+        if verdict.fits:
+            assert verdict.backend is not None
+            refused = f", after {'; '.join(map(str, verdicts[:-1]))}" if len(verdicts) > 1 else ""
+            reason = f"priority {verdict.priority}, the first that fits{refused}"
+            return Selection(verdict.name, verdict.backend, needs, reason, tuple(verdicts))
+    tried = "; ".join(map(str, verdicts)) or "none is offered for this device"
+    raise ConfigError(f"No attention backend fits {needs}. Tried: {tried}.")
+
+
+def _select_named(ordered: list[BackendEntry], needs: AttentionNeeds, named: str, capability: Capability) -> Selection:
+    for entry in ordered:
+        if entry.name == named:
+            verdict = _judge(entry, needs, capability)
+            if verdict.backend is None or not verdict.fits:
+                raise ConfigError(
+                    f"Attention backend {named!r} cannot serve this model: {', '.join(verdict.reasons)}. "
+                    "Name another, or leave it unset to take the best that fits."
+                )
+            return Selection(named, verdict.backend, needs, "named in the settings", (verdict,))
+    known = ", ".join(entry.name for entry in ordered) or "none"
+    raise ConfigError(f"attention_backend is {named!r}; for this device there is {known}.")
+
+
+def _by_place(entries: Iterable[BackendEntry], capability: Capability) -> list[BackendEntry]:
+    return sorted(entries, key=lambda entry: (-entry.priority_on(capability), entry.name))
+
+
+def _judge(entry: BackendEntry, needs: AttentionNeeds, capability: Capability) -> Verdict:
+    try:
+        backend: type[AttentionBackend] = entry.resolve()
+    except PluginError as error:
+        return Verdict(entry.name, entry.priority_on(capability), (str(error),), None)
+    reasons = [
+        f"does not handle {name}={getattr(needs, name)}" for name in needs.optional() if name not in backend.handles
+    ]
+    reasons += backend.unsupported(needs, capability)
+    return Verdict(entry.name, entry.priority_on(capability), tuple(reasons), backend)
+
+
+class AttentionSelector:
+    """One worker's choices; layers with equal needs share one."""
+
+    def __init__(
+        self, entries: Iterable[BackendEntry], *, named: str | None = None, capability: Capability = None
+    ) -> None:
+        self.entries = list(entries)
+        self.named = named
+        self.capability = capability
+        self._chosen: dict[AttentionNeeds, Selection] = {}
+
+    def select(self, needs: AttentionNeeds) -> Selection:
+        if needs not in self._chosen:
+            self._chosen[needs] = select_backend(self.entries, needs, named=self.named, capability=self.capability)
+        return self._chosen[needs]
+
+    def selections(self) -> list[Selection]:
+        """Distinct choices, in the order in which layers asked."""
+        return list(self._chosen.values())
+
+    def graph_support(self) -> GraphSupport:
+        """Of the model: the least of its backends."""
+        return min((s.backend.graph_support for s in self._chosen.values()), default=GraphSupport.ALWAYS)

@@ -1,0 +1,226 @@
+"""Matrices of a decoder layer, merged and sharded when they are made.
+
+Each keeps one rank's rows or columns. The call is one fused seam: the norm before it, and the residual of the
+sub-layer before that, belong to the layer that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from pelton.errors import ConfigError
+from pelton.layers.norm import RMSNorm
+from pelton.ops.interface import (
+    AddNormGatedLinear,
+    AddNormGatedLinearNeeds,
+    AddNormGatedLinearTensors,
+    AddNormLinear,
+    AddNormLinearNeeds,
+    AddNormLinearTensors,
+    Linear,
+    LinearNeeds,
+    LinearSpec,
+    LinearTensors,
+    LinearWeights,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.model.build import BuildConfig
+
+# config.json's names of activations.
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShard:
+    """This rank's part of one checkpoint matrix [num_rows, num_cols]: rows [rows), columns [cols)."""
+
+    name: str  # in the checkpoint, without ".weight"
+    num_rows: int
+    num_cols: int
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+
+
+class QuantizationMethod(Protocol):
+    """Allocates a matrix's tensors in its own format and tells `config.weights` how to fill them."""
+
+    name: str
+
+    def create(self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool) -> LinearWeights:
+        """Shards lie below each other; all have the same columns. With column shards only rank 0 holds the bias."""
+        ...
+
+
+class PlainWeights:
+    """No quantization: one matrix [out, in] of the model's dtype."""
+
+    name = "plain"
+
+    def create(self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool) -> LinearWeights:
+        num_cols = shards[0].cols[1] - shards[0].cols[0]
+        num_rows = sum(shard.rows[1] - shard.rows[0] for shard in shards)
+        is_row_parallel = num_cols < shards[0].num_cols
+        has_bias = bias and not (is_row_parallel and config.parallel.rank)
+        weight = _parameter(config, num_rows, num_cols)
+        bias_vector = _parameter(config, num_rows) if has_bias else None
+        row = 0
+        for shard in shards:
+            count = shard.rows[1] - shard.rows[0]
+            dim, (start, stop) = (1, shard.cols) if is_row_parallel else (0, shard.rows)
+            config.weights.expect(
+                f"{shard.name}.weight", (shard.num_rows, shard.num_cols), weight[row : row + count],
+                dim=dim, start=start, stop=stop,
+            )  # fmt: skip
+            if bias:
+                part = None if bias_vector is None else bias_vector[row : row + count]
+                config.weights.expect(
+                    f"{shard.name}.bias", (shard.num_rows,), part, dim=0, start=shard.rows[0], stop=shard.rows[1]
+                )
+            row += count
+        spec = LinearSpec(in_features=num_cols, out_features=num_rows, has_bias=has_bias)
+        return LinearWeights(spec, {"weight": weight}, bias_vector)
+
+
+def _parameter(config: BuildConfig, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=config.dtype, device=config.device), requires_grad=False)
+
+
+class _LinearModule(nn.Module):
+    """Registers a method's tensors under their names, so that they count as the module's."""
+
+    def __init__(self, weights: LinearWeights) -> None:
+        super().__init__()
+        for name, tensor in weights.tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.bias = weights.bias if weights.bias is None else nn.Parameter(weights.bias, requires_grad=False)
+
+
+def split_heads(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
+    """This rank's heads [start, stop). With more ranks than heads, size / total ranks hold a copy of each."""
+    if total % size == 0:
+        return rank * (total // size), (rank + 1) * (total // size)
+    if size % total == 0:
+        head = rank // (size // total)
+        return head, head + 1
+    raise ConfigError(f"{what} is {total}, which tensor_parallel_size {size} neither divides nor is a multiple of.")
+
+
+class QKVLinear(_LinearModule):
+    """q, k and v of one attention layer, below each other; reads the norm before it (`add_norm_linear`)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        norm: RMSNorm,
+        config: BuildConfig,
+        prefix: str,
+        post_norm: RMSNorm | None = None,
+        bias: bool = False,
+    ) -> None:
+        """prefix: of the attention module in the checkpoint. post_norm: of the sub-layer before, where it has one."""
+        parallel = config.parallel
+        parallel.share(num_heads, "num_attention_heads")
+        heads = split_heads(num_heads, parallel.rank, parallel.size, "num_attention_heads")
+        kv_heads = split_heads(num_kv_heads, parallel.rank, parallel.size, "num_key_value_heads")
+        shards = [
+            LinearShard(
+                f"{prefix}.{name}", total * head_dim, hidden_size,
+                (first * head_dim, last * head_dim), (0, hidden_size),
+            )
+            for name, total, (first, last) in (
+                ("q_proj", num_heads, heads), ("k_proj", num_kv_heads, kv_heads), ("v_proj", num_kv_heads, kv_heads),
+            )
+        ]  # fmt: skip
+        weights = config.quantization.create(config, shards, bias=bias)
+        super().__init__(weights)
+        self.num_heads = heads[1] - heads[0]  # of this rank
+        self.num_kv_heads = kv_heads[1] - kv_heads[0]
+        needs = AddNormLinearNeeds(
+            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, tp_size=parallel.size,
+            post_norm=post_norm.spec if post_norm else None,
+        )  # fmt: skip
+        tensors = AddNormLinearTensors(
+            norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
+        )
+        self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-> (qkv [T, (num_heads + 2 num_kv_heads) head_dim], residual [T, H])"""
+        return self.add_norm_linear(hidden, residual)
+
+
+class MergedGateUp(_LinearModule):
+    """gate and up of a gated MLP with its activation; reads the norm before it (`add_norm_gated_linear`)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        norm: RMSNorm,
+        config: BuildConfig,
+        prefix: str,
+        post_norm: RMSNorm | None = None,
+        bias: bool = False,
+    ) -> None:
+        """prefix: of the MLP in the checkpoint. post_norm: of the attention sub-layer, where it has one."""
+        parallel = config.parallel
+        if activation not in ACTIVATION_NAMES:
+            raise ConfigError(f"hidden_act is {activation!r}; gated layers have {', '.join(ACTIVATION_NAMES)}.")
+        width = parallel.share(intermediate_size, "intermediate_size")
+        rows = (parallel.rank * width, (parallel.rank + 1) * width)
+        shards = [
+            LinearShard(f"{prefix}.{name}", intermediate_size, hidden_size, rows, (0, hidden_size))
+            for name in ("gate_proj", "up_proj")
+        ]
+        weights = config.quantization.create(config, shards, bias=bias)
+        super().__init__(weights)
+        needs = AddNormGatedLinearNeeds(
+            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, activation=ACTIVATION_NAMES[activation],
+            post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
+        )  # fmt: skip
+        tensors = AddNormGatedLinearTensors(
+            norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
+        )
+        self.add_norm_gated_linear: AddNormGatedLinear = config.ops.bind("add_norm_gated_linear", needs, tensors)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-> (activation(gate) * up [T, I of this rank], residual [T, H])"""
+        return self.add_norm_gated_linear(hidden, residual)
+
+
+class RowParallelLinear(_LinearModule):
+    """A sub-layer's last matrix (O, down): each rank has its input columns, the bare output is partial (`linear`)."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, config: BuildConfig, prefix: str, bias: bool = False
+    ) -> None:
+        width = config.parallel.share(in_features, f"input of {prefix}")
+        cols = (config.parallel.rank * width, (config.parallel.rank + 1) * width)
+        shard = LinearShard(prefix, out_features, in_features, (0, out_features), cols)
+        weights = config.quantization.create(config, [shard], bias=bias)
+        super().__init__(weights)
+        needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
+        self.linear: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)

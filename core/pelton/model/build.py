@@ -1,0 +1,126 @@
+"""`BuildConfig`: the one object from which layers take every choice when they are made.
+
+Dtype, device, ranks, quantization, ops, attention backends and config.json's fields; layers leave in it where
+their weights come from, and their attention. One per worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pelton.attention.selector import AttentionSelector
+from pelton.errors import ConfigError
+from pelton.layers.linear import PlainWeights, QuantizationMethod
+from pelton.model.weights import WeightMap
+from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
+from pelton.ops.selector import OpSelector
+from pelton.parallel.context import ParallelContext
+
+if TYPE_CHECKING:
+    from pelton.attention.layer import AttentionLayer
+    from pelton.config import EngineConfig
+    from pelton.layers.rope import Rope, RopeParameters
+    from pelton.model.resolved import ResolvedModel
+    from pelton.plugins import Plugins
+
+
+class MissingFieldError(ConfigError, AttributeError):
+    """config.json lacks a field that the model needs; an `AttributeError` too, so that `getattr(hf, x, None)` works."""
+
+
+class HFConfig:
+    """config.json's fields as attributes. A missing one is an error that names it; `get` takes a default."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = dict(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self._fields[name]
+        except KeyError:
+            raise MissingFieldError(
+                f"config.json has no field {name!r}, which this model needs. Add it, or set it with hf_overrides."
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, or `default` when it is missing or null."""
+        value = self._fields.get(name)
+        return default if value is None else value
+
+
+@dataclass(slots=True, kw_only=True)
+class BuildConfig:
+    """Given to every layer as `config`."""
+
+    hf: HFConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    ops: OpSelector
+    attention: AttentionSelector
+    block_size: int = 16
+    kv_dtype: str = "auto"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    parallel: ParallelContext = field(default_factory=ParallelContext)
+    quantization: QuantizationMethod = field(default_factory=PlainWeights)
+    # Left by layers.
+    weights: WeightMap = field(default_factory=WeightMap)
+    attention_layers: dict[str, AttentionLayer] = field(default_factory=dict)
+    ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def all_reduce(self, hidden_size: int) -> AllReduce | None:
+        """Sums partial results over ranks; None with one rank."""
+        if self.parallel.size == 1:
+            return None
+        needs = AllReduceNeeds(dtype=self.dtype_name, hidden_size=hidden_size, tp_size=self.parallel.size)
+        bound: AllReduce = self.ops.bind("all_reduce", needs, AllReduceTensors(self.parallel))
+        return bound
+
+
+def make_build_config(
+    config: EngineConfig,
+    model: ResolvedModel,
+    plugins: Plugins,
+    *,
+    device: torch.device,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    capability: tuple[int, int] | None = None,
+    parallel: ParallelContext | None = None,
+) -> BuildConfig:
+    """From settings and what was resolved; ops and backends are those that plugins offer for the device's type."""
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"quantization is {config.model.quantization!r}; no quantization method is installed. Leave it unset."
+        )
+    return BuildConfig(
+        hf=HFConfig(model.hf_config),
+        dtype=getattr(torch, model.dtype),
+        device=device,
+        max_model_len=model.max_model_len,
+        ops=OpSelector(plugins.entries("pelton_ops", device_type=device.type)),
+        attention=AttentionSelector(
+            plugins.entries("pelton_attention_backends", device_type=device.type),
+            named=config.attention.backend,
+            capability=capability,
+        ),
+        block_size=config.kv_cache.block_size,
+        kv_dtype=config.kv_cache.kv_cache_dtype,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        parallel=parallel or ParallelContext(),
+    )

@@ -1,0 +1,114 @@
+"""Where each tensor of a checkpoint goes: filled by layers as they are made, used once to load.
+
+A layer says which checkpoint name fills which part of its parameter, and which slice of the tensor this rank
+keeps. Loading copies that slice from the file into place: there is never a full copy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pelton.errors import ConfigError
+from pelton.model.loading import LazyWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Buffers that old checkpoints carry and nobody reads.
+IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.masked_bias")
+_SHOWN = 5  # names in an error
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTarget:
+    """One checkpoint tensor's place."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    target: Tensor | None  # a view of a parameter, shaped as the slice; None: this rank keeps nothing of it
+    dim: int | None  # axis of the slice; None: the whole tensor
+    start: int
+    stop: int | None
+
+
+class WeightMap:
+    """Checkpoint name -> target."""
+
+    def __init__(self) -> None:
+        self._targets: dict[str, WeightTarget] = {}
+        self._ignored = [re.compile(pattern) for pattern in IGNORED]
+
+    def expect(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        target: Tensor | None,
+        *,
+        dim: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        """`target` is filled with the slice [start, stop) along `dim` of the checkpoint's `name`."""
+        assert name not in self._targets, f"two layers read {name}"
+        self._targets[name] = WeightTarget(shape, target, dim, start, stop)
+
+    def ignore(self, pattern: str) -> None:
+        """Checkpoint names that match (a regular expression) are skipped without an error."""
+        self._ignored.append(re.compile(pattern))
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Every checkpoint name with the shape it must have."""
+        return {name: target.shape for name, target in self._targets.items()}
+
+    def load(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        """Read each weight once, in the order given. Raises `ConfigError` naming what is missing, unexpected or misshapen."""
+        used: set[str] = set()
+        unexpected: list[str] = []
+        for name, weight in weights:
+            target = self._targets.get(name)
+            if target is None:
+                if not any(pattern.fullmatch(name) for pattern in self._ignored):
+                    unexpected.append(name)
+                continue
+            _copy(name, weight, target)
+            used.add(name)
+        self._check(used, unexpected)
+        return used
+
+    def _check(self, used: set[str], unexpected: list[str]) -> None:
+        missing = [name for name in self._targets if name not in used]
+        if not missing and not unexpected:
+            return
+        parts = []
+        if missing:
+            parts.append(f"missing {_list(missing)}")
+        if unexpected:
+            close = difflib.get_close_matches(unexpected[0], missing or list(self._targets), n=1)
+            hint = f" (near to {close[0]})" if close else ""
+            parts.append(f"unexpected {_list(unexpected)}{hint}")
+        raise ConfigError(
+            f"The checkpoint does not fit the model: {'; '.join(parts)}. "
+            "Check that config.json belongs to these weights, and that every file of the checkpoint is there."
+        )
+
+
+def _copy(name: str, weight: LazyWeight, target: WeightTarget) -> None:
+    if tuple(weight.shape) != target.shape:
+        raise ConfigError(
+            f"Weight {name} is {list(weight.shape)}; config.json makes it {list(target.shape)}. "
+            "Check that config.json belongs to these weights."
+        )
+    if target.target is None:
+        return
+    if target.dim is None:
+        target.target.copy_(weight.read())
+    else:
+        target.target.copy_(weight.read(target.dim, target.start, target.stop))
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,325 @@
+"""The fused seams: where a model's step may be served by a kernel instead of torch.
+
+A sub-layer returns its bare output, partial over ranks; the op that reads it reduces it, norms it
+(models with post-norms) and adds the residual. So a decode step is five calls a layer:
+
+    add_norm_linear (QKV) -> qk_norm_rope_write_kv and attention (`AttentionBackend.forward_qkv`) -> linear (O)
+    -> add_norm_gated_linear -> linear (down)
+
+For each seam there is a needs dataclass (what an implementation may refuse), a tensors dataclass (what it is
+bound to) and a protocol of the bound callable. Shapes: T tokens, H hidden size, D head_dim.
+An op must be free of host synchronisation, and must do the same work for the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SEAMS = (
+    "embed", "add_norm_linear", "qk_norm_rope_write_kv", "linear", "add_norm_gated_linear", "add_norm_logits",
+    "sample", "moe", "lora", "all_reduce", "prepare_inputs",
+)  # fmt: skip
+
+
+class OpImplementation(Protocol):
+    """What the `load` of an `OpEntry` gives: a module or class with these two functions.
+
+    Optional: `token_range(needs) -> (least, most or None)`, when it serves only some batch sizes; the next fitting
+    entry serves the others. A bound callable may have `weights_loaded()`: called once when the weights are in place,
+    for packing them.
+    """
+
+    def unsupported(self, needs: Any) -> list[str]:
+        """Why `needs` cannot be served; an empty list means they can."""
+        ...
+
+    def bind(self, needs: Any, tensors: Any) -> Callable[..., Any]:
+        """The callable that the layer keeps. Tensors are allocated, not filled yet; their addresses do not change."""
+        ...
+
+
+# What several seams share.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """RMS norm in float32: x / sqrt(mean(x^2) + eps) * w, or * (1 + w) with `unit_offset`."""
+
+    size: int
+    eps: float
+    unit_offset: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """One rank's (merged) matrix."""
+
+    in_features: int
+    out_features: int
+    weight_format: str = "plain"  # "plain": `weight` [out, in] of the model's dtype; others by quantization plugins
+    has_bias: bool = False
+
+
+@dataclass(slots=True)
+class LinearWeights:
+    """What a quantization method allocated for one matrix."""
+
+    spec: LinearSpec
+    tensors: Mapping[str, Tensor]  # plain: {"weight": [out, in]}
+    bias: Tensor | None = None  # [out]
+
+
+class AllReduce(Protocol):
+    """Sums a partial result over ranks; may reuse its memory."""
+
+    def __call__(self, partial: Tensor) -> Tensor: ...
+
+
+# embed: token ids to the first sub-layer output.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedNeeds:
+    dtype: str
+    num_rows: int  # of this rank
+    hidden_size: int
+    scale: float | None = None
+    tp_size: int = 1
+
+
+@dataclass(slots=True)
+class EmbedTensors:
+    weight: Tensor  # [num_rows, H]
+    first_row: int  # vocabulary id of row 0
+
+
+class Embed(Protocol):
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, H], partial: zeros for ids of other ranks."""
+        ...
+
+
+# add_norm_linear: the norm before attention, and QKV.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddNormLinearNeeds:
+    dtype: str
+    norm: NormSpec
+    linear: LinearSpec
+    post_norm: NormSpec | None = None
+    tp_size: int = 1
+
+
+@dataclass(slots=True)
+class AddNormLinearTensors:
+    norm: Tensor  # [H]
+    linear: LinearWeights
+    post_norm: Tensor | None = None  # [H] normalises the sub-layer's output before it is added
+    reduce: AllReduce | None = None  # None with one rank
+
+
+class AddNormLinear(Protocol):
+    def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """residual' = post_norm(reduce(hidden)) + residual; returns (linear(norm(residual')), residual').
+
+        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten.
+        """
+        ...
+
+
+# qk_norm_rope_write_kv: from QKV's rows to the query, keys and values written.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNormRopeWriteKvNeeds:
+    dtype: str
+    kv_dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int  # 0: no rotation
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
+    writes_kv: bool = True
+
+
+@dataclass(slots=True)
+class QkNormRopeWriteKvTensors:
+    cos_sin: Tensor | None  # [max_model_len, rotary_dim] float32: cosines, then sines, of rotary_dim / 2 frequencies
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None
+
+
+class QkNormRopeWriteKv(Protocol):
+    def __call__(
+        self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """Norm and rotate query and key, write key and value of *all* rows, return the query [T, num_heads, D].
+
+        qkv [T, (num_heads + 2 num_kv_heads) D], may be overwritten; positions [T] int64; slot_mapping [T] int64, -1 skips
+        the row; k_cache, v_cache [num_blocks, block_size, num_kv_heads, D] views with a contiguous last axis.
+        """
+        ...
+
+
+# linear: O and down projections.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearNeeds:
+    dtype: str
+    linear: LinearSpec
+
+
+@dataclass(slots=True)
+class LinearTensors:
+    linear: LinearWeights
+
+
+class Linear(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out], partial over ranks."""
+        ...
+
+
+# add_norm_gated_linear: the norm before the MLP, gate and up, activation.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddNormGatedLinearNeeds:
+    dtype: str
+    norm: NormSpec
+    linear: LinearSpec  # out_features = 2 I: gate rows, then up rows
+    activation: str  # silu, gelu, gelu_tanh
+    post_norm: NormSpec | None = None
+    tp_size: int = 1
+
+
+@dataclass(slots=True)
+class AddNormGatedLinearTensors:
+    norm: Tensor
+    linear: LinearWeights
+    post_norm: Tensor | None = None
+    reduce: AllReduce | None = None
+
+
+class AddNormGatedLinear(Protocol):
+    def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `AddNormLinear`, but returns (activation(gate) * up [T, I], residual')."""
+        ...
+
+
+# add_norm_logits: the end of the model, for the rows that sample.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddNormLogitsNeeds:
+    dtype: str
+    norm: NormSpec
+    linear: LinearSpec  # out_features: this rank's vocabulary rows
+    vocab_size: int  # columns kept of the gathered logits
+    post_norm: NormSpec | None = None
+    soft_cap: float | None = None
+    tp_size: int = 1
+
+
+@dataclass(slots=True)
+class AddNormLogitsTensors:
+    norm: Tensor
+    linear: LinearWeights
+    post_norm: Tensor | None = None
+    reduce: AllReduce | None = None
+    gather: Callable[[Tensor], Tensor] | None = None  # [n, rows of this rank] -> [n, rows of all]; None with one rank
+
+
+class AddNormLogits(Protocol):
+    def __call__(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        """hidden, residual [T, H], left as they are; rows [n] int64 -> logits [n, vocab_size] float32."""
+        ...
+
+
+# all_reduce: bound once, used by the ops that read partial results.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceNeeds:
+    dtype: str
+    hidden_size: int
+    tp_size: int
+
+
+@dataclass(slots=True)
+class AllReduceTensors:
+    parallel: Any  # pelton.parallel.context.ParallelContext
+
+
+# Seams without a reference in core's layers yet: mixture of experts and LoRA come with their plugins,
+# sampling and input preparation are modules of the worker that ask here for a replacement.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeNeeds:
+    dtype: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int  # of this rank
+    activation: str = "silu"
+    weight_format: str = "plain"
+    renormalize: bool = True
+    tp_size: int = 1
+
+
+class Moe(Protocol):
+    def __call__(self, hidden: Tensor, router_logits: Tensor) -> Tensor:
+        """hidden [T, H], router_logits [T, num_experts] -> [T, H], partial over ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraNeeds:
+    dtype: str
+    in_features: int
+    out_features: tuple[int, ...]  # of each part of a merged matrix
+    max_rank: int
+    max_adapters: int
+
+
+class Lora(Protocol):
+    def __call__(self, x: Tensor, adapter: Any, output: Tensor) -> None:
+        """Add each row's adapter product to `output` [T, sum(out_features)] in place; x [T, in]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleNeeds:
+    vocab_size: int
+    max_num_seqs: int
+    variant: str = "full"  # greedy, full
+
+
+class Sample(Protocol):
+    def __call__(self, logits: Tensor, parameters: Any) -> Tensor:
+        """logits [n, V] float32, parameters: the sampler's columns -> token ids [n] int64. Random numbers depend on
+        (seed, position) alone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareInputsNeeds:
+    max_num_tokens: int
+    max_num_seqs: int
+    block_sizes: tuple[int, ...]  # of each KV group
+    max_model_len: int
+
+
+class PrepareInputs(Protocol):
+    def __call__(self, state: Any, columns: Any) -> Any:
+        """Batch state and one step's columns -> input ids, positions and attention metadata, all on the device."""
+        ...

@@ -1,0 +1,244 @@
+"""Plain torch implementations of the fused seams: the reference that kernels are tested against.
+
+Composed of small pure functions. Rounding follows transformers' modules: norms are computed in float32 and
+rounded to the model's dtype, residuals are added in the model's dtype, rotation and logits in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from pelton.ops.interface import (
+    AddNormGatedLinear,
+    AddNormGatedLinearNeeds,
+    AddNormGatedLinearTensors,
+    AddNormLinear,
+    AddNormLinearNeeds,
+    AddNormLinearTensors,
+    AddNormLogits,
+    AddNormLogitsNeeds,
+    AddNormLogitsTensors,
+    AllReduce,
+    AllReduceNeeds,
+    AllReduceTensors,
+    Embed,
+    EmbedNeeds,
+    EmbedTensors,
+    Linear,
+    LinearNeeds,
+    LinearSpec,
+    LinearTensors,
+    LinearWeights,
+    NormSpec,
+    QkNormRopeWriteKv,
+    QkNormRopeWriteKvNeeds,
+    QkNormRopeWriteKvTensors,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+# Pure functions.
+
+
+def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor:
+    """Over the last axis, in float32; the result has x's dtype."""
+    if spec.unit_offset:
+        return F.rms_norm(x.float(), (spec.size,), 1.0 + weight.float(), spec.eps).to(x.dtype)
+    return F.rms_norm(x.float(), (spec.size,), None, spec.eps).to(x.dtype) * weight
+
+
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    return F.linear(x, weights.tensors["weight"], weights.bias)
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    """[T, 2 I], gate and up -> activation(gate) * up [T, I]."""
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def add_residual(
+    hidden: Tensor,
+    residual: Tensor | None,
+    post_norm: Tensor | None,
+    post_spec: NormSpec | None,
+    reduce: AllReduce | None,
+) -> Tensor:
+    """The new residual: post_norm(reduce(hidden)) + residual."""
+    if reduce is not None:
+        hidden = reduce(hidden)
+    if post_norm is not None and post_spec is not None:
+        hidden = rms_norm(hidden, post_norm, post_spec)
+    return hidden if residual is None else hidden + residual
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2 F of each head's D numbers, pairs (i, i + F); x [T, heads, D], cos and sin [T, 1, F] float32."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return torch.cat(parts, dim=-1)
+
+
+def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """k_cache[slot // S, slot % S] = key[t], same for value; a slot of -1 leaves the cache as it is.
+
+    key, value [T, N, D]; k_cache, v_cache [P, S, N, D] views; slot_mapping [T] int64. No host synchronisation: a row
+    to skip writes back what the null block's first slot holds.
+    """
+    block_size = k_cache.shape[1]
+    is_kept = (slot_mapping >= 0)[:, None, None]
+    slots = slot_mapping.clamp(min=0)
+    blocks, offsets = slots // block_size, slots % block_size
+    for new, cache in ((key, k_cache), (value, v_cache)):
+        cache[blocks, offsets] = torch.where(is_kept, new.to(cache.dtype), cache[blocks, offsets])
+
+
+# Implementations, one a seam: `unsupported` and `bind`, as the interface says.
+
+
+def _plain_only(spec: LinearSpec) -> list[str]:
+    return [] if spec.weight_format == "plain" else [f"weight format {spec.weight_format!r}, only 'plain'"]
+
+
+class ReferenceEmbed:
+    @staticmethod
+    def unsupported(needs: EmbedNeeds) -> list[str]:
+        return []
+
+    @staticmethod
+    def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
+        weight, first_row, num_rows = tensors.weight, tensors.first_row, needs.num_rows
+        # As the model's dtype holds it: transformers multiplies by a rounded scale.
+        scale = None if needs.scale is None else torch.tensor(needs.scale).to(weight.dtype).item()
+
+        def embed(input_ids: Tensor) -> Tensor:
+            hidden = F.embedding(input_ids, weight)
+            return hidden if scale is None else hidden * scale
+
+        def embed_shard(input_ids: Tensor) -> Tensor:
+            local = input_ids - first_row
+            is_local = (local >= 0) & (local < num_rows)
+            return embed(local.clamp(0, num_rows - 1)) * is_local[:, None]
+
+        return embed if needs.tp_size == 1 else embed_shard
+
+
+class ReferenceAddNormLinear:
+    @staticmethod
+    def unsupported(needs: AddNormLinearNeeds) -> list[str]:
+        return _plain_only(needs.linear)
+
+    @staticmethod
+    def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
+        def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            residual = add_residual(hidden, residual, tensors.post_norm, needs.post_norm, tensors.reduce)
+            return linear(rms_norm(residual, tensors.norm, needs.norm), tensors.linear), residual
+
+        return add_norm_linear
+
+
+class ReferenceQkNormRopeWriteKv:
+    @staticmethod
+    def unsupported(needs: QkNormRopeWriteKvNeeds) -> list[str]:
+        return [f"kv dtype {needs.kv_dtype}"] if needs.kv_dtype.startswith("fp8") else []
+
+    @staticmethod
+    def bind(needs: QkNormRopeWriteKvNeeds, tensors: QkNormRopeWriteKvTensors) -> QkNormRopeWriteKv:
+        heads, kv_heads, head_dim = needs.num_heads, needs.num_kv_heads, needs.head_dim
+        q_size, kv_size = heads * head_dim, kv_heads * head_dim
+
+        def qk_norm_rope_write_kv(
+            qkv: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
+        ) -> Tensor:
+            query = qkv[:, :q_size].reshape(-1, heads, head_dim)
+            key = qkv[:, q_size : q_size + kv_size].reshape(-1, kv_heads, head_dim)
+            value = qkv[:, q_size + kv_size :].reshape(-1, kv_heads, head_dim)
+            if needs.q_norm is not None and tensors.q_norm is not None:
+                query = rms_norm(query, tensors.q_norm, needs.q_norm)
+            if needs.k_norm is not None and tensors.k_norm is not None:
+                key = rms_norm(key, tensors.k_norm, needs.k_norm)
+            if tensors.cos_sin is not None:
+                cos, sin = tensors.cos_sin[positions][:, None, :].chunk(2, dim=-1)
+                query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            if needs.writes_kv:
+                write_kv(key, value, k_cache, v_cache, slot_mapping)
+            return query
+
+        return qk_norm_rope_write_kv
+
+
+class ReferenceLinear:
+    @staticmethod
+    def unsupported(needs: LinearNeeds) -> list[str]:
+        return _plain_only(needs.linear)
+
+    @staticmethod
+    def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
+        weights = tensors.linear
+
+        def call(x: Tensor) -> Tensor:
+            return linear(x, weights)
+
+        return call
+
+
+class ReferenceAddNormGatedLinear:
+    @staticmethod
+    def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
+        known = needs.activation in ACTIVATIONS
+        return _plain_only(needs.linear) + ([] if known else [f"activation {needs.activation!r}"])
+
+    @staticmethod
+    def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
+        def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            residual = add_residual(hidden, residual, tensors.post_norm, needs.post_norm, tensors.reduce)
+            gate_up = linear(rms_norm(residual, tensors.norm, needs.norm), tensors.linear)
+            return gated(gate_up, needs.activation), residual
+
+        return add_norm_gated_linear
+
+
+class ReferenceAddNormLogits:
+    @staticmethod
+    def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
+        return _plain_only(needs.linear)
+
+    @staticmethod
+    def bind(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:
+        def add_norm_logits(hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+            hidden = hidden[rows]  # a copy, which reduce may overwrite
+            residual = None if residual is None else residual[rows]
+            final = add_residual(hidden, residual, tensors.post_norm, needs.post_norm, tensors.reduce)
+            logits = linear(rms_norm(final, tensors.norm, needs.norm), tensors.linear)
+            if tensors.gather is not None:
+                logits = tensors.gather(logits)
+            logits = logits[:, : needs.vocab_size].float()
+            return logits if needs.soft_cap is None else needs.soft_cap * torch.tanh(logits / needs.soft_cap)
+
+        return add_norm_logits
+
+
+class ReferenceAllReduce:
+    @staticmethod
+    def unsupported(needs: AllReduceNeeds) -> list[str]:
+        return []
+
+    @staticmethod
+    def bind(needs: AllReduceNeeds, tensors: AllReduceTensors) -> AllReduce:
+        all_reduce: Any = tensors.parallel.all_reduce
+        return all_reduce  # type: ignore[no-any-return]

@@ -1,0 +1,120 @@
+"""Gemma 3, text: five layers with a window to one without, each kind with its own rope; norms before and after
+each sub-layer; scaled embeddings; GeGLU.
+
+The norm after a sub-layer is applied by the layer that reads its output: attention's by the MLP of the same layer,
+the MLP's by the next layer, the last one's by the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pelton.attention.layer import AttentionLayer
+from pelton.attention.metadata import ForwardBatch
+from pelton.layers.embedding import LMHead, VocabEmbedding
+from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
+from pelton.layers.norm import RMSNorm
+from pelton.layers.rope import Rope, get_rope
+from pelton.model.build import BuildConfig
+from pelton.model.loading import LazyWeight
+from torch import Tensor, nn
+
+
+class Gemma3DecoderLayer(nn.Module):
+    def __init__(self, index: int, *, previous_norm: RMSNorm | None, config: BuildConfig, prefix: str) -> None:
+        """previous_norm: the norm after the MLP of the layer below; None for the first layer."""
+        super().__init__()
+        hf = config.hf
+        hidden_size, num_heads, head_dim = hf.hidden_size, hf.num_attention_heads, hf.get("head_dim", 256)
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        bias = bool(hf.get("attention_bias"))
+        is_local = _is_local(index, config)
+
+        def norm(name: str, size: int = hidden_size) -> RMSNorm:
+            return RMSNorm(size, unit_offset=True, config=config, prefix=f"{prefix}.{name}")
+
+        self.input_layernorm = norm("input_layernorm")
+        self.qkv_proj = QKVLinear(
+            hidden_size, num_heads, hf.num_key_value_heads, head_dim,
+            norm=self.input_layernorm, post_norm=previous_norm, bias=bias, config=config, prefix=attention,
+        )  # fmt: skip
+        self.q_norm, self.k_norm = norm("self_attn.q_norm", head_dim), norm("self_attn.k_norm", head_dim)
+        self.attn = AttentionLayer(
+            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim,
+            scale=hf.get("query_pre_attn_scalar", 256) ** -0.5, soft_cap=hf.get("attn_logit_softcapping"),
+            rope=_rope(is_local, head_dim, config), sliding_window=hf.sliding_window if is_local else None,
+            q_norm=self.q_norm, k_norm=self.k_norm, config=config, prefix=f"{attention}.attn",
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim, hidden_size, bias=bias, config=config, prefix=f"{attention}.o_proj"
+        )
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
+        self.gate_up_proj = MergedGateUp(
+            hidden_size, hf.intermediate_size, activation=hf.get("hidden_activation", "gelu_pytorch_tanh"),
+            norm=self.pre_feedforward_layernorm, post_norm=self.post_attention_layernorm, config=config, prefix=mlp,
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(hf.intermediate_size, hidden_size, config=config, prefix=f"{mlp}.down_proj")
+        self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        qkv, residual = self.qkv_proj(hidden, residual)
+        hidden = self.o_proj(self.attn(qkv, batch))
+        activated, residual = self.gate_up_proj(hidden, residual)
+        return self.down_proj(activated), residual
+
+
+class Gemma3ForCausalLM(nn.Module):
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__()
+        hf = config.hf
+        self.weights = config.weights
+        self.embed_tokens = VocabEmbedding(
+            hf.vocab_size, hf.hidden_size, scale=hf.hidden_size**0.5,
+            config=config, prefix=f"{prefix}model.embed_tokens",
+        )  # fmt: skip
+        self.layers = nn.ModuleList()
+        post_norm: RMSNorm | None = None
+        for index in range(hf.num_hidden_layers):
+            layer = Gemma3DecoderLayer(
+                index, previous_norm=post_norm, config=config, prefix=f"{prefix}model.layers.{index}"
+            )
+            post_norm = layer.post_feedforward_layernorm
+            self.layers.append(layer)
+        self.norm = RMSNorm(hf.hidden_size, unit_offset=True, config=config, prefix=f"{prefix}model.norm")
+        self.lm_head = LMHead(
+            norm=self.norm, post_norm=post_norm, embedding=self.embed_tokens, tied=hf.get("tie_word_embeddings", True),
+            soft_cap=hf.get("final_logit_softcapping"), config=config, prefix=f"{prefix}lm_head",
+        )  # fmt: skip
+
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        hidden, residual = self.embed_tokens(batch.input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, batch)
+        return hidden, residual
+
+    def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(*hidden, rows)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return self.weights.load(weights)
+
+
+def _is_local(index: int, config: BuildConfig) -> bool:
+    """From `layer_types`, or from the older pattern: every n-th layer is global."""
+    layer_types = config.hf.get("layer_types")
+    if layer_types is not None:
+        return bool(layer_types[index] == "sliding_attention")
+    pattern: int = config.hf.get("sliding_window_pattern", 6)
+    return (index + 1) % pattern != 0
+
+
+def _rope(is_local: bool, head_dim: int, config: BuildConfig) -> Rope:
+    """Local layers never have the checkpoint's `rope_scaling`, which the older form of config.json means for global ones."""
+    layer_type = "sliding_attention" if is_local else "full_attention"
+    if is_local:
+        theta = config.hf.get("rope_local_base_freq", 10_000.0)
+        return get_rope(config, head_dim, layer_type=layer_type, theta=theta, only_layer_type=True)
+    theta = config.hf.get("rope_theta", 1_000_000.0)
+    return get_rope(config, head_dim, layer_type=layer_type, theta=theta)

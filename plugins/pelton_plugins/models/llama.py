@@ -1,0 +1,113 @@
+"""Llama: the shape that most decoders have. Copy this file to add a model of your own.
+
+A sub-layer returns its bare output; the residual is added by the layer that reads it next. T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pelton.attention.layer import AttentionLayer
+from pelton.attention.metadata import ForwardBatch
+from pelton.layers.embedding import LMHead, VocabEmbedding
+from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
+from pelton.layers.norm import RMSNorm
+from pelton.layers.rope import get_rope
+from pelton.model.build import BuildConfig
+from pelton.model.loading import LazyWeight
+from torch import Tensor, nn
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Norm, attention, norm, MLP: five kernels in decode. Subclasses change the class attributes and methods below."""
+
+    def __init__(self, index: int, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        hf = config.hf
+        hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
+        head_dim = hf.get("head_dim", hidden_size // num_heads)
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+
+        self.input_layernorm = RMSNorm(hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
+        self.qkv_proj = QKVLinear(
+            hidden_size, num_heads, hf.get("num_key_value_heads", num_heads), head_dim,
+            norm=self.input_layernorm, bias=self.qkv_bias(config), config=config, prefix=attention,
+        )  # fmt: skip
+        self.q_norm, self.k_norm = self.query_key_norms(head_dim, config, attention)
+        self.attn = AttentionLayer(
+            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim,
+            rope=get_rope(config, head_dim), sliding_window=self.sliding_window(index, config),
+            q_norm=self.q_norm, k_norm=self.k_norm, config=config, prefix=f"{attention}.attn",
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim,
+            hidden_size,
+            bias=self.output_bias(config),
+            config=config,
+            prefix=f"{attention}.o_proj",
+        )
+        self.post_attention_layernorm = RMSNorm(hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm")
+        self.gate_up_proj = MergedGateUp(
+            hidden_size, hf.intermediate_size, activation=hf.get("hidden_act", "silu"),
+            norm=self.post_attention_layernorm, bias=bool(hf.get("mlp_bias")), config=config, prefix=mlp,
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(
+            hf.intermediate_size, hidden_size, bias=bool(hf.get("mlp_bias")), config=config, prefix=f"{mlp}.down_proj"
+        )
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """(last sub-layer's output, residual), each [T, H] -> the same after this layer."""
+        qkv, residual = self.qkv_proj(hidden, residual)
+        hidden = self.o_proj(self.attn(qkv, batch))
+        activated, residual = self.gate_up_proj(hidden, residual)
+        return self.down_proj(activated), residual
+
+    # What models of this shape differ in.
+
+    def qkv_bias(self, config: BuildConfig) -> bool:
+        return bool(config.hf.get("attention_bias"))
+
+    def output_bias(self, config: BuildConfig) -> bool:
+        return bool(config.hf.get("attention_bias"))
+
+    def sliding_window(self, index: int, config: BuildConfig) -> int | None:
+        return None
+
+    def query_key_norms(self, head_dim: int, config: BuildConfig, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None]:
+        return None, None
+
+
+class LlamaForCausalLM(nn.Module):
+    """`layer_class` is all that a model of the same shape replaces."""
+
+    layer_class = LlamaDecoderLayer
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__()
+        hf = config.hf
+        self.weights = config.weights
+        self.embed_tokens = VocabEmbedding(
+            hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}model.embed_tokens"
+        )
+        self.layers = nn.ModuleList(
+            self.layer_class(index, config=config, prefix=f"{prefix}model.layers.{index}")
+            for index in range(hf.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
+        self.lm_head = LMHead(
+            norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
+            config=config, prefix=f"{prefix}lm_head",
+        )  # fmt: skip
+
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        hidden, residual = self.embed_tokens(batch.input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, batch)
+        return hidden, residual
+
+    def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(*hidden, rows)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return self.weights.load(weights)
