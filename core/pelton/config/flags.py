@@ -121,10 +121,10 @@ class Flag:
         raise ConfigError(f"{spelling} is {text!r}; expected {expected}, such as {shown}.")
 
 
-def make_flags(structs: Sequence[type[msgspec.Struct]] = ()) -> dict[str, Flag]:
+def make_flags(structs: Sequence[type[msgspec.Struct]] = (), *, engine: bool = True) -> dict[str, Flag]:
     """Every flag by its long name, the engine's first."""
     flags: dict[str, Flag] = {}
-    for owner, section, struct in _all_structs(structs):
+    for owner, section, struct in _all_structs(structs, engine):
         hints = get_type_hints(struct)
         for field in struct.__struct_fields__:
             flat = flat_name(section, field) if section else field
@@ -144,19 +144,22 @@ def parse_flags(
     positional: str | None = "model",
     program: str = "pelton",
     doc: str = "",
+    engine: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> Parsed:
     """Read a command line.
 
     structs: further settings structs, whose fields are flags too. positional: the field that arguments without a flag
-    set; a list takes all of them. `--help` prints and raises `SystemExit(0)`. Raises `ConfigError`.
+    set; a list takes all of them. engine: False leaves out the engine's flags. `--help` prints and raises
+    `SystemExit(0)`. Raises `ConfigError`.
     """
-    parser = _Parser(structs, positional)
+    parser = _Parser(structs, positional, engine)
     for token in argv:
         if token == "--":
             break
         if token in ("-h", "--help") or token.startswith("--help="):
-            print(help_text(structs, positional=positional, program=program, doc=doc, only=token.partition("=")[2]))
+            only = token.partition("=")[2]
+            print(help_text(structs, positional=positional, program=program, doc=doc, only=only, engine=engine))
             raise SystemExit(0)
     parser.read_argv(argv)
     parser.add_environment(environ)
@@ -166,12 +169,13 @@ def parse_flags(
 class _Parser:
     """Collects what was given, then builds the structs."""
 
-    def __init__(self, structs: Sequence[type[msgspec.Struct]], positional: str | None) -> None:
+    def __init__(self, structs: Sequence[type[msgspec.Struct]], positional: str | None, engine: bool) -> None:
         self.structs = structs
-        self.flags = make_flags(structs)
+        self.engine = engine
+        self.flags = make_flags(structs, engine=engine)
         self.by_flat = {flag.flat: flag for flag in self.flags.values()}
         self.spellings = {name: flag for flag in self.flags.values() for name in flag.names}
-        self.section_flags = {f"--{section.replace('_', '-')}-config": section for section in SECTIONS}
+        self.section_flags = {f"--{name.replace('_', '-')}-config": name for name in SECTIONS if engine}
         for short, long in SHORT_FLAGS.items():
             if long in self.section_flags:
                 self.section_flags[short] = self.section_flags[long]
@@ -209,6 +213,8 @@ class _Parser:
             base = base.replace("_", "-")
         elif re.fullmatch(r"-O\d+", base):
             base, value_or_none = "-O", base[2:]
+        if base in ("--config", "--plugin-config") and not self.engine:
+            base = ""
         if base == "--config":
             self.config_file = self._value(spelling, value_or_none, rest)
         elif base == "--plugin-config":
@@ -218,7 +224,8 @@ class _Parser:
         elif base in self.spellings:
             self._read_field(self.spellings[base], spelling, base, path if dot else "", value_or_none, rest)
         else:
-            known = [*self.spellings, *self.section_flags, "--config", "--plugin-config", "--help"]
+            engine_only = ["--config", "--plugin-config"] if self.engine else []
+            known = [*self.spellings, *self.section_flags, *engine_only, "--help"]
             raise ConfigError(f"Unknown flag {spelling}.{did_you_mean(base, known)} --help lists all flags.")
 
     def _read_field(self, flag: Flag, spelling: str, base: str, path: str, value: str | None, rest: list[str]) -> None:
@@ -368,7 +375,7 @@ class _Parser:
     def build(self) -> Parsed:
         sections: dict[str, Any] = {}
         built: dict[str, Any] = {}
-        for owner, section, struct in _all_structs(self.structs):
+        for owner, section, struct in _all_structs(self.structs, self.engine):
             given = {key[2]: value for key, value in self.given.items() if key[:2] == (owner, section)}
             values = {field: value for field, (value, _) in given.items()}
             try:
@@ -392,10 +399,11 @@ def help_text(
     program: str = "pelton",
     doc: str = "",
     only: str = "",
+    engine: bool = True,
 ) -> str:
     """All flags with their help, or those that have the word `only` in name, section or help."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    flags = make_flags(structs)
+    flags = make_flags(structs, engine=engine)
     usage = f"usage: {program} " + (f"[{positional.upper()}] " if positional else "") + "[flags]"
     lines = [usage, "", *([doc, ""] if doc else [])]
     if only:
@@ -406,12 +414,13 @@ def help_text(
         if only.lower().replace("_", "-") in text:
             groups.setdefault((flag.owner, flag.section), []).append(flag)
     for (owner, section), members in groups.items():
-        lines.append(f"{section or owner}: {first_line(members[0].struct)}")
+        heading = section or (owner if engine else "flags")
+        lines.append(f"{heading}: {first_line(members[0].struct)}")
         lines += [line for flag in members for line in _help_lines(flag, width, is_positional=flag.flat == positional)]
         lines.append("")
     if only and not groups:
         return f"No flag has {only!r} in its name, section or help. --help lists all flags."
-    if not only:
+    if not only and engine:
         lines += [
             *_wrapped("--config FILE", "Settings from a JSON or TOML file, by their names; a flag wins.", width),
             *_wrapped("--plugin-config.NAME.FIELD", "A setting of a plugin; --plugin-config takes a JSON object.", width),
@@ -462,9 +471,12 @@ def _wrapped(left: str, right: str, width: int) -> list[str]:
     return [f"  {left}".ljust(_HELP_COLUMN) + text[0], *(indent + line for line in text[1:])]
 
 
-def _all_structs(structs: Sequence[type[msgspec.Struct]]) -> Iterator[tuple[str, str, type[msgspec.Struct]]]:
+def _all_structs(
+    structs: Sequence[type[msgspec.Struct]], engine: bool
+) -> Iterator[tuple[str, str, type[msgspec.Struct]]]:
     """(owner, section, struct)"""
-    yield from ((ENGINE, section, struct) for section, struct in SECTIONS.items())
+    if engine:
+        yield from ((ENGINE, section, struct) for section, struct in SECTIONS.items())
     yield from ((struct.__name__, "", struct) for struct in structs)
 
 

@@ -1,0 +1,194 @@
+"""`pelton plugins`: what is loaded, from which distribution, what it offers, and what became of each offer.
+
+`--check` loads every installed plugin by itself and says what is wrong with each; it works when a start does not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import msgspec
+import pluggy
+
+from pelton import hookspecs
+from pelton.cli.table import format_table
+from pelton.config.flags import parse_flags
+from pelton.entries import PlatformEntry
+from pelton.errors import PluginError
+from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
+
+DEVICE_TYPES = ("cpu", "cuda")
+"""Asked for besides those of the platforms that are here."""
+
+
+class PluginsArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """What to show."""
+
+    check: bool = False
+    """Load each installed plugin by itself, resolve what it offers, and say what is wrong."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(argv: list[str]) -> int:
+    doc = "List the loaded plugins and what they offer."
+    parsed = parse_flags(
+        argv, [PluginsArguments], positional=None, program="pelton plugins", doc=doc, engine=False, environ={}
+    )
+    arguments: PluginsArguments = parsed.structs["PluginsArguments"]
+    if arguments.check:
+        return check(as_json=arguments.json)
+    listing = describe(load_plugins())
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(listing), indent=2).decode())
+    else:
+        print(_as_text(listing))
+    return 0
+
+
+def describe(plugins: Plugins) -> list[dict[str, Any]]:
+    """One record a plugin, with its offers and what became of each; plugins that were left out come last."""
+    offers = all_offers(plugins)
+    records = []
+    for plugin in plugins.loaded:
+        mine = [(offer, where) for offer, where in offers if offer.plugin.name == plugin.name]
+        records.append(
+            {
+                "name": plugin.name,
+                "distribution": plugin.distribution,
+                "version": plugin.version,
+                "module": plugin.module,
+                "loaded": True,
+                "hooks": plugin.hooks,
+                "entries": [_entry_record(offer, where) for offer, where in mine],
+            }
+        )
+    records += [
+        {
+            "name": plugin.name,
+            "distribution": plugin.distribution,
+            "version": plugin.version,
+            "module": plugin.module,
+            "loaded": False,
+            "hooks": [],
+            "entries": [],
+        }
+        for plugin in plugins.left_out
+    ]
+    return records
+
+
+def all_offers(plugins: Plugins) -> list[tuple[Offer, str]]:
+    """Every offer of every hook that returns entries, with the device types it was offered for ("" where none is asked)."""
+    found: list[tuple[Offer, str]] = []
+    for hook in hookspecs.hooks().values():
+        if hook.arguments == ():
+            found += [(offer, "") for offer in plugins.offers(hook.name)]
+        elif hook.arguments == ("device_type",):
+            where: dict[tuple[str, str], tuple[Offer, list[str]]] = {}
+            for device_type in device_types(plugins):
+                for offer in plugins.offers(hook.name, device_type=device_type):
+                    entry_types = getattr(offer.entry, "device_types", ())
+                    if not entry_types or device_type in entry_types:
+                        where.setdefault((offer.plugin.name, offer.entry.name), (offer, []))[1].append(device_type)
+            found += [(offer, ", ".join(types)) for offer, types in where.values()]
+    return found
+
+
+def device_types(plugins: Plugins) -> list[str]:
+    """Device types to ask backends for, without loading a platform."""
+    names = [entry.name for entry in plugins.entries("pelton_platforms")]
+    return list(dict.fromkeys([*DEVICE_TYPES, *names]))
+
+
+def _entry_record(offer: Offer, where: str) -> dict[str, Any]:
+    entry = offer.entry
+    return {
+        "hook": offer.hook,
+        "name": entry.name,
+        "priority": entry.priority,
+        "load": entry.load,
+        "device_types": where,
+        "doc": entry.doc or getattr(entry, "help", ""),
+        "status": _status(offer),
+    }
+
+
+def _status(offer: Offer) -> str:
+    if offer.replaced_by is not None:
+        return f"replaced by {offer.replaced_by}"
+    if isinstance(offer.entry, PlatformEntry):
+        reason = offer.entry.probe()
+        return "here" if reason is None else f"not here: {reason}"
+    return "offered"
+
+
+def _as_text(listing: list[dict[str, Any]]) -> str:
+    blocks = []
+    for record in listing:
+        origin = f"{record['distribution']} {record['version']}"
+        if not record["loaded"]:
+            blocks.append(
+                f"{record['name']}  ({origin}, {record['module']}): left out, PELTON_PLUGINS does not name it"
+            )
+            continue
+        rows = [
+            (
+                entry["hook"].removeprefix("pelton_"),
+                entry["name"],
+                entry["priority"],
+                entry["status"] + (f" for {entry['device_types']}" if entry["device_types"] else ""),
+                entry["doc"],
+            )
+            for entry in record["entries"]
+        ]
+        table = (
+            format_table(("kind", "name", "priority", "status", "about"), rows, indent="  ") if rows else "  no entries"
+        )
+        blocks.append(f"{record['name']}  ({origin}, {record['module']})\n{table}")
+    return "\n\n".join(blocks)
+
+
+def check(*, as_json: bool = False) -> int:
+    """Load each plugin into a manager of its own, call its hooks and resolve its entries; 1 when something is wrong."""
+    results: list[dict[str, Any]] = []
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        owner = f"{point.dist.name} {point.dist.version}" if point.dist else "?"
+        results.append({"name": point.name, "distribution": owner, "problems": _problems_of(point, owner)})
+    try:
+        load_plugins()
+    except PluginError as error:
+        if not any(result["problems"] for result in results):
+            results.append({"name": "all together", "distribution": "", "problems": [str(error)]})
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(results), indent=2).decode())
+    else:
+        for result in results:
+            print(f"{'ok  ' if not result['problems'] else 'FAIL'} {result['name']} ({result['distribution']})")
+            for problem in result["problems"]:
+                print(f"       {problem}")
+    return 1 if any(result["problems"] for result in results) else 0
+
+
+def _problems_of(point: importlib.metadata.EntryPoint, owner: str) -> list[str]:
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(hookspecs)
+    try:
+        register(manager, point.load(), point.name, owner)
+    except Exception as error:
+        return [str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"]
+    plugins = Plugins(manager, [])
+    problems = []
+    try:
+        offers = [offer for offer, _ in all_offers(plugins)]
+    except PluginError as error:
+        return [str(error)]
+    for offer in offers:
+        reason = offer.entry.probe() if isinstance(offer.entry, PlatformEntry) else None
+        if reason is None:
+            try:
+                offer.entry.resolve()
+            except PluginError as error:
+                problems.append(str(error))
+    return problems
