@@ -1,0 +1,140 @@
+"""Reading and decoding request bodies: capped before parsing, decoded once, errors with the field's path."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from litestar.types import Receive, Scope
+from pelton.errors import RequestError
+from pelton.logging import get_logger
+
+from pelton_plugins.server.errors import BodyTooLargeError, ClientDisconnected
+
+logger = get_logger(__name__)
+
+MAX_ERRORS_SHOWN = 10
+MAX_INPUT_CHARS = 200
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body. Raises `BodyTooLargeError` as soon as it is known to be too long."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
+            raise _too_large(int(value), max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        assert message["type"] == "http.request"
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(size, max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(found: int, max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The request body has {found} bytes or more; at most {max_bytes} are taken.")
+
+
+def check_content_type(scope: Scope) -> None:
+    """JSON bodies must say that they are."""
+    found = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    if found.split(b";", 1)[0].strip().lower() != b"application/json":
+        shown = found.decode("latin-1")[:MAX_INPUT_CHARS]
+        raise RequestError(f"Content-Type is {shown!r}; send JSON with Content-Type: application/json.")
+
+
+@cache
+def _decoder(struct: type[T]) -> msgspec.json.Decoder[T]:
+    return msgspec.json.Decoder(struct)
+
+
+def decode(body: bytes, struct: type[T]) -> T:
+    """Raises `RequestError` that lists up to ten wrong fields."""
+    if not body:
+        raise RequestError("The request body is empty; send a JSON object.", param="body")
+    try:
+        request: T = _decoder(struct).decode(body)
+    except msgspec.ValidationError as error:
+        raise _validation_error(body, struct, error) from None
+    except RecursionError:
+        raise RequestError("The request body is nested too deeply.", param="body") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"1 validation error: body: {error}.", param="body") from None
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_unknown(body, struct)
+    return request
+
+
+def _validation_error(body: bytes, struct: type[T], first: msgspec.ValidationError) -> RequestError:
+    """Look at each field on its own, so that the client hears of all mistakes at once."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return RequestError(f"1 validation error: body: {error}.", param="body")
+    found: list[tuple[str, str]] = []
+    if isinstance(raw, dict):
+        for field in msgspec.structs.fields(struct):
+            name = field.encode_name
+            if name not in raw:
+                if field.required:
+                    found.append((f"body.{name}", "field required"))
+                continue
+            try:
+                msgspec.convert(raw[name], field.type, str_keys=True)
+            except msgspec.ValidationError as error:
+                if isinstance(error.__cause__, RequestError):
+                    return error.__cause__
+                message, path = _split(str(error))
+                found.append((f"body.{name}{path}", f"{message}, input: {_shown(_at(raw[name], path))}"))
+            except RecursionError:
+                found.append((f"body.{name}", "nested too deeply"))
+    if not found:
+        message, path = _split(str(first))
+        found = [(f"body{path}", message)]
+    plural = "" if len(found) == 1 else "s"
+    listed = "; ".join(f"{path}: {message}" for path, message in found[:MAX_ERRORS_SHOWN])
+    more = f"; and {len(found) - MAX_ERRORS_SHOWN} more" if len(found) > MAX_ERRORS_SHOWN else ""
+    return RequestError(f"{len(found)} validation error{plural}: {listed}{more}", param=found[0][0])
+
+
+def _split(message: str) -> tuple[str, str]:
+    """msgspec's "Expected ... - at `$.a[0]`" to the message and ".a[0]"."""
+    text, _, path = message.partition(" - at ")
+    return text, path.strip("`").removeprefix("key in ").strip("`").removeprefix("$").replace("[...]", "")
+
+
+def _at(value: Any, path: str) -> Any:
+    """What stands at a simple path such as "[3]" or ".a[0]"; the whole value where it cannot be followed."""
+    current = value
+    for step in path.replace("[", ".").replace("]", "").split(".")[1:]:
+        try:
+            current = current[int(step)] if isinstance(current, list) else current[step]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return value
+    return current
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeEncodeError):
+        text = type(value).__name__
+    return text if len(text) <= MAX_INPUT_CHARS else text[:MAX_INPUT_CHARS] + "..."
+
+
+def _log_unknown(body: bytes, struct: type[T]) -> None:
+    known = {field.encode_name for field in msgspec.structs.fields(struct)}
+    unknown = sorted(set(msgspec.json.decode(body)) - known)
+    if unknown:
+        logger.debug("%s: fields that mean nothing here: %s", struct.__name__, ", ".join(unknown)[:1000])

@@ -1,0 +1,89 @@
+"""Settings of the HTTP server, and of nothing else."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import msgspec
+from pelton import limits
+from pelton.errors import ConfigError
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the server listens, who may use it, and what it bounds."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines reach needs an api_key."""
+    port: int = 8000
+    """0 takes a free one, which the start message names."""
+    api_key: list[str] = msgspec.field(default_factory=list)
+    """Keys that clients send as `Authorization: Bearer KEY`; any of them opens every route."""
+    allow_unauthenticated: bool = False
+    """Listen on a reachable address without a key. Whoever reaches the port may then use and read everything."""
+    public_routes: list[str] = msgspec.field(default_factory=lambda: ["/health", "/ping"])
+    """Paths that need no key. All others do, also those that plugins add."""
+    root_path: str = ""
+    """Path prefix that a proxy strips before it hands requests on."""
+    ssl_certfile: str | None = None
+    """TLS certificate (PEM); ssl_keyfile belongs to it."""
+    ssl_keyfile: str | None = None
+    max_body_bytes: int = limits.MAX_BODY_BYTES
+    """Longest request body; a longer one is refused with status 413 before it is parsed."""
+    max_concurrent_requests: int | None = None
+    """Most generating requests at once; one more is refused with status 503. See also max_num_queued_reqs."""
+    graceful_shutdown_s: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM or SIGINT; then each gets an error."""
+    timeout_keep_alive_s: int = 5
+    """Seconds that an idle connection stays open."""
+    sse_keep_alive_interval: float | None = None
+    """Seconds of silence after which a stream gets a comment line, for proxies that close quiet connections."""
+    response_role: str = "assistant"
+    """Role of the messages that chat completions return."""
+    enable_request_id_headers: bool = False
+    """Return the X-Request-Id header (the client's own, or a new one)."""
+    enable_force_include_usage: bool = False
+    """Send token usage in every stream, also when the client did not ask."""
+    trust_request_chat_template: bool = False
+    """Let requests bring their own chat template."""
+    return_errors_in_detail: bool = False
+    """Show causes of status 500 to clients as they are, unscrubbed; for debugging on a private machine."""
+    access_log: bool = True
+    """Log one line a request."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; use 1 to 65535, or 0 for a free one.")
+        if any(not key for key in self.api_key):
+            raise ConfigError("api_key has an empty key; give a non-empty one, or leave the setting out.")
+        for name in ("max_body_bytes", "max_concurrent_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; use at least 1.")
+        for name in ("graceful_shutdown_s", "timeout_keep_alive_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use 0 or more seconds.")
+        if self.sse_keep_alive_interval is not None and self.sse_keep_alive_interval <= 0:
+            raise ConfigError(f"sse_keep_alive_interval is {self.sse_keep_alive_interval}; use seconds above 0.")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")
+        for path in self.public_routes:
+            if not path.startswith("/"):
+                raise ConfigError(f"public_routes has {path!r}; paths start with a slash, such as /metrics.")
+
+    def check_exposure(self) -> None:
+        """Refuse a reachable address without a key. Raises `ConfigError`."""
+        if not self.api_key and not self.allow_unauthenticated and not is_loopback(self.host):
+            raise ConfigError(
+                f"host is {self.host!r}, which other machines may reach, and no api_key is set. "
+                "Set --api-key, keep --host 127.0.0.1, or accept the risk with --allow-unauthenticated."
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and loopback addresses; any other name counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

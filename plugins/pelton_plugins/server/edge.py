@@ -1,0 +1,103 @@
+"""What every request passes first: request id, key, counting, the log line. Plain ASGI around the router, so that
+nothing, unknown paths included, is answered without it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+import uuid
+
+import msgspec
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from pelton.logging import get_logger
+
+from pelton_plugins.server.errors import error_response
+from pelton_plugins.server.state import ServerState
+
+access_logger = get_logger("pelton.access")
+
+REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
+
+
+class Edge:
+    """Deny by default: with keys set, all paths but the public ones need one."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in state.config.api_key]
+        self._public = frozenset(state.config.public_routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if "method" not in scope:  # a websocket
+            await send({"type": "websocket.close", "code": 1008, "reason": "No websockets here."})
+            return
+        config, metrics = self._state.config, self._state.http_metrics
+        started = time.perf_counter()
+        request_id = self._request_id(scope)
+        scope["pelton_request_id"] = request_id  # type: ignore[typeddict-unknown-key]
+        status = 500
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if config.enable_request_id_headers:
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        metrics.num_in_progress += 1
+        try:
+            if self._is_allowed(scope):
+                await self._app(scope, receive, counted)
+            else:
+                await _refuse(counted)
+        finally:
+            seconds = time.perf_counter() - started
+            metrics.num_in_progress -= 1
+            method = _method(scope)
+            template = str(scope.get("path_template") or "none") if status not in (404, 405) else "none"
+            metrics.observe(template, method, status, seconds)
+            if config.access_log:
+                access_logger.info(
+                    "%s %s %d %.1f ms %s", method, scope["path"][:200], status, 1000 * seconds, request_id
+                )
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        if not self._keys or scope["path"] in self._public:
+            return True
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                kind, _, token = value.partition(b" ")
+                found = hashlib.sha256(token.strip()).digest()
+                # Every key is compared, in constant time, so that time tells nothing of which one is near.
+                matches = [hmac.compare_digest(found, key) for key in self._keys]
+                return kind.lower() == b"bearer" and any(matches)
+        return False
+
+    @staticmethod
+    def _request_id(scope: Scope) -> str:
+        for name, value in scope["headers"]:
+            if name == b"x-request-id":
+                text = value.decode("latin-1")
+                if REQUEST_ID.fullmatch(text):
+                    return text
+        return uuid.uuid4().hex
+
+
+def _method(scope: Scope) -> str:
+    method = str(scope.get("method"))
+    return method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH") else "OTHER"
+
+
+async def _refuse(send: Send) -> None:
+    body = msgspec.json.encode(error_response(401, "Wrong or missing API key. Send it as `Authorization: Bearer KEY`."))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"www-authenticate", b"Bearer"),
+    ]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,147 @@
+"""One JSON request and its answer, JSON or a stream of events, with everything that may end it early.
+
+A request ends early when its client goes away or when the server stops: both cancel the task that works on
+it, which closes the engine's streams and so aborts them there. Errors before the first byte of the answer
+are plain HTTP errors; later ones are an event, and the stream still ends with [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from litestar.types import Receive, Scope, Send
+
+from pelton_plugins.server.body import check_content_type, decode, read_body
+from pelton_plugins.server.errors import ClientDisconnected, describe
+from pelton_plugins.server.state import ServerState
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Exchange:
+    """An ASGI application for one request: reads the body, runs `work`, answers."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        struct: type[T],
+        work: Callable[[Exchange, T], Awaitable[None]],
+        *,
+        generates: bool = True,
+    ) -> None:
+        self.state = state
+        self.request_id = ""
+        self._struct = struct
+        self._work: Callable[[Exchange, Any], Awaitable[None]] = work
+        self._generates = generates
+        self._send: Send | None = None
+        self._is_streaming = False
+        self._is_answered = False
+        self._last_write = 0.0
+        self._task: asyncio.Task[Any] | None = None
+        self._ended_by: Exception | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        self.request_id = str(scope.get("pelton_request_id", ""))
+        config = self.state.config
+        try:
+            check_content_type(scope)
+            request = decode(await read_body(scope, receive, config.max_body_bytes), self._struct)
+            if self._generates:
+                await self._run_until_ended(request, receive)
+            else:
+                await self._work(self, request)
+        except ClientDisconnected:
+            return
+        except Exception as error:
+            await self._fail(error)
+
+    async def _run_until_ended(self, request: msgspec.Struct, receive: Receive) -> None:
+        self.state.admit(self)
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        watch = asyncio.create_task(self._watch(receive))
+        keep_alive = None
+        if self.state.config.sse_keep_alive_interval is not None:
+            keep_alive = asyncio.create_task(self._keep_alive(self.state.config.sse_keep_alive_interval))
+        try:
+            await self._work(self, request)
+        except asyncio.CancelledError:
+            if self._ended_by is None:
+                raise
+            self._task.uncancel()
+            raise self._ended_by from None
+        finally:
+            # Synchronous up to here from the last await of `work`: nobody can call end() in between.
+            self._task = None
+            self.state.exchanges.discard(self)
+            watch.cancel()
+            if keep_alive is not None:
+                keep_alive.cancel()
+
+    def end(self, error: Exception) -> None:
+        """Stop working on the request, from another task; the client, if there, gets `error`."""
+        if self._task is not None and self._ended_by is None and not self._is_answered:
+            self._ended_by = error
+            self._task.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.end(ClientDisconnected())
+
+    async def _keep_alive(self, interval: float) -> None:
+        while not self._is_answered:
+            await asyncio.sleep(interval / 2)
+            if self._is_streaming and time.monotonic() - self._last_write >= interval / 2:
+                await self.write(KEEP_ALIVE)
+
+    async def _fail(self, error: Exception) -> None:
+        body = describe(error, self.request_id, in_detail=self.state.config.return_errors_in_detail)
+        encoded = msgspec.json.encode(body)
+        if self._is_answered:
+            return
+        with contextlib.suppress(OSError):
+            if self._is_streaming:
+                await self.finish(b"data: " + encoded + b"\n\n" + DONE)
+            else:
+                await self.answer(encoded, body.error.code)
+
+    # Writing
+
+    async def answer(self, body: bytes, status: int = 200) -> None:
+        """The whole answer, JSON."""
+        assert self._send is not None and not self._is_streaming
+        self._is_answered = True
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def write(self, events: bytes) -> None:
+        """Some events of a stream; the first call sends the headers too."""
+        assert self._send is not None
+        if not self._is_streaming:
+            self._is_streaming = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        self._last_write = time.monotonic()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def finish(self, events: bytes) -> None:
+        """The last events of a stream."""
+        assert self._send is not None and self._is_streaming
+        self._is_answered = True
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})

@@ -1,0 +1,69 @@
+"""The OpenAPI description, made from the routes and the structs that they decode and encode."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pelton
+from litestar.handlers import HTTPRouteHandler
+
+from pelton_plugins.server.errors import ErrorResponse
+
+REF = "#/components/schemas/{name}"
+
+
+def api(request: type[msgspec.Struct] | None, response: type[msgspec.Struct] | None) -> dict[str, Any]:
+    """What a route handler says of itself, as its `opt`."""
+    return {"pelton_request": request, "pelton_response": response}
+
+
+def describe_api(handlers: Iterable[Any], *, title: str = "Pelton") -> bytes:
+    """OpenAPI 3.1 as JSON. Handlers without `api(...)` are listed without their bodies."""
+    routes = [handler for handler in handlers if isinstance(handler, HTTPRouteHandler)]
+    structs: set[type[msgspec.Struct]] = {ErrorResponse}
+    for handler in routes:
+        structs |= {
+            value for value in handler.opt.values() if inspect.isclass(value) and issubclass(value, msgspec.Struct)
+        }
+    ordered = sorted(structs, key=lambda struct: struct.__name__)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=REF)
+    schema_of = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for handler in routes:
+        for path in sorted(handler.paths):
+            operations = paths.setdefault(path, {})
+            for method in sorted(handler.http_methods):
+                operations[method.lower()] = _operation(handler, schema_of)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": title, "version": pelton.__version__},
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+        }
+    )
+
+
+def _operation(handler: HTTPRouteHandler, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    request, response = handler.opt.get("pelton_request"), handler.opt.get("pelton_response")
+    found: dict[str, Any] = {
+        "summary": (inspect.getdoc(handler.fn) or "").split("\n")[0],
+        "security": [{"key": []}],
+        "responses": {
+            "200": {"description": "OK"} | (_content(schema_of[response]) if response else {}),
+            "default": {"description": "Error"} | _content(schema_of[ErrorResponse]),
+        },
+    }
+    if request is not None:
+        found["requestBody"] = {"required": True} | _content(schema_of[request])
+    return found
+
+
+def _content(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,194 @@
+"""From request fields to `SamplingParams`, and the refusals that need no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from pelton import limits
+from pelton.errors import NotSupportedError, RequestError
+from pelton.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
+
+SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
+)  # fmt: skip
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of generation_config.json that stand in for what a request leaves out."""
+
+
+def sampling_params(
+    request: GenerateRequest,
+    model_defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Raises `RequestError` naming the field."""
+    values: dict[str, Any] = {
+        name: model_defaults[name] for name in MODEL_DEFAULTS if model_defaults.get(name) is not None
+    }
+    for name in SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            values[name] = value
+    if prompt_logprobs is not None:
+        values["prompt_logprobs"] = max(prompt_logprobs, values.get("prompt_logprobs", 0))
+    return SamplingParams(
+        **values,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        structured_outputs=structured_outputs(request),
+        extra_args=request.vllm_xargs,
+        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def structured_outputs(request: GenerateRequest) -> StructuredOutputsParams | None:
+    """From `structured_outputs` or `response_format`."""
+    response_format = request.response_format
+    if response_format is None or response_format.type == "text":
+        return request.structured_outputs
+    if request.structured_outputs is not None:
+        raise RequestError("Give response_format or structured_outputs, not both.", param="response_format")
+    if response_format.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if response_format.type == "structural_tag":
+        raise NotSupportedError("response_format structural_tag is not offered here.", param="response_format")
+    if response_format.json_schema is None or response_format.json_schema.schema is None:
+        raise RequestError("response_format json_schema needs json_schema.schema.", param="response_format.json_schema")
+    return StructuredOutputsParams(json=response_format.json_schema.schema)
+
+
+def check_common(request: GenerateRequest) -> None:
+    """Fields that contradict each other, are out of bounds, or ask for what is not here."""
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options needs stream=true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs", value=request.prompt_logprobs)
+    salt = request.cache_salt
+    if salt is not None and not 1 <= len(salt) <= limits.MAX_CACHE_SALT_CHARS:
+        raise RequestError(
+            f"cache_salt has {len(salt)} characters; give 1 to {limits.MAX_CACHE_SALT_CHARS}", param="cache_salt"
+        )
+    if request.request_id is not None and not 1 <= len(request.request_id) <= limits.MAX_REQUEST_ID_CHARS:
+        raise RequestError(
+            f"request_id has {len(request.request_id)} characters; give 1 to {limits.MAX_REQUEST_ID_CHARS}",
+            param="request_id",
+        )
+    if request.priority is not None and abs(request.priority) > limits.MAX_ABS_PRIORITY:
+        raise RequestError(
+            f"priority must be within {limits.MAX_ABS_PRIORITY} of 0", param="priority", value=request.priority
+        )
+    if request.timeout_s is not None and not 0 < request.timeout_s <= limits.MAX_TIMEOUT_S:
+        raise RequestError(
+            f"timeout_s must be above 0 and at most {limits.MAX_TIMEOUT_S:g}",
+            param="timeout_s",
+            value=request.timeout_s,
+        )
+    cut = request.truncate_prompt_tokens
+    if cut is not None and cut != -1 and cut < 1:
+        raise RequestError("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens", value=cut)
+    if request.vllm_xargs is not None and len(msgspec.json.encode(request.vllm_xargs)) > limits.MAX_EXTRA_ARGS_BYTES:
+        raise RequestError(f"vllm_xargs is longer than {limits.MAX_EXTRA_ARGS_BYTES} bytes of JSON", param="vllm_xargs")
+    if request.use_beam_search:
+        raise NotSupportedError("Beam search is not offered; leave use_beam_search out.", param="use_beam_search")
+    if request.kv_transfer_params is not None:
+        raise NotSupportedError("No KV connector runs here; leave kv_transfer_params out.", param="kv_transfer_params")
+
+
+def check_completion(request: CompletionRequest) -> None:
+    check_common(request)
+    if request.suffix:
+        raise RequestError("This model does not fill in the middle; leave suffix out.", param="suffix")
+    if request.prompt_embeds is not None:
+        raise NotSupportedError("prompt_embeds is not offered; send text or token ids.", param="prompt_embeds")
+    if request.max_tokens == 0 and not request.echo:
+        raise RequestError("max_tokens must be at least 1 without echo", param="max_tokens", value=0)
+
+
+def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> None:
+    check_common(request)
+    if not request.messages:
+        raise RequestError("messages is empty; send at least one message.", param="messages")
+    if len(request.messages) > limits.MAX_MESSAGES:
+        raise RequestError(
+            f"messages has {len(request.messages)} entries; at most {limits.MAX_MESSAGES}", param="messages"
+        )
+    if request.top_logprobs is not None and not request.logprobs and request.top_logprobs != 0:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs", value=request.top_logprobs)
+    if request.top_logprobs is not None and request.top_logprobs < -1:
+        raise RequestError("top_logprobs must be at least 0", param="top_logprobs", value=request.top_logprobs)
+    _check_tools(request)
+    check_template(
+        request.chat_template,
+        request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        trust_template=trust_template,
+    )
+
+
+def _check_tools(request: ChatCompletionRequest) -> None:
+    choice = request.tool_choice
+    if request.tools is None:
+        if choice is not None and choice != "none":
+            raise RequestError("tool_choice needs tools", param="tool_choice", value=choice)
+        return
+    if not request.tools:
+        raise RequestError("tools is empty; give at least one tool, or leave it out.", param="tools")
+    if isinstance(choice, dict):
+        wanted = (choice.get("function") or {}).get("name") if isinstance(choice.get("function"), dict) else None
+        names = [tool["function"].get("name") for tool in request.tools if isinstance(tool.get("function"), dict)]
+        if wanted not in names:
+            raise RequestError("tool_choice names a tool that is not in tools", param="tool_choice", value=wanted)
+    elif choice not in (None, "none", "auto", "required"):
+        raise RequestError(
+            "tool_choice must be none, auto, required, or name a function", param="tool_choice", value=choice
+        )
+    if choice != "none":
+        raise NotSupportedError(
+            "Tool calls need a tool parser, and no plugin offers one. Leave tools out, or set tool_choice to none.",
+            param="tools",
+        )
+
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {"chat_template", "tokenize", "messages", "conversation", "tools", "documents", "add_generation_prompt",
+     "continue_final_message", "return_tensors", "return_dict", "tokenizer"}
+)  # fmt: skip
+
+
+def check_template(
+    template: str | None,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    trust_template: bool,
+) -> None:
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt contradict each other; set one.",
+            param="continue_final_message",
+        )
+    if template is not None and not trust_template:
+        raise RequestError(
+            "This server takes no chat templates from requests (trust_request_chat_template is off).",
+            param="chat_template",
+        )
+    if template is not None and len(template) > limits.MAX_CHAT_TEMPLATE_CHARS:
+        raise RequestError(
+            f"chat_template has {len(template)} characters; at most {limits.MAX_CHAT_TEMPLATE_CHARS}",
+            param="chat_template",
+        )
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & set(kwargs or ()))
+    if reserved:
+        raise RequestError(
+            f"chat_template_kwargs may not set {', '.join(reserved)}.", param=f"chat_template_kwargs.{reserved[0]}"
+        )

@@ -1,0 +1,39 @@
+"""Offers the `serve` command and the built-in HTTP routes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton.entries import CommandEntry, Entry
+from pelton.hookspecs import hookimpl
+
+PELTON_API = ">=1,<2"
+
+
+@hookimpl
+def pelton_cli_commands() -> Sequence[CommandEntry]:
+    return [
+        CommandEntry(
+            name="serve",
+            load="pelton_plugins.server.serve:run",
+            help="serve a model over an OpenAI-compatible HTTP API",
+            doc="pelton serve MODEL [--host H] [--port P] [--api-key K] ...",
+        )
+    ]
+
+
+@hookimpl
+def pelton_http_routes() -> Sequence[Entry]:
+    return [
+        Entry(
+            name="openai",
+            load="pelton_plugins.server.routes.openai:routes",
+            doc="/v1/models, /v1/completions, /v1/chat/completions",
+        ),
+        Entry(name="tokens", load="pelton_plugins.server.routes.tokens:routes", doc="/tokenize, /detokenize"),
+        Entry(
+            name="operations",
+            load="pelton_plugins.server.routes.operations:routes",
+            doc="/health, /ping, /load, /version, /metrics, /openapi.json",
+        ),
+    ]

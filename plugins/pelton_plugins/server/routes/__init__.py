@@ -1,0 +1,1 @@
+"""The built-in route groups, each offered through the `pelton_http_routes` hook."""

@@ -1,0 +1,71 @@
+"""Health, load, version, metrics, and the description of the API itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pelton
+import prometheus_client
+from litestar import HttpMethod, Response, get, route
+from pelton.errors import PeltonError
+from pelton.metrics.snapshot import render_text
+
+from pelton_plugins.server.errors import error_response, scrub
+from pelton_plugins.server.openapi import api
+from pelton_plugins.server.state import ServerState
+
+
+def routes(state: ServerState) -> list[Any]:
+    process_metrics = prometheus_client.CollectorRegistry()  # our own: several servers may live in one process
+    prometheus_client.ProcessCollector(registry=process_metrics)
+    prometheus_client.PlatformCollector(registry=process_metrics)
+
+    @get("/health", opt=api(None, None))
+    async def health() -> Response[bytes]:
+        """200 when requests are taken; 503 with the reason when not."""
+        return await _health(state)
+
+    @route("/ping", http_method=[HttpMethod.GET, HttpMethod.POST], status_code=200, opt=api(None, None))
+    async def ping() -> Response[bytes]:
+        """As /health."""
+        return await _health(state)
+
+    @get("/load", opt=api(None, None))
+    async def load() -> Response[bytes]:
+        """Generating requests that are open now."""
+        return _json({"server_load": len(state.exchanges)})
+
+    @get("/version", opt=api(None, None))
+    async def version() -> Response[bytes]:
+        """Pelton's version."""
+        return _json({"version": pelton.__version__})
+
+    @get("/metrics", opt=api(None, None))
+    async def metrics() -> Response[str]:
+        """Prometheus text exposition."""
+        found = state.llm.get_metrics() if state.llm is not None else []
+        text = render_text([*found, *state.http_metrics.snapshot()])
+        text += prometheus_client.generate_latest(process_metrics).decode()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @get("/openapi.json", opt=api(None, None))
+    async def openapi() -> Response[bytes]:
+        """This API, as OpenAPI 3.1."""
+        assert state.openapi is not None
+        return Response(state.openapi, media_type="application/json")
+
+    return [health, ping, load, version, metrics, openapi]
+
+
+def _json(value: Any) -> Response[bytes]:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _health(state: ServerState) -> Response[bytes]:
+    try:
+        await state.engine().check_health()
+    except PeltonError as error:
+        body = error_response(503, scrub(str(error)))
+        return Response(msgspec.json.encode(body), status_code=503, media_type="application/json")
+    return Response(b"", status_code=200, media_type="text/plain")

@@ -1,0 +1,70 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import post
+from litestar.types import ASGIApp
+from pelton.errors import NotSupportedError, RequestError
+
+from pelton_plugins.server.chat import render
+from pelton_plugins.server.exchange import Exchange
+from pelton_plugins.server.generation import max_model_len, tokenize
+from pelton_plugins.server.openapi import api
+from pelton_plugins.server.params import check_template
+from pelton_plugins.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from pelton_plugins.server.state import ServerState
+
+
+def routes(state: ServerState) -> list[Any]:
+    @post("/tokenize", status_code=200, opt=api(TokenizeRequest, TokenizeResponse))
+    async def tokenize_route() -> ASGIApp:
+        """Token ids of a prompt, or of messages under the chat template."""
+        return Exchange(state, TokenizeRequest, _tokenize, generates=False)
+
+    @post("/detokenize", status_code=200, opt=api(DetokenizeRequest, DetokenizeResponse))
+    async def detokenize_route() -> ASGIApp:
+        """Text of token ids."""
+        return Exchange(state, DetokenizeRequest, _detokenize, generates=False)
+
+    return [tokenize_route, detokenize_route]
+
+
+async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
+    llm = exchange.state.engine()
+    exchange.state.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("Send prompt or messages, one of them.", param="prompt")
+    if request.prompt is not None:
+        special = True if request.add_special_tokens is None else request.add_special_tokens
+        ids = await tokenize(llm, request.prompt, add_special_tokens=special)
+    else:
+        check_template(
+            request.chat_template,
+            request.chat_template_kwargs,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            trust_template=exchange.state.config.trust_request_chat_template,
+        )
+        ids = (await render(llm, request)).token_ids
+    tokenizer = llm.tokenizer
+    strings = None
+    if request.return_token_strs and tokenizer is not None:
+        strings = [tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
+    response = TokenizeResponse(count=len(ids), max_model_len=max_model_len(llm), tokens=ids, token_strs=strings)
+    await exchange.answer(msgspec.json.encode(response))
+
+
+async def _detokenize(exchange: Exchange, request: DetokenizeRequest) -> None:
+    llm = exchange.state.engine()
+    exchange.state.check_model(request.model)
+    if llm.tokenizer is None:
+        raise NotSupportedError("The server runs without a tokenizer.")
+    vocab_size = llm.model.vocab_size
+    for token_id in request.tokens:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"token ids go from 0 to {vocab_size - 1}", param="tokens", value=token_id)
+    text = llm.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    await exchange.answer(msgspec.json.encode(DetokenizeResponse(prompt=text)))

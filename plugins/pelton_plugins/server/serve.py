@@ -1,0 +1,215 @@
+"""`pelton serve`: the command, the life of the server process, and its end.
+
+The socket is open before the model loads, so that a taken port is told at once and /health says what goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from pelton.config import EngineConfig
+from pelton.config.flags import parse_flags
+from pelton.errors import ConfigError, EngineDeadError, PeltonError
+from pelton.logging import get_logger, setup
+from pelton.plugins import Plugins, load_plugins
+
+from pelton_plugins.server.app import build_app
+from pelton_plugins.server.config import ServerConfig
+from pelton_plugins.server.errors import UnavailableError
+from pelton_plugins.server.state import ServerState
+
+logger = get_logger(__name__)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn raises the signals again that it caught; ours are the owner's, and the exit code is 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """One engine behind one socket, from the bind to the last answer."""
+
+    def __init__(self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins) -> None:
+        config.check_exposure()
+        names = engine_config.model.served_model_name or [engine_config.model.model]
+        self.config = config
+        self.engine_config = engine_config
+        self.plugins = plugins
+        self.state = ServerState(config=config, model_names=names)
+        self._uvicorn: _Uvicorn | None = None
+        self._num_signals = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._loading: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "localhost") else self.config.host
+        scheme = "https" if self.config.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}{self.config.root_path}"
+
+    async def run(self) -> int:
+        """Serve until a signal. Returns the exit code."""
+        listener = bind(self.config)
+        self.port = listener.getsockname()[1]
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                build_app(self.state, self.plugins),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                root_path=self.config.root_path,
+                ssl_certfile=self.config.ssl_certfile,
+                ssl_keyfile=self.config.ssl_keyfile,
+                timeout_keep_alive=self.config.timeout_keep_alive_s,
+                timeout_graceful_shutdown=int(self.config.graceful_shutdown_s) + 5,
+            )
+        )
+        self._loading = asyncio.create_task(self._load())
+        self._loading.add_done_callback(self._on_loaded)
+        try:
+            await self._uvicorn.serve(sockets=[listener])
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            if self._deadline is not None:
+                self._deadline.cancel()
+            await self._stop_engine()
+        return await self._exit_code()
+
+    async def _load(self) -> None:
+        from pelton.sdk.async_llm import AsyncLLM
+
+        started = time.perf_counter()
+        llm = await asyncio.to_thread(AsyncLLM, self.engine_config, plugins=self.plugins)
+        try:
+            await llm.start()
+        except BaseException:
+            await _shutdown(llm)
+            raise
+        gc.collect()
+        gc.freeze()  # what the start made lives on; the collector need not look at it again
+        self.state.llm = llm
+        self._announce(llm, time.perf_counter() - started)
+
+    def _on_loaded(self, task: asyncio.Task[None]) -> None:
+        """A server whose engine did not start ends; `_exit_code` says why."""
+        if not task.cancelled() and task.exception() is not None:
+            self.state.phase = "the engine did not start"
+            assert self._uvicorn is not None
+            self._uvicorn.should_exit = True
+
+    async def _stop_engine(self) -> None:
+        assert self._loading is not None
+        self._loading.cancel()
+        with contextlib.suppress(BaseException):
+            await asyncio.wait_for(asyncio.shield(asyncio.gather(self._loading, return_exceptions=True)), 10)
+        if self.state.llm is not None:
+            await _shutdown(self.state.llm)
+
+    async def _exit_code(self) -> int:
+        assert self._loading is not None
+        if self._loading.done() and not self._loading.cancelled():
+            error = self._loading.exception()
+            if error is not None:
+                raise error
+        return 0
+
+    def _on_signal(self, number: int) -> None:
+        """First: stop taking requests, let those that run finish by the deadline. Second: gone at once; the engine
+        process ends with us."""
+        self._num_signals += 1
+        assert self._uvicorn is not None
+        if self._num_signals > 1:
+            print("Second signal: exiting now.", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        self.state.is_draining = True
+        count = len(self.state.exchanges)
+        if count:
+            logger.info("Shutting down; %d requests have %g s to finish.", count, self.config.graceful_shutdown_s)
+        self._uvicorn.should_exit = True
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self.config.graceful_shutdown_s, self._end_requests)
+
+    def _end_requests(self) -> None:
+        self.state.end_all(UnavailableError("The server shut down before the request finished."))
+
+    def _announce(self, llm: Any, seconds: float) -> None:
+        with contextlib.suppress(ImportError):
+            from pelton.engine.start_table import start_table
+
+            print(start_table(llm), file=sys.stderr, flush=True)
+        print(f"Pelton serves {self.state.model_name} at {self.url} (ready in {seconds:.1f} s). Try:\n\n{self._curl()}\n",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    def _curl(self) -> str:
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.api_key else ""
+        body = (
+            f'{{"model": "{self.state.model_name}", "messages": [{{"role": "user", "content": "What is the capital of '
+            'France?"}]}'
+        )
+        return f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+async def _shutdown(llm: Any) -> None:
+    """AsyncLLM's own shutdown; an engine that is dead already is no news here."""
+    with contextlib.suppress(EngineDeadError):
+        result = llm.shutdown()
+        if asyncio.iscoroutine(result):
+            await result
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A listening socket. Raises `ConfigError` that names address and reason."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host.strip("[]"), config.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Cannot listen on {config.host}:{config.port}: {error.strerror or error}. "
+            "Stop what uses the port, or give another one with --port (0 takes a free one)."
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def run_server(config: ServerConfig, engine_config: EngineConfig, plugins: Plugins | None = None) -> int:
+    """Serve until a signal, on uvloop."""
+    import uvloop
+
+    server = Server(config, engine_config, plugins or load_plugins())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(server.run())
+
+
+def run(argv: list[str]) -> int:
+    """The `serve` command."""
+    try:
+        parsed = parse_flags(argv, [ServerConfig], positional="model", program="pelton serve", doc=__doc__ or "")
+        setup(parsed.config.observability.log_level)
+        return run_server(parsed.structs["ServerConfig"], parsed.config)
+    except PeltonError as error:
+        print(f"pelton serve: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1

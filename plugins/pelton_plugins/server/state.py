@@ -1,0 +1,68 @@
+"""What all handlers of one server share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pelton.errors import ModelNotFoundError, PeltonError
+
+from pelton_plugins.server.config import ServerConfig
+from pelton_plugins.server.errors import UnavailableError
+from pelton_plugins.server.http_metrics import HttpMetrics
+
+if TYPE_CHECKING:
+    from pelton.sdk.async_llm import AsyncLLM
+
+    from pelton_plugins.server.exchange import Exchange
+
+
+@dataclass(slots=True)
+class ServerState:
+    """Made before the engine: the server listens while the model loads, and says so on /health."""
+
+    config: ServerConfig
+    model_names: Sequence[str]
+    llm: AsyncLLM | Any | None = None
+    phase: str = "loading the model"
+    """What keeps the server from taking requests, while `llm` is None."""
+    is_draining: bool = False
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    exchanges: set[Exchange] = field(default_factory=set)
+    """Generating requests that are open now."""
+    http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    openapi: bytes | None = None
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
+
+    def engine(self) -> AsyncLLM | Any:
+        """The engine, or `UnavailableError` with the reason."""
+        if self.is_draining:
+            raise UnavailableError("The server is shutting down; send the request to another one.")
+        if self.llm is None:
+            raise UnavailableError(f"The server is not ready yet: {self.phase}. Try again in a while.")
+        return self.llm
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ModelNotFoundError` (404). No name means the served model."""
+        if name and name not in self.model_names:
+            known = ", ".join(f"`{known}`" for known in self.model_names)
+            shown = name if len(name) <= 200 else name[:200] + "..."
+            error = ModelNotFoundError(f"The model `{shown}` does not exist. Valid aliases: {known}.")
+            error.param = "model"
+            raise error
+
+    def admit(self, exchange: Exchange) -> None:
+        most = self.config.max_concurrent_requests
+        if most is not None and len(self.exchanges) >= most:
+            raise UnavailableError(f"{len(self.exchanges)} requests run already (max_concurrent_requests is {most}).")
+        self.exchanges.add(exchange)
+
+    def end_all(self, error: PeltonError) -> None:
+        """Every open request ends now, with `error`."""
+        for exchange in list(self.exchanges):
+            exchange.end(error)
