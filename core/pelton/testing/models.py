@@ -97,6 +97,7 @@ def _randomize(model: Any) -> None:
 
     is_gemma = "Gemma" in type(model).__name__  # norms multiply by 1 + w, embeddings by sqrt(hidden_size)
     embed_scale = model.config.hidden_size**0.5 if is_gemma else 1.0
+    gains = {"o_proj.weight": 3.0, "down_proj.weight": 3.0, "q_proj.weight": 2.0}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name == "model.norm.weight":
@@ -108,7 +109,7 @@ def _randomize(model: Any) -> None:
             elif "embed_tokens" in name or "lm_head" in name:
                 weight.normal_(0.0, 0.5 / embed_scale)
             else:
-                gain = 3.0 if name.endswith(("o_proj.weight", "down_proj.weight", "q_proj.weight")) else 1.0
+                gain = next((gain for suffix, gain in gains.items() if name.endswith(suffix)), 1.0)
                 weight.normal_(0.0, gain / weight.shape[1] ** 0.5)
 
 
