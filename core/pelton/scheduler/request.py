@@ -1,0 +1,135 @@
+"""The scheduler's own record of one request, from arrival to its last token.
+
+It fulfils `kv_cache.interface.CacheableRequest`. The record is plain state: what happens to it is
+decided in `scheduler.py`, who comes first in `policy.py`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from pelton.engine.messages import EngineEvent, LogprobColumns
+from pelton.kv_cache.hashing import BlockHasher
+from pelton.request import EngineRequest
+
+
+class RequestStatus(IntEnum):
+    WAITING = 0
+    """In the queue, never scheduled."""
+    PREEMPTED = 1
+    """In the queue again: its blocks and slot were given up, its tokens kept."""
+    RECEIVING = 2
+    """Holds blocks that a KV connector fills."""
+    RUNNING = 3
+    """Holds blocks and a slot."""
+    FINISHED = 4
+
+
+class ScheduledRequest:
+    """State of one request.
+
+    Known tokens have their value on the host; pending ones are sampled by open steps (an upper bound: a step with
+    drafts may bring fewer). `num_computed_tokens` is an upper bound too; `num_confirmed_tokens` is what holds if every
+    open draft is rejected.
+    """
+
+    __slots__ = (
+        "arrival", "block_hashes", "capacity", "connector_tokens", "deadline", "drafts", "eos_ids", "events", "grammar",
+        "grammar_job", "is_remote_ready", "last_step_id", "max_total_tokens", "min_tokens", "num_blocks", "num_cached_blocks",
+        "num_cached_tokens", "num_computed_tokens", "num_confirmed_tokens", "num_found_tokens", "num_pending",
+        "num_prompt_tokens", "prompt_logprobs", "request", "request_id", "restarts", "side_slot", "skip_connector",
+        "skip_prefix_lookup", "slot", "status", "stop_ids", "token_ids", "void_logprobs_through", "void_through",
+    )  # fmt: skip
+
+    def __init__(self, request: EngineRequest, arrival: int, *, max_model_len: int, now: float) -> None:
+        params = request.sampling_params
+        self.request = request
+        self.request_id = request.request_id
+        self.arrival = arrival
+        self.status = RequestStatus.WAITING
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        limit = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        self.max_total_tokens = min(limit, max_model_len)
+        self.min_tokens = self.num_prompt_tokens + params.min_tokens  # in all, so that one comparison does
+        self.eos_ids = frozenset(() if params.ignore_eos else request.eos_token_ids)
+        self.stop_ids = self.eos_ids.union(params.stop_token_ids or ())
+        self.deadline = None if request.timeout_s is None else now + request.timeout_s
+
+        self.num_pending = 0
+        self.num_computed_tokens = 0
+        self.num_confirmed_tokens = 0
+        self.last_step_id = -1
+        self.void_through = -1  # rows of steps up to this one say nothing any more
+        self.void_logprobs_through = -1  # the same for their prompt logprobs: the prompt starts again
+        self.drafts: list[int] = []  # values known on the host, for the next step
+
+        self.slot = -1
+        self.side_slot = -1
+        self.capacity = 0  # tokens that the held blocks have room for
+        self.num_blocks: list[int] = []  # length of the block table, per group
+        self.block_hashes: list[bytes] = []
+        self.num_cached_blocks = 0  # full blocks of known tokens made findable so far
+        self.num_found_tokens = 0  # not computed by this request: found in the cache, or brought by a connector
+        self.num_cached_tokens = -1  # the same at the first scheduling; -1 before it
+        self.skip_prefix_lookup = params.prompt_logprobs is not None
+
+        self.events: list[EngineEvent] = []
+        self.prompt_logprobs: LogprobColumns | None = None  # collected so far, until sent
+        self.grammar: Any = None  # a `structured.interface.Grammar` once compiled
+        self.grammar_job: Any = None  # the future that compiles it
+        self.connector_tokens = 0  # arriving from a KV connector
+        self.is_remote_ready = False
+        self.restarts = False  # what it receives is of no use any more
+        self.skip_connector = False  # a load failed: compute here instead
+
+    @property
+    def num_tokens(self) -> int:
+        """Known on the host: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def forget_computed(self) -> None:
+        """Blocks and slot are given up: everything has to be computed again."""
+        if self.num_computed_tokens < self.num_prompt_tokens:
+            self.prompt_logprobs = None
+            self.void_logprobs_through = self.last_step_id
+        self.num_computed_tokens = 0
+        self.num_confirmed_tokens = 0
+        self.num_cached_blocks = 0
+        self.capacity = 0
+        self.num_blocks = []
+        self.num_found_tokens = 0
+        self.drafts = []
+        self.is_remote_ready = False
+        self.connector_tokens = 0
+
+    def extend_hashes(self, hasher: BlockHasher) -> None:
+        """Hash the known tokens' full blocks that have no hash yet."""
+        request = self.request
+        hasher.extend(
+            self.block_hashes, self.token_ids, adapter_id=request.adapter_id,
+            extra_hashes=request.block_extra_hashes, cache_salt=request.cache_salt,
+        )  # fmt: skip
+
+    def add_prompt_logprobs(self, columns: LogprobColumns) -> None:
+        """Append one chunk's rows."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = LogprobColumns(token_ids=[], logprobs=[], ranks=[])
+        self.prompt_logprobs.token_ids += columns.token_ids
+        self.prompt_logprobs.logprobs += columns.logprobs
+        self.prompt_logprobs.ranks += columns.ranks
+
+    def __repr__(self) -> str:
+        return (
+            f"ScheduledRequest({self.request_id!r}, {self.status.name}, tokens={len(self.token_ids)}+{self.num_pending}, "
+            f"computed={self.num_computed_tokens}, slot={self.slot})"
+        )
