@@ -1,0 +1,92 @@
+"""Each family's logits equal transformers' float32 logits, however the tokens are cut into steps."""
+
+import torch
+from pelton.testing.models import reference_greedy, reference_logits
+
+
+def assert_same_logits(got, want):
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+def test_prefill_in_one_step(checkpoint, reference, make_driver, token_ids):
+    got = make_driver(checkpoint).step({"a": token_ids})["a"]
+    assert_same_logits(got, reference_logits(reference, token_ids))
+
+
+def test_chunked_prefill(checkpoint, reference, make_driver, token_ids):
+    driver = make_driver(checkpoint)
+    chunks = [token_ids[:16], token_ids[16:33], token_ids[33:34], token_ids[34:97], token_ids[97:]]
+    got = torch.cat([driver.step({"a": chunk})["a"] for chunk in chunks])
+    assert_same_logits(got, reference_logits(reference, token_ids))
+
+
+def test_decode_one_token_a_step(checkpoint, reference, make_driver, token_ids):
+    driver = make_driver(checkpoint)
+    got = torch.cat([driver.step({"a": [token]})["a"] for token in token_ids[:70]])
+    assert_same_logits(got, reference_logits(reference, token_ids[:70]))
+
+
+def test_decodes_prefills_and_padding_in_one_step_do_not_touch_each_other(
+    checkpoint, reference, make_driver, token_ids
+):
+    driver = make_driver(checkpoint)
+    long, short, late = token_ids[:60], token_ids[60:67], token_ids[100:141]
+    driver.step({"long": long[:49], "short": short[:3]})
+    mixed = driver.step({"long": [long[49]], "late": late[:40], "short": short[3:6]}, num_padding=3)
+    last = driver.step({"long": long[50:], "late": [late[40]], "short": [short[6]]}, num_padding=1)
+    for name, ids, first in (("long", long, 49), ("late", late, 0), ("short", short, 3)):
+        got = torch.cat([mixed[name], last[name]])
+        assert_same_logits(got, reference_logits(reference, ids)[first:])
+
+
+def test_reused_blocks_leave_nothing_behind(checkpoint, reference, make_driver, token_ids):
+    driver = make_driver(checkpoint)
+    driver.step({"a": token_ids[:100]})
+    for layer in driver.build.attention_layers.values():  # what a failed request may have left
+        layer.k_cache[1:] = float("nan")
+        layer.v_cache[1:] = float("nan")
+    driver.finish("a")
+    got = [driver.step({"b": token_ids[:21], "c": token_ids[50:54]})["b"]]
+    got += [driver.step({"b": [token], "c": [7]})["b"] for token in token_ids[21:60]]
+    assert_same_logits(torch.cat(got), reference_logits(reference, token_ids[:60]))
+
+
+def test_block_size_does_not_matter(checkpoint, reference, make_driver, token_ids):
+    want = reference_logits(reference, token_ids[:90])
+    for block_size in (1, 7, 128):
+        driver = make_driver(checkpoint, block_size=block_size, num_blocks=600 // block_size + 3)
+        got = torch.cat(
+            [driver.step({"a": part})["a"] for part in (token_ids[:50], token_ids[50:51], token_ids[51:90])]
+        )
+        assert_same_logits(got, want)
+
+
+def test_greedy_tokens_of_a_batch_equal_each_alone(checkpoint, reference, make_driver, token_ids):
+    prompts = {"a": token_ids[:1], "b": token_ids[3:36], "c": token_ids[40:140], "d": token_ids[7:23]}
+    want = reference_greedy(reference, list(prompts.values()), 12)
+    driver = make_driver(checkpoint)
+    outputs = {name: [] for name in prompts}
+    step = prompts
+    for _ in range(12):
+        logits = driver.step(step)
+        step = {name: [int(logits[name][-1].argmax())] for name in step}
+        for name, tokens in step.items():
+            outputs[name] += tokens
+    assert list(outputs.values()) == want
+
+
+def test_layers_without_a_cache_run_for_the_memory_profile(checkpoint, make_driver, token_ids):
+    from pelton.attention.metadata import ForwardBatch
+
+    driver = make_driver(checkpoint)
+    ids = torch.tensor(token_ids)
+    hidden = driver.model(ForwardBatch(ids, torch.arange(len(ids)), (), len(ids)))
+    assert driver.model.compute_logits(hidden, torch.tensor([0, 5])).shape == (2, 320)
+
+
+def test_bfloat16_stays_near_float32(checkpoint, reference, make_driver, token_ids):
+    got = make_driver(checkpoint, dtype=torch.bfloat16).step({"a": token_ids[:40]})["a"]
+    want = reference_logits(reference, token_ids[:40])
+    assert got.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(got, want, dim=-1).min() > 0.97
