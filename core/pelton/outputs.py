@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pelton.errors import ErrorInfo
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -66,3 +68,5 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
+    error: ErrorInfo | None = None
+    """Why it failed, with finish_reason "error"; `AsyncLLM.generate` raises it instead."""

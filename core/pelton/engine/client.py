@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from pelton.engine.messages import EngineOutputs, FinishReason
+from pelton.errors import EngineDeadError
 from pelton.executor.interface import DeviceReport
 from pelton.request import EngineRequest
 
@@ -61,6 +62,15 @@ class EngineClient(ABC):
     @abstractmethod
     def error(self) -> Exception | None:
         """Why the engine is dead; None while it lives."""
+
+    @property
+    def last_progress_age_s(self) -> float:
+        """How long the engine has been in one step, or silent; about 0 when all is well."""
+        return 0.0
+
+    def restart(self) -> None:
+        """Start a new engine in place of a dead one; blocks until it is ready. Raises what stops it."""
+        raise EngineDeadError(f"{type(self).__name__} cannot start its engine again.")
 
     @abstractmethod
     def shutdown(self, timeout_s: float = 10.0) -> None:

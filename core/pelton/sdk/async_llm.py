@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
+from pelton.config.engine import explicit_names
 from pelton.engine.client import EngineClient, EngineInfo
 from pelton.engine.input_processor import InputProcessor, Prompt
 from pelton.engine.messages import FinishReason
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OutputQueue
-from pelton.errors import EngineDeadError, EngineError, PeltonError, RequestError, error_from_info
+from pelton.errors import EngineDeadError, EngineError, PeltonError, error_from_info
+from pelton.logging import get_logger
 from pelton.metrics.manager import StatLoggers
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import SamplingParams
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pelton.plugins import Plugins
     from pelton.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LONG_PROMPT_CHARS = 4096  # tokenized on a thread: tokenizers lets go of the GIL, the event loop goes on
 MAX_RESTARTS = 5
@@ -47,7 +48,8 @@ class AsyncLLM:
     """Make it, `await start()` (or `async with`), then `generate` from any task of that event loop.
 
     plugins: from `load_plugins()` when None. start_engine: makes the client, blocking; the process client
-    when None. max_restarts: how often in a row a dead engine is started again.
+    when None. max_restarts: how often in a row a dead engine is started again. explicit: flat names of the settings
+    that the user gave, which plugins may not change.
     """
 
     def __init__(
@@ -57,9 +59,9 @@ class AsyncLLM:
         plugins: Plugins | None = None,
         start_engine: EngineStarter | None = None,
         max_restarts: int = MAX_RESTARTS,
-        progress: Callable[[str], None] | None = None,
+        explicit: Collection[str] = (),
     ) -> None:
-        self._front_end = FrontEnd(config, plugins, progress)
+        self._front_end = FrontEnd(config, plugins, explicit)
         self.config = self._front_end.config
         self.plugins = self._front_end.plugins
         self.model: ResolvedModel = self._front_end.model
@@ -81,7 +83,7 @@ class AsyncLLM:
     @classmethod
     def from_flat(cls, **flat: Any) -> AsyncLLM:
         """From flat setting names, as `LLM` takes them."""
-        return cls(EngineConfig.from_flat(**flat))
+        return cls(EngineConfig.from_flat(**flat), explicit=explicit_names(flat))
 
     # -- life cycle --
 
@@ -269,9 +271,8 @@ class AsyncLLM:
 
     @property
     def last_progress_age_s(self) -> float:
-        """Seconds since the engine last gave a sign of life while requests wait; 0 when none does."""
-        age: float = getattr(self._client, "last_progress_age_s", 0.0)
-        return age if self.output_processor.num_unfinished else 0.0
+        """How long the engine's step loop has been in one step, or the engine silent; about 0 when all is well."""
+        return self._client.last_progress_age_s if self._client is not None else 0.0
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -330,14 +331,14 @@ class AsyncLLM:
 
     async def _restart(self, deaths: int, error: EngineDeadError) -> bool:
         """Try once. True when the engine is back; never returns when there are no tries left."""
-        restart = getattr(self._client, "restart", None)
-        if restart is None or deaths > self._max_restarts:
+        assert self._client is not None
+        if deaths > self._max_restarts:
             logger.error("The engine stays down after %d deaths: restart the server.", deaths)
             self._down = EngineDeadError(f"{error} It is not started again (died {deaths} times).")
             await asyncio.Event().wait()
         await asyncio.sleep(BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)])
         try:
-            await asyncio.to_thread(restart)
+            await asyncio.to_thread(self._client.restart)
         except PeltonError as failure:
             logger.error("The engine did not come back: %s", failure)
             self._down = EngineDeadError(f"{error} Starting it again failed: {failure}")
@@ -357,6 +358,3 @@ def _start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins)
     from pelton.engine.process_client import ProcessClient
 
     return ProcessClient(config, model, plugins)
-
-
-__all__ = ["AsyncLLM", "RequestError"]

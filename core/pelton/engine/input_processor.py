@@ -1,0 +1,325 @@
+"""From a user's prompt and `SamplingParams` to `EngineRequest`s: everything that can be refused is refused here.
+
+Bounds that need no model are checked by `SamplingParams` itself; here are those of the vocabulary, the
+context length and the settings. n > 1 becomes n requests with seeds of their own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pelton import limits
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError, NotSupportedError, RequestError
+from pelton.model.resolved import ResolvedModel
+from pelton.request import EngineRequest
+from pelton.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pelton.engine.client import EngineInfo
+    from pelton.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text}, or {"prompt_token_ids": ids} with the text beside it when known."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+DEFAULTS_FROM_MODEL = {
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class ProcessedRequest:
+    """One prompt, checked; `requests` holds its n samples."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    requests: list[EngineRequest]
+
+
+class InputProcessor:
+    """Safe to call from several threads."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ResolvedModel,
+        tokenizer: Tokenizer | None,
+        *,
+        structured_output_backends: Sequence[str] = (),
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_model_len = model.max_model_len
+        self.vocab_size = model.vocab_size
+        self._structured_output_backends = structured_output_backends
+        self._seeds = random.Random(config.model.seed)
+        self._defaults = _defaults_from(model.generation_config)
+
+    def engine_started(self, info: EngineInfo) -> None:
+        """The engine may have shrunk the context to what fits."""
+        self.max_model_len = min(self.model.max_model_len, info.max_model_len)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """A new `SamplingParams` with the model's own defaults (generation_config)."""
+        return SamplingParams(**self._defaults)
+
+    def text_length(self, prompt: Prompt) -> int:
+        """Characters that would have to be tokenized."""
+        if isinstance(prompt, Mapping):
+            prompt = "" if prompt.get("prompt_token_ids") is not None else prompt.get("prompt", "")
+        return len(prompt) if isinstance(prompt, str) else 0
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        output_kind: Any = None,
+    ) -> ProcessedRequest:
+        """Check and translate one request. Raises `RequestError` that names the field. Does not change `params`."""
+        self._check_request_fields(request_id, priority, cache_salt, timeout_s)
+        if params is None:
+            params = self.get_default_sampling_params()
+        elif not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams.", param="sampling_params")
+        text, token_ids, param = self._tokenize(prompt)
+        self._check_prompt(token_ids, param)
+        bad_words = self._check_params(params)
+        params = self._fill(params, len(token_ids), output_kind)
+        return ProcessedRequest(
+            request_id, text, token_ids, params,
+            self._requests(request_id, token_ids, params, bad_words, priority, cache_salt, timeout_s),
+        )  # fmt: skip
+
+    def _requests(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        bad_words: list[list[int]],
+        priority: int,
+        cache_salt: str | None,
+        timeout_s: float | None,
+    ) -> list[EngineRequest]:
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        return [
+            EngineRequest(
+                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                prompt_token_ids=token_ids,
+                sampling_params=params,
+                eos_token_ids=self.model.eos_token_ids,
+                bad_words_token_ids=bad_words,
+                seed=child_seed(seed, index),
+                priority=priority,
+                cache_salt=cache_salt,
+                timeout_s=timeout_s,
+            )
+            for index in range(params.n)
+        ]
+
+    # -- the request around the prompt --
+
+    @staticmethod
+    def _check_request_fields(request_id: str, priority: int, cache_salt: str | None, timeout_s: float | None) -> None:
+        if not isinstance(request_id, str) or not 1 <= len(request_id) <= limits.MAX_REQUEST_ID_CHARS:
+            raise RequestError(
+                f"request_id must be a string of 1 to {limits.MAX_REQUEST_ID_CHARS} characters",
+                param="request_id", value=request_id,
+            )  # fmt: skip
+        if type(priority) is not int or abs(priority) > limits.MAX_ABS_PRIORITY:
+            raise RequestError(
+                f"priority must be an integer from {-limits.MAX_ABS_PRIORITY} to {limits.MAX_ABS_PRIORITY}",
+                param="priority", value=priority,
+            )  # fmt: skip
+        if cache_salt is not None and (
+            not isinstance(cache_salt, str) or not 1 <= len(cache_salt) <= limits.MAX_CACHE_SALT_CHARS
+        ):
+            raise RequestError(
+                f"cache_salt must be a string of 1 to {limits.MAX_CACHE_SALT_CHARS} characters",
+                param="cache_salt", value=cache_salt,
+            )  # fmt: skip
+        if timeout_s is not None and (
+            isinstance(timeout_s, bool)
+            or not isinstance(timeout_s, (int, float))
+            or not 0 < timeout_s <= limits.MAX_TIMEOUT_S
+        ):
+            raise RequestError(
+                f"timeout_s must be a number of seconds in (0, {limits.MAX_TIMEOUT_S:g}]", param="timeout_s", value=timeout_s
+            )
+
+    # -- the prompt --
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """(text if known, token ids, name of the field to blame)."""
+        text: Any = None
+        ids: Any = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            unknown = [key for key in prompt if key not in PROMPT_KEYS]
+            if unknown:
+                raise NotSupportedError(
+                    f"The prompt has {unknown[0]!r}; this model takes {' and '.join(PROMPT_KEYS)}.", param="prompt"
+                )
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        else:
+            ids = prompt
+        if ids is not None:
+            return (text if isinstance(text, str) else None), _as_ids(ids), "input_tokens"
+        if not isinstance(text, str):
+            raise RequestError(
+                f"The prompt is a {type(prompt).__name__} with neither text nor token ids; give a string, a list of "
+                'token ids, {"prompt": ...} or {"prompt_token_ids": ...}.',
+                param="prompt",
+            )
+        if self.tokenizer is None:
+            raise RequestError(
+                "The prompt is text, but there is no tokenizer (skip_tokenizer_init); give prompt_token_ids.", param="prompt"
+            )
+        return text, self.tokenizer.encode(text), "prompt"
+
+    def _check_prompt(self, token_ids: list[int], param: str) -> None:
+        if not token_ids:
+            raise RequestError("The prompt is empty; give at least one token.", param=param)
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self.vocab_size:
+            raise RequestError(
+                f"Token id {lowest if lowest < 0 else highest} is not in the vocabulary; use 0 to {self.vocab_size - 1}.",
+                param=param,
+            )
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
+                f"{len(token_ids)} tokens, and the output needs at least one. Shorten the prompt.",
+                param=param,
+            )
+
+    # -- sampling parameters --
+
+    def _check_params(self, params: SamplingParams) -> list[list[int]]:
+        """Check against vocabulary and settings; returns the bad words' token ids."""
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(name, getattr(params, name))
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            if ids:
+                self._check_ids(name, ids)
+        if params.structured_outputs is not None and not self._structured_output_backends:
+            raise NotSupportedError(
+                "structured_outputs needs a structured-output backend, and no plugin here offers one.",
+                param="structured_outputs",
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop needs a tokenizer (skip_tokenizer_init is set); use stop_token_ids.", param="stop")
+        if params.extra_args is not None:
+            self._check_extra_args(params.extra_args)
+        return self._tokenize_bad_words(params.bad_words) if params.bad_words else []
+
+    def _check_logprobs(self, name: str, value: int | None) -> None:
+        most = self.config.model.max_logprobs
+        if value is None or most == -1:
+            return
+        wanted = self.vocab_size if value == -1 else value
+        if wanted > most:
+            raise RequestError(
+                f"Requested {name} of {wanted}; at most {most} (max_logprobs) are allowed", param=name, value=value
+            )
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        lowest, highest = min(ids), max(ids)
+        if lowest < 0 or highest >= self.vocab_size:
+            raise RequestError(
+                f"{name} holds a token id that is not in the vocabulary (0 to {self.vocab_size - 1})",
+                param=name, value=lowest if lowest < 0 else highest,
+            )  # fmt: skip
+
+    @staticmethod
+    def _check_extra_args(extra_args: dict[str, Any]) -> None:
+        try:
+            size = len(msgspec.msgpack.encode(extra_args))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"extra_args must be plain data: {error}", param="extra_args") from None
+        if size > limits.MAX_EXTRA_ARGS_BYTES:
+            raise RequestError(f"extra_args has {size} bytes; at most {limits.MAX_EXTRA_ARGS_BYTES}", param="extra_args")
+
+    def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it is tokenized at the start of a text and after a space."""
+        if self.tokenizer is None:
+            raise RequestError("bad_words needs a tokenizer (skip_tokenizer_init is set).", param="bad_words")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for variant in (word.lstrip(), " " + word.lstrip()):
+                ids = self.tokenizer.encode(variant, add_special_tokens=False) if variant.strip() or variant == word else []
+                if ids and max(ids) < self.vocab_size:
+                    found[tuple(ids)] = None
+        return [list(ids) for ids in found]
+
+    def _fill(self, params: SamplingParams, num_prompt_tokens: int, output_kind: Any) -> SamplingParams:
+        """max_tokens becomes a number that fits the context; a copy only where something changes."""
+        room = self.max_model_len - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        changes: dict[str, Any] = {}
+        if max_tokens != params.max_tokens:
+            changes["max_tokens"] = max_tokens
+        if params.min_tokens > max_tokens:
+            changes["min_tokens"] = max_tokens
+        if params.detokenize and self.tokenizer is None:
+            changes["detokenize"] = False
+        if output_kind is not None and output_kind != params.output_kind:
+            changes["output_kind"] = output_kind
+        return msgspec.structs.replace(params, **changes) if changes else params
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of sample `index` of a request: its own for the first, so that n = 1 is the first of n."""
+    if index == 0:
+        return seed
+    # splitmix64's finalizer: neighbours in (seed, index) share no pattern.
+    value = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) & limits.MAX_SEED
+
+
+def _as_ids(ids: Any) -> list[int]:
+    tolist = getattr(ids, "tolist", None)  # numpy arrays and tensors
+    found = tolist() if tolist is not None else ids
+    if not isinstance(found, (list, tuple)):
+        raise RequestError(f"Token ids are a {type(ids).__name__}; give a list of integers.", param="input_tokens")
+    if set(map(type, found)) - {int}:
+        odd = next(item for item in found if type(item) is not int)
+        raise RequestError("Token ids must be integers", param="input_tokens", value=odd)
+    return list(found)
+
+
+def _defaults_from(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = {
+        ours: generation_config[theirs]
+        for theirs, ours in DEFAULTS_FROM_MODEL.items()
+        if generation_config.get(theirs) is not None
+    }
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise ConfigError(
+            f"The model's generation_config has a bad sampling default: {error}. Mend it with "
+            "override_generation_config, or set generation_config to pelton."
+        ) from None
+    return defaults

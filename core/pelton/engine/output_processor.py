@@ -1,0 +1,457 @@
+"""From `EngineOutputs` to `RequestOutput`s: text, stop strings, logprobs, n samples put together, statistics.
+
+The step path is lean: a request that wants one output at the end and no text costs a dictionary look-up
+and a list extension per step. Two clocks appear and are never mixed: the engine's stamps give queue,
+prefill, decode, inference and inter-token times; the front end's own clock gives TTFT and E2E.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pelton.config import EngineConfig
+from pelton.engine.input_processor import ProcessedRequest
+from pelton.engine.messages import EngineEvent, EngineOutput, EngineOutputs, EventType, FinishReason, LogprobColumns
+from pelton.engine.stop_strings import StopMatcher
+from pelton.errors import ErrorInfo, PeltonError, RequestError
+from pelton.metrics.stats import FinishedRequestStats, IterationStats
+from pelton.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestMetrics, RequestOutput, SampleLogprobs
+from pelton.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from pelton.engine.output_queue import OutputQueue
+    from pelton.tokenizer import Tokenizer
+    from pelton.tokenizer.detokenizer import IncrementalDetokenizer
+
+
+@dataclass(slots=True)
+class Processed:
+    """What one batch of engine outputs became."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    """Of requests without a queue."""
+    stopped: list[str] = field(default_factory=list)
+    """Engine ids that met a stop string here: the engine has to finish them."""
+    aborted: list[str] = field(default_factory=list)
+    """Engine ids whose sibling sample failed."""
+    stats: IterationStats = field(default_factory=IterationStats)
+
+
+class _Times:
+    """Stamps of one sequence on the engine's clock; a preemption moves none of them."""
+
+    __slots__ = ("first_token", "last_token", "num_preemptions", "queued", "scheduled")
+
+    def __init__(self) -> None:
+        self.queued: float | None = None
+        self.scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.num_preemptions = 0
+
+    def note(self, events: Iterable[EngineEvent]) -> int:
+        """Take in events; returns how many preemptions were among them."""
+        preempted = 0
+        for event in events:
+            if event.type == EventType.QUEUED:
+                self.queued = event.timestamp if self.queued is None else self.queued
+            elif event.type == EventType.SCHEDULED:
+                self.scheduled = event.timestamp if self.scheduled is None else self.scheduled
+            elif event.type == EventType.PREEMPTED:
+                preempted += 1
+        self.num_preemptions += preempted
+        return preempted
+
+
+class _Sequence:
+    """One sample of a request."""
+
+    __slots__ = (
+        "cumulative_logprob", "detokenizer", "engine_id", "finish_reason", "index", "logprobs", "matcher",
+        "num_cached_tokens", "reported_finish", "request", "sent_text", "sent_tokens", "stop_reason", "text", "times",
+        "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: _Request,
+        engine_id: str,
+        index: int,
+        detokenizer: IncrementalDetokenizer | None,
+        matcher: StopMatcher | None,
+    ) -> None:
+        self.request = request
+        self.engine_id = engine_id
+        self.index = index
+        self.detokenizer = detokenizer
+        self.matcher = matcher
+        self.token_ids: list[int] = []
+        self.text: list[str] = []
+        self.logprobs: SampleLogprobs | None = None if request.params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_cached_tokens: int | None = None
+        self.sent_tokens = 0
+        self.sent_text = 0
+        self.reported_finish = False
+        self.times = _Times()
+
+    def append(self, new_ids: Sequence[int]) -> int:
+        """Take in tokens up to a stop string; returns how many were kept."""
+        detokenizer, matcher = self.detokenizer, self.matcher
+        if detokenizer is None:
+            self.token_ids.extend(new_ids)
+            return len(new_ids)
+        if matcher is None:
+            self.token_ids.extend(new_ids)
+            self._add_text(detokenizer.step(new_ids))
+            return len(new_ids)
+        for count, token_id in enumerate(new_ids, start=1):
+            self.token_ids.append(token_id)
+            text = detokenizer.step((token_id,))
+            if len(self.token_ids) < self.request.params.min_tokens:
+                self._add_text(text)
+            elif text:
+                self._add_text(matcher.push(text))
+                if matcher.matched is not None:
+                    self.finish("stop", matcher.matched)
+                    return count
+        return len(new_ids)
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """End the sequence and give out what was held back, which may itself complete a stop string."""
+        if self.detokenizer is not None and (self.matcher is None or self.matcher.matched is None):
+            text = self.detokenizer.finish()
+            if self.matcher is not None and len(self.token_ids) >= self.request.params.min_tokens:
+                text = self.matcher.push(text)
+                if self.matcher.matched is None:
+                    text += self.matcher.flush()
+                else:
+                    reason, stop_reason = "stop", self.matcher.matched
+            self._add_text(text)
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self.text.append(text)
+
+    def has_news(self, interval: int) -> bool:
+        if self.finish_reason is not None:
+            return not self.reported_finish
+        unsent = len(self.token_ids) - self.sent_tokens
+        return unsent >= interval or (unsent > 0 and self.sent_tokens == 0)
+
+    def completion(self, *, delta: bool) -> CompletionOutput:
+        """What a `RequestOutput` says of this sample; marks it as sent."""
+        finished = self.finish_reason is not None
+        if delta:
+            token_ids: Sequence[int] = self.token_ids[self.sent_tokens :]
+            text = "".join(self.text)
+            self.text.clear()
+            logprobs = None if self.logprobs is None else self.logprobs[self.sent_tokens :]
+        else:
+            token_ids = self.token_ids if finished else list(self.token_ids)
+            text = self.text[0] if len(self.text) == 1 else "".join(self.text)
+            self.text[:] = [text] if text else []
+            logprobs = self.logprobs if finished or self.logprobs is None else list(self.logprobs)
+        self.sent_tokens = len(self.token_ids)
+        self.reported_finish = finished
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def finished_stats(self, now: float) -> FinishedRequestStats:
+        times, request = self.times, self.request
+        tokens = len(self.token_ids)
+        decode = _between(times.first_token, times.last_token)
+        return FinishedRequestStats(
+            finish_reason=self.finish_reason or "abort",
+            num_prompt_tokens=len(request.processed.prompt_token_ids),
+            num_generation_tokens=tokens,
+            max_tokens=request.params.max_tokens,
+            n=request.params.n,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_preemptions=times.num_preemptions,
+            e2e_latency_s=now - request.arrival,
+            queue_time_s=_between(times.queued, times.scheduled),
+            prefill_time_s=_between(times.scheduled, times.first_token),
+            decode_time_s=decode,
+            inference_time_s=_between(times.scheduled, times.last_token),
+            mean_time_per_output_token_s=decode / (tokens - 1) if decode is not None and tokens > 1 else None,
+        )
+
+
+class _Request:
+    """One request of a user: n sequences."""
+
+    __slots__ = (
+        "arrival", "error", "is_touched", "params", "processed", "prompt_logprobs", "prompt_logprobs_sent", "queue",
+        "sequences", "ttft_s", "unfinished",
+    )  # fmt: skip
+
+    def __init__(self, processed: ProcessedRequest, arrival: float, queue: OutputQueue | None) -> None:
+        self.processed = processed
+        self.params = processed.params
+        self.arrival = arrival
+        self.queue = queue
+        self.sequences: list[_Sequence] = []
+        self.unfinished = len(processed.requests)
+        self.error: ErrorInfo | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.prompt_logprobs_sent = False
+        self.ttft_s: float | None = None
+        self.is_touched = False
+
+    @property
+    def request_id(self) -> str:
+        return self.processed.request_id
+
+    def output(self, interval: int, now: float) -> RequestOutput | None:
+        """The `RequestOutput` that is due, if one is."""
+        kind, finished = self.params.output_kind, self.unfinished == 0
+        if kind == RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        news = [sequence for sequence in self.sequences if finished or sequence.has_news(interval)]
+        if not news:
+            return None
+        if kind == RequestOutputKind.DELTA:
+            outputs = [s.completion(delta=True) for s in news if not s.reported_finish]
+        else:
+            outputs = [s.completion(delta=False) for s in self.sequences]
+        prompt_logprobs = None if kind == RequestOutputKind.DELTA and self.prompt_logprobs_sent else self.prompt_logprobs
+        self.prompt_logprobs_sent = prompt_logprobs is not None or self.prompt_logprobs_sent
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.processed.prompt,
+            prompt_token_ids=self.processed.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.sequences[0].num_cached_tokens,
+            metrics=self._metrics(now) if finished else None,
+            error=self.error,
+        )
+
+    def _metrics(self, now: float) -> RequestMetrics:
+        """Of the first sample; preemptions of all."""
+        times = self.sequences[0].times
+        return RequestMetrics(
+            arrival_time=self.arrival,
+            time_to_first_token_s=self.ttft_s,
+            queue_time_s=_between(times.queued, times.scheduled),
+            prefill_time_s=_between(times.scheduled, times.first_token),
+            decode_time_s=_between(times.first_token, times.last_token),
+            inference_time_s=_between(times.scheduled, times.last_token),
+            e2e_latency_s=now - self.arrival,
+            num_preemptions=sum(s.times.num_preemptions for s in self.sequences),
+        )
+
+
+class OutputProcessor:
+    """Holds what the front end knows of unfinished requests. One thread at a time."""
+
+    def __init__(self, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+        self._tokenizer = tokenizer
+        self._interval = config.scheduler.stream_interval
+        self._log_stats = not config.observability.disable_log_stats
+        self._requests: dict[str, _Request] = {}
+        self._sequences: dict[str, _Sequence] = {}  # by engine id
+        self._ended_outside: list[FinishedRequestStats] = []  # aborts, until the next batch carries them
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def unfinished_ids(self) -> list[str]:
+        return list(self._requests)
+
+    def engine_ids(self, request_ids: Iterable[str]) -> list[str]:
+        """Ids under which the engine knows the unfinished samples of these requests."""
+        return [
+            sequence.engine_id
+            for request_id in request_ids
+            if (request := self._requests.get(request_id)) is not None
+            for sequence in request.sequences
+            if sequence.finish_reason is None
+        ]
+
+    def add(self, processed: ProcessedRequest, *, arrival: float, queue: OutputQueue | None = None) -> None:
+        """Expect outputs of a request. With a queue its outputs go there, else `process` returns them."""
+        if processed.request_id in self._requests or any(r.request_id in self._sequences for r in processed.requests):
+            raise RequestError("request_id is in use by an unfinished request", param="request_id", value=processed.request_id)
+        request = _Request(processed, arrival, queue)
+        for index, engine_request in enumerate(processed.requests):
+            sequence = _Sequence(request, engine_request.request_id, index, *self._text_parts(processed))
+            request.sequences.append(sequence)
+            self._sequences[engine_request.request_id] = sequence
+        self._requests[processed.request_id] = request
+
+    def _text_parts(self, processed: ProcessedRequest) -> tuple[IncrementalDetokenizer | None, StopMatcher | None]:
+        params = processed.params
+        if not params.detokenize or self._tokenizer is None:
+            return None, None
+        from pelton.tokenizer.detokenizer import IncrementalDetokenizer
+
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer,
+            processed.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        stops = params.stop if isinstance(params.stop, list) else []
+        return detokenizer, StopMatcher(stops, include_in_output=params.include_stop_str_in_output) if stops else None
+
+    def abort(self, request_ids: Iterable[str], now: float | None = None) -> list[str]:
+        """Forget requests; returns the engine ids to abort. A queue gets a last output with finish_reason "abort"."""
+        now = time.monotonic() if now is None else now
+        engine_ids: list[str] = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    engine_ids.append(sequence.engine_id)
+                    sequence.finish("abort")
+                    self._end(sequence, now, self._ended_outside)
+            if request.queue is not None and (output := request.output(self._interval, now)) is not None:
+                request.queue.put(output, request.params.output_kind)
+        return engine_ids
+
+    def fail_all(self, error: PeltonError) -> list[str]:
+        """Every unfinished request ends with `error`; returns their ids."""
+        requests = list(self._requests.values())
+        self._requests.clear()
+        self._sequences.clear()
+        for request in requests:
+            if request.queue is not None:
+                request.queue.fail(error)
+        return [request.request_id for request in requests]
+
+    def process(self, batch: EngineOutputs, now: float) -> Processed:
+        """Take in one batch. now: the front end's monotonic clock."""
+        done = Processed()
+        stats = done.stats
+        if self._ended_outside:
+            stats.finished_requests, self._ended_outside = self._ended_outside, []
+        sequences, stamp, log_stats = self._sequences, batch.timestamp, self._log_stats
+        touched: list[_Request] = []
+        for output in batch.outputs:
+            sequence = sequences.get(output.request_id)
+            if sequence is None:
+                continue  # ended here already: aborted, or cut at a stop string
+            request = sequence.request
+            if output.events:
+                stats.num_preempted_reqs += sequence.times.note(output.events)
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = output.num_cached_tokens
+            if output.prompt_logprobs is not None and request.prompt_logprobs is None:
+                request.prompt_logprobs = [None, *self._logprob_rows(output.prompt_logprobs, request.params.detokenize)]
+            if output.new_token_ids:
+                kept = sequence.append(output.new_token_ids)
+                stats.num_generation_tokens += kept
+                times = sequence.times
+                if times.last_token is None:
+                    times.first_token = stamp
+                    self._note_first_token(sequence, stats, now)
+                elif log_stats:
+                    stats.inter_token_latencies_s.append(stamp - times.last_token)
+                times.last_token = stamp
+                if output.logprobs is not None and sequence.logprobs is not None:
+                    self._add_logprobs(sequence, output.logprobs, kept)
+            if sequence.finish_reason is not None:  # by a stop string
+                if output.finish_reason is None:
+                    done.stopped.append(sequence.engine_id)
+                self._end(sequence, now, stats.finished_requests)
+            elif output.finish_reason is not None:
+                self._finish(sequence, output, now, done)
+            if not request.is_touched and (
+                request.unfinished == 0 or request.params.output_kind != RequestOutputKind.FINAL_ONLY
+            ):
+                request.is_touched = True
+                touched.append(request)
+        for request in touched:
+            request.is_touched = False
+            result = request.output(self._interval, now)
+            if result is not None:
+                if request.queue is not None:
+                    request.queue.put(result, request.params.output_kind)
+                else:
+                    done.outputs.append(result)
+        return done
+
+    def _note_first_token(self, sequence: _Sequence, stats: IterationStats, now: float) -> None:
+        request = sequence.request
+        ttft_s = now - request.arrival
+        if request.ttft_s is None:
+            request.ttft_s = ttft_s
+        stats.time_to_first_tokens_s.append(ttft_s)
+        stats.num_prompt_tokens += len(request.processed.prompt_token_ids)
+        stats.num_cached_prompt_tokens += sequence.num_cached_tokens or 0
+
+    def _finish(self, sequence: _Sequence, output: EngineOutput, now: float, done: Processed) -> None:
+        """The engine ended it."""
+        assert output.finish_reason is not None
+        sequence.finish(str(output.finish_reason), output.stop_reason)
+        if output.finish_reason != FinishReason.ERROR:
+            self._end(sequence, now, done.stats.finished_requests)
+            return
+        request, error = sequence.request, output.error
+        request.error = error or ErrorInfo(kind="EngineError", message="The engine failed this request and gave no reason.")
+        refused = error is not None and error.kind == "QueueFullError"
+        if error is not None and refused:
+            rejected = done.stats.num_rejected_reqs
+            reason = error.param or "max_num_queued_reqs"
+            rejected[reason] = rejected.get(reason, 0) + 1
+        self._end(sequence, now, [] if refused else done.stats.finished_requests)
+        for sibling in request.sequences:
+            if sibling.finish_reason is None:
+                sibling.finish("abort")
+                done.aborted.append(sibling.engine_id)
+                self._end(sibling, now, [] if refused else done.stats.finished_requests)
+
+    def _end(self, sequence: _Sequence, now: float, finished: list[FinishedRequestStats]) -> None:
+        """Forget an ended sequence, and its request with the last one."""
+        self._sequences.pop(sequence.engine_id, None)
+        finished.append(sequence.finished_stats(now))
+        request = sequence.request
+        request.unfinished -= 1
+        if request.unfinished == 0:
+            self._requests.pop(request.request_id, None)
+
+    # -- logprobs --
+
+    def _add_logprobs(self, sequence: _Sequence, columns: LogprobColumns, kept: int) -> None:
+        assert sequence.logprobs is not None
+        sequence.logprobs += self._logprob_rows(columns, sequence.request.params.detokenize, kept)
+        sequence.cumulative_logprob += sum(row[0] for row in columns.logprobs[:kept])
+
+    def _logprob_rows(self, columns: LogprobColumns, with_text: bool, count: int | None = None) -> list[dict[int, Logprob]]:
+        decode = self._tokenizer.token_text if with_text and self._tokenizer is not None else _no_text
+        rows: list[dict[int, Logprob]] = []
+        for ids, values, rank in zip(columns.token_ids[:count], columns.logprobs, columns.ranks, strict=False):
+            row = {ids[0]: Logprob(values[0], rank, decode(ids[0]))}
+            for position, token_id in enumerate(ids[1:], start=1):
+                if token_id not in row:
+                    row[token_id] = Logprob(values[position], position, decode(token_id))
+            rows.append(row)
+        return rows
+
+
+def _no_text(token_id: int) -> None:
+    return None
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -1,0 +1,69 @@
+"""One request's outputs on their way to an asyncio consumer; what it has not taken yet is merged into one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pelton.outputs import RequestOutput
+from pelton.sampling_params import RequestOutputKind
+
+
+class OutputQueue:
+    """`put` and `get` on one event loop; one consumer. Memory is bounded by one output."""
+
+    def __init__(self) -> None:
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput, kind: RequestOutputKind) -> None:
+        if self._output is None:
+            self._output = output
+        elif kind == RequestOutputKind.DELTA:
+            merge_delta(self._output, output)
+        else:
+            self._output = output
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """What is pending is dropped: the request has failed."""
+        self._error = error
+        self._wake()
+
+    async def get(self) -> RequestOutput:
+        while self._output is None:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+        output, self._output = self._output, None
+        return output
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge_delta(first: RequestOutput, second: RequestOutput) -> None:
+    """Append `second`, which is later, to `first`."""
+    by_index = {completion.index: completion for completion in first.outputs}
+    for new in second.outputs:
+        old = by_index.get(new.index)
+        if old is None:
+            first.outputs.append(new)
+            continue
+        old.text += new.text
+        old.token_ids = [*old.token_ids, *new.token_ids]
+        if new.logprobs is not None:
+            old.logprobs = (old.logprobs or []) + new.logprobs
+        old.cumulative_logprob = new.cumulative_logprob
+        old.finish_reason = new.finish_reason
+        old.stop_reason = new.stop_reason
+    first.finished = second.finished
+    first.error = second.error
+    first.metrics = second.metrics or first.metrics
+    first.prompt_logprobs = first.prompt_logprobs or second.prompt_logprobs
+    if second.num_cached_tokens is not None:
+        first.num_cached_tokens = second.num_cached_tokens

@@ -1,0 +1,281 @@
+"""The engine process: `python -m pelton.engine.process`, started by `process_client.py` and by nobody else.
+
+Three threads. The main one runs the step loop; one reads and decodes messages, so that a long prompt
+does not hold up a step; one watches: it ends the process when the front end is gone, sends heartbeats,
+and writes all stacks to stderr when a step hangs. No message from outside ends the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from pelton import limits
+from pelton.engine import protocol
+from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
+from pelton.errors import ConfigError, PeltonError, PluginError
+from pelton.logging import get_logger, setup
+
+if TYPE_CHECKING:
+    from pelton.engine.core import EngineCore
+
+logger = get_logger(__name__)
+
+WATCH_INTERVAL_S = 0.25
+HEARTBEAT_INTERVAL_S = 1.0
+EXIT_GRACE_S = 1.0  # what the step loop gets to end by itself after `Shutdown`
+PR_SET_PDEATHSIG = 1
+
+
+class Wire:
+    """The two sockets. `send` from any thread, `receive` from one."""
+
+    def __init__(self, socket_dir: str) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._in = self._context.socket(zmq.PULL)
+        self._in.setsockopt(zmq.RCVHWM, 0)
+        self._in.setsockopt(zmq.MAXMSGSIZE, limits.MAX_IPC_MESSAGE_BYTES)
+        self._in.bind(protocol.address(socket_dir, protocol.INPUT_SOCKET))
+        self._out = self._context.socket(zmq.PUSH)
+        self._out.setsockopt(zmq.SNDHWM, 0)
+        self._out.setsockopt(zmq.LINGER, 500)
+        self._out.connect(protocol.address(socket_dir, protocol.OUTPUT_SOCKET))
+        self._lock = threading.Lock()
+        self._decoder = protocol.decoder_for_engine()
+
+    def send(self, message: protocol.ToFrontEnd) -> None:
+        data = protocol.encode(message)
+        with self._lock:
+            self._out.send(data, 0, len(data) < 65_536)
+
+    def receive(self) -> protocol.ToEngine:
+        """The next sound message; others are logged and forgotten."""
+        while True:
+            frames = self._in.recv_multipart(copy=False)
+            try:
+                return self._decoder.decode(frames[0].buffer)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                logger.error("A message of %d bytes was dropped: %s", len(frames[0].buffer), error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._out.close()
+
+
+class EngineProcess:
+    """Reader and watcher threads around one `EngineCore`."""
+
+    def __init__(self, wire: Wire, *, parent_pid: int, hang_dump_s: float) -> None:
+        self._wire = wire
+        self._parent_pid = parent_pid
+        self._hang_dump_s = hang_dump_s
+        self._inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
+        self._busy_since: float | None = None
+        self._is_stopping = False
+
+    def start_threads(self) -> None:
+        threading.Thread(target=self._read, name="pelton-reader", daemon=True).start()
+        threading.Thread(target=self._watch, name="pelton-watcher", daemon=True).start()
+
+    def run(self) -> None:
+        """Handshake, start the core, step until told to stop."""
+        self._wire.send(protocol.Hello(protocol.PROTOCOL, os.getpid()))
+        start = self._inbox.get()
+        if isinstance(start, protocol.Shutdown):
+            return
+        assert isinstance(start, protocol.Start), start
+        try:
+            core = start_core(start)
+        except Exception as error:
+            if not isinstance(error, PeltonError):
+                logger.exception("The engine did not start")
+            self._wire.send(protocol.Failed(protocol.error_info(error)))
+            return
+        self._wire.send(protocol.Ready(core.info))
+        tune_gc()
+        try:
+            self._loop(core)
+        except Exception as error:
+            logger.exception("The engine's step loop failed")
+            self._wire.send(protocol.Failed(protocol.error_info(error)))
+            raise
+        finally:
+            core.shutdown()
+
+    def _loop(self, core: EngineCore) -> None:
+        inbox = self._inbox
+        while True:
+            if not core.has_work() and inbox.empty():
+                gc.collect(1)  # nobody waits now
+                if not self._handle(core, inbox.get()):
+                    return
+            while not inbox.empty():
+                if not self._handle(core, inbox.get()):
+                    return
+            if core.has_work():
+                self._busy_since = time.monotonic()
+                outputs = core.step()
+                self._busy_since = None
+                if outputs.outputs or outputs.stats is not None:
+                    self._wire.send(protocol.Outputs(outputs))
+
+    def _handle(self, core: EngineCore, message: protocol.ToEngine) -> bool:
+        """False when the process should end. A message that fails gets an answer; the loop goes on."""
+        if isinstance(message, protocol.Add):
+            refused = [output for request in message.requests if (output := try_add(core, request)) is not None]
+            if refused:
+                self._wire.send(protocol.Outputs(EngineOutputs(outputs=refused, timestamp=time.monotonic())))
+        elif isinstance(message, protocol.Finish):
+            core.finish_requests(message.request_ids, message.reason)
+        elif isinstance(message, protocol.Call):
+            self._busy_since = time.monotonic()
+            self._wire.send(call(core, message))
+            self._busy_since = None
+        elif isinstance(message, protocol.Shutdown):
+            return False
+        else:
+            logger.error("A second Start was ignored.")
+        return True
+
+    def _read(self) -> None:
+        while True:
+            message = self._wire.receive()
+            if isinstance(message, protocol.Shutdown):
+                self._is_stopping = True
+                threading.Timer(EXIT_GRACE_S, os._exit, (0,)).start()
+            self._inbox.put(message)
+
+    def _watch(self) -> None:
+        next_beat = 0.0
+        dumped_for: float | None = None
+        while True:
+            if is_parent_gone(self._parent_pid, WATCH_INTERVAL_S):
+                os._exit(1)
+            now, since = time.monotonic(), self._busy_since
+            if since is not None and now - since > self._hang_dump_s and dumped_for != since:
+                dumped_for = since
+                logger.error("A step has been running for %.1f s; stacks of all threads follow.", now - since)
+                faulthandler.dump_traceback(all_threads=True)
+            if now >= next_beat and not self._is_stopping:
+                next_beat = now + HEARTBEAT_INTERVAL_S
+                with contextlib.suppress(zmq.ZMQError):
+                    self._wire.send(protocol.Heartbeat(0.0 if since is None else now - since))
+
+
+def start_core(start: protocol.Start) -> EngineCore:
+    """Check that both sides are the same Pelton with the same plugins, then start the core."""
+    if start.protocol != protocol.PROTOCOL:
+        raise ConfigError(
+            f"The front end speaks protocol {start.protocol}, the engine process {protocol.PROTOCOL}: two versions of "
+            "Pelton are mixed. Install one."
+        )
+    setup(start.config.observability.log_level)
+    from pelton.plugins import load_plugins
+
+    plugins = load_plugins(only=start.plugin_names)
+    if plugins.digest() != start.plugin_digest:
+        raise PluginError(
+            "The engine process found other plugins than the front end: "
+            f"{', '.join(map(str, plugins.loaded))}. Did an installation change while Pelton was starting?"
+        )
+    from pelton.engine.core import EngineCore
+
+    return EngineCore(start.config, start.model, plugins)
+
+
+def try_add(core: EngineCore, request: Any) -> EngineOutput | None:
+    """Add a request; what refuses it becomes its output."""
+    try:
+        core.add_request(request)
+    except Exception as error:
+        if not isinstance(error, PeltonError):
+            logger.exception("Adding request %r failed", request.request_id)
+        return EngineOutput(
+            request_id=request.request_id, finish_reason=FinishReason.ERROR, error=protocol.error_info(error)
+        )
+    return None
+
+
+def call(core: EngineCore, message: protocol.Call) -> protocol.CallResult:
+    try:
+        answer = protocol.CallResult(message.call_id, result=core.call(message.method, *message.args))
+        protocol.encode(answer)  # utility calls are rare: find out here whether the result can be sent
+        return answer
+    except Exception as error:
+        return protocol.CallResult(message.call_id, error=protocol.error_info(error))
+
+
+def tune_gc() -> None:
+    """What start-up made lives for ever: do not walk it again. Young garbage is collected when idle, see `_loop`."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def is_parent_gone(parent_pid: int, wait_s: float) -> bool:
+    """Wait a little for the end of stdin, which the front end holds open; it may have left a copy in another process,
+    so the parent's id counts too."""
+    with contextlib.suppress(OSError, ValueError):
+        readable, _, _ = select.select([0], [], [], wait_s)
+        if readable and os.read(0, 4096) == b"":
+            return True
+    return os.getppid() != parent_pid
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill us when the thread that started us ends: right only when that was its main thread."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pelton.engine.process", description=__doc__)
+    parser.add_argument("--socket-dir", required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--hang-dump-s", type=float, default=60.0)
+    parser.add_argument("--die-with-parent", action="store_true")
+    parser.add_argument("--python-path", default=None, help="PYTHONPATH as the user set it")
+    arguments = parser.parse_args(argv)
+    if arguments.die_with_parent:
+        die_with_parent()
+    if os.getppid() != arguments.parent_pid:
+        return 1
+    # The front end passed its sys.path in PYTHONPATH; processes that we start get the user's again.
+    os.environ.pop("PYTHONPATH", None)
+    if arguments.python_path is not None:
+        os.environ["PYTHONPATH"] = arguments.python_path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    setup()
+    wire = Wire(arguments.socket_dir)
+    process = EngineProcess(wire, parent_pid=arguments.parent_pid, hang_dump_s=arguments.hang_dump_s)
+    process.start_threads()
+    status = 0
+    try:
+        process.run()
+    except Exception:
+        status = 1
+    wire.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0.02)  # lets the I/O thread write what was sent
+    os._exit(status)  # interpreter teardown with torch loaded takes long and frees nothing that the kernel does not
+
+
+if __name__ == "__main__":
+    main()

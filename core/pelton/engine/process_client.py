@@ -1,0 +1,397 @@
+"""`ProcessClient`: the engine in a process of its own, started as our own entry point.
+
+The user's script is never imported again and nothing is forked: a script without a main guard, threads, a
+notebook and `python -c` all work. One thread per engine process reads its messages and notices its death;
+another forwards its stderr and remembers the last lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from pelton import limits
+from pelton.config import EngineConfig
+from pelton.engine import protocol
+from pelton.engine.client import EngineClient, EngineInfo
+from pelton.engine.messages import EngineOutputs, FinishReason
+from pelton.errors import ConfigError, EngineDeadError, EngineError, error_from_info
+from pelton.logging import get_logger
+from pelton.model.resolved import ResolvedModel
+from pelton.request import EngineRequest
+
+if TYPE_CHECKING:
+    from pelton.plugins import Plugins
+
+logger = get_logger(__name__)
+
+POLL_S = 0.2  # how long a death may go unnoticed where the kernel has no pidfd
+LAST_LINES = 20
+
+
+class ProcessClient(EngineClient):
+    """Starts the engine and waits until it is ready. Raises what stopped it, as the same class of error.
+
+    hang_dump_s: a step that runs longer makes the engine process write its stacks to stderr.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, hang_dump_s: float = 60.0
+    ) -> None:
+        self._start_message = protocol.Start(
+            protocol.PROTOCOL, config, model, plugins.digest(), [p.name for p in plugins.loaded if not p.is_builtin]
+        )
+        self._hang_dump_s = hang_dump_s
+        self._is_closed = False
+        self._call_ids = itertools.count()
+        self._connection = _Connection(self._start_message, hang_dump_s)
+        self.info: EngineInfo = self._connection.wait_ready()
+
+    @property
+    def pid(self) -> int:
+        return self._connection.process.pid
+
+    def restart(self) -> None:
+        """Start a new engine process in place of a dead one. Raises as the constructor does."""
+        self._connection.close(0.0)
+        if self._is_closed:
+            raise EngineDeadError("The engine was shut down.")
+        self._connection = _Connection(self._start_message, self._hang_dump_s)
+        if self._is_closed:  # shutdown came meanwhile, and saw the old connection
+            self._connection.close(0.0)
+        self.info = self._connection.wait_ready()
+
+    def add_request(self, request: EngineRequest) -> None:
+        self._connection.send(protocol.Add([request]))
+
+    def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        if request_ids:
+            self._connection.send(protocol.Finish(list(request_ids), reason))
+
+    def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
+        return self._connection.get(timeout_s)
+
+    async def get_outputs_async(self) -> EngineOutputs:
+        return await self._connection.get_async()
+
+    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        answer = self._connection.call(next(self._call_ids), method, args, timeout_s)
+        if answer.error is not None:
+            raise error_from_info(answer.error)
+        return answer.result
+
+    @property
+    def error(self) -> Exception | None:
+        return self._connection.error
+
+    @property
+    def last_progress_age_s(self) -> float:
+        """How long the step loop has been in one step, and how long the process has been silent, together."""
+        return self._connection.last_progress_age_s
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        self._is_closed = True
+        self._connection.close(timeout_s)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_connection"):
+            with contextlib.suppress(Exception):
+                self._connection.close(0.0)
+
+
+class _Connection:
+    """One engine process from its start to its end."""
+
+    def __init__(self, start: protocol.Start, hang_dump_s: float) -> None:
+        self.error: EngineDeadError | None = None
+        self._start = start
+        self._ready: Future[EngineInfo] = Future()
+        self._outputs: deque[EngineOutputs] = deque()
+        self._arrived = threading.Condition()
+        self._async_waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._calls: dict[int, Future[protocol.CallResult]] = {}
+        self._last_sign = time.monotonic()
+        self._busy_s = 0.0
+        self._failure: str | None = None
+        self._is_closing = False
+        self._close_lock = threading.Lock()
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._socket_dir = protocol.make_socket_dir()
+        self._context = zmq.Context(io_threads=1)
+        self._from_engine = self._context.socket(zmq.PULL)
+        self._from_engine.setsockopt(zmq.RCVHWM, 0)
+        self._from_engine.setsockopt(zmq.MAXMSGSIZE, limits.MAX_IPC_MESSAGE_BYTES)
+        self._from_engine.bind(protocol.address(self._socket_dir, protocol.OUTPUT_SOCKET))
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._to_engine.setsockopt(zmq.SNDHWM, 0)
+        self._to_engine.setsockopt(zmq.LINGER, 0)
+        self._to_engine.setsockopt(zmq.SNDTIMEO, 1000)
+        self._to_engine.connect(protocol.address(self._socket_dir, protocol.INPUT_SOCKET))
+        self._send_lock = threading.Lock()
+        self.process = _spawn(self._socket_dir, hang_dump_s)
+        # At exit, or when the last reference goes, no process and no directory is left behind.
+        self._finalizer = weakref.finalize(self, _clean_up, self.process, self._socket_dir)
+        self._stderr_thread = threading.Thread(
+            target=_forward_stderr, args=(self.process, self._last_lines), name="pelton-engine-stderr", daemon=True
+        )
+        self._stderr_thread.start()
+        self._reader = threading.Thread(target=self._read, name="pelton-engine-reader", daemon=True)
+        self._reader.start()
+
+    # -- caller's side --
+
+    def wait_ready(self) -> EngineInfo:
+        try:
+            return self._ready.result()
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    def send(self, message: protocol.ToEngine) -> None:
+        if self.error is not None:
+            raise self.error
+        data = protocol.encode(message)
+        try:
+            with self._send_lock:
+                self._to_engine.send(data, 0, len(data) < 65_536)
+        except zmq.ZMQError as error:
+            raise self.error or EngineDeadError(f"The engine process takes no messages: {error}.") from None
+
+    def get(self, timeout_s: float | None) -> EngineOutputs:
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._outputs or self.error is not None, timeout_s)
+            if self._outputs:
+                return self._outputs.popleft()
+        if self.error is not None:
+            raise self.error
+        return EngineOutputs()
+
+    async def get_async(self) -> EngineOutputs:
+        while True:
+            with self._arrived:
+                if self._outputs:
+                    return self._outputs.popleft()
+                if self.error is not None:
+                    raise self.error
+                loop = asyncio.get_running_loop()
+                waiter = loop.create_future()
+                self._async_waiter = (loop, waiter)
+            await waiter
+
+    def call(self, call_id: int, method: str, args: Sequence[Any], timeout_s: float) -> protocol.CallResult:
+        future: Future[protocol.CallResult] = Future()
+        self._calls[call_id] = future
+        try:
+            self.send(protocol.Call(call_id, method, list(args)))
+            return future.result(timeout_s)
+        except FutureTimeoutError:
+            raise EngineError(
+                f"The engine did not answer {method!r} within {timeout_s:g} s; its step loop has been busy for "
+                f"{self.last_progress_age_s:.1f} s."
+            ) from None
+        finally:
+            self._calls.pop(call_id, None)
+
+    @property
+    def last_progress_age_s(self) -> float:
+        silent_s = time.monotonic() - self._last_sign
+        # A heartbeat comes every second: silence up to then is no news.
+        return self._busy_s + silent_s if self._busy_s else max(0.0, silent_s - 1.5)
+
+    def close(self, timeout_s: float) -> None:
+        """Ask the process to end, then make it. Idempotent."""
+        with self._close_lock:
+            if self._is_closing and not self._reader.is_alive():
+                return
+            self._is_closing = True
+            if self.process.poll() is None and timeout_s > 0:
+                with contextlib.suppress(Exception):
+                    self.send(protocol.Shutdown())
+                    self.process.wait(timeout_s)
+            self._finalizer()
+            if threading.current_thread() is not self._reader:
+                self._reader.join(2.0)
+            with self._send_lock:
+                self._to_engine.close(0)
+
+    # -- reader's side --
+
+    def _read(self) -> None:
+        pidfd = _open_pidfd(self.process.pid)
+        poller = zmq.Poller()
+        poller.register(self._from_engine, zmq.POLLIN)
+        if pidfd is not None:
+            poller.register(pidfd, zmq.POLLIN)
+        decoder = protocol.decoder_for_front_end()
+        try:
+            while self.process.poll() is None:
+                poller.poll(None if pidfd is not None else int(POLL_S * 1000))
+                self._take_messages(decoder)
+            if poller.poll(20):  # what it sent before it died may still be on its way
+                self._take_messages(decoder)
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
+            self._from_engine.close(0)
+            self._declare_dead()
+
+    def _take_messages(self, decoder: msgspec.msgpack.Decoder[protocol.ToFrontEnd]) -> None:
+        while True:
+            try:
+                frames = self._from_engine.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                self._take(decoder.decode(frames[0].buffer))
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                logger.error("A message of %d bytes from the engine was dropped: %s", len(frames[0].buffer), error)
+
+    def _take(self, message: protocol.ToFrontEnd) -> None:
+        self._last_sign = time.monotonic()
+        if isinstance(message, protocol.Outputs):
+            self._busy_s = 0.0
+            with self._arrived:
+                self._outputs.append(message.outputs)
+                self._notify()
+        elif isinstance(message, protocol.Heartbeat):
+            self._busy_s = message.busy_s
+        elif isinstance(message, protocol.CallResult):
+            future = self._calls.pop(message.call_id, None)
+            if future is not None:
+                future.set_result(message)
+        elif isinstance(message, protocol.Hello):
+            self._greet(message)
+        elif isinstance(message, protocol.Ready):
+            if not self._ready.done():
+                self._ready.set_result(message.info)
+        elif isinstance(message, protocol.Failed):
+            self._failure = message.error.message
+            if not self._ready.done():
+                self._ready.set_exception(error_from_info(message.error))
+
+    def _greet(self, hello: protocol.Hello) -> None:
+        if hello.protocol != protocol.PROTOCOL:
+            self._ready.set_exception(
+                ConfigError(
+                    f"The engine process speaks protocol {hello.protocol}, this one {protocol.PROTOCOL}: two versions "
+                    "of Pelton are mixed. Install one."
+                )
+            )
+            return
+        self.send(self._start)
+
+    def _declare_dead(self) -> None:
+        self._stderr_thread.join(0.3)
+        self.error = EngineDeadError(self._describe_end())
+        if not self._ready.done():
+            self._ready.set_exception(self.error)
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(self.error)
+        with self._arrived:
+            self._notify()
+
+    def _describe_end(self) -> str:
+        if self._is_closing:
+            return "The engine was shut down."
+        code = self.process.returncode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"was killed by {signal.Signals(-code).name}"
+                return f"The engine process (pid {self.process.pid}) {how}.{self._why()}"
+        return f"The engine process (pid {self.process.pid}) ended with status {code}.{self._why()}"
+
+    def _why(self) -> str:
+        if self._failure is not None:
+            return f" Cause: {self._failure}"
+        return f" Its last line: {self._last_lines[-1]}" if self._last_lines else ""
+
+    def _notify(self) -> None:
+        """Wake whoever waits for outputs; `_arrived` is held."""
+        self._arrived.notify_all()
+        if self._async_waiter is not None:
+            loop, waiter = self._async_waiter
+            self._async_waiter = None
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_wake, waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _spawn(socket_dir: str, hang_dump_s: float) -> subprocess.Popen[bytes]:
+    """Start our own entry point with this process's import path, in a process group of its own (Ctrl-C is ours)."""
+    command = [
+        sys.executable, "-P", "-m", "pelton.engine.process",
+        "--socket-dir", socket_dir, "--parent-pid", str(os.getpid()), "--hang-dump-s", str(hang_dump_s),
+    ]  # fmt: skip
+    environment = dict(os.environ)
+    if "PYTHONPATH" in environment:
+        command += ["--python-path", environment["PYTHONPATH"]]
+    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if "zip" not in path)
+    if threading.current_thread() is threading.main_thread():
+        command.append("--die-with-parent")
+    try:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,  # never written: its end tells the engine that we are gone
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+    except BaseException:
+        shutil.rmtree(socket_dir, ignore_errors=True)
+        raise
+
+
+def _forward_stderr(process: subprocess.Popen[bytes], last_lines: deque[str]) -> None:
+    assert process.stdout is not None
+    with contextlib.suppress(ValueError, OSError):
+        for raw in process.stdout:
+            line = raw.decode(errors="replace")
+            if line.strip():
+                last_lines.append(line.strip())
+            with contextlib.suppress(ValueError, OSError, AttributeError):  # our stderr may be closed or None
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+
+def _clean_up(process: subprocess.Popen[bytes], socket_dir: str) -> None:
+    if process.poll() is None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2.0)
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    shutil.rmtree(socket_dir, ignore_errors=True)
+
+
+def _open_pidfd(pid: int) -> int | None:
+    if not hasattr(os, "pidfd_open") or not hasattr(select, "poll"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

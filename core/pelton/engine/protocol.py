@@ -1,0 +1,149 @@
+"""What the front end and the engine process say to each other: msgpack of tagged structs, never pickle.
+
+Order of a start: the engine sends `Hello`; the front end checks the protocol and answers `Start`; the
+engine checks the plugin digest, starts (its log on stderr shows the phases), and sends `Ready` or `Failed`. After
+that the front end sends requests and calls, the engine `Outputs` and `CallResult`s, in any order.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from typing import Any
+
+import msgspec
+
+from pelton import limits
+from pelton.config import EngineConfig
+from pelton.engine.client import EngineInfo
+from pelton.engine.messages import EngineOutputs, FinishReason
+from pelton.errors import EngineError, ErrorInfo, PeltonError, RequestError
+from pelton.model.resolved import ResolvedModel
+from pelton.request import EngineRequest
+
+PROTOCOL = 1
+MAX_IPC_PATH_BYTES = 100  # sun_path holds 108 with its end; some systems hold 104
+INPUT_SOCKET, OUTPUT_SOCKET = "in", "out"
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    """The tag is the class name."""
+
+
+class Start(_Message):
+    protocol: int
+    config: EngineConfig
+    model: ResolvedModel
+    plugin_digest: str
+    plugin_names: list[str]
+
+
+class Add(_Message):
+    requests: list[EngineRequest]
+
+
+class Finish(_Message):
+    request_ids: list[str]
+    reason: FinishReason
+
+
+class Call(_Message):
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class Shutdown(_Message):
+    pass
+
+
+class Hello(_Message):
+    protocol: int
+    pid: int
+
+
+class Heartbeat(_Message):
+    """Every second, from a thread beside the step loop."""
+
+    busy_s: float
+    """How long the step loop has been in one step; 0 when it waits for requests."""
+
+
+class Ready(_Message):
+    info: EngineInfo
+
+
+class Failed(_Message):
+    error: ErrorInfo
+
+
+class Outputs(_Message):
+    outputs: EngineOutputs
+
+
+class CallResult(_Message):
+    call_id: int
+    result: Any = None
+    error: ErrorInfo | None = None
+
+
+ToEngine = Start | Add | Finish | Call | Shutdown
+ToFrontEnd = Hello | Heartbeat | Ready | Failed | Outputs | CallResult
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def decoder_for_engine() -> msgspec.msgpack.Decoder[ToEngine]:
+    return msgspec.msgpack.Decoder(ToEngine)
+
+
+def decoder_for_front_end() -> msgspec.msgpack.Decoder[ToFrontEnd]:
+    return msgspec.msgpack.Decoder(ToFrontEnd)
+
+
+def encode(message: ToEngine | ToFrontEnd) -> bytes:
+    """Raises `RequestError` when the message is too large or holds what msgpack cannot."""
+    try:
+        data = _encoder.encode(message)
+    except (TypeError, OverflowError, RecursionError, ValueError) as error:
+        raise RequestError(f"The message holds something that is no plain data: {error}") from None
+    if len(data) > limits.MAX_IPC_MESSAGE_BYTES:
+        raise RequestError(
+            f"The message to the other process has {len(data)} bytes; at most {limits.MAX_IPC_MESSAGE_BYTES} are sent."
+        )
+    return data
+
+
+def error_info(error: BaseException) -> ErrorInfo:
+    """An error as data, its root cause last."""
+    info = error.to_info() if isinstance(error, PeltonError) else None
+    kind = info.kind if info is not None else EngineError.__name__
+    message = str(error) if info is not None else f"{type(error).__name__}: {error}"
+    root = error
+    while (cause := root.__cause__ or (None if root.__suppress_context__ else root.__context__)) is not None:
+        root = cause
+    if root is not error and str(root) not in message:
+        message += f" Root cause: {type(root).__name__}: {root}"
+    return ErrorInfo(
+        kind=kind, message=message, param=info.param if info else None, status=info.status if info else 500
+    )
+
+
+def make_socket_dir() -> str:
+    """A new directory that only this user can enter, with a path short enough for a socket."""
+    for parent in (None, "/tmp"):
+        path = tempfile.mkdtemp(prefix="pelton-", dir=parent)
+        if len(os.fsencode(os.path.join(path, OUTPUT_SOCKET))) <= MAX_IPC_PATH_BYTES:
+            os.chmod(path, stat.S_IRWXU)
+            return path
+        shutil.rmtree(path)
+    raise EngineError(
+        f"No place for a socket: paths under {tempfile.gettempdir()} have more than {MAX_IPC_PATH_BYTES} bytes. "
+        "Set TMPDIR to a shorter one."
+    )
+
+
+def address(socket_dir: str, name: str) -> str:
+    return f"ipc://{os.path.join(socket_dir, name)}"

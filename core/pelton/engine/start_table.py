@@ -1,0 +1,48 @@
+"""The table that every start prints: what was found, what was chosen and why, and where the seconds went."""
+
+from __future__ import annotations
+
+from pelton.engine.client import EngineInfo
+from pelton.model.resolved import ResolvedModel
+
+
+def start_table(info: EngineInfo, model: ResolvedModel) -> str:
+    """Two columns; notes of what was lowered or shrunk at the end."""
+    report = info.report
+    num_tokens = max(info.num_blocks - 1, 0) * info.block_size  # block 0 is never handed out
+    rows = [
+        ("model", f"{model.name} ({model.architecture}, {model.dtype}, {model.weights_format})"),
+        ("device", report.device or report.platform),
+        ("attention", _with_reason(report.attention_backend, report.attention_reason)),
+        ("weights", _size(report.weights_bytes)),
+        (
+            "KV cache",
+            f"{info.num_blocks} blocks of {info.block_size} tokens, {_size(info.kv_cache_bytes)}, room for "
+            f"{num_tokens / max(info.max_model_len, 1):.1f} requests of full length",
+        ),
+        (
+            "limits",
+            f"max_model_len {info.max_model_len}, max_num_seqs {info.max_num_seqs}, "
+            f"max_num_batched_tokens {info.max_num_batched_tokens}",
+        ),
+        ("start", _phases(info.phase_s or report.phase_s)),
+    ]
+    rows += [("note", note) for note in [*model.notes, *report.notes]]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _with_reason(what: str, why: str) -> str:
+    return f"{what} ({why})" if why else what
+
+
+def _phases(phase_s: dict[str, float]) -> str:
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in phase_s.items()]
+    return f"{sum(phase_s.values()):.1f} s" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _size(num_bytes: int) -> str:
+    for prefix, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {prefix}"
+    return f"{num_bytes} B"

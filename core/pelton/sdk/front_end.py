@@ -1,0 +1,69 @@
+"""What every front end does before an engine starts: plugins, settings, the model's description, its tokenizer. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pelton import logging as pelton_logging
+from pelton.config import EngineConfig
+from pelton.config.adjust import adjust_config
+from pelton.engine.input_processor import InputProcessor
+from pelton.errors import RequestError
+
+if TYPE_CHECKING:
+    from pelton.plugins import Plugins
+    from pelton.tokenizer import Tokenizer
+
+logger = pelton_logging.get_logger(__name__)
+
+
+class FrontEnd:
+    """explicit: flat names of the settings that the user gave; plugins may not change those."""
+
+    def __init__(self, config: EngineConfig, plugins: Plugins | None = None, explicit: Collection[str] = ()) -> None:
+        from pelton.model.resolve import resolve_model
+        from pelton.plugins import load_plugins
+        from pelton.tokenizer import load_tokenizer
+
+        _show_log(config)
+        self.phase_s: dict[str, float] = {}
+        self.plugins = plugins if plugins is not None else load_plugins()
+        self.config, self.adjustments = adjust_config(config, self.plugins, explicit)
+        with pelton_logging.phase("find model", self.phase_s):
+            self.model = resolve_model(self.config, self.plugins)
+        for note in self.model.notes:
+            logger.info("%s", note)
+        with pelton_logging.phase("load tokenizer", self.phase_s):
+            self.tokenizer: Tokenizer | None = load_tokenizer(self.config, self.model, self.plugins)
+        backends = self.plugins.entries("pelton_structured_output_backends")
+        self.input_processor = InputProcessor(
+            self.config, self.model, self.tokenizer, structured_output_backends=[entry.name for entry in backends]
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = False,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> str | list[int]:
+        """See `AsyncLLM.render_chat`."""
+        if self.tokenizer is None:
+            raise RequestError("Chat needs a tokenizer, and skip_tokenizer_init is set.", param="messages")
+        if chat_template is not None:
+            from pelton.tokenizer import ChatTemplate
+
+            options["chat_template"] = ChatTemplate(chat_template)
+        text = self.tokenizer.apply_chat_template(messages, **options)
+        # The template writes the special tokens itself.
+        return self.tokenizer.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def _show_log(config: EngineConfig) -> None:
+    """Progress is shown unless the program set up logging of its own."""
+    root, ours = logging.getLogger(), logging.getLogger(pelton_logging.ROOT)
+    if not root.handlers and not ours.handlers and ours.level == logging.NOTSET:
+        pelton_logging.setup(config.observability.log_level)

@@ -1,0 +1,152 @@
+"""`LLMEngine`: add requests, step, take what came out. `LLM` is a loop around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pelton.config import EngineConfig
+from pelton.config.engine import explicit_names
+from pelton.engine.client import EngineClient, EngineInfo
+from pelton.engine.input_processor import ProcessedRequest, Prompt
+from pelton.engine.messages import FinishReason
+from pelton.engine.output_processor import OutputProcessor
+from pelton.errors import EngineDeadError
+from pelton.logging import get_logger
+from pelton.metrics.manager import StatLoggers
+from pelton.metrics.stats import IterationStats
+from pelton.outputs import RequestOutput
+from pelton.sampling_params import SamplingParams
+from pelton.sdk.front_end import FrontEnd
+
+if TYPE_CHECKING:
+    from pelton.metrics.snapshot import Metric
+    from pelton.plugins import Plugins
+
+logger = get_logger(__name__)
+
+
+class LLMEngine:
+    """One thread at a time. The engine runs in this process, or with engine_process in one of its own."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        engine_process: bool = False,
+        plugins: Plugins | None = None,
+        explicit: Collection[str] = (),
+    ) -> None:
+        self.front_end = FrontEnd(config, plugins, explicit)
+        self.config = self.front_end.config
+        self.plugins = self.front_end.plugins
+        self.model = self.front_end.model
+        self.tokenizer = self.front_end.tokenizer
+        self.input_processor = self.front_end.input_processor
+        self.output_processor = OutputProcessor(self.tokenizer, self.config)
+        self.stat_loggers = StatLoggers(self.config, self.plugins)
+        self.num_preemptions = 0
+        self.client = _start_client(self.config, self.front_end, engine_process)
+        self.info: EngineInfo = self.client.info
+        self.info.phase_s = {**self.front_end.phase_s, **self.info.phase_s}
+        self.input_processor.engine_started(self.info)
+        self.stat_loggers.engine_started(self.info)
+        self._next_log = 0.0
+
+    @classmethod
+    def from_engine_args(cls, *, engine_process: bool = False, **flat: Any) -> LLMEngine:
+        """From flat setting names, as `LLM` takes them."""
+        return cls(EngineConfig.from_flat(**flat), engine_process=engine_process, explicit=explicit_names(flat))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Queue a request. Raises `RequestError`; nothing is queued then."""
+        self.add_processed(
+            self.input_processor.process(
+                request_id, prompt, params, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s
+            )
+        )
+
+    def add_processed(self, processed: ProcessedRequest) -> None:
+        self.output_processor.add(processed, arrival=time.monotonic())
+        try:
+            for request in processed.requests:
+                self.client.add_request(request)
+        except BaseException:
+            self.abort_request([processed.request_id])
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Run the engine until it has outputs, and return those that are due now. Empty when nothing is unfinished."""
+        outputs, _ = self.step_with_stats()
+        return outputs
+
+    def step_with_stats(self) -> tuple[list[RequestOutput], IterationStats]:
+        try:
+            batch = self.client.get_outputs()
+            done = self.output_processor.process(batch, time.monotonic())
+            if done.stopped:
+                self.client.finish_requests(done.stopped, FinishReason.STOP)
+            if done.aborted:
+                self.client.finish_requests(done.aborted)
+        except EngineDeadError as error:
+            self.output_processor.fail_all(error)
+            raise
+        if batch.stats is not None:
+            self.num_preemptions += batch.stats.num_preemptions
+        if self.stat_loggers:
+            self.stat_loggers.record(batch.stats, done.stats)
+        return done.outputs, done.stats
+
+    def log_stats(self) -> None:
+        """Let the stat loggers write, at most once an interval."""
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + self.config.observability.log_stats_interval_s
+            self.stat_loggers.log()
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their outputs are dropped. Ids that are finished are no error."""
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        engine_ids = self.output_processor.abort(ids)
+        if engine_ids and self.client.error is None:
+            self.client.finish_requests(engine_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.output_processor.num_unfinished > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.output_processor.num_unfinished
+
+    def get_metrics(self) -> list[Metric]:
+        return self.stat_loggers.snapshot()
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.client.call("reset_prefix_cache"))
+
+    def kv_cache_usage(self) -> float:
+        """Share of KV blocks in use, 0 to 1."""
+        return float(self.client.call("kv_cache_usage"))
+
+    def shutdown(self) -> None:
+        """End the engine and free its memory. Idempotent."""
+        self.client.shutdown()
+
+
+def _start_client(config: EngineConfig, front_end: FrontEnd, engine_process: bool) -> EngineClient:
+    if engine_process:
+        from pelton.engine.process_client import ProcessClient
+
+        return ProcessClient(config, front_end.model, front_end.plugins)
+    from pelton.engine.in_process import InProcessClient
+
+    return InProcessClient(config, front_end.model, front_end.plugins)
