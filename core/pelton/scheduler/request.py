@@ -117,7 +117,7 @@ class ScheduledRequest:
         request = self.request
         hasher.extend(
             self.block_hashes, self.token_ids, adapter_id=request.adapter_id,
-            extra_hashes=request.block_extra_hashes, cache_salt=request.cache_salt,
+            block_extra_hashes=request.block_extra_hashes, cache_salt=request.cache_salt,
         )  # fmt: skip
 
     def add_prompt_logprobs(self, columns: LogprobColumns) -> None:

@@ -108,6 +108,9 @@ class DefaultScheduler(Scheduler):
         self._slots = SlotPool(max_num_seqs)
         self._side_slots = SlotPool(config.max_side_table_seqs)
         self._fenced: list[tuple[int, str, int, int]] = []  # (step, request id or "", slot, side slot)
+        self._left_blocks: list[
+            tuple[int, set[int]]
+        ] = []  # (step, blocks) given up while a step that writes them is open
         self._sending: dict[str, int] = {}  # finished, with its last step; a connector still reads the blocks
         self._abandoned: set[str] = set()  # finished; a connector still writes their blocks
         self._deadlines: list[tuple[float, int, ScheduledRequest]] = []
@@ -667,7 +670,7 @@ class DefaultScheduler(Scheduler):
                             self._full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
                         )
             except Exception as error:
-                self._evict_own_blocks([request])
+                self.kv.evict(self._own_blocks(request))
                 self._end(request, _as_pelton_error(error, "computing"))
                 has_finished = True
         if has_finished:
@@ -757,16 +760,20 @@ class DefaultScheduler(Scheduler):
         assert step is not None and step.output is output, "a step fails once, while it is open or in its update"
         if step in self._open:
             self._open.remove(step)
-        self._note_retired()
         self._slots.tell_again(output.freed_slots)  # the workers may not have heard
         requests = [request for request in step.requests if not request.is_finished]
-        held = self._evict_own_blocks(requests)
+        spoilt = set[int]()
+        for last_step_id, block_ids in self._left_blocks:
+            if last_step_id >= output.step_id:
+                spoilt |= block_ids
         outputs = []
         for request in requests:
+            spoilt |= self._own_blocks(request)
             self._finish(request)
             outputs.append(self._last_output(request, FinishReason.ERROR, error))
+        self._note_retired()
         self._drop_finished_rows()
-        self._recompute_holders(held)
+        self._recompute_holders(spoilt)
         self._pass_fences()
         return outputs
 
@@ -806,6 +813,8 @@ class DefaultScheduler(Scheduler):
         kv_id = request_id
         if is_over and self._connector is not None and self._connector_keeps(request):
             kv_id = ""
+        if request.last_step_id > self._retired and request.num_blocks:
+            self._left_blocks.append((request.last_step_id, self._own_blocks(request)))
         if self._is_ordered or request.last_step_id <= self._retired:
             self._give_back(kv_id, slot, side_slot)
         else:
@@ -830,22 +839,21 @@ class DefaultScheduler(Scheduler):
     def _note_retired(self) -> None:
         """Every step up to `_retired` is over."""
         self._retired = (self._open[0].output.step_id if self._open else self._next_step_id) - 1
+        if self._left_blocks:
+            self._left_blocks = [entry for entry in self._left_blocks if entry[0] > self._retired]
 
     def _is_fenced(self, request_id: str) -> bool:
         return any(entry[1] == request_id for entry in self._fenced)
 
     # Blocks whose content is not to be trusted.
 
-    def _evict_own_blocks(self, requests: Sequence[ScheduledRequest]) -> set[int]:
-        """Take the blocks that these requests computed themselves out of the prefix index."""
+    def _own_blocks(self, request: ScheduledRequest) -> set[int]:
+        """Blocks that a request computed itself, and computes in open steps."""
         own: set[int] = set()
-        for request in requests:
-            if request.num_blocks:
-                for size, ids in zip(self._block_sizes, self.kv.block_ids(request.request_id), strict=True):
-                    own.update(ids[request.num_found_tokens // size :])
+        if request.num_blocks:
+            for size, ids in zip(self._block_sizes, self.kv.block_ids(request.request_id), strict=True):
+                own.update(ids[request.num_found_tokens // size :])
         own.discard(0)
-        if own:
-            self.kv.evict(own)
         return own
 
     def _recompute_holders(self, block_ids: Iterable[int], *, skip_connector: bool = False) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -23,10 +25,15 @@ class GrammarSource(Protocol):
 
 
 class GrammarManager:
-    """`GrammarSource` over one structured-output backend. A grammar has state, so each request gets its own."""
+    """`GrammarSource` over one structured-output backend, made with the first constraint, on a thread of the pool too.
 
-    def __init__(self, backend: StructuredOutputBackend, *, num_threads: int = 2) -> None:
-        self._backend = backend
+    A grammar has state, so each request gets its own.
+    """
+
+    def __init__(self, make_backend: Callable[[], StructuredOutputBackend], *, num_threads: int = 2) -> None:
+        self._make_backend = make_backend
+        self._backend: StructuredOutputBackend | None = None
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="pelton-grammar")
         self._compile_s: list[float] = []
 
@@ -42,6 +49,9 @@ class GrammarManager:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        with self._lock:
+            if self._backend is None:
+                self._backend = self._make_backend()
         started = time.monotonic()
         grammar = self._backend.compile(params)
         self._compile_s.append(time.monotonic() - started)

@@ -1,0 +1,404 @@
+"""`EngineCore`: the step loop of one engine. Schedules steps ahead, waits for the oldest, takes its result in.
+
+It owns the executor, the KV plan and the scheduler, and runs in whichever thread calls `step`: always one at a time.
+No request and no failed step ends it; only a dead executor does.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pelton.config import EngineConfig
+from pelton.engine.client import EngineInfo
+from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
+from pelton.errors import ConfigError, EngineDeadError, EngineError, ErrorInfo, PeltonError, RequestError
+from pelton.executor.interface import Executor, StepHandle
+from pelton.kv_cache.hashing import BlockHasher
+from pelton.kv_cache.interface import KVCacheManager
+from pelton.kv_cache.planner import plan_kv_cache
+from pelton.kv_cache.spec import KVCachePlan
+from pelton.logging import phase
+from pelton.model.resolved import ResolvedModel
+from pelton.plugins import Plugins
+from pelton.request import EngineRequest
+from pelton.scheduler.interface import Scheduler
+from pelton.scheduler.output import SchedulerOutput
+from pelton.structured.interface import StructuredOutputBackend
+from pelton.structured.manager import GrammarManager
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.001  # while requests wait for something that no step brings (a grammar, an adapter)
+
+
+class EngineCore:
+    """One engine. Construct (long: loads the model), then `add_request` and `step` in turns, then `shutdown`.
+
+    executor: for tests; otherwise the one that the settings name is built.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, executor: Executor | None = None
+    ) -> None:
+        phase_s: dict[str, float] = {}
+        self.config = config = resolve_sizes(config, model, plugins)
+        self.model = model
+        self.plugins = plugins
+        self.error: Exception | None = None
+        self._executor = executor or make_executor(config, model, plugins)
+        self._is_shut_down = False
+        self._grammars: GrammarManager | None = None
+        try:
+            with phase("plan KV cache", phase_s):
+                self.plan = make_plan(config, model, self._executor)
+            with phase("allocate KV cache and warm up", phase_s):
+                self._executor.initialize_kv_cache(self.plan)
+            self._kv = make_kv_manager(config, model, plugins, self.plan)
+            self._grammars = make_grammar_manager(model, plugins)
+            self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
+            self._scheduler = self._make_scheduler()
+        except BaseException:
+            self.shutdown()
+            raise
+        self._open: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._awaits_masks = False  # the newest open step
+        self._kept: list[EngineOutput] = []  # outputs to be told by the next `step`
+        self._has_news = False  # something ended since stats were last told
+        self._request_ids: set[str] = set()
+        self._host_s = dict.fromkeys(("schedule", "execute", "wait", "update", "output"), 0.0)
+        self.info = self._describe(phase_s)
+        # What start-up made stays: the collector need not walk it again in the middle of a step.
+        gc.collect()
+        gc.freeze()
+
+    def _make_scheduler(self) -> Scheduler:
+        config, plugins = self.config, self.plugins
+        name = config.scheduler.scheduling_policy
+        policy = plugins.find("pelton_scheduling_policies", name, setting="scheduling_policy").resolve()()
+        factory = plugins.find("pelton_schedulers", config.scheduler.scheduler, setting="scheduler").resolve()
+        kv_cache = config.kv_cache
+        hasher = None
+        if kv_cache.enable_prefix_caching:
+            hasher = BlockHasher(kv_cache.prefix_caching_hash_algo, self.plan.hash_block_size)
+        scheduler: Scheduler = factory(
+            config.scheduler,
+            self._kv,
+            max_model_len=self.model.max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            block_sizes=[group.spec.block_size for group in self.plan.groups],
+            vocab_size=self.model.vocab_size,
+            hasher=hasher,
+            policy=policy,
+            steps_are_ordered=self._executor.steps_are_ordered,
+            max_steps_in_flight=self._max_steps_in_flight,
+            grammar_source=self._grammars,
+        )
+        return scheduler
+
+    def _describe(self, phase_s: dict[str, float]) -> EngineInfo:
+        config, plan, report = self.config, self.plan, self._executor.report()
+        scheduler = config.scheduler
+        assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
+        settings = {name: str(value) for name, value in msgspec.structs.asdict(config.kv_cache).items()}
+        block_size = plan.groups[0].spec.block_size if plan.groups else config.kv_cache.block_size
+        settings |= {"block_size": str(block_size), "num_gpu_blocks": str(plan.num_blocks)}
+        return EngineInfo(
+            report=report,
+            num_blocks=plan.num_blocks,
+            block_size=block_size,
+            kv_cache_bytes=sum(tensor.size_bytes for tensor in plan.tensors),
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=self.model.max_model_len,
+            phase_s={**report.phase_s, **phase_s},
+            plugin_digest=self.plugins.digest(),
+            cache_config=settings,
+        )
+
+    # Requests.
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `RequestError`, or `EngineDeadError`."""
+        self._check_alive()
+        try:
+            self._scheduler.add_request(request)
+        except PeltonError:
+            raise
+        except Exception as error:
+            logger.exception("Adding request %s failed.", request.request_id)
+            raise EngineError(f"Internal error while adding the request: {type(error).__name__}: {error}") from error
+        self._request_ids.add(request.request_id)
+
+    def finish_requests(
+        self,
+        request_ids: Sequence[str],
+        reason: FinishReason = FinishReason.ABORT,
+        error: ErrorInfo | None = None,
+    ) -> None:
+        """End requests; those with a reason other than STOP get a last output from the next `step`."""
+        known = [request_id for request_id in request_ids if request_id in self._request_ids]
+        if known:
+            self._scheduler.finish_requests(known, reason, error)
+            self._request_ids.difference_update(known)
+            self._has_news = True
+
+    def has_unfinished_requests(self) -> bool:
+        return self._scheduler.has_unfinished_requests()
+
+    def has_work(self) -> bool:
+        """True while `step` has something to do or to tell, open steps of requests that ended included."""
+        return bool(self._open or self._kept or self._has_news) or self._scheduler.has_unfinished_requests()
+
+    # Steps.
+
+    def step(self, timeout_s: float | None = None) -> EngineOutputs:
+        """Launch what can be launched, then wait at most `timeout_s` for the oldest step. Empty when nothing came.
+
+        Raises `EngineDeadError`, and nothing else.
+        """
+        self._check_alive()
+        outputs, self._kept = self._kept, []
+        try:
+            self._expire()
+            self._launch(outputs)
+            if self._open:
+                self._take_oldest(timeout_s, outputs)
+            elif not outputs and not self._has_news and self._scheduler.has_unfinished_requests():
+                time.sleep(IDLE_POLL_S if timeout_s is None else min(IDLE_POLL_S, timeout_s))
+        except EngineDeadError as error:
+            self.error = error
+            raise
+        return self._tell(outputs)
+
+    def _tell(self, outputs: list[EngineOutput]) -> EngineOutputs:
+        started = time.perf_counter()
+        outputs += self._scheduler.take_outputs()
+        message = EngineOutputs(outputs=outputs, timestamp=time.monotonic())
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._request_ids.discard(output.request_id)
+        if outputs or self._has_news:
+            message.stats = self._scheduler.take_stats()
+            message.stats.host_time_s = {stage: spent for stage, spent in self._host_s.items() if spent}
+            self._host_s = dict.fromkeys(self._host_s, 0.0)
+            self._has_news = False
+        self._host_s["output"] += time.perf_counter() - started
+        return message
+
+    def _expire(self) -> None:
+        deadline = self._scheduler.next_deadline()
+        if deadline is not None:
+            now = time.monotonic()
+            if deadline <= now:
+                self._scheduler.expire(now)
+
+    def _launch(self, outputs: list[EngineOutput]) -> None:
+        """Keep as many steps open as may be."""
+        while len(self._open) < self._max_steps_in_flight:
+            if self._awaits_masks and not self._bring_masks(outputs):
+                return
+            started = time.perf_counter()
+            output = self._schedule(outputs)
+            self._host_s["schedule"] += time.perf_counter() - started
+            if output is None:
+                break
+            started = time.perf_counter()
+            try:
+                handle = self._executor.execute(output)
+            except Exception as error:
+                self._fail_step(output, error, outputs)
+                continue
+            finally:
+                self._host_s["execute"] += time.perf_counter() - started
+            self._open.append((output, handle))
+            self._awaits_masks = bool(output.grammar_rows)
+        if self._awaits_masks:
+            self._bring_masks(outputs)
+
+    def _schedule(self, outputs: list[EngineOutput]) -> SchedulerOutput | None:
+        try:
+            return self._scheduler.schedule()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            # Whose fault it was is not known; the engine goes on, without those it had.
+            logger.exception("Scheduling failed; all requests end.")
+            info = EngineError(f"Internal error in the scheduler: {type(error).__name__}: {error}").to_info()
+            self.finish_requests(list(self._request_ids), FinishReason.ERROR, info)
+            return None
+
+    def _bring_masks(self, outputs: list[EngineOutput]) -> bool:
+        """Send the newest step its masks, once every older step's result is in. False when it has to wait."""
+        if len(self._open) > 1:
+            return False
+        output = self._open[0][0]
+        self._awaits_masks = False
+        try:
+            masks = self._scheduler.grammar_masks(output)
+            assert masks is not None, "a step with grammar rows has masks"
+            self._executor.sample(masks)
+        except Exception as error:
+            self._open.popleft()
+            self._fail_step(output, error, outputs)
+        return True
+
+    def _take_oldest(self, timeout_s: float | None, outputs: list[EngineOutput]) -> None:
+        """Wait for the oldest step and take its result in; then the next may get its masks."""
+        output, handle = self._open[0]
+        started = time.perf_counter()
+        try:
+            result = handle.result(timeout_s)
+        except Exception as error:
+            if isinstance(error, TimeoutError) and not handle.ready():
+                return
+            self._open.popleft()
+            self._fail_step(output, error, outputs)
+            return
+        finally:
+            waited = time.perf_counter()
+            self._host_s["wait"] += waited - started
+        self._open.popleft()
+        try:
+            outputs += self._scheduler.update(output, result)
+        except Exception as error:
+            logger.exception("Taking in step %d failed.", output.step_id)
+            self._fail_step(output, error, outputs)
+        self._has_news = True
+        self._host_s["update"] += time.perf_counter() - waited
+        if self._awaits_masks:
+            self._bring_masks(outputs)
+
+    def _fail_step(self, output: SchedulerOutput, error: Exception, outputs: list[EngineOutput]) -> None:
+        """The step's requests end with an error and the engine goes on, unless the executor is dead."""
+        if isinstance(error, EngineDeadError):
+            raise error
+        try:
+            self._executor.check_health()
+        except Exception as cause:
+            raise EngineDeadError(f"The executor died: {cause}") from cause
+        logger.error("Step %d failed; its requests end.", output.step_id, exc_info=error)
+        message = str(error) if isinstance(error, PeltonError) else f"{type(error).__name__}: {error}"
+        info = EngineError(f"The step that ran this request failed: {message}").to_info()
+        self._has_news = True
+        outputs += self._scheduler.update_failed(output, info)
+
+    # The rest.
+
+    def call(self, method: str, *args: Any) -> Any:
+        """`reset_prefix_cache`, `kv_cache_usage`, `check_health`, or `worker.<method>`, between steps."""
+        self._check_alive()
+        if method == "reset_prefix_cache":
+            return self._scheduler.reset_prefix_cache()
+        if method == "kv_cache_usage":
+            return self._kv.usage
+        if method == "check_health":
+            return self._executor.check_health()
+        if method.startswith("worker."):
+            while self._open:  # a worker's methods run between steps
+                self._take_oldest(None, self._kept)
+            return self._executor.call(method.removeprefix("worker."), *args)
+        raise RequestError(
+            "There is no such call; use reset_prefix_cache, kv_cache_usage, check_health or worker.<method>",
+            param="method", value=method,
+        )  # fmt: skip
+
+    def shutdown(self) -> None:
+        """Stop the workers; idempotent, safe while steps are open."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self.error = self.error or EngineDeadError("The engine was shut down.")
+        if self._grammars is not None:
+            self._grammars.shutdown()
+        self._executor.shutdown()
+        gc.unfreeze()  # in a user's process the engine's memory has to come back
+
+    def _check_alive(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineConfig:
+    """Fill in the batch sizes that the settings leave to the platform."""
+    from pelton.platform.select import select_platform
+
+    scheduler = config.scheduler
+    max_num_seqs, max_num_batched_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if max_num_seqs is None or max_num_batched_tokens is None:
+        platform = select_platform(config, plugins)
+        max_num_seqs = max_num_seqs or platform.default_max_num_seqs
+        max_num_batched_tokens = max_num_batched_tokens or max(
+            platform.default_max_num_batched_tokens, 0 if scheduler.enable_chunked_prefill else model.max_model_len
+        )
+    resolved = msgspec.structs.replace(
+        scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    return msgspec.structs.replace(config, scheduler=resolved)
+
+
+def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> Executor:
+    """The executor that the settings name, or the best there is."""
+    name = config.parallel.distributed_executor_backend
+    if name is not None:
+        entry = plugins.find("pelton_executors", name, setting="distributed_executor_backend")
+    else:
+        entries = plugins.entries("pelton_executors")
+        if not entries:
+            raise ConfigError("No plugin offers an executor; the built-in one is in pelton.builtin.")
+        entry = entries[0]
+    executor: Executor = entry.resolve()(config, model, plugins)
+    return executor
+
+
+def make_plan(config: EngineConfig, model: ResolvedModel, executor: Executor) -> KVCachePlan:
+    kv_cache = config.kv_cache
+    return plan_kv_cache(
+        executor.kv_cache_specs(),
+        executor.available_kv_cache_bytes(),
+        num_blocks_override=kv_cache.num_gpu_blocks_override,
+        max_model_len=model.max_model_len,
+        disable_hybrid=kv_cache.disable_hybrid_kv_cache_manager,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+
+
+def make_kv_manager(config: EngineConfig, model: ResolvedModel, plugins: Plugins, plan: KVCachePlan) -> KVCacheManager:
+    """The best KV-cache manager that is offered, with the managers of plugins' specs."""
+    extra = [entry.resolve() for entry in plugins.entries("pelton_kv_cache_specs")]
+    factory = plugins.entries("pelton_kv_cache_managers")[0].resolve()
+    manager: KVCacheManager = factory(
+        plan,
+        config.kv_cache,
+        max_model_len=model.max_model_len,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        extra_managers=extra,
+    )
+    return manager
+
+
+def make_grammar_manager(model: ResolvedModel, plugins: Plugins) -> GrammarManager | None:
+    """Over the best structured-output backend; None when no plugin offers one, or there is no tokenizer."""
+    entries = plugins.entries("pelton_structured_output_backends")
+    tokenizer_path = model.tokenizer_path
+    if not entries or tokenizer_path is None:
+        return None
+
+    def make_backend() -> StructuredOutputBackend:
+        backend: StructuredOutputBackend = entries[0].resolve()(tokenizer_path, model.vocab_size, model.eos_token_ids)
+        return backend
+
+    return GrammarManager(make_backend)
+
+
+def max_steps_in_flight(config: EngineConfig, executor: Executor) -> int:
+    if not config.scheduler.async_scheduling:
+        return 1
+    return min(config.scheduler.max_steps_in_flight, executor.max_concurrent_steps)
