@@ -236,10 +236,12 @@ def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problem
     elif options.get("wrapper") or options.get("hookwrapper"):
         problems.append(f"{hook} is a wrapper, which would change what other plugins return; return entries")
     else:
-        unknown = [name for name in inspect.signature(target).parameters if name not in known[hook].arguments]
-        if unknown:
-            allowed = ", ".join(known[hook].arguments) or "no argument"
-            problems.append(f"{hook} has argument {unknown[0]!r}; it may take {allowed}")
+        allowed = ", ".join(known[hook].arguments) or "no argument"
+        for name, parameter in inspect.signature(target).parameters.items():
+            if name not in known[hook].arguments:
+                problems.append(f"{hook} has argument {name!r}; it may take {allowed}")
+            elif parameter.default is not parameter.empty:
+                problems.append(f"{hook} gives {name!r} a default, and would never be told its value; leave it out")
     return True
 
 

@@ -63,6 +63,8 @@ FIELD_HOME: dict[str, tuple[str, str]] = {
 """Flat name to (section, field)."""
 _FLAT_NAME = {home: name for name, home in FIELD_HOME.items()}
 _CONFIG_SUFFIX = "_config"
+_EXAMPLES = {"show_hidden_metrics_for_version": "0.1"}
+"""Good values of fields whose default and type do not give one."""
 
 
 def flat_home(name: str) -> tuple[str, str]:
@@ -143,8 +145,8 @@ def convert_struct(struct: type[msgspec.Struct], values: Mapping[str, Any], *, p
 def example_value(struct: type[msgspec.Struct], field: str) -> Any:
     """A value that fits: the default, or a small value of the field's type where the default is None."""
     default = struct_defaults(struct).get(field)
-    if default is not None:
-        return default
+    if default is not None or field in _EXAMPLES:
+        return _EXAMPLES.get(field, default)
     hint = get_type_hints(struct).get(field)
     for kind in (hint, *get_args(hint)):
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
