@@ -1,9 +1,10 @@
 """The rope table equals transformers' for every scaling and both forms of config.json."""
 
-import pelton_backends.sdpa.plugin
-import pelton_plugins.models.plugin
 import pytest
 import torch
+
+import pelton_backends.sdpa.plugin
+import pelton_plugins.models.plugin
 from pelton.errors import ConfigError
 from pelton.layers.rope import cos_sin_table, get_rope, rope_parameters
 from pelton.model.build import HFConfig

@@ -1,9 +1,10 @@
 """One tiny checkpoint of each family and transformers' model of it, made once a session."""
 
-import pelton_backends.sdpa.plugin
-import pelton_plugins.models.plugin
 import pytest
 import torch
+
+import pelton_backends.sdpa.plugin
+import pelton_plugins.models.plugin
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import FAMILIES, load_reference, make_tiny_checkpoint
 from pelton.testing.plugins import plugins_of

@@ -1,6 +1,7 @@
 """Each family's logits equal transformers' float32 logits, however the tokens are cut into steps."""
 
 import torch
+
 from pelton.testing.models import reference_greedy, reference_logits
 
 

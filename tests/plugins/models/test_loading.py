@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from pelton.errors import ConfigError
 from pelton.testing.model_driver import ModelDriver, TensorWeight, checkpoint_weights
 from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_logits
@@ -117,7 +118,7 @@ def test_a_missing_field_of_config_json_is_named(tmp_path, make_driver):
     fields = json.loads((path / "config.json").read_text())
     del fields["intermediate_size"]
     (path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match="config.json has no field 'intermediate_size'"):
+    with pytest.raises(ConfigError, match=r"config\.json has no field 'intermediate_size'"):
         make_driver(path)
 
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
 from pelton.errors import ConfigError
 from pelton.parallel.context import ParallelContext
 from pelton.testing.models import make_tiny_checkpoint
