@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from litestar import Litestar, Request, Response
 from litestar.types import ASGIApp
-from pelton.plugins import Plugins
 
+from pelton.plugins import Plugins
 from pelton_plugins.server.edge import Edge
 from pelton_plugins.server.errors import describe
 from pelton_plugins.server.openapi import describe_api

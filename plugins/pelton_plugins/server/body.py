@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 from litestar.types import Receive, Scope
+
 from pelton.errors import RequestError
 from pelton.logging import get_logger
-
 from pelton_plugins.server.errors import BodyTooLargeError, ClientDisconnected
 
 logger = get_logger(__name__)
@@ -19,6 +20,8 @@ MAX_ERRORS_SHOWN = 10
 MAX_INPUT_CHARS = 200
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH = re.compile(r"\$((?:\.\w+|\[\d+\])*)")
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
@@ -111,7 +114,8 @@ def _validation_error(body: bytes, struct: type[T], first: msgspec.ValidationErr
 def _split(message: str) -> tuple[str, str]:
     """msgspec's "Expected ... - at `$.a[0]`" to the message and ".a[0]"."""
     text, _, path = message.partition(" - at ")
-    return text, path.strip("`").removeprefix("key in ").strip("`").removeprefix("$").replace("[...]", "")
+    found = _PATH.search(path)
+    return text, found[1] if found else ""
 
 
 def _at(value: Any, path: str) -> Any:

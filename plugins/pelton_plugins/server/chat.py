@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
 from pelton.errors import NotSupportedError, RequestError
 from pelton.outputs import CompletionOutput
 from pelton.sampling_params import SamplingParams
-
 from pelton_plugins.server.exchange import DONE, Exchange
 from pelton_plugins.server.generation import (
     LONG_TEXT_CHARS,

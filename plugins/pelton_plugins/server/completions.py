@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
 from pelton.errors import RequestError
 from pelton.outputs import CompletionOutput, RequestOutput
 from pelton.sampling_params import SamplingParams
-
 from pelton_plugins.server.exchange import DONE, Exchange
 from pelton_plugins.server.generation import (
     Counts,

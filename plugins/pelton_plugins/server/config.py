@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 import msgspec
+
 from pelton import limits
 from pelton.errors import ConfigError
 

@@ -11,8 +11,8 @@ import uuid
 
 import msgspec
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
-from pelton.logging import get_logger
 
+from pelton.logging import get_logger
 from pelton_plugins.server.errors import error_response
 from pelton_plugins.server.state import ServerState
 

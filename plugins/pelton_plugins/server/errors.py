@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 import msgspec
 from litestar.exceptions import HTTPException
+
 from pelton.errors import EngineDeadError, EngineError, PeltonError, RequestError
 from pelton.logging import get_logger
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
 from pelton import limits
 from pelton.errors import EngineError, RequestError
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import SamplingParams
-
 from pelton_plugins.server.protocol import GenerateRequest, PromptTokensDetails, Usage
 
 if TYPE_CHECKING:

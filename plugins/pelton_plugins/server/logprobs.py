@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pelton.outputs import Logprob, PromptLogprobs, SampleLogprobs
-
 from pelton_plugins.server.protocol import ChatLogprob, ChatLogprobs, ChatTopLogprob, CompletionLogprobs
 
 LOWEST = -9999.0  # JSON has no -inf

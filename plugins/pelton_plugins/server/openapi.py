@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import pelton
 from litestar.handlers import HTTPRouteHandler
 
+import pelton
 from pelton_plugins.server.errors import ErrorResponse
 
 REF = "#/components/schemas/{name}"

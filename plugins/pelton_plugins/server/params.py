@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
 from pelton import limits
 from pelton.errors import NotSupportedError, RequestError
 from pelton.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
 
 SAME_NAME = (

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+
 from pelton.config import EngineConfig
 from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineDeadError, PeltonError
 from pelton.logging import get_logger, setup
 from pelton.plugins import Plugins, load_plugins
-
 from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pelton.errors import ModelNotFoundError, PeltonError
-
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.http_metrics import HttpMetrics
 
 if TYPE_CHECKING:
     from pelton.sdk.async_llm import AsyncLLM
-
     from pelton_plugins.server.exchange import Exchange
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pelton
 import prometheus_client
 from litestar import HttpMethod, Response, get, route
+
+import pelton
 from pelton.errors import PeltonError
 from pelton.metrics.snapshot import render_text
-
 from pelton_plugins.server.errors import error_response, scrub
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.state import ServerState

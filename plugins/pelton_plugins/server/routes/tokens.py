@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from litestar import post
 from litestar.types import ASGIApp
-from pelton.errors import NotSupportedError, RequestError
 
+from pelton.errors import NotSupportedError, RequestError
 from pelton_plugins.server.chat import render
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import max_model_len, tokenize

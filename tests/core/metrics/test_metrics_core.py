@@ -1,0 +1,166 @@
+"""Hit-rate window, buckets, exposition, guarded stat loggers."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+from pelton.config import EngineConfig
+from pelton.entries import StatLoggerEntry
+from pelton.metrics.buckets import BucketCounts, one_two_five
+from pelton.metrics.hit_rate import HitRateWindow
+from pelton.metrics.manager import StatLoggers
+from pelton.metrics.snapshot import Counter, Gauge, Histogram, render_text
+from pelton.metrics.stats import IterationStats, SchedulerStats
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def test_the_1001st_query_drops_the_first():
+    window = HitRateWindow()
+    window.observe(1, 100, 100)
+    for _ in range(999):
+        window.observe(1, 100, 0)
+    assert window.num_queries == 1000
+    assert window.hit_rate == pytest.approx(1 / 1000)
+    window.observe(1, 100, 0)
+    assert window.num_queries == 1000
+    assert window.hit_rate == 0.0
+
+
+def test_a_step_of_many_queries_is_kept_whole():
+    window = HitRateWindow(max_queries=10)
+    window.observe(25, 100, 50)
+    assert window.hit_rate == 0.5
+    window.observe(3, 100, 0)
+    assert (window.num_queries, window.hit_rate) == (3, 0.0)
+
+
+def test_no_queries_is_no_division():
+    window = HitRateWindow()
+    window.observe(0, 0, 0)
+    assert (window.num_queries, window.hit_rate) == (0, 0.0)
+
+
+def test_buckets_count_values_at_a_bound_below_it():
+    counts = BucketCounts([1.0, 2.0])
+    counts.observe_all([0.5, 1.0, 1.5, 2.0])
+    counts.observe(7)
+    assert counts.cumulative() == {"1.0": 2, "2.0": 4, "+Inf": 5}
+    assert (counts.count, counts.sum) == (5, 12.0)
+
+
+def test_buckets_agree_with_counting():
+    rng = random.Random(3)
+    bounds = sorted(rng.sample(range(1000), 20))
+    values = [rng.uniform(-10, 1100) for _ in range(500)]
+    counts = BucketCounts(bounds)
+    counts.observe_all(values)
+    for bound, cumulative in counts.cumulative().items():
+        assert cumulative == sum(value <= float(bound) for value in values)
+
+
+@pytest.mark.parametrize("maximum, bounds", [(1, [1]), (4, [1, 2]), (50, [1, 2, 5, 10, 20, 50]), (99, [1, 2, 5, 10, 20, 50])])
+def test_one_two_five(maximum, bounds):
+    assert one_two_five(maximum) == bounds
+
+
+def test_exposition_is_read_back_by_prometheus_own_parser():
+    labels = {"model_name": 'a "quoted"\\path\nline', "engine": "0"}
+    text = render_text(
+        [
+            Counter(name="x_tokens", labels=labels, documentation="Tokens\nof x.", value=3),
+            Gauge(name="x_running", labels=labels, documentation="Running.", value=0.25),
+            Counter(name="x_tokens", labels={**labels, "engine": "1"}, documentation="Tokens\nof x.", value=4),
+            Histogram(name="x_seconds", labels={}, count=2, sum=1.5, buckets={"1.0": 1, "+Inf": 2}),
+        ]
+    )
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert text.count("# TYPE x_tokens_total counter") == 1
+    assert [(s.name, s.labels, s.value) for s in families["x_tokens"].samples] == [
+        ("x_tokens_total", labels, 3.0),
+        ("x_tokens_total", {**labels, "engine": "1"}, 4.0),
+    ]
+    assert families["x_seconds"].type == "histogram"
+    assert [(s.name, s.value) for s in families["x_seconds"].samples] == [
+        ("x_seconds_bucket", 1.0), ("x_seconds_bucket", 2.0), ("x_seconds_count", 2.0), ("x_seconds_sum", 1.5),
+    ]  # fmt: skip
+    assert render_text([]) == ""
+
+
+class Recorder:
+    def __init__(self, config, engine_index=0):
+        self.calls = []
+
+    def record(self, scheduler_stats, iteration_stats):
+        self.calls.append("record")
+
+    def log(self):
+        self.calls.append("log")
+
+
+class Broken(Recorder):
+    def record(self, scheduler_stats, iteration_stats):
+        raise RuntimeError("no disk")
+
+    def snapshot(self):
+        raise RuntimeError("nothing to see")
+
+
+class Publisher(Recorder):
+    def engine_started(self, info):
+        self.calls.append("started")
+
+    def snapshot(self):
+        return [Gauge(name="g", value=1.0)]
+
+
+CLASSES = {"recorder": Recorder, "broken": Broken, "publisher": Publisher}
+
+
+class Offers:
+    def __init__(self, *entries):
+        self._entries = entries
+
+    def entries(self, hook):
+        assert hook == "pelton_stat_loggers"
+        return list(self._entries)
+
+
+class Offered(StatLoggerEntry):
+    __slots__ = ()
+
+    def resolve(self):
+        return CLASSES[self.name]
+
+
+def offer(name, **more):
+    return Offered(name=name, load="x:y", **more)
+
+
+def test_a_failing_logger_is_reported_once_and_harms_nobody(caplog):
+    loggers = StatLoggers(EngineConfig(), Offers(offer("broken"), offer("recorder"), offer("publisher")))
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            loggers.record(SchedulerStats(), IterationStats())
+        loggers.engine_started(None)
+        loggers.log()
+        metrics = loggers.snapshot()
+    assert [metric.name for metric in metrics] == ["g"]
+    assert loggers.loggers["recorder"].calls == ["record"] * 3 + ["log"]
+    assert loggers.loggers["publisher"].calls == ["record"] * 3 + ["started", "log"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("'broken' failed in record" in message for message in messages) == 1
+    assert sum("'broken' failed in snapshot" in message for message in messages) == 1
+
+
+def test_a_custom_logger_joins_the_defaults_unless_it_replaces_them():
+    default = offer("recorder", is_default=True)
+    assert set(StatLoggers(EngineConfig(), Offers(default, offer("publisher"))).loggers) == {"recorder", "publisher"}
+    replacing = offer("publisher", replaces_defaults=True)
+    assert set(StatLoggers(EngineConfig(), Offers(default, replacing)).loggers) == {"publisher"}
+
+
+def test_no_loggers_with_stats_off():
+    config = EngineConfig.from_flat(disable_log_stats=True)
+    assert not StatLoggers(config, Offers(offer("recorder")))

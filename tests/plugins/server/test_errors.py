@@ -1,0 +1,291 @@
+"""What a client gets for what it does wrong: status, type, field; and that the next request works."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import msgspec
+import pytest
+from pelton import limits
+from pelton.errors import EngineDeadError, EngineError, QueueFullError
+from pelton_plugins.server.body import decode
+from pelton_plugins.server.errors import describe, scrub
+from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def check(reply, status, kind, param=None, text=""):
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == (kind, status)
+    if param is not None:
+        assert error["param"] == param, error
+    assert text in error["message"], error
+    return error
+
+
+def next_request_works(shared):
+    assert shared.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 1}).status_code == 200
+
+
+BAD_COMPLETIONS = {
+    "unknown-model": ({"model": "x"}, 404, "NotFoundError", "model", "The model `x` does not exist. Valid aliases: `fake`, `alias`."),
+    "temperature-negative": ({"temperature": -1}, 400, "BadRequestError", "temperature", "(parameter=temperature, value=-1.0)"),
+    "temperature-high": ({"temperature": 2.1}, 400, "BadRequestError", "temperature", ""),
+    "top-p": ({"top_p": 2}, 400, "BadRequestError", "top_p", "value=2.0)"),
+    "top-p-zero": ({"top_p": 0}, 400, "BadRequestError", "top_p", ""),
+    "top-k": ({"top_k": -2}, 400, "BadRequestError", "top_k", ""),
+    "min-p": ({"min_p": 1.5}, 400, "BadRequestError", "min_p", ""),
+    "n-zero": ({"n": 0}, 400, "BadRequestError", "n", "value=0)"),
+    "n-huge": ({"n": 10**12}, 400, "BadRequestError", "n", ""),
+    "n-greedy": ({"n": 2, "temperature": 0}, 400, "BadRequestError", "n", "greedy"),
+    "max-tokens-zero": ({"max_tokens": 0}, 400, "BadRequestError", "max_tokens", ""),
+    "max-tokens-negative": ({"max_tokens": -5}, 400, "BadRequestError", "max_tokens", ""),
+    "min-over-max": ({"min_tokens": 9, "max_tokens": 2}, 400, "BadRequestError", "min_tokens", ""),
+    "min-tokens-huge": ({"min_tokens": 10**15}, 400, "BadRequestError", "min_tokens", ""),
+    "presence": ({"presence_penalty": 3}, 400, "BadRequestError", "presence_penalty", ""),
+    "frequency": ({"frequency_penalty": -3}, 400, "BadRequestError", "frequency_penalty", ""),
+    "repetition": ({"repetition_penalty": 0}, 400, "BadRequestError", "repetition_penalty", ""),
+    "seed-huge": ({"seed": 10**30}, 400, "BadRequestError", "seed", ""),
+    "stop-empty": ({"stop": [""]}, 400, "BadRequestError", "stop", ""),
+    "stop-many": ({"stop": ["x"] * 65}, 400, "BadRequestError", "stop", ""),
+    "stop-long": ({"stop": "x" * 2000}, 400, "BadRequestError", "stop", ""),
+    "stop-ids-negative": ({"stop_token_ids": [-1]}, 400, "BadRequestError", "stop_token_ids", ""),
+    "bias-range": ({"logit_bias": {"3": 1000}}, 400, "BadRequestError", "logit_bias", ""),
+    "bias-key": ({"logit_bias": {"x": 1}}, 400, "BadRequestError", "body.logit_bias", ""),
+    "bias-many": ({"logit_bias": {str(i): 1 for i in range(2000)}}, 400, "BadRequestError", "logit_bias", ""),
+    "logprobs-low": ({"logprobs": -2}, 400, "BadRequestError", "logprobs", ""),
+    "allowed-empty": ({"allowed_token_ids": []}, 400, "BadRequestError", "allowed_token_ids", ""),
+    "bad-word-long": ({"bad_words": ["x" * 300]}, 400, "BadRequestError", "bad_words", ""),
+    "salt-empty": ({"cache_salt": ""}, 400, "BadRequestError", "cache_salt", ""),
+    "salt-long": ({"cache_salt": "x" * 1025}, 400, "BadRequestError", "cache_salt", ""),
+    "priority": ({"priority": 2**40}, 400, "BadRequestError", "priority", ""),
+    "timeout": ({"timeout_s": -1}, 400, "BadRequestError", "timeout_s", ""),
+    "request-id": ({"request_id": "x" * 300}, 400, "BadRequestError", "request_id", ""),
+    "xargs-big": ({"vllm_xargs": {"x": "y" * 70_000}}, 400, "BadRequestError", "vllm_xargs", ""),
+    "truncate": ({"truncate_prompt_tokens": 0}, 400, "BadRequestError", "truncate_prompt_tokens", ""),
+    "stream-options": ({"stream_options": {"include_usage": True}}, 400, "BadRequestError", "stream_options", ""),
+    "prompt-logprobs-stream": ({"prompt_logprobs": 1, "stream": True}, 400, "BadRequestError", "prompt_logprobs", ""),
+    "suffix": ({"suffix": "x"}, 400, "BadRequestError", "suffix", ""),
+    "beam": ({"use_beam_search": True}, 501, "NotImplementedError", "use_beam_search", ""),
+    "embeds": ({"prompt_embeds": "gASV"}, 501, "NotImplementedError", "prompt_embeds", ""),
+    "kv-transfer": ({"kv_transfer_params": {}}, 501, "NotImplementedError", "kv_transfer_params", ""),
+    "schema-missing": ({"response_format": {"type": "json_schema"}}, 400, "BadRequestError", "response_format.json_schema", ""),
+    "json-object": ({"response_format": {"type": "json_object"}}, 501, "NotImplementedError", "structured_outputs", ""),
+    "regex": ({"structured_outputs": {"regex": "a+"}}, 501, "NotImplementedError", "structured_outputs", ""),
+    "two-constraints": ({"structured_outputs": {"regex": "a", "json": "{}"}}, 400, "BadRequestError", "structured_outputs", ""),
+    "no-prompt": ({"prompt": None}, 400, "BadRequestError", "prompt", "empty"),
+    "empty-prompt": ({"prompt": ""}, 400, "BadRequestError", "prompt", "empty"),
+    "empty-list": ({"prompt": []}, 400, "BadRequestError", "prompt", "empty"),
+    "empty-ids": ({"prompt": [[]]}, 400, "BadRequestError", "prompt", "empty"),
+    "mixed-prompts": ({"prompt": ["a", 1]}, 400, "BadRequestError", "prompt", "mixes"),
+    "negative-id": ({"prompt": [1, -1]}, 400, "BadRequestError", "input_tokens", ""),
+    "huge-id": ({"prompt": [10**30]}, 400, "BadRequestError", "input_tokens", ""),
+    "prompt-too-long": ({"prompt": "a" * 256}, 400, "BadRequestError", "input_text", "maximum context length is 256 tokens. However, your prompt contains 256 tokens"),
+    "ids-too-long": ({"prompt": [1] * 300}, 400, "BadRequestError", "input_tokens", "300 tokens"),
+    "prompt-and-answer-too-long": ({"prompt": "a" * 250, "max_tokens": 7}, 400, "BadRequestError", "input_text", "7 more"),
+    "many-prompts": ({"prompt": ["a"] * 2049}, 400, "BadRequestError", "prompt", "2048"),
+    "many-sequences": ({"prompt": ["a"] * 2000, "n": 100}, 400, "BadRequestError", "n", "200000 sequences"),
+    "type-string": ({"max_tokens": "many"}, 400, "BadRequestError", "body.max_tokens", 'input: "many"'),
+    "type-bool": ({"n": True}, 400, "BadRequestError", "body.n", ""),
+    "type-float": ({"top_k": 1.5}, 400, "BadRequestError", "body.top_k", ""),
+    "type-nested": ({"stop": ["a", 1]}, 400, "BadRequestError", "body.stop[1]", ""),
+    "prompt-object": ({"prompt": {"a": 1}}, 400, "BadRequestError", "body.prompt", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, status, kind, param, text", BAD_COMPLETIONS.values(), ids=BAD_COMPLETIONS.keys())
+def test_bad_completions(shared, fields, status, kind, param, text):
+    check(shared.post(COMPLETIONS, {"prompt": "ab", **fields}), status, kind, param, text)
+    next_request_works(shared)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+BAD_CHATS = {
+    "no-messages": ({"messages": []}, 400, "messages"),
+    "many-messages": ({"messages": HI * 4097}, 400, "messages"),
+    "missing-messages": ({"messages": ...}, 400, "body.messages"),
+    "messages-type": ({"messages": "Hi"}, 400, "body.messages"),
+    "role": ({"messages": [{"role": "root", "content": "x"}]}, 400, "body.messages[0].role"),
+    "content-type": ({"messages": [{"role": "user", "content": 3}]}, 400, "body.messages[0].content"),
+    "content-missing": ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    "text-missing": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 501, "messages[0].content"),
+    "top-logprobs": ({"top_logprobs": 2}, 400, "top_logprobs"),
+    "top-logprobs-low": ({"logprobs": True, "top_logprobs": -3}, 400, "top_logprobs"),
+    "tools-empty": ({"tools": []}, 400, "tools"),
+    "tools": ({"tools": [TOOL]}, 501, "tools"),
+    "tool-choice-alone": ({"tool_choice": "auto"}, 400, "tool_choice"),
+    "tool-choice-unknown": ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, 400, "tool_choice"),
+    "tool-choice-odd": ({"tools": [TOOL], "tool_choice": "maybe"}, 400, "tool_choice"),
+    "tool-choice-malformed": ({"tools": [{"function": 3}], "tool_choice": {"function": []}}, 400, "tool_choice"),
+    "both-ends": ({"add_generation_prompt": True, "continue_final_message": True}, 400, "continue_final_message"),
+    "template": ({"chat_template": "{{ 1 }}"}, 400, "chat_template"),
+    "template-by-kwargs": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs.chat_template"),
+    "tokenize-by-kwargs": ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs.tokenize"),
+    "format-type": ({"response_format": {"type": "xml"}}, 400, "body.response_format.type"),
+    "structural-tag": ({"response_format": {"type": "structural_tag"}}, 501, "response_format"),
+    "both-formats": ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, 400, "response_format"),
+    "too-long": ({"messages": [{"role": "user", "content": "a" * 300}]}, 400, "input_text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, status, param", BAD_CHATS.values(), ids=BAD_CHATS.keys())
+def test_bad_chats(shared, fields, status, param):
+    body = {key: value for key, value in ({"messages": HI} | fields).items() if value is not ...}
+    check(shared.post(CHAT, body), status, {400: "BadRequestError", 501: "NotImplementedError"}[status], param)
+    next_request_works(shared)
+
+
+def test_tools_that_may_not_be_called_are_no_error(shared):
+    assert shared.post(CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "none"}).status_code == 200
+
+
+NONSENSE = {
+    "not-json": b"{",
+    "empty": b"",
+    "nan": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": Infinity}',
+    "huge-number": b'{"prompt": "a", "temperature": 1e999}',
+    "trailing": b'{"prompt": "a"}{',
+    "array": b"[1]",
+    "number": b"1",
+    "null": b"null",
+    "deep": b'{"prompt": "a", "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "deep-known-field": b'{"prompt": "a", "vllm_xargs": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+    "not-utf8": b'{"prompt": "\xff\xfe"}',
+    "lone-surrogate": b'{"prompt": "\\ud800"}',
+    "long-digits": b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
+    "zeros": b"\x00" * 1000,
+    "pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94.",
+}
+
+
+@pytest.mark.parametrize("body", NONSENSE.values(), ids=NONSENSE.keys())
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_nonsense_bodies(shared, path, body):
+    reply = shared.client.post(path, content=body, headers={"Content-Type": "application/json"})
+    error = check(reply, 400, "BadRequestError")
+    assert len(error["message"]) < 1000
+    next_request_works(shared)
+
+
+@pytest.mark.parametrize("name", ["not-json", "empty", "nan", "array", "deep", "not-utf8", "pickle"])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_nonsense_bodies_of_token_routes(shared, path, name):
+    reply = shared.client.post(path, content=NONSENSE[name], headers={"Content-Type": "application/json"})
+    check(reply, 400, "BadRequestError")
+    next_request_works(shared)
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
+def test_other_content_types(shared, content_type):
+    headers = {"Content-Type": content_type} if content_type else {}
+    reply = shared.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
+    check(reply, 400, "BadRequestError", text="application/json")
+
+
+def test_content_type_may_name_a_charset(shared):
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert shared.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers).status_code == 200
+
+
+def test_ten_megabytes_are_refused_before_parsing(shared):
+    reply = shared.client.post(
+        COMPLETIONS, content=b"x" * (10 * 2**20), headers={"Content-Type": "application/json"}
+    )
+    check(reply, 413, "RequestTooLargeError", text=str(limits.MAX_BODY_BYTES))
+    next_request_works(shared)
+
+
+def test_a_long_body_without_a_length_is_refused_too(shared):
+    def parts():
+        for _ in range(10):
+            yield b"x" * 2**20
+
+    reply = shared.client.post(COMPLETIONS, content=parts(), headers={"Content-Type": "application/json"})
+    check(reply, 413, "RequestTooLargeError")
+    next_request_works(shared)
+
+
+def test_at_most_ten_mistakes_are_listed_each_cut_short():
+    names = [name for name in CompletionRequest.__struct_fields__ if name not in ("prompt", "prompt_embeds")]
+    body = msgspec.json.encode(dict.fromkeys(names, [["x" * 1000]]))
+    with pytest.raises(ValueError) as found:
+        decode(body, CompletionRequest)
+    message = str(found.value)
+    assert re.match(r"\d\d validation errors: body\.", message)
+    assert message.count("Expected") == 10 and message.endswith("more")
+    assert len(message) < 10 * 350
+
+
+def test_every_missing_and_wrong_field_is_told_at_once():
+    with pytest.raises(ValueError, match=r"2 validation errors: body\.n: .*; body\.messages: field required"):
+        decode(b'{"n": "x"}', ChatCompletionRequest)
+
+
+@pytest.mark.parametrize(
+    "method, path, status, kind",
+    [
+        pytest.param("GET", "/nowhere", 404, "NotFoundError", id="path"),
+        pytest.param("GET", "/v1/nowhere", 404, "NotFoundError", id="v1-path"),
+        pytest.param("GET", COMPLETIONS, 405, "MethodNotAllowedError", id="get-for-post"),
+        pytest.param("DELETE", "/v1/models", 405, "MethodNotAllowedError", id="delete"),
+        pytest.param("POST", "/health", 405, "MethodNotAllowedError", id="post-for-get"),
+        pytest.param("GET", "/../../etc/passwd", 404, "NotFoundError", id="traversal"),
+    ],
+)
+def test_unknown_paths_and_methods_have_the_error_shape(shared, method, path, status, kind):
+    check(shared.client.request(method, path), status, kind)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "error, status, kind",
+    [
+        pytest.param(QueueFullError("full"), 503, "ServiceUnavailableError", id="queue-full"),
+        pytest.param(EngineError("died at 0x7f3a22bc in /opt/x/y.py"), 500, "InternalServerError", id="engine-error"),
+        pytest.param(EngineDeadError("exit code -9"), 500, "InternalServerError", id="engine-dead"),
+        pytest.param(ZeroDivisionError("/secret/path"), 500, "InternalServerError", id="unforeseen"),
+    ],
+)
+def test_errors_before_the_first_token_are_plain_http(start, error, status, kind, stream):
+    server = start()
+    server.llm.fail_before = error
+    found = check(server.post(COMPLETIONS, {"prompt": "ab", "stream": stream}), status, kind)
+    assert "0x7f" not in found["message"] and "/opt" not in found["message"] and "/secret" not in found["message"]
+    server.llm.fail_before = None
+    next_request_works(server)
+
+
+@pytest.mark.parametrize("path, body", [(CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "ab"})])
+def test_errors_after_the_first_token_are_an_event_and_then_done(start, path, body):
+    server = start()
+    server.llm.fail_after = (2, EngineDeadError("The engine process is gone (exit code -9)."))
+    reply = server.post(path, {**body, "stream": True})
+    assert reply.status_code == 200
+    parts = [part for part in reply.text.split("\n\n") if part]
+    assert parts[-1] == "data: [DONE]"
+    error = json.loads(parts[-2].removeprefix("data: "))["error"]
+    assert error == {"message": "The engine process is gone (exit code -9).", "type": "InternalServerError",
+                     "param": None, "code": 500}  # fmt: skip
+
+
+def test_scrubbing():
+    trace = 'Failed\nTraceback (most recent call last):\n  File "/usr/lib/x.py", line 1'
+    assert scrub(trace) == "Failed"
+    assert scrub("<obj at 0x7f00aa> in /home/me/a/b.py, see http://x.org/a/b") == (
+        "<obj <address>> in <path>, see http://x.org/a/b"
+    )
+    assert scrub("10 tokens/s and 1/2") == "10 tokens/s and 1/2"
+
+
+def test_detail_is_shown_when_asked_for():
+    body = describe(ValueError("in /a/b/c"), "id", in_detail=True)
+    assert body.error.message == "ValueError: in /a/b/c"
+    assert "id7" in describe(ValueError("in /a/b/c"), "id7").error.message
