@@ -42,6 +42,12 @@ def pelton_model_loaders() -> Sequence[LoaderEntry]:
 
 
 @hookimpl
+def pelton_model_formats() -> Sequence[Entry]:
+    return [Entry(name="hf_folder", load="pelton.model.formats:HFFolderFormat", priority=10,
+                  doc="a folder with config.json, tokenizer.json and *.safetensors")]  # fmt: skip
+
+
+@hookimpl
 def pelton_ops() -> Sequence[OpEntry]:
     """The torch references, on every device."""
     classes = {

@@ -115,8 +115,15 @@ def pelton_model_loaders() -> Sequence[LoaderEntry]:
 
 @hookspec(since="1.0")
 def pelton_model_sources() -> Sequence[Entry]:
-    """Offer model sources: `load` gives `resolve(name, revision, download_dir) -> str | None`, the local folder or file of
-    a model name, or None when the name is not this source's. Asked by priority in the front-end process only."""
+    """Offer model sources: `load` gives a `pelton.model.source.ModelSource`, a function from a `SourceRequest` to the local
+    folder or file, or None when the name is not this source's. Asked by priority in the front-end process only."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
+def pelton_model_formats() -> Sequence[Entry]:
+    """Offer forms in which a model lies on disk: `load` gives a `pelton.model.formats.ModelFormat` class. The first by
+    priority that matches the path reads config and tokenizer. Called in the front-end process only."""
     raise NotImplementedError
 
 

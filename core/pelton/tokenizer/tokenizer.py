@@ -1,0 +1,158 @@
+"""One tokenizer: ids, text, the bytes of a token, special tokens, the chat template.
+
+Wraps the Rust `tokenizers` package; where it comes from (a folder, a GGUF file) is the business of the model formats.
+Safe to use from several threads: the Rust part is not changed after it is made, and the memo below only grows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from pelton.errors import RequestError
+from pelton.tokenizer.chat_template import ChatTemplate
+
+REPLACEMENT = "�"
+
+
+class Tokenizer:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """special_tokens: name to text, such as {"eos_token": "</s>"}; templates may use the names.
+        chat_templates: other templates by name; "tool_use" is taken for requests with tools."""
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        added = backend.get_added_tokens_decoder()
+        self.added_token_ids = frozenset(added)
+        named = (self.token_id(text) for text in self.special_tokens.values())
+        self.skipped_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """What `skip_special_tokens` leaves out."""
+        self.special_token_ids = self.skipped_token_ids | {token_id for token_id in named if token_id is not None}
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        self.pad_token_id = self._named_id("pad_token")
+        self.unk_token_id = self._named_id("unk_token")
+        # One past the last id: ids of added tokens may lie beyond the model's own, and holes are possible.
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(self.added_token_ids, default=-1) + 1)
+        self.is_byte_level = _decodes_bytes(backend)
+        """Each token is a run of bytes, whatever stands beside it."""
+        self._token_bytes: dict[int, bytes] = {}
+        self.chat_template = None if chat_template is None else ChatTemplate(chat_template)
+        self._named_templates = {name: ChatTemplate(text) for name, text in (chat_templates or {}).items()}
+
+    def _named_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.token_id(text)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token spelt `text` in the vocabulary; None when there is none."""
+        token_id: int | None = self.backend.token_to_id(text)
+        return token_id
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self.special_token_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [
+            found.ids for found in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        ]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The whole text at once; for text that grows, see `IncrementalDetokenizer`. Unknown ids are left out."""
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, for logprobs: bytes that are no character on their own become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that this token stands for; empty for an id that is in no vocabulary."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        spelling = self.backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if spelling is None:
+            return b""
+        if self.is_byte_level:
+            # As the Rust decoder does it, added tokens included: raw text where a character stands for no byte.
+            try:
+                return bytes(map(BYTE_OF_CHARACTER.__getitem__, spelling))
+            except KeyError:
+                return str(spelling).encode()
+        if token_id in self.added_token_ids:
+            return str(spelling).encode()
+        if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
+            return bytes.fromhex(spelling[3:5])
+        return str(spelling).replace("▁", " ").encode()
+
+    def set_chat_template(self, source: str) -> None:
+        """Replace the template, and all named ones. For the start only, before other threads use this."""
+        self.chat_template = ChatTemplate(source)
+        self._named_templates = {}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Raises `RequestError` for messages that the template refuses."""
+        template = chat_template or (self._named_templates.get("tool_use") if tools else None) or self.chat_template
+        if template is None:
+            raise RequestError(
+                "This model has no chat template: use /v1/completions (LLM.generate), or start with --chat-template.",
+                param="messages",
+            )
+        return template.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=self.special_tokens,
+            extra=chat_template_kwargs,
+        )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 as itself, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's parts, as tokenizer.json describes them."""
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())  # JSON, in spite of the method's name
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+
+
+def _decodes_bytes(backend: tokenizers.Tokenizer) -> bool:
+    return [step["type"] for step in decoder_steps(backend)] == ["ByteLevel"]

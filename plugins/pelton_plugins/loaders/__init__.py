@@ -1,0 +1,1 @@
+"""Weights and formats: safetensors, GGUF."""

@@ -1,0 +1,103 @@
+"""Weights of a .gguf file, dequantized row by row as the model reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError
+from pelton.model.loading import LazyWeight, WeightLoader
+from pelton.model.resolved import ResolvedModel
+from pelton_plugins.loaders.gguf.file import GGUFFile, TensorInfo
+from pelton_plugins.loaders.gguf.names import hf_name, permuted_part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ROWS_AT_ONCE_BYTES = 16 * 2**20  # of dequantized rows: bounds what is held beside the result
+
+
+class GGUFLoader(WeightLoader):
+    """F32, F16 and BF16 are read as they are, quantized tensors as float32 through the gguf package."""
+
+    def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
+        self._file = GGUFFile(model.path)
+        self._heads = {
+            "attn_q": int(model.hf_config["num_attention_heads"]),
+            "attn_k": int(model.hf_config["num_key_value_heads"]),
+        }
+
+    def weights(self) -> Iterator[tuple[str, LazyWeight]]:
+        for info in sorted(self._file.tensors.values(), key=lambda info: info.start):
+            name = hf_name(info.name)
+            if name is not None:
+                part = permuted_part(self._file.architecture, info.name)
+                yield name, GGUFWeight(self._file, info, num_heads=self._heads[part] if part else None)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(info.num_bytes for info in self._file.tensors.values())
+
+
+class GGUFWeight(LazyWeight):
+    """One tensor; with `num_heads`, the rows of each head are put back into Hugging Face's order."""
+
+    def __init__(self, file: GGUFFile, info: TensorInfo, *, num_heads: int | None = None) -> None:
+        self.shape = info.shape
+        self._file = file
+        self._info = info
+        self._rows = None if num_heads is None else _row_order(file, info, num_heads)
+
+    def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+        if dim in (None, 0):
+            return self._read_rows(slice(start, stop) if dim == 0 else slice(None))
+        return self._read_rows(slice(None)).narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
+
+    def _read_rows(self, wanted: slice) -> Tensor:
+        quant_type = self._info.quant_type
+        raw = np.frombuffer(self._file.data, dtype=np.uint8, count=self._info.num_bytes, offset=self._info.start)
+        if len(self.shape) == 1:
+            values = (
+                _plain(raw, self._info) if quant_type.name in PLAIN_DTYPES else dequantize(raw[None], self._info)[0]
+            )
+            return values[wanted] if self._rows is None else values[torch.from_numpy(self._rows[wanted])]
+        num_rows = self.shape[0]
+        rows = raw.reshape(num_rows, -1)
+        rows = rows[wanted] if self._rows is None else rows[self._rows[wanted]]
+        values = _plain(rows, self._info) if quant_type.name in PLAIN_DTYPES else dequantize(rows, self._info)
+        return values.reshape(rows.shape[0], *self.shape[1:])
+
+
+def _row_order(file: GGUFFile, info: TensorInfo, num_heads: int) -> NDArray[np.int64]:
+    """Where in the file each Hugging Face row lies: rotation partners j and j + half are neighbours there."""
+    num_rows = info.shape[0]
+    if num_rows % (2 * num_heads):
+        raise ConfigError(f"{file.path}: {info.name} has {num_rows} rows, which {num_heads} heads cannot share evenly.")
+    rows = np.arange(num_rows, dtype=np.int64).reshape(num_heads, num_rows // num_heads // 2, 2)
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
+
+
+def _plain(raw: NDArray[np.uint8], info: TensorInfo) -> Tensor:
+    # Copied: torch wants writable memory, and the file is mapped read-only.
+    return torch.from_numpy(np.array(raw, order="C").reshape(-1)).view(PLAIN_DTYPES[info.quant_type.name])
+
+
+def dequantize(rows: NDArray[np.uint8], info: TensorInfo) -> Tensor:
+    """Rows of quantized blocks [n, bytes] -> float32 [n, values]."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError("Quantized GGUF files need the gguf package: pip install 'pelton[gguf]'") from error
+    kind = gguf.GGMLQuantizationType[info.quant_type.name]
+    width = rows.shape[1] // info.quant_type.block_bytes * info.quant_type.block_size
+    result = np.empty((rows.shape[0], width), dtype=np.float32)
+    step = max(1, ROWS_AT_ONCE_BYTES // (4 * width))
+    for first in range(0, rows.shape[0], step):
+        result[first : first + step] = gguf.dequantize(rows[first : first + step], kind)
+    return torch.from_numpy(result)

@@ -1,0 +1,26 @@
+"""Hook functions of the built-in weight loaders and the GGUF format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton.entries import Entry, LoaderEntry
+from pelton.hookspecs import hookimpl
+
+PELTON_API = ">=1,<2"
+
+
+@hookimpl
+def pelton_model_loaders() -> Sequence[LoaderEntry]:
+    return [
+        LoaderEntry(name="safetensors", load="pelton_plugins.loaders.safetensors_loader:SafetensorsLoader",
+                    doc="single or sharded *.safetensors, memory-mapped"),
+        LoaderEntry(name="gguf", load="pelton_plugins.loaders.gguf.loader:GGUFLoader",
+                    doc="a .gguf file, dequantized as it is loaded"),
+    ]  # fmt: skip
+
+
+@hookimpl
+def pelton_model_formats() -> Sequence[Entry]:
+    return [Entry(name="gguf", load="pelton_plugins.loaders.gguf.format:GGUFFormat",
+                  doc="a .gguf file with config, tokenizer and weights")]  # fmt: skip

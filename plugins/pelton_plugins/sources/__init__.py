@@ -1,0 +1,1 @@
+"""Where models come from: a local path, the demo package, the Hugging Face hub."""
