@@ -117,9 +117,9 @@ def encode_binary(
         return head
     parts = [head, struct.pack("<qI", adapter_id, len(mm_hashes))]
     for text in mm_hashes:
-        data = text.encode()
+        data = text.encode("utf-8", "surrogatepass")
         parts += (struct.pack("<I", len(data)), data)
-    parts.append(b"\0" if cache_salt is None else b"\1" + cache_salt.encode())
+    parts.append(b"\0" if cache_salt is None else b"\1" + cache_salt.encode("utf-8", "surrogatepass"))
     return b"".join(parts)
 
 
@@ -166,7 +166,7 @@ def _cbor_int(out: bytearray, value: int) -> None:
 
 
 def _cbor_text(out: bytearray, text: str) -> None:
-    data = text.encode()
+    data = text.encode("utf-8", "surrogatepass")
     _cbor_head(out, 3, len(data))
     out += data
 

@@ -1,0 +1,13 @@
+"""The built-in manager keeps what every KV-cache manager has to keep."""
+
+from __future__ import annotations
+
+from pelton.kv_cache.manager import PagedKVCacheManager
+from pelton.testing.kv_cache import KVCacheManagerConformance
+
+
+class TestPagedKVCacheManager(KVCacheManagerConformance):
+    def make_manager(self, plan, config, max_model_len, max_num_batched_tokens):
+        return PagedKVCacheManager(
+            plan, config, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
+        )
