@@ -219,7 +219,8 @@ class DefaultScheduler(Scheduler):
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        # While a connector reads or writes blocks, steps have to go on to hear of its end.
+        return bool(self._requests or self._sending or self._abandoned)
 
     def reset_prefix_cache(self) -> bool:
         return self.kv.reset_prefix_cache()
@@ -471,7 +472,7 @@ class DefaultScheduler(Scheduler):
         if not request.is_remote_ready:
             if self._hasher is not None and not request.skip_prefix_lookup:
                 cached, num_local = self.kv.lookup(request)
-            if self._connector is not None and not request.skip_connector:
+            if self._connector is not None and not request.skip_connector and not request.skip_prefix_lookup:
                 matched, is_later = self._connector.num_matched_tokens(request.request, num_local)
                 if matched is None:
                     self._waiting.remove(request)

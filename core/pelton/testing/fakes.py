@@ -39,6 +39,7 @@ from pelton.structured.interface import Grammar, StructuredOutputBackend
 
 MODULUS = (1 << 61) - 1
 EMPTY = 1  # hash of no tokens
+SPOILT_TOKEN = 1_000_000  # sampled from junk: no output may hold it
 JUNK = -1  # what a failed step leaves in the blocks it wrote
 
 
@@ -128,6 +129,7 @@ class _Slot:
     num_computed: int
     tables: list[list[int]]
     drafts: list[int] = field(default_factory=list)
+    is_spoilt: bool = False  # a failed step or load left junk that it has read: what it samples must not be used
 
     def append(self, token: int) -> None:
         self.hashes.append(extend_hash(self.hashes[-1] if self.hashes else EMPTY, token))
@@ -367,6 +369,8 @@ class FakeExecutor(Executor):
         written: set[tuple[int, int, int]] = set()
         held: dict[int, set[str]] = {}
         for row, (_, state) in enumerate(rows):
+            if state.is_spoilt:
+                continue  # after a failed step its counts are not the scheduler's any more
             name = state.new.request_id
             num_draft = output.num_draft[row] if output.num_draft else 0
             first, count = state.num_computed, output.num_scheduled[row] - num_draft
@@ -386,6 +390,8 @@ class FakeExecutor(Executor):
                 values.append(extend_hash(values[-1], token))
             for group, table in enumerate(state.tables):
                 size = self._group_specs[group].block_size
+                for index in range(self._first_read(group, first) // size, -(-(first + len(values)) // size)):
+                    held.setdefault(table[index] if index < len(table) else 0, set()).add(name)
                 for position, value in enumerate(values, first):
                     block = table[position // size] if position // size < len(table) else 0
                     if not block:
@@ -397,8 +403,7 @@ class FakeExecutor(Executor):
                     written.add(place)
                     self._check_untouched(output, block, name)
                     self._store.setdefault((group, block), [0] * size)[position % size] = JUNK if junk else value
-                for block in table:
-                    held.setdefault(block, set()).add(name)
+            state.is_spoilt = junk
         if not self.steps_are_ordered:
             self._touched[output.step_id] = ({slot for slot, _ in rows}, held)
 
@@ -413,22 +418,30 @@ class FakeExecutor(Executor):
     def _read(self, output: SchedulerOutput, rows: list[tuple[int, _Slot]]) -> None:
         """What each row attends to has to be its own tokens."""
         for row, (_, state) in enumerate(rows):
+            if state.is_spoilt:
+                continue
             num_draft = output.num_draft[row] if output.num_draft else 0
             first, last = state.num_computed, state.num_computed + output.num_scheduled[row] - num_draft
             for group, table in enumerate(state.tables):
                 spec = self._group_specs[group]
-                window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-                start = 0 if window is None else max(0, first - window + 1)
-                for position in range(start, min(last, len(state.tokens))):
+                for position in range(self._first_read(group, first), min(last, len(state.tokens))):
                     index = position // spec.block_size
                     block = table[index] if index < len(table) else 0
                     found = self._store.get((group, block), [0] * spec.block_size)[position % spec.block_size]
+                    if found == JUNK:
+                        state.is_spoilt = True
+                        break
                     if found != state.hashes[position]:
                         self._violate(
                             f"{state.new.request_id} reads a foreign token at position {position}, group {group}, "
                             f"block {block}, in step {output.step_id}"
                         )
                         break
+
+    def _first_read(self, group: int, position: int) -> int:
+        """The first position that the token at `position` attends to."""
+        spec = self._group_specs[group]
+        return max(0, position - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
 
     def _sample(
         self, output: SchedulerOutput, rows: list[tuple[int, _Slot]], masks: dict[int, list[bytes]]
@@ -450,6 +463,10 @@ class FakeExecutor(Executor):
                 result.row_errors.append((row, message))
             state.num_computed += num_new
             if not output.samples[row]:
+                continue
+            if state.is_spoilt:
+                state.num_computed -= num_new
+                result.token_ids[row] = [SPOILT_TOKEN]
                 continue
             sampled = self._sample_row(state, num_draft, masks.get(row))
             state.num_computed += len(sampled) - 1
@@ -668,25 +685,26 @@ class FakeConnector(SchedulerConnector):
         self.sends = sends
         self.asked: list[tuple[str, int]] = []
         self.finished: list[str] = []
+        self._first: dict[str, int] = {}
         self._loads: list[dict[str, Any]] = []
         self._sends: list[str] = []
 
     def num_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self.asked.append((request.request_id, num_computed_tokens))
+        self._first[request.request_id] = num_computed_tokens
         known = self.num_remote(request)
         if known is None:
             return None, False
+        known = min(known, len(request.prompt_token_ids))
         return max(known - num_computed_tokens, 0), self.is_later(request)
 
     def after_allocation(self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
-        known = self.num_remote(request) or 0
-        known = min(known, len(request.prompt_token_ids) - 1) if known >= len(request.prompt_token_ids) else known
         self._loads.append(
             {
                 "request_id": request.request_id,
                 "token_ids": request.prompt_token_ids,
                 "block_ids": [list(ids) for ids in block_ids],
-                "first": known - num_external_tokens,
+                "first": self._first[request.request_id],
                 "count": num_external_tokens,
                 "later": self.is_later(request),
             }
