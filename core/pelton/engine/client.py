@@ -64,6 +64,11 @@ class EngineClient(ABC):
         """Why the engine is dead; None while it lives."""
 
     @property
+    def has_work(self) -> bool:
+        """In process: True while `get_outputs` has something to do or to tell. Another process sees to itself: False."""
+        return False
+
+    @property
     def last_progress_age_s(self) -> float:
         """How long the engine has been in one step, or silent; about 0 when all is well."""
         return 0.0

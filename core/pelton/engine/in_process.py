@@ -85,7 +85,7 @@ class InProcessClient(EngineClient):
         self._is_async = True
         if self._wakeup is None:
             self._wakeup = asyncio.Event()
-        while not self._pending and not self._core.has_work():
+        while not self.has_work:
             self._check()
             self._wakeup.clear()
             if not self._pending:
@@ -96,6 +96,10 @@ class InProcessClient(EngineClient):
         self._check()
         with self._lock:
             return self._core.call(method, *args)
+
+    @property
+    def has_work(self) -> bool:
+        return self._error is None and bool(self._pending or self._refused or self._core.has_work())
 
     @property
     def error(self) -> Exception | None:

@@ -128,11 +128,14 @@ class EngineProcess:
                 if not self._handle(core, inbox.get()):
                     return
             if core.has_work():
-                self._busy_since = time.monotonic()
-                outputs = core.step()
-                self._busy_since = None
-                if outputs.outputs or outputs.stats is not None:
-                    self._wire.send(protocol.Outputs(outputs))
+                self._step(core)
+
+    def _step(self, core: EngineCore) -> None:
+        self._busy_since = time.monotonic()
+        outputs = core.step()
+        self._busy_since = None
+        if outputs.outputs or outputs.stats is not None:
+            self._wire.send(protocol.Outputs(outputs))
 
     def _handle(self, core: EngineCore, message: protocol.ToEngine) -> bool:
         """False when the process should end. A message that fails gets an answer; the loop goes on."""
@@ -143,6 +146,8 @@ class EngineProcess:
         elif isinstance(message, protocol.Finish):
             core.finish_requests(message.request_ids, message.reason)
         elif isinstance(message, protocol.Call):
+            while core.has_work() and not core.has_unfinished_requests():
+                self._step(core)  # open steps of requests that ended still hold blocks
             self._busy_since = time.monotonic()
             self._wire.send(call(core, message))
             self._busy_since = None

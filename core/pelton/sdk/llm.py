@@ -157,6 +157,8 @@ class LLM:
                         logger.warning("Request %s failed: %s", output.request_id, output.error.message)
                 if bar is not None:
                     bar.update(len(finished), stats.num_prompt_tokens, stats.num_generation_tokens)
+            while engine.client.has_work:  # a step launched before the last EOS was known still holds its blocks
+                engine.step_with_stats()
         except BaseException:
             engine.abort_request(ids)
             raise
