@@ -6,7 +6,7 @@ import msgspec
 
 BACKEND_ALIASES = {
     "FLASH_ATTN": "flash_attn", "FLASHINFER": "flashinfer", "TRITON_ATTN": "triton",
-    "FLEX_ATTENTION": "flex", "CPU_ATTN": "cpu", "TORCH_SDPA": "sdpa",
+    "FLEX_ATTENTION": "flex", "CPU_ATTN": "sdpa", "TORCH_SDPA": "sdpa",
 }  # fmt: skip
 """vLLM's spellings, accepted wherever a backend is named."""
 

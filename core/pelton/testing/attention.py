@@ -1,0 +1,292 @@
+"""Conformance of attention backends: what any implementation has to keep, run with pytest.
+
+Subclass `AttentionBackendConformance` in a test module and set `backend` (and `device`). Every case is compared with a
+float64 oracle that loops over tokens; a case whose needs the backend refuses is skipped with its reasons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.attention.kv_cache import page_views
+from pelton.attention.layer import AttentionLayer
+from pelton.attention.metadata import CommonMetadata
+from pelton.attention.selector import AttentionSelector, judge_backends
+from pelton.entries import BackendEntry
+from pelton.kv_cache.spec import FullAttentionSpec
+from pelton.testing.model_driver import make_test_build
+from pelton.testing.plugins import plugins_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+"""Absolute and relative, against float64 on the rounded inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    """One step: rows of (tokens of this step, tokens before it), rows with one token first."""
+
+    rows: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 16
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    dtype: str = "float32"
+    num_padding: int = 0
+
+    def needs(self) -> AttentionNeeds:
+        return AttentionNeeds(
+            head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, dtype=self.dtype,
+            block_size=self.block_size, sliding_window=self.sliding_window, logit_soft_cap=self.soft_cap,
+        )  # fmt: skip
+
+
+MIXED = ((1, 0), (1, 15), (1, 16), (1, 40), (2, 0), (16, 0), (17, 16), (5, 30))
+CASES: dict[str, AttentionCase] = {
+    "one-decode": AttentionCase(rows=((1, 32),)),
+    "first-token": AttentionCase(rows=((1, 0),)),
+    "decodes-of-odd-lengths": AttentionCase(rows=((1, 0), (1, 1), (1, 15), (1, 16), (1, 17), (1, 99))),
+    "prefill": AttentionCase(rows=((37, 0),)),
+    "prefill-one-past-a-block": AttentionCase(rows=((17, 0), (33, 0))),
+    "chunk-after-context": AttentionCase(rows=((5, 27), (16, 16))),
+    "mixed": AttentionCase(rows=MIXED),
+    "mixed-padded": AttentionCase(rows=MIXED, num_padding=3),
+    "decodes-padded": AttentionCase(rows=((1, 3), (1, 20)), num_padding=2),
+    "multi-head": AttentionCase(rows=MIXED, num_kv_heads=4),
+    "multi-query": AttentionCase(rows=MIXED, num_heads=6, num_kv_heads=1),
+    "odd-head-dim": AttentionCase(rows=MIXED, head_dim=24),
+    "wide-heads": AttentionCase(rows=MIXED, head_dim=128),
+    "blocks-of-one": AttentionCase(rows=MIXED, block_size=1),
+    "blocks-of-seven": AttentionCase(rows=MIXED, block_size=7),
+    "blocks-of-128": AttentionCase(rows=MIXED, block_size=128),
+    "window": AttentionCase(rows=MIXED, sliding_window=9),
+    "window-of-a-block": AttentionCase(rows=MIXED, sliding_window=16, num_padding=1),
+    "window-of-one": AttentionCase(rows=MIXED, sliding_window=1),
+    "window-longer-than-all": AttentionCase(rows=MIXED, sliding_window=4096),
+    "soft-cap": AttentionCase(rows=MIXED, soft_cap=2.0),
+    "soft-cap-and-window": AttentionCase(rows=MIXED, soft_cap=2.0, sliding_window=9),
+    "bfloat16": AttentionCase(rows=MIXED, dtype="bfloat16"),
+    "float16": AttentionCase(rows=MIXED, dtype="float16", sliding_window=9),
+}
+
+
+class AttentionStep:
+    """A case made real: layer, cache, metadata, inputs, and the oracle's answer."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], case: AttentionCase, device: str = "cpu", seed: int = 0
+    ) -> None:
+        self.case, self.device = case, torch.device(device)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.lengths = [tokens + before for tokens, before in case.rows]
+        self.num_tokens = sum(tokens for tokens, _ in case.rows)
+        self.layer = _make_layer(backend, case, self.device)
+        self.tables, num_blocks = self._tables()
+        self._bind(backend, num_blocks)
+        shape = (case.num_kv_heads, case.head_dim)
+        self.keys = [self._random(length, *shape) for length in self.lengths]
+        self.values = [self._random(length, *shape) for length in self.lengths]
+        self.query = self._random(self.num_tokens + case.num_padding, case.num_heads, case.head_dim)
+        self.common = self._common()
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
+
+    def _tables(self) -> tuple[list[list[int]], int]:
+        """Scattered blocks for every row, from 1 on; where a window has passed, the null block."""
+        size, window = self.case.block_size, self.case.sliding_window
+        counts = [-(-length // size) for length in self.lengths]
+        ids = (torch.randperm(sum(counts), generator=self.generator) + 1).tolist()
+        tables = []
+        for count, (_, before) in zip(counts, self.case.rows, strict=True):
+            table, ids = ids[:count], ids[count:]
+            passed = 0 if window is None else max(before - window + 1, 0) // size
+            tables.append([0] * passed + table[passed:])
+        return tables, sum(counts) + 2
+
+    def _bind(self, backend: type[AttentionBackend], num_blocks: int) -> None:
+        case = self.case
+        spec = FullAttentionSpec(
+            block_size=case.block_size, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, dtype=case.dtype
+        )
+        memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8, device=self.device)
+        k_cache, v_cache = page_views(memory, num_blocks, spec, backend.kv_layout(self.layer.needs))
+        # Nothing that a request has not written may matter: blocks are handed on with what the last one left.
+        k_cache[1:] = float("nan")
+        v_cache[1:] = float("nan")
+        instance = backend(
+            self.layer.needs, self.device, max_num_seqs=64, max_num_tokens=4096, max_model_len=max(self.lengths)
+        )
+        self.layer.bind_cache(instance, 0, k_cache, v_cache)
+        self.backend = instance
+
+    def slots(self, row: int) -> Tensor:
+        """[length] of every position; negative where the table has the null block."""
+        size = self.case.block_size
+        positions = torch.arange(self.lengths[row])
+        blocks = torch.tensor(self.tables[row])[positions // size]
+        return torch.where(blocks > 0, blocks * size + positions % size, -1).to(self.device)
+
+    def write(self, *, only_context: bool = False) -> None:
+        """Put keys and values in place, all or those from before this step."""
+        size = self.case.block_size
+        for row, (_, before) in enumerate(self.case.rows):
+            slots = self.slots(row)[: before if only_context else None]
+            kept = slots >= 0
+            blocks, offsets = slots[kept] // size, slots[kept] % size
+            self.layer.k_cache[blocks, offsets] = self.keys[row][: len(slots)][kept].to(self.layer.k_cache.dtype)
+            self.layer.v_cache[blocks, offsets] = self.values[row][: len(slots)][kept].to(self.layer.v_cache.dtype)
+
+    def _common(self) -> CommonMetadata:
+        case, padding = self.case, self.case.num_padding
+        counts = [tokens for tokens, _ in case.rows] + [0] * padding
+        width = max(map(len, self.tables))
+        tables = [table + [0] * (width - len(table)) for table in self.tables] + [[0] * width] * padding
+        slots = torch.cat([self.slots(row)[before:] for row, (_, before) in enumerate(case.rows)])
+        num_decodes = sum(tokens == 1 for tokens, _ in case.rows)
+        return CommonMetadata(
+            query_start_loc=torch.tensor([0, *counts], device=self.device).cumsum(0).int(),
+            seq_lens=torch.tensor(self.lengths + [0] * padding, dtype=torch.int32, device=self.device),
+            block_table=torch.tensor(tables, dtype=torch.int32, device=self.device),
+            slot_mapping=torch.nn.functional.pad(slots, (0, padding), value=-1),
+            num_reqs=len(counts),
+            num_tokens=self.num_tokens + padding,
+            num_actual_tokens=self.num_tokens,
+            num_decode_rows=num_decodes,
+            num_decode_tokens=num_decodes,
+            max_query_len=max(counts),
+            max_seq_len=max(self.lengths),
+        )
+
+    def run(self) -> Tensor:
+        """Attention of the real tokens, with everything written before."""
+        output = torch.full_like(self.query, float("nan"))
+        metadata = self.backend.build(self.common)
+        return self.backend.forward(self.layer, self.query, metadata, output)[: self.num_tokens]
+
+    def expected(self) -> Tensor:
+        """The oracle: float64, one token and head at a time."""
+        case, results, token = self.case, [], 0
+        group = case.num_heads // case.num_kv_heads
+        for row, (tokens, before) in enumerate(case.rows):
+            keys, values = self.keys[row].double().cpu(), self.values[row].double().cpu()
+            for position in range(before, before + tokens):
+                first = 0 if case.sliding_window is None else max(position - case.sliding_window + 1, 0)
+                query = self.query[token].double().cpu()
+                for head in range(case.num_heads):
+                    seen = keys[first : position + 1, head // group]
+                    scores = seen @ query[head] * self.layer.scale
+                    if case.soft_cap is not None:
+                        scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+                    results.append(scores.softmax(0) @ values[first : position + 1, head // group])
+                token += 1
+        return torch.stack(results).view(self.num_tokens, case.num_heads, case.head_dim)
+
+
+def _make_layer(backend: type[AttentionBackend], case: AttentionCase, device: torch.device) -> AttentionLayer:
+    entry = BackendEntry(name=backend.name, load=f"{backend.__module__}:{backend.__qualname__}", priority=50)
+    build = make_test_build(
+        {},
+        plugins_of(),
+        dtype=getattr(torch, case.dtype),
+        attention=AttentionSelector([entry]),
+        block_size=case.block_size,
+    )
+    build.device = device
+    return AttentionLayer(
+        case.num_heads, case.num_kv_heads, case.head_dim, config=build, prefix="layer", rope=None,
+        sliding_window=case.sliding_window, soft_cap=case.soft_cap,
+    )  # fmt: skip
+
+
+class AttentionBackendConformance:
+    """The suite. Set `backend`; a backend for a device sets `device` too."""
+
+    backend: ClassVar[type[AttentionBackend]]
+    device: ClassVar[str] = "cpu"
+
+    def make_step(self, case: AttentionCase, seed: int = 0) -> AttentionStep:
+        entry = BackendEntry(name=self.backend.name, load=f"{self.backend.__module__}:{self.backend.__qualname__}")
+        (verdict,) = judge_backends([entry], case.needs())
+        if not verdict.fits:
+            pytest.skip(f"{verdict.name} refuses: {', '.join(verdict.reasons)}")
+        return AttentionStep(self.backend, case, self.device, seed)
+
+    def assert_close(self, got: Tensor, want: Tensor, case: AttentionCase) -> None:
+        tolerance = TOLERANCES[case.dtype]
+        torch.testing.assert_close(got.double().cpu(), want.double().cpu(), atol=tolerance, rtol=tolerance)
+
+    @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+    def test_forward_equals_the_oracle(self, case: AttentionCase) -> None:
+        step = self.make_step(case)
+        step.write()
+        self.assert_close(step.run(), step.expected(), case)
+
+    @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "blocks-of-seven", "window", "bfloat16", "multi-query"])
+    def test_forward_qkv_writes_all_rows_then_attends(self, name: str) -> None:
+        case = CASES[name]
+        step = self.make_step(case)
+        step.write(only_context=True)
+        new = [(k[before:], v[before:]) for k, v, (_, before) in zip(step.keys, step.values, case.rows, strict=True)]
+        padding = torch.full((case.num_padding, *step.keys[0].shape[1:]), float("nan"), device=step.device).to(
+            step.dtype
+        )
+        keys, values = torch.cat([k for k, _ in new] + [padding]), torch.cat([v for _, v in new] + [padding])
+        qkv = torch.cat([step.query.flatten(1), keys.flatten(1), values.flatten(1)], dim=1)
+        positions = torch.zeros(qkv.shape[0], dtype=torch.int64, device=step.device)
+        metadata = step.backend.build(step.common)
+        assert torch.equal(step.backend.slot_mapping(metadata), step.common.slot_mapping)
+        output = step.backend.forward_qkv(step.layer, qkv, positions, metadata, torch.zeros_like(step.query))
+        got_k, got_v = step.layer.k_cache.clone(), step.layer.v_cache.clone()
+        self.assert_close(output[: step.num_tokens], step.expected(), case)
+        step.write()
+        assert torch.equal(got_k.nan_to_num(9.0), step.layer.k_cache.nan_to_num(9.0)), "keys written elsewhere, or not"
+        assert torch.equal(got_v.nan_to_num(9.0), step.layer.v_cache.nan_to_num(9.0)), (
+            "values written elsewhere, or not"
+        )
+
+    @pytest.mark.parametrize("window", [None, 9])
+    def test_a_row_alone_gives_what_it_gives_in_a_batch(self, window: int | None) -> None:
+        case = replace(CASES["mixed"], sliding_window=window)
+        batch = self.make_step(case)
+        batch.write()
+        together = batch.run()
+        token = 0
+        for row, (tokens, before) in enumerate(case.rows):
+            alone = self.make_step(replace(case, rows=((tokens, before),)))
+            alone.keys, alone.values = [batch.keys[row]], [batch.values[row]]
+            alone.query = batch.query[token : token + tokens]
+            alone.write()
+            self.assert_close(alone.run(), together[token : token + tokens], case)
+            token += tokens
+
+    def test_a_table_wider_than_the_step_is_no_matter(self) -> None:
+        step = self.make_step(CASES["mixed"])
+        step.write()
+        want = step.run()
+        step.common.block_table = torch.nn.functional.pad(step.common.block_table, (0, 50))
+        self.assert_close(step.run(), want, step.case)
+
+    @pytest.mark.parametrize(
+        "need", [{"has_sinks": True}, {"is_mla": True}, {"attention_type": "cross"}, {"has_alibi": True}], ids=str
+    )
+    def test_needs_it_has_not_read_about_are_refused(self, need: dict[str, Any]) -> None:
+        (name,) = need
+        if name in self.backend.handles:
+            pytest.skip(f"{self.backend.name} handles {name}")
+        entry = BackendEntry(name=self.backend.name, load=f"{self.backend.__module__}:{self.backend.__qualname__}")
+        (verdict,) = judge_backends([entry], replace(AttentionCase(rows=((1, 0),)).needs(), **need))
+        assert not verdict.fits and name in verdict.reasons[0]
+
+    def test_it_has_a_name_and_says_what_it_can_capture(self) -> None:
+        assert self.backend.name and self.backend.graph_support in (0, 1, 2, 3)

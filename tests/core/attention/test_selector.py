@@ -1,0 +1,161 @@
+"""Which attention backend wins, and what is said when none does."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from pelton.attention.interface import OPTIONAL_NEEDS, AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.selector import AttentionSelector, judge_backends, select_backend
+from pelton.config import AttentionConfig, EngineConfig
+from pelton.entries import BackendEntry
+from pelton.errors import ConfigError
+
+NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="bfloat16")
+MODULE = "test_selector_backends"
+
+
+@pytest.fixture(autouse=True)
+def backends_module(monkeypatch):
+    """A module for entries to load from."""
+    monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
+
+
+def entry(name, priority, refuses=(), *, handles=(), graph=GraphSupport.NEVER, **fields):
+    """A backend that refuses when one of `refuses` is not None of the needs: here, always with that reason."""
+
+    class Backend(AttentionBackend):
+        @classmethod
+        def unsupported(cls, needs, capability=None):
+            return list(refuses)
+
+        def build(self, common, key=None):
+            return common
+
+        def forward(self, layer, query, metadata, output):
+            return output
+
+        def slot_mapping(self, metadata):
+            return metadata.slot_mapping
+
+    Backend.name, Backend.handles, Backend.graph_support = name, frozenset(handles), graph
+    setattr(sys.modules[MODULE], name, Backend)
+    return BackendEntry(name=name, load=f"{MODULE}:{name}", priority=priority, **fields)
+
+
+@pytest.mark.parametrize(
+    "make, winner",
+    [
+        pytest.param(lambda: [entry("slow", 10), entry("fast", 90)], "fast", id="higher-priority-wins"),
+        pytest.param(
+            lambda: [entry("fast", 90, ["head_dim 64"]), entry("slow", 10)], "slow", id="refusal-falls-through"
+        ),
+        pytest.param(lambda: [entry("b", 50), entry("a", 50)], "a", id="tie-goes-by-name"),
+    ],
+)
+def test_selects_backend(make, winner):
+    entries = make()
+    assert select_backend(entries, NEEDS).name == winner
+    assert select_backend(reversed(entries), NEEDS).name == winner  # install order is irrelevant
+
+
+def test_priority_may_depend_on_the_devices_capability():
+    entries = [
+        entry("flash_attn", 100),
+        entry("flashinfer", 90, priority_by_capability={10: 110}),
+        entry("triton", 50),
+        entry("flex", 40),
+    ]
+    order = lambda capability: [v.name for v in judge_backends(entries, NEEDS, capability)]  # noqa: E731
+    assert order((9, 0)) == ["flash_attn", "flashinfer", "triton", "flex"] == order((8, 6)) == order(None)
+    assert order((10, 0)) == ["flashinfer", "flash_attn", "triton", "flex"]
+    assert select_backend(entries, NEEDS, capability=(10, 0)).name == "flashinfer"
+
+
+def test_a_named_backend_wins_over_every_priority():
+    selection = select_backend([entry("fast", 90), entry("slow", 10)], NEEDS, named="slow")
+    assert (selection.name, selection.reason) == ("slow", "named in the settings")
+
+
+def test_a_named_backend_that_refuses_stops_with_its_reasons():
+    entries = [entry("flash", 90, ["needs sm80", "dtype bfloat16"]), entry("slow", 10)]
+    with pytest.raises(ConfigError, match="'flash' cannot serve this model: needs sm80, dtype bfloat16"):
+        select_backend(entries, NEEDS, named="flash")
+
+
+def test_an_unknown_name_lists_what_there_is():
+    with pytest.raises(ConfigError, match=r"attention_backend is 'flush'; for this device there is fast, slow\."):
+        select_backend([entry("slow", 10), entry("fast", 90)], NEEDS, named="flush")
+
+
+def test_no_fit_lists_every_backend_with_its_reasons():
+    entries = [entry("flash", 90, ["needs sm80"]), entry("sdpa", 10, ["dtype int4", "head_dim 7"])]
+    with pytest.raises(ConfigError) as error:
+        select_backend(entries, NEEDS)
+    assert "flash (priority 90): needs sm80; sdpa (priority 10): dtype int4, head_dim 7" in str(error.value)
+    assert "head_dim=64" in str(error.value)
+    with pytest.raises(ConfigError, match="none is offered for this device"):
+        select_backend([], NEEDS)
+
+
+NON_DEFAULT = {
+    "sliding_window": 128, "logit_soft_cap": 30.0, "has_sinks": True, "has_alibi": True, "attention_type": "encoder",
+    "is_mla": True, "is_sparse": True, "has_mm_prefix": True, "decode_context_parallel": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONAL_NEEDS))
+def test_a_need_that_a_backend_has_not_read_about_is_refused(name):
+    needs = replace(NEEDS, **{name: NON_DEFAULT[name]})
+    old, new = entry("old", 90), entry("new", 10, handles=[name])
+    assert select_backend([old, new], NEEDS).name == "old"
+    selection = select_backend([old, new], needs)
+    assert selection.name == "new"
+    assert selection.verdicts[0].reasons == (f"does not handle {name}={NON_DEFAULT[name]}",)
+
+
+def test_every_optional_need_is_a_field_with_a_default():
+    fields = {f for f in AttentionNeeds.__dataclass_fields__ if f not in ("head_dim", "num_heads", "num_kv_heads")}
+    assert OPTIONAL_NEEDS <= fields and NEEDS.optional() == []
+
+
+def test_a_backend_that_cannot_be_imported_is_a_reason_not_a_stop():
+    broken = BackendEntry(name="broken", load="no_such_module_here:Backend", priority=90)
+    selection = select_backend([broken, entry("slow", 10)], NEEDS)
+    assert selection.name == "slow" and "No module named 'no_such_module_here'" in selection.reason
+    with pytest.raises(ConfigError, match="'broken' cannot serve this model: .*no_such_module_here"):
+        select_backend([broken], NEEDS, named="broken")
+
+
+def test_the_reason_says_who_was_passed_over():
+    selection = select_backend([entry("flash", 90, ["needs sm80"]), entry("sdpa", 10)], NEEDS)
+    assert selection.reason == "priority 10, the first that fits, after flash (priority 90): needs sm80"
+
+
+def test_a_models_graph_support_is_the_least_of_its_backends():
+    selector = AttentionSelector(
+        [
+            entry("fast", 90, graph=GraphSupport.ALWAYS),
+            entry("windows", 50, handles=["sliding_window"], graph=GraphSupport.UNIFORM_BATCH),
+        ]
+    )
+    assert selector.graph_support() is GraphSupport.ALWAYS
+    selector.select(NEEDS)
+    assert selector.graph_support() is GraphSupport.ALWAYS
+    selector.select(replace(NEEDS, sliding_window=8))
+    selector.select(NEEDS)
+    assert selector.graph_support() is GraphSupport.UNIFORM_BATCH
+    assert [s.name for s in selector.selections()] == ["fast", "windows"]
+
+
+@pytest.mark.parametrize(
+    "spelling, name",
+    [
+        ("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer"), ("TRITON_ATTN", "triton"),
+        ("FLEX_ATTENTION", "flex"), ("CPU_ATTN", "sdpa"), ("TORCH_SDPA", "sdpa"), ("sdpa", "sdpa"),
+    ],
+)  # fmt: skip
+def test_vllms_spellings_name_our_backends(spelling, name):
+    assert AttentionConfig(backend=spelling).backend == name
+    assert EngineConfig.from_flat(attention_backend=spelling).attention.backend == name
