@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from pelton.outputs import CompletionOutput
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.server.exchange import DONE, Exchange
 from pelton_plugins.server.generation import (
-    LONG_TEXT_CHARS,
     Counts,
     Frames,
     Prompt,
@@ -24,6 +22,7 @@ from pelton_plugins.server.generation import (
     check_length,
     generate,
     max_model_len,
+    off_loop,
     tokenize,
     truncate,
 )
@@ -118,11 +117,11 @@ async def render(llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeR
     }
     if request.chat_template is not None:
         options["chat_template"] = request.chat_template
+    if isinstance(request, ChatCompletionRequest) and request.documents:
+        options["documents"] = request.documents
     messages: Sequence[Mapping[str, Any]] = plain_messages(request.messages or ())
-    if sum(len(message["content"]) for message in messages) > LONG_TEXT_CHARS:
-        text = await asyncio.to_thread(lambda: llm.render_chat(messages, **options))
-    else:
-        text = llm.render_chat(messages, **options)
+    size = sum(len(message["content"]) for message in messages)
+    text = await off_loop(size, lambda: str(llm.render_chat(messages, **options)))
     ids = await tokenize(llm, text, add_special_tokens=bool(request.add_special_tokens))
     if not ids:
         raise RequestError("The messages render to an empty prompt.", param="messages")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LONG_TEXT_CHARS = 20_000  # tokenizing more than this would hold up the event loop for milliseconds
 
+T = TypeVar("T")
+
 Ready = list[tuple[int, RequestOutput]]
 """Outputs that are ready together, each with the index of its prompt."""
 
@@ -32,14 +34,17 @@ class Prompt:
     text: str | None = None
 
 
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run `work` here when `size` (characters or tokens) is small, else on a thread."""
+    return work() if size <= LONG_TEXT_CHARS else await asyncio.to_thread(work)
+
+
 async def tokenize(llm: AsyncLLM | Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """Off the event loop where the text is long."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise RequestError("The server runs without a tokenizer; send token ids.", param="prompt")
-    if len(text) <= LONG_TEXT_CHARS:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    return list(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens))
+    return await off_loop(len(text), lambda: list(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
 
 
 def truncate(request: GenerateRequest, prompt: Prompt, max_model_len: int, max_tokens: int | None) -> Prompt:

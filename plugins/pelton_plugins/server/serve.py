@@ -13,13 +13,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import uvicorn
 
 from pelton.config import EngineConfig
 from pelton.config.flags import parse_flags
+from pelton.engine.start_table import start_table
 from pelton.errors import ConfigError, EngineDeadError, PeltonError
 from pelton.logging import get_logger, setup
 from pelton.plugins import Plugins, load_plugins
@@ -29,6 +30,8 @@ from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.state import ServerState
 
 logger = get_logger(__name__)
+
+HELP = "Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /metrics, ..."
 
 
 class _Uvicorn(uvicorn.Server):
@@ -42,12 +45,15 @@ class _Uvicorn(uvicorn.Server):
 class Server:
     """One engine behind one socket, from the bind to the last answer."""
 
-    def __init__(self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins) -> None:
+    def __init__(
+        self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
+    ) -> None:
         config.check_exposure()
         names = engine_config.model.served_model_name or [engine_config.model.model]
         self.config = config
         self.engine_config = engine_config
         self.plugins = plugins
+        self.explicit = explicit
         self.state = ServerState(config=config, model_names=names)
         self._uvicorn: _Uvicorn | None = None
         self._num_signals = 0
@@ -92,18 +98,18 @@ class Server:
                 loop.remove_signal_handler(number)
             if self._deadline is not None:
                 self._deadline.cancel()
-            await self._stop_engine()
-        return await self._exit_code()
+            self._stop_engine()
+        return self._exit_code()
 
     async def _load(self) -> None:
         from pelton.sdk.async_llm import AsyncLLM
 
         started = time.perf_counter()
-        llm = await asyncio.to_thread(AsyncLLM, self.engine_config, plugins=self.plugins)
+        llm = await asyncio.to_thread(AsyncLLM, self.engine_config, plugins=self.plugins, explicit=self.explicit)
         try:
             await llm.start()
         except BaseException:
-            await _shutdown(llm)
+            _shutdown(llm)
             raise
         gc.collect()
         gc.freeze()  # what the start made lives on; the collector need not look at it again
@@ -117,15 +123,16 @@ class Server:
             assert self._uvicorn is not None
             self._uvicorn.should_exit = True
 
-    async def _stop_engine(self) -> None:
+    def _stop_engine(self) -> None:
         assert self._loading is not None
-        self._loading.cancel()
-        with contextlib.suppress(BaseException):
-            await asyncio.wait_for(asyncio.shield(asyncio.gather(self._loading, return_exceptions=True)), 10)
+        if not self._loading.done():
+            # A thread is in the middle of the start and cannot be interrupted; the engine process ends when we do.
+            print("Stopped while loading.", file=sys.stderr, flush=True)
+            os._exit(0)
         if self.state.llm is not None:
-            await _shutdown(self.state.llm)
+            _shutdown(self.state.llm)
 
-    async def _exit_code(self) -> int:
+    def _exit_code(self) -> int:
         assert self._loading is not None
         if self._loading.done() and not self._loading.cancelled():
             error = self._loading.exception()
@@ -153,10 +160,7 @@ class Server:
         self.state.end_all(UnavailableError("The server shut down before the request finished."))
 
     def _announce(self, llm: Any, seconds: float) -> None:
-        with contextlib.suppress(ImportError):
-            from pelton.engine.start_table import start_table
-
-            print(start_table(llm), file=sys.stderr, flush=True)
+        print(start_table(llm.info, llm.model), file=sys.stderr, flush=True)
         print(f"Pelton serves {self.state.model_name} at {self.url} (ready in {seconds:.1f} s). Try:\n\n{self._curl()}\n",
               file=sys.stderr, flush=True)  # fmt: skip
 
@@ -169,12 +173,10 @@ class Server:
         return f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 
 
-async def _shutdown(llm: Any) -> None:
+def _shutdown(llm: Any) -> None:
     """AsyncLLM's own shutdown; an engine that is dead already is no news here."""
     with contextlib.suppress(EngineDeadError):
-        result = llm.shutdown()
-        if asyncio.iscoroutine(result):
-            await result
+        llm.shutdown()
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -195,11 +197,17 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def run_server(config: ServerConfig, engine_config: EngineConfig, plugins: Plugins | None = None) -> int:
-    """Serve until a signal, on uvloop."""
+def run_server(
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    plugins: Plugins | None = None,
+    *,
+    explicit: Collection[str] = (),
+) -> int:
+    """Serve until a signal, on uvloop. explicit: flat names of the settings that the user gave."""
     import uvloop
 
-    server = Server(config, engine_config, plugins or load_plugins())
+    server = Server(config, engine_config, plugins or load_plugins(), explicit)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(server.run())
 
@@ -207,9 +215,9 @@ def run_server(config: ServerConfig, engine_config: EngineConfig, plugins: Plugi
 def run(argv: list[str]) -> int:
     """The `serve` command."""
     try:
-        parsed = parse_flags(argv, [ServerConfig], positional="model", program="pelton serve", doc=__doc__ or "")
+        parsed = parse_flags(argv, [ServerConfig], positional="model", program="pelton serve", doc=HELP)
         setup(parsed.config.observability.log_level)
-        return run_server(parsed.structs["ServerConfig"], parsed.config)
+        return run_server(parsed.structs["ServerConfig"], parsed.config, explicit=parsed.explicit)
     except PeltonError as error:
         print(f"pelton serve: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -6,6 +6,8 @@ import logging
 import random
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from pelton.config import EngineConfig
 from pelton.entries import StatLoggerEntry
 from pelton.metrics.buckets import BucketCounts, one_two_five
@@ -13,7 +15,6 @@ from pelton.metrics.hit_rate import HitRateWindow
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, render_text
 from pelton.metrics.stats import IterationStats, SchedulerStats
-from prometheus_client.parser import text_string_to_metric_families
 
 
 def test_the_1001st_query_drops_the_first():
@@ -60,7 +61,9 @@ def test_buckets_agree_with_counting():
         assert cumulative == sum(value <= float(bound) for value in values)
 
 
-@pytest.mark.parametrize("maximum, bounds", [(1, [1]), (4, [1, 2]), (50, [1, 2, 5, 10, 20, 50]), (99, [1, 2, 5, 10, 20, 50])])
+@pytest.mark.parametrize(
+    "maximum, bounds", [(1, [1]), (4, [1, 2]), (50, [1, 2, 5, 10, 20, 50]), (99, [1, 2, 5, 10, 20, 50])]
+)
 def test_one_two_five(maximum, bounds):
     assert one_two_five(maximum) == bounds
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+
 from pelton.entries import Entry
 from pelton.errors import EngineDeadError, NotSupportedError, RequestError
 from pelton.metrics.snapshot import Gauge, Metric
@@ -126,7 +127,10 @@ class FakeAsyncLLM:
         """The chosen token has rank 2; id 1 ("a") and so on are the others."""
         found = {token: Logprob(-1.5, 2, VOCAB[token])}
         for rank, other in enumerate(range(1, count + 1), 1):
-            found.setdefault(other, Logprob(-float(rank), rank, VOCAB[other]) if rank != 3 else Logprob(float("-inf"), 3, VOCAB[other]))
+            found.setdefault(
+                other,
+                Logprob(-float(rank), rank, VOCAB[other]) if rank != 3 else Logprob(float("-inf"), 3, VOCAB[other]),
+            )
         return found
 
     async def check_health(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from litestar import get
+
 from pelton.errors import ConfigError
 from pelton_plugins.server.config import ServerConfig, is_loopback
-
 from pelton_plugins.server.plugin import pelton_http_routes
 
 PATHS = ["/v1/models", "/version", "/metrics", "/load", "/openapi.json", "/nowhere", "/v1/nowhere", "/docs", "/extra"]
@@ -38,7 +38,9 @@ def locked(start):
     return start(plugins=WithExtra(), api_key=["first-key", "second-key"])
 
 
-@pytest.mark.parametrize("method, path", [*(("GET", p) for p in PATHS), *(("POST", p) for p in POSTS), ("OPTIONS", "/v1/models")])
+@pytest.mark.parametrize(
+    "method, path", [*(("GET", p) for p in PATHS), *(("POST", p) for p in POSTS), ("OPTIONS", "/v1/models")]
+)
 def test_no_route_opens_without_a_key(locked, method, path):
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"}, {"Authorization": "Basic first-key"},
                     {"Authorization": "Bearer"}, {"Authorization": "Bearer first-key second-key"}):  # fmt: skip

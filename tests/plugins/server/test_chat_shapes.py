@@ -70,9 +70,7 @@ def test_stream_of_two_choices_has_the_exact_chunk_order(shared):
     finally:
         shared.llm.answer = "Hello, world."
     chunks = chunks_of(reply)
-    assert {(c["id"], c["object"], c["model"]) for c in chunks} == {
-        (chunks[0]["id"], "chat.completion.chunk", "fake")
-    }
+    assert {(c["id"], c["object"], c["model"]) for c in chunks} == {(chunks[0]["id"], "chat.completion.chunk", "fake")}
     assert chunks[0]["id"].startswith("chatcmpl-")
     assert [c["choices"] for c in chunks] == [
         [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}],
@@ -96,9 +94,7 @@ def test_stream_of_two_choices_has_the_exact_chunk_order(shared):
 
 def test_continuous_usage_has_running_totals_in_every_chunk(shared):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    reply = shared.post(
-        "/v1/chat/completions", {**HI, "stream": True, "max_tokens": 3, "stream_options": options}
-    )
+    reply = shared.post("/v1/chat/completions", {**HI, "stream": True, "max_tokens": 3, "stream_options": options})
     totals = [chunk["usage"]["completion_tokens"] for chunk in chunks_of(reply)]
     assert totals == [1, 1, 2, 3, 3]
 
@@ -127,12 +123,18 @@ def test_logprobs_list_the_likeliest_and_are_finite(shared, stream):
     body = {**HI, "max_tokens": 2, "logprobs": True, "top_logprobs": 3, "stream": stream}
     reply = shared.post("/v1/chat/completions", body)
     if stream:
-        rows = [r for c in chunks_of(reply) if c["choices"][0]["logprobs"] for r in c["choices"][0]["logprobs"]["content"]]
+        rows = [
+            r for c in chunks_of(reply) if c["choices"][0]["logprobs"] for r in c["choices"][0]["logprobs"]["content"]
+        ]
     else:
         rows = reply.json()["choices"][0]["logprobs"]["content"]
     assert [row["token"] for row in rows] == ["H", "e"]
     assert rows[0]["logprob"] == -1.5 and rows[0]["bytes"] == [ord("H")]
-    assert [(top["token"], top["logprob"]) for top in rows[0]["top_logprobs"]] == [("a", -1.0), ("H", -1.5), ("b", -2.0)]
+    assert [(top["token"], top["logprob"]) for top in rows[0]["top_logprobs"]] == [
+        ("a", -1.0),
+        ("H", -1.5),
+        ("b", -2.0),
+    ]
 
 
 def test_minus_infinity_becomes_a_number(shared):
@@ -168,7 +170,9 @@ def test_echo_sends_the_text_that_is_continued(shared):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "So"}]
     body = {"messages": messages, "echo": True, "continue_final_message": True, "max_tokens": 1}
     assert shared.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == "SoH"
-    contents = [c["choices"][0]["delta"] for c in chunks_of(shared.post("/v1/chat/completions", {**body, "stream": True}))]
+    contents = [
+        c["choices"][0]["delta"] for c in chunks_of(shared.post("/v1/chat/completions", {**body, "stream": True}))
+    ]
     assert contents == [{"role": "assistant", "content": ""}, {"content": "So"}, {"content": "H"}]
     assert shared.llm.requests[-1][0]["prompt"] == "<user>q\n<assistant>So\n"
 

@@ -13,8 +13,6 @@ def chunks_of(response):
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
-
-
 def test_whole_answer_has_openai_shape_with_nulls(shared):
     reply = shared.post("/v1/completions", {"prompt": "abc", "model": "alias"}, headers={"X-Request-Id": "r1"})
     body = reply.json()

@@ -7,6 +7,7 @@ import re
 
 import msgspec
 import pytest
+
 from pelton import limits
 from pelton.errors import EngineDeadError, EngineError, QueueFullError
 from pelton_plugins.server.body import decode
@@ -33,6 +34,7 @@ def next_request_works(shared):
     assert shared.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 1}).status_code == 200
 
 
+MUCH_TOO_LONG = "maximum context length is 256 tokens. However, your prompt contains 256 tokens"
 BAD_COMPLETIONS = {
     "unknown-model": ({"model": "x"}, 404, "NotFoundError", "model", "The model `x` does not exist. Valid aliases: `fake`, `alias`."),
     "temperature-negative": ({"temperature": -1}, 400, "BadRequestError", "temperature", "(parameter=temperature, value=-1.0)"),
@@ -86,7 +88,7 @@ BAD_COMPLETIONS = {
     "mixed-prompts": ({"prompt": ["a", 1]}, 400, "BadRequestError", "prompt", "mixes"),
     "negative-id": ({"prompt": [1, -1]}, 400, "BadRequestError", "input_tokens", ""),
     "huge-id": ({"prompt": [10**30]}, 400, "BadRequestError", "input_tokens", ""),
-    "prompt-too-long": ({"prompt": "a" * 256}, 400, "BadRequestError", "input_text", "maximum context length is 256 tokens. However, your prompt contains 256 tokens"),
+    "prompt-too-long": ({"prompt": "a" * 256}, 400, "BadRequestError", "input_text", MUCH_TOO_LONG),
     "ids-too-long": ({"prompt": [1] * 300}, 400, "BadRequestError", "input_tokens", "300 tokens"),
     "prompt-and-answer-too-long": ({"prompt": "a" * 250, "max_tokens": 7}, 400, "BadRequestError", "input_text", "7 more"),
     "many-prompts": ({"prompt": ["a"] * 2049}, 400, "BadRequestError", "prompt", "2048"),
@@ -106,6 +108,7 @@ def test_bad_completions(shared, fields, status, kind, param, text):
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]
 BAD_CHATS = {
     "no-messages": ({"messages": []}, 400, "messages"),
     "many-messages": ({"messages": HI * 4097}, 400, "messages"),
@@ -115,7 +118,7 @@ BAD_CHATS = {
     "content-type": ({"messages": [{"role": "user", "content": 3}]}, 400, "body.messages[0].content"),
     "content-missing": ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
     "text-missing": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 501, "messages[0].content"),
+    "image": ({"messages": IMAGE}, 501, "messages[0].content"),
     "top-logprobs": ({"top_logprobs": 2}, 400, "top_logprobs"),
     "top-logprobs-low": ({"logprobs": True, "top_logprobs": -3}, 400, "top_logprobs"),
     "tools-empty": ({"tools": []}, 400, "tools"),
@@ -196,9 +199,7 @@ def test_content_type_may_name_a_charset(shared):
 
 
 def test_ten_megabytes_are_refused_before_parsing(shared):
-    reply = shared.client.post(
-        COMPLETIONS, content=b"x" * (10 * 2**20), headers={"Content-Type": "application/json"}
-    )
+    reply = shared.client.post(COMPLETIONS, content=b"x" * (10 * 2**20), headers={"Content-Type": "application/json"})
     check(reply, 413, "RequestTooLargeError", text=str(limits.MAX_BODY_BYTES))
     next_request_works(shared)
 
@@ -215,7 +216,7 @@ def test_a_long_body_without_a_length_is_refused_too(shared):
 
 def test_at_most_ten_mistakes_are_listed_each_cut_short():
     names = [name for name in CompletionRequest.__struct_fields__ if name not in ("prompt", "prompt_embeds")]
-    body = msgspec.json.encode(dict.fromkeys(names, [["x" * 1000]]))
+    body = msgspec.json.encode({name: [["x" * 1000]] for name in names})
     with pytest.raises(ValueError) as found:
         decode(body, CompletionRequest)
     message = str(found.value)

@@ -7,6 +7,7 @@ import socket
 import time
 
 import pytest
+
 from pelton.errors import DeadlineExceededError
 from pelton_plugins.server.errors import UnavailableError
 

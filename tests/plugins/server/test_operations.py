@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pelton
 import pytest
-from pelton.errors import EngineDeadError
 from prometheus_client.parser import text_string_to_metric_families
+
+import pelton
+from pelton.errors import EngineDeadError
 
 
 def test_models(shared):
@@ -47,7 +48,11 @@ def test_health_names_the_reason_and_comes_back(start):
 def test_while_the_model_loads_everything_says_so(start):
     server = start()
     server.state.llm, server.state.phase = None, "loading weights"
-    for reply in (server.client.get("/health"), server.client.get("/v1/models"), server.post("/v1/completions", {"prompt": "a"})):
+    for reply in (
+        server.client.get("/health"),
+        server.client.get("/v1/models"),
+        server.post("/v1/completions", {"prompt": "a"}),
+    ):
         assert reply.status_code == 503
         assert "loading weights" in reply.json()["error"]["message"]
     assert server.client.get("/metrics").status_code == 200

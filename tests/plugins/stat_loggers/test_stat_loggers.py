@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from pelton.config import EngineConfig
 from pelton.engine.client import EngineInfo
 from pelton.errors import ConfigError
@@ -16,7 +18,6 @@ from pelton.plugins import load_plugins
 from pelton_plugins.stat_loggers import families as table
 from pelton_plugins.stat_loggers.log_line import LogLineLogger
 from pelton_plugins.stat_loggers.prometheus import PrometheusLogger
-from prometheus_client.parser import text_string_to_metric_families
 
 GOLDEN = Path(__file__).parent / "golden_ttft.txt"
 CONFIG = EngineConfig.from_flat(model="meta-llama/Llama-3.1-8B-Instruct", max_model_len=100)
@@ -58,7 +59,7 @@ def _blank(name):
     import msgspec
 
     kind = {field.name: field.type for field in msgspec.structs.fields(DeviceReport)}[name]
-    return {str: "cpu", int: 0, float: 0.0, bool: False}.get(kind, None) if kind in (str, int, float, bool) else kind()
+    return {str: "cpu", int: 0, float: 0.0, bool: False}.get(kind) if kind in (str, int, float, bool) else kind()
 
 
 def families_of(logger):

@@ -11,7 +11,7 @@ from litestar.types import ASGIApp
 from pelton.errors import NotSupportedError, RequestError
 from pelton_plugins.server.chat import render
 from pelton_plugins.server.exchange import Exchange
-from pelton_plugins.server.generation import max_model_len, tokenize
+from pelton_plugins.server.generation import max_model_len, off_loop, tokenize
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.params import check_template
 from pelton_plugins.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -52,7 +52,9 @@ async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
     tokenizer = llm.tokenizer
     strings = None
     if request.return_token_strs and tokenizer is not None:
-        strings = [tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
+        strings = await off_loop(
+            len(ids), lambda: [tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
+        )
     response = TokenizeResponse(count=len(ids), max_model_len=max_model_len(llm), tokens=ids, token_strs=strings)
     await exchange.answer(msgspec.json.encode(response))
 
@@ -60,11 +62,12 @@ async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
 async def _detokenize(exchange: Exchange, request: DetokenizeRequest) -> None:
     llm = exchange.state.engine()
     exchange.state.check_model(request.model)
-    if llm.tokenizer is None:
+    tokenizer: Any = llm.tokenizer
+    if tokenizer is None:
         raise NotSupportedError("The server runs without a tokenizer.")
     vocab_size = llm.model.vocab_size
-    for token_id in request.tokens:
+    for token_id in (min(request.tokens, default=0), max(request.tokens, default=0)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"token ids go from 0 to {vocab_size - 1}", param="tokens", value=token_id)
-    text = llm.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    text = await off_loop(len(request.tokens), lambda: str(tokenizer.decode(request.tokens, skip_special_tokens=False)))
     await exchange.answer(msgspec.json.encode(DetokenizeResponse(prompt=text)))

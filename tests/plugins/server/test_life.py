@@ -1,0 +1,251 @@
+"""The server process from its first line to its exit code, over a fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+CODE = """
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("fake_engine", {conftest!r})
+fake = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fake)
+
+class Engine(fake.FakeAsyncLLM):
+    def __init__(self, config, *, plugins=None, explicit=()):
+        super().__init__()
+        self.step_s = 0.02
+        time.sleep({load_s})
+        {fails}
+
+    async def start(self):
+        pass
+
+    def shutdown(self):
+        print("engine shut down", file=sys.stderr, flush=True)
+
+import pelton.sdk.async_llm
+pelton.sdk.async_llm.AsyncLLM = Engine
+from pelton_plugins.server import serve
+serve.start_table = lambda info, model: "  model  fake"
+serve.load_plugins = lambda: fake.RoutesOnly()
+sys.exit(serve.run(sys.argv[1:]))
+"""
+
+
+class Process:
+    def __init__(
+        self, *flags: str, load_s: float = 0.0, fails: str = "", environ: dict[str, str] | None = None
+    ) -> None:
+        code = CODE.format(conftest=str(Path(__file__).parent / "conftest.py"), load_s=load_s, fails=fails or "pass")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environ or {})},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, pattern: str, seconds: float = 20) -> re.Match[str]:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := re.search(pattern, self.text):
+                return found
+            if self.process.poll() is not None:
+                self._reader.join(2)
+                if found := re.search(pattern, self.text):
+                    return found
+                break
+            time.sleep(0.01)
+        raise AssertionError(f"no {pattern!r} in:\n{self.text}")
+
+    def wait_ready(self) -> str:
+        return self.wait_for(r"serves \S+ at (http\S+) ")[1]
+
+    def wait_end(self, seconds: float = 15) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+
+@pytest.fixture
+def launch() -> Iterator[type[Process]]:
+    started: list[Process] = []
+
+    def start(*flags: str, **more: object) -> Process:
+        started.append(Process(*flags, **more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def long_request(url: str, max_tokens: int) -> tuple[threading.Thread, list[httpx.Response]]:
+    replies: list[httpx.Response] = []
+    body = {"prompt": "ab", "max_tokens": max_tokens, "ignore_eos": True}
+    thread = threading.Thread(
+        target=lambda: replies.append(httpx.post(url + "/v1/completions", json=body, timeout=30)), daemon=True
+    )
+    thread.start()
+    for _ in range(300):
+        if httpx.get(url + "/load").json()["server_load"]:
+            break
+        time.sleep(0.01)
+    return thread, replies
+
+
+def test_start_prints_table_and_a_curl_line_that_works(launch):
+    server = launch("tiny", "--port", "0", "--served-model-name", "shown")
+    url = server.wait_ready()
+    server.wait_for(r"-d '.*'")
+    assert "model  fake" in server.text
+    command = re.search(r"^  (curl .*)$", server.text, re.MULTILINE)[1]
+    out = subprocess.run(["bash", "-c", command + " -s"], capture_output=True, text=True, check=True, timeout=20).stdout
+    assert json.loads(out)["choices"][0]["message"]["content"] == "Hello, world."
+    assert [card["id"] for card in httpx.get(url + "/v1/models").json()["data"]] == ["shown"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_running_requests_finish_then_the_exit_code_is_0(launch, number):
+    server = launch("--port", "0")
+    url = server.wait_ready()
+    thread, replies = long_request(url, 40)
+    server.process.send_signal(number)
+    time.sleep(0.3)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url + "/health")
+    assert server.wait_end() == 0
+    thread.join(5)
+    assert replies[0].status_code == 200
+    assert replies[0].json()["usage"]["completion_tokens"] == 40
+    assert "engine shut down" in server.text
+    assert "Traceback" not in server.text
+
+
+def test_requests_that_run_at_the_deadline_get_an_error(launch):
+    server = launch("--port", "0", "--graceful-shutdown-s", "0.4")
+    url = server.wait_ready()
+    thread, replies = long_request(url, 200)
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_end() == 0
+    assert time.monotonic() - began < 2.5
+    thread.join(5)
+    assert replies[0].status_code == 503
+    assert "shut down before the request finished" in replies[0].json()["error"]["message"]
+
+
+def test_a_second_signal_ends_it_at_once(launch):
+    server = launch("--port", "0")
+    url = server.wait_ready()
+    long_request(url, 200)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("Shutting down; 1 requests have 30 s")
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_end() == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 1
+
+
+def test_health_says_503_while_the_model_loads(launch):
+    port = free_port()
+    server = launch("--port", str(port), load_s=2.0)
+    reply = None
+    for _ in range(400):
+        with contextlib.suppress(httpx.TransportError):
+            reply = httpx.get(f"http://127.0.0.1:{port}/health")
+            break
+        time.sleep(0.02)
+    assert reply is not None and reply.status_code == 503
+    assert "loading the model" in reply.json()["error"]["message"]
+    url = server.wait_ready()
+    assert httpx.get(url + "/health").status_code == 200
+
+
+def test_a_signal_while_the_model_loads_ends_it(launch):
+    port = free_port()
+    server = launch("--port", str(port), load_s=60)
+    for _ in range(400):
+        with contextlib.suppress(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}/health")
+            break
+        time.sleep(0.02)
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait_end() == 0
+    assert time.monotonic() - began < 2
+
+
+def test_an_engine_that_does_not_start_is_one_line_and_a_code(launch):
+    fails = "from pelton.errors import ConfigError; raise ConfigError('max_model_len is 9; use more.')"
+    server = launch("--port", "0", fails=fails)
+    assert server.wait_end() == 2
+    assert "pelton serve: max_model_len is 9; use more." in server.text
+    assert "Traceback" not in server.text
+
+
+def test_a_taken_port_is_told_before_loading(launch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = launch("--port", str(port), load_s=60)
+        assert server.wait_end() == 2
+    assert f"Cannot listen on 127.0.0.1:{port}: " in server.text and "--port" in server.text
+
+
+def test_a_reachable_address_without_a_key_is_refused(launch):
+    server = launch("--host", "0.0.0.0", "--port", "0", load_s=60)
+    assert server.wait_end() == 2
+    assert "no api_key is set" in server.text
+
+
+def test_keys_come_from_flags_and_the_environment(launch):
+    server = launch("--port", "0", "--api-key", "flag-key")
+    url = server.wait_ready()
+    assert httpx.get(url + "/v1/models").status_code == 401
+    assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer flag-key"}).status_code == 200
+    assert "flag-key" not in server.text
+    other = launch("--port", "0", environ={"PELTON_API_KEY": "env-key"})
+    url = other.wait_ready()
+    assert httpx.get(url + "/v1/models").status_code == 401
+    assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer env-key"}).status_code == 200
+
+
+def test_an_unknown_flag_is_an_error(launch):
+    server = launch("--max-num-sequences", "3")
+    assert server.wait_end() == 2
+    assert "max-num-sequences" in server.text
