@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from pelton_backends.sdpa.backend import SDPABackend
-from pelton_backends.sdpa.plugin import pelton_attention_backends
 
 from pelton.attention.interface import AttentionNeeds, GraphSupport
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionStep
+from pelton_backends.sdpa.backend import SDPABackend
+from pelton_backends.sdpa.plugin import pelton_attention_backends
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
 

@@ -1,9 +1,9 @@
 """What an attention layer binds when it is made and when the pool is."""
 
-import pelton_backends.sdpa.plugin
 import pytest
 import torch
 
+import pelton_backends.sdpa.plugin
 from pelton.attention.kv_cache import bind_kv_cache
 from pelton.attention.layer import AttentionLayer
 from pelton.errors import ConfigError
@@ -55,9 +55,7 @@ def test_layers_of_different_groups_share_a_buffer_and_each_group_has_one_backen
 def test_a_planner_may_raise_the_block_size_of_a_group(build):
     one = layer(build, "l0")
     spec = one.kv_spec().with_block_size(24)
-    plan = KVCachePlan(
-        4, (KVCacheTensor(4 * spec.page_size_bytes, ("l0",)),), (KVCacheGroup(("l0",), spec),)
-    )
+    plan = KVCachePlan(4, (KVCacheTensor(4 * spec.page_size_bytes, ("l0",)),), (KVCacheGroup(("l0",), spec),))
     (backend,) = bind_kv_cache(plan, build)
     assert one.k_cache.shape == (4, 24, 2, 16) and backend.needs.block_size == 24
 

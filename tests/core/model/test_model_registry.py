@@ -1,0 +1,78 @@
+"""From an architecture's name to a class that can be made."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from pelton.entries import ModelEntry
+from pelton.errors import ConfigError, PluginError
+from pelton.model.registry import find_model, load_model_class
+
+MODULE = "test_registry_models"
+
+
+class Right:
+    def __init__(self, *, config, prefix=""):
+        pass
+
+    def forward(self, batch): ...
+    def compute_logits(self, hidden, rows): ...
+    def load_weights(self, weights): ...
+
+
+class Positional(Right):
+    def __init__(self, config, prefix=""):
+        pass
+
+
+class WithMore(Right):
+    def __init__(self, *, config, prefix="", cache_config=None):
+        pass
+
+
+class WithoutPrefix(Right):
+    def __init__(self, *, config):
+        pass
+
+
+class WithoutLogits(Right):
+    compute_logits = None
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
+
+
+def entry(name, *architectures, priority=50, model=Right):
+    setattr(sys.modules[MODULE], name, model)
+    return ModelEntry(name=name, load=f"{MODULE}:{name}", architectures=architectures, priority=priority)
+
+
+def test_finds_the_model_by_architecture_whatever_the_install_order():
+    entries = [entry("a", "AForCausalLM"), entry("b", "BForCausalLM", "BModel"), entry("mine", "BModel", priority=60)]
+    assert find_model(entries, "AForCausalLM").name == "a"
+    assert find_model(entries, "BModel").name == "mine" == find_model(reversed(entries), "BModel").name
+
+
+def test_an_unknown_architecture_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"architecture 'CModel'\. There is: AForCausalLM, BModel\."):
+        find_model([entry("b", "BModel"), entry("a", "AForCausalLM")], "CModel")
+
+
+def test_a_class_with_the_right_signature_is_taken():
+    assert load_model_class(entry("right", "X")) is Right
+
+
+@pytest.mark.parametrize("model", [Positional, WithMore, WithoutPrefix])
+def test_another_signature_is_refused_with_the_right_one(model):
+    with pytest.raises(
+        PluginError, match=r"is made with \(.*models must have __init__\(self, \*, config: BuildConfig, "
+    ):
+        load_model_class(entry("wrong", "X", model=model))
+
+
+def test_a_class_without_a_method_is_refused_by_its_name():
+    with pytest.raises(PluginError, match="has no compute_logits"):
+        load_model_class(entry("wrong", "X", model=WithoutLogits))
