@@ -14,8 +14,9 @@ from pelton.cli.table import format_table
 from pelton.config import EngineConfig
 from pelton.config.adjust import adjust_config
 from pelton.config.flags import parse_flags
-from pelton.entries import BackendEntry, PlatformEntry
+from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
+from pelton.platform.select import PlatformStatus, describe_platforms, select_platform
 from pelton.plugins import Plugins, load_plugins
 
 if TYPE_CHECKING:
@@ -49,11 +50,10 @@ def run(argv: list[str]) -> int:
 def describe(config: EngineConfig, plugins: Plugins, *, is_model_named: bool = True) -> dict[str, Any]:
     """All three tables as data. A model that was not named and is not there is left out, not an error."""
     from pelton.model.resolve import resolve_model
-    from pelton.platform.select import select_platform
 
-    platform = select_platform(plugins, config.parallel.device)
+    platform = select_platform(config, plugins)
     report: dict[str, Any] = {
-        "platforms": [_platform_row(entry, platform.name) for entry in plugins.entries("pelton_platforms")],
+        "platforms": [_platform_row(status, chosen) for status, chosen in describe_platforms(config, plugins)],
         "device": platform.describe(),
         "device_type": platform.device_type,
         "model": None,
@@ -75,14 +75,13 @@ def describe(config: EngineConfig, plugins: Plugins, *, is_model_named: bool = T
     return report
 
 
-def _platform_row(entry: PlatformEntry, chosen: str) -> dict[str, Any]:
-    reason = entry.probe()
+def _platform_row(status: PlatformStatus, is_chosen: bool) -> dict[str, Any]:
     return {
-        "name": entry.name,
-        "priority": entry.priority,
-        "is_here": reason is None,
-        "reason": "here" if reason is None else reason,
-        "is_chosen": entry.name == chosen,
+        "name": status.name,
+        "priority": status.entry.priority,
+        "plugin": str(status.plugin),
+        "reason": status.reason or "here",
+        "is_chosen": is_chosen,
     }
 
 
@@ -170,9 +169,10 @@ def as_text(report: dict[str, Any]) -> str:
     """The tables for people."""
     blocks = [f"device: {report['device']}"]
     rows: list[tuple[object, ...]] = [
-        (row["name"], row["priority"], row["reason"], WINNER if row["is_chosen"] else "") for row in report["platforms"]
+        (row["name"], row["priority"], row["plugin"], row["reason"], WINNER if row["is_chosen"] else "")
+        for row in report["platforms"]
     ]
-    blocks.append(format_table(("platform", "priority", "answer", ""), rows))
+    blocks.append(format_table(("platform", "priority", "plugin", "answer", ""), rows))
     if report["model"] is not None:
         model = report["model"]
         blocks.append(f"model: {model['name']} ({model['architecture']}, {model['dtype']})")
