@@ -14,7 +14,6 @@ from pelton.config import EngineConfig
 from pelton.metrics.buckets import BucketCounts, one_two_five
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
 from pelton.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
-
 from pelton_plugins.stat_loggers.families import FAMILIES, UP_TO_MODEL_LEN, Family, help_text, is_shown, minor_version
 
 if TYPE_CHECKING:
