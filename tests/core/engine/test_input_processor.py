@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,16 +21,6 @@ from pelton.tokenizer import Tokenizer
 
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 64
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    import tokenizers
-
-    from pelton.testing.fake_engine import make_model_folder
-
-    folder: Path = make_model_folder(tmp_path_factory.mktemp("model"))
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
 def make(tokenizer: Tokenizer | None = None, *, flat: dict[str, Any] | None = None, **model: Any) -> InputProcessor:
