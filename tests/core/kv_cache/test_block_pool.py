@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from pelton.kv_cache.block_pool import BlockPool, OutOfBlocksError, ResidencySampler
 
 

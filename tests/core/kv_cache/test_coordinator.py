@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pelton.kv_cache.block_pool import BlockPool
 from pelton.kv_cache.coordinator import HybridCoordinator, NoPrefixCache, UnitaryCoordinator, make_coordinator
 from pelton.kv_cache.single_type import make_managers

@@ -10,6 +10,7 @@ import types
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pelton.errors import ConfigError
 from pelton.kv_cache.hashing import (
     BlockHasher,

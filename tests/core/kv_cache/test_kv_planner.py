@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pelton.errors import ConfigError
 from pelton.kv_cache.planner import bytes_per_block, bytes_per_token, plan_kv_cache
 from pelton.kv_cache.spec import (

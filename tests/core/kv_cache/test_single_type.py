@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pelton.errors import ConfigError
 from pelton.kv_cache.block_pool import BlockPool
 from pelton.kv_cache.single_type import (
