@@ -28,6 +28,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ssl_certfile: str | None = None
     """TLS certificate (PEM); ssl_keyfile belongs to it."""
     ssl_keyfile: str | None = None
+    """Private key (PEM) of ssl_certfile."""
     max_body_bytes: int = limits.MAX_BODY_BYTES
     """Longest request body; a longer one is refused with status 413 before it is parsed."""
     max_concurrent_requests: int | None = None

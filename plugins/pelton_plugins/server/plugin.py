@@ -15,7 +15,7 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
     return [
         CommandEntry(
             name="serve",
-            load="pelton_plugins.server.serve:run",
+            load="pelton_plugins.server.command:run",
             help="serve a model over an OpenAI-compatible HTTP API",
             doc="pelton serve MODEL [--host H] [--port P] [--api-key K] ...",
         )

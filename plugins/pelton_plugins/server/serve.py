@@ -1,4 +1,4 @@
-"""`pelton serve`: the command, the life of the server process, and its end.
+"""The life of the server process, from the bind to the exit code.
 
 The socket is open before the model loads, so that a taken port is told at once and /health says what goes on.
 """
@@ -19,10 +19,9 @@ from typing import Any
 import uvicorn
 
 from pelton.config import EngineConfig
-from pelton.config.flags import parse_flags
 from pelton.engine.start_table import start_table
-from pelton.errors import ConfigError, EngineDeadError, PeltonError
-from pelton.logging import get_logger, setup
+from pelton.errors import ConfigError, EngineDeadError
+from pelton.logging import get_logger
 from pelton.plugins import Plugins, load_plugins
 from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
@@ -30,8 +29,6 @@ from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.state import ServerState
 
 logger = get_logger(__name__)
-
-HELP = "Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /metrics, ..."
 
 
 class _Uvicorn(uvicorn.Server):
@@ -210,14 +207,3 @@ def run_server(
     server = Server(config, engine_config, plugins or load_plugins(), explicit)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(server.run())
-
-
-def run(argv: list[str]) -> int:
-    """The `serve` command."""
-    try:
-        parsed = parse_flags(argv, [ServerConfig], positional="model", program="pelton serve", doc=HELP)
-        setup(parsed.config.observability.log_level)
-        return run_server(parsed.structs["ServerConfig"], parsed.config, explicit=parsed.explicit)
-    except PeltonError as error:
-        print(f"pelton serve: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1

@@ -39,10 +39,10 @@ class Engine(fake.FakeAsyncLLM):
 
 import pelton.sdk.async_llm
 pelton.sdk.async_llm.AsyncLLM = Engine
-from pelton_plugins.server import serve
+from pelton_plugins.server import command, serve
 serve.start_table = lambda info, model: "  model  fake"
 serve.load_plugins = lambda: fake.RoutesOnly()
-sys.exit(serve.run(sys.argv[1:]))
+sys.exit(command.run(sys.argv[1:]))
 """
 
 

@@ -1,0 +1,28 @@
+"""`pelton serve`: flags to settings, errors to one line and an exit code. Imports the server only once there is one to run."""
+
+from __future__ import annotations
+
+import sys
+
+from pelton.config.flags import parse_flags
+from pelton.errors import ConfigError, PeltonError
+from pelton.logging import setup
+from pelton_plugins.server.config import ServerConfig
+
+HELP = "Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /metrics, ..."
+
+
+def run(argv: list[str]) -> int:
+    """The `serve` command: 0 after a signal, 2 for a wrong setting, 1 when the engine did not start."""
+    try:
+        parsed = parse_flags(argv, [ServerConfig], positional="model", program="pelton serve", doc=HELP)
+        config: ServerConfig = parsed.structs["ServerConfig"]
+        config.check_exposure()
+        setup(parsed.config.observability.log_level)
+
+        from pelton_plugins.server.serve import run_server
+
+        return run_server(config, parsed.config, explicit=parsed.explicit)
+    except PeltonError as error:
+        print(f"pelton serve: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1

@@ -1,0 +1,239 @@
+"""The server with its real engine process, over a tiny random checkpoint: OpenAI's own client, metrics, deaths and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from pelton_e2e import serving
+
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from pelton.testing.models import make_tiny_checkpoint
+
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def url(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(checkpoint, "--served-model-name", "tiny", "--max-num-seqs", "16", log=log) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def gauge(url: str, name: str) -> float:
+    found = re.search(rf"^pelton_{name}(?:{{.*}})? (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="other", messages=MESSAGES)
+
+
+def test_chat_whole_equals_chat_streamed(client):
+    options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert whole.usage.completion_tokens <= 24
+    assert chunks[-1].usage.model_dump() == whole.usage.model_dump()
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+
+
+async def test_the_async_client_streams_many_at_once(url):
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+
+        async def one(seed):
+            stream = await client.completions.create(
+                model="tiny", prompt="ab", max_tokens=12, temperature=0.9, seed=seed, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        together = await asyncio.gather(*(one(seed) for seed in range(12)))
+        alone = [await one(seed) for seed in range(3)]
+    assert together[:3] == alone
+    assert len(set(together)) > 6
+
+
+def test_n_samples_logprobs_and_stop(client):
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, n=3, max_tokens=6, seed=1, logprobs=True, top_logprobs=2
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    for choice in reply.choices:
+        rows = choice.logprobs.content
+        assert len(rows) >= 1 and all(len(row.top_logprobs) == 2 and row.logprob <= 0 for row in rows)
+        assert all(row.top_logprobs[0].logprob >= row.top_logprobs[1].logprob for row in rows)
+    whole = client.completions.create(model="tiny", prompt="abc", max_tokens=24, temperature=0).choices[0].text
+    middle = whole[len(whole) // 2]
+    cut = client.completions.create(model="tiny", prompt="abc", max_tokens=24, temperature=0, stop=middle).choices[0]
+    assert cut.text == whole.split(middle)[0]
+    assert (cut.finish_reason, cut.model_extra["stop_reason"]) == ("stop", middle)
+
+
+def test_echo_logprobs_are_the_same_as_of_a_longer_prompt(url):
+    """Loglikelihood of a continuation: prompt logprobs by echo equal those of the generated tokens."""
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    made = httpx.post(url + "/v1/completions", json=body, timeout=30).json()["choices"][0]
+    body = {"prompt": [5, 6, 7, *made["token_ids"]], "max_tokens": 0, "echo": True, "logprobs": 1}
+    scored = httpx.post(url + "/v1/completions", json=body, timeout=30).json()["choices"][0]
+    assert scored["logprobs"]["token_logprobs"][0] is None
+    assert scored["logprobs"]["token_logprobs"][3:] == pytest.approx(made["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+def test_errors_as_the_client_sees_them(client, url):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512") as found:
+        client.completions.create(model="tiny", prompt=[3] * 600)
+    assert found.value.param == "input_tokens"
+    with pytest.raises(openai.BadRequestError, match="not in the vocabulary"):
+        client.completions.create(model="tiny", prompt=[3, 100_000])
+    with pytest.raises(openai.BadRequestError, match="max_logprobs"):
+        client.completions.create(model="tiny", prompt="a", logprobs=21)
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        client.completions.create(model="tiny", prompt="a", logit_bias={"99999": 1})
+    reply = httpx.post(
+        url + "/v1/chat/completions", json={"messages": MESSAGES, "response_format": {"type": "json_object"}}
+    )
+    assert (reply.status_code, reply.json()["error"]["param"]) == (501, "structured_outputs")
+    reply = httpx.post(url + "/v1/completions", json={**LONG, "timeout_s": 0.05}, timeout=30)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (408, "RequestTimeoutError")
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens <= 2
+
+
+def test_tokenize_agrees_with_chat(client, url):
+    usage = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1).usage
+    tokens = httpx.post(url + "/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert len(tokens) == usage.prompt_tokens
+    text = httpx.post(url + "/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert "Hello there" in text and text.endswith("assistant\n")
+
+
+def test_metrics_count_and_rest_at_zero(client, url):
+    before = gauge(url, "generation_tokens_total")
+    client.completions.create(
+        model="tiny", prompt=[7] * 50, max_tokens=10, temperature=0, extra_body={"ignore_eos": True}
+    )
+    client.completions.create(
+        model="tiny", prompt=[7] * 50, max_tokens=10, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert eventually(lambda: gauge(url, "generation_tokens_total") == before + 20)
+    assert gauge(url, "prefix_cache_hits_total") >= 48
+    assert gauge(url, "time_to_first_token_seconds_count") >= 2
+    assert eventually(lambda: gauge(url, "num_requests_running") == 0 and gauge(url, "kv_cache_usage_perc") == 0)
+    text = httpx.get(url + "/metrics").text
+    assert 'model_name="tiny"' in text and "pelton_cache_config_info{" in text
+    assert 'pelton_step_host_seconds_count{engine="0"' in text and "pelton_startup_phase_seconds{" in text
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_killed_curl_frees_its_blocks(url, stream):
+    body = '{"prompt": "abc", "max_tokens": 480, "ignore_eos": true, "stream": %s}' % stream
+    curl = subprocess.Popen(
+        ["curl", "-sN", url + "/v1/completions", "-H", "Content-Type: application/json", "-d", body],
+        stdout=subprocess.DEVNULL,
+    )
+    assert eventually(lambda: gauge(url, "kv_cache_usage_perc") > 0)
+    curl.kill()
+    curl.wait()
+    assert eventually(lambda: gauge(url, "num_requests_running") == 0 and gauge(url, "kv_cache_usage_perc") == 0, 1.0)
+    assert httpx.get(url + "/load").json() == {"server_load": 0}
+
+
+def test_a_killed_engine_is_told_within_a_second_and_comes_back(checkpoint, tmp_path):
+    with serving(checkpoint, log=tmp_path / "log") as (url, process):
+        replies: list[tuple[float, object]] = []
+
+        def ask(stream: bool) -> None:
+            with httpx.stream("POST", url + "/v1/completions", json={**LONG, "stream": stream}, timeout=60) as reply:
+                text = "".join(reply.iter_text())
+                replies.append((time.monotonic(), (stream, reply.status_code, text)))
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        assert eventually(lambda: gauge(url, "num_requests_running") == 2)
+        [engine] = psutil.Process(process.pid).children()
+        killed = time.monotonic()
+        os.kill(engine.pid, signal.SIGKILL)
+        for thread in threads:
+            thread.join(10)
+        assert len(replies) == 2 and max(when for when, _ in replies) - killed < 1.0
+        for _, (stream, status, text) in replies:
+            assert status == (200 if stream else 500)
+            assert '"type":"InternalServerError"' in text
+            assert not stream or text.endswith("data: [DONE]\n\n")
+        health = httpx.get(url + "/health")
+        assert health.status_code == 503 and health.json()["error"]["message"]
+        assert httpx.post(url + "/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert eventually(lambda: httpx.get(url + "/health").status_code == 200, 30)
+        reply = httpx.post(url + "/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=30)
+        assert reply.status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+
+
+def test_sigterm_lets_requests_finish_and_leaves_no_process(checkpoint, tmp_path):
+    with serving(checkpoint, log=tmp_path / "log") as (url, process):
+        replies: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: replies.append(httpx.post(url + "/v1/completions", json=LONG, timeout=60))
+        )
+        thread.start()
+        assert eventually(lambda: gauge(url, "num_requests_running") == 1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        thread.join(30)
+        assert process.wait(15) == 0
+        assert replies[0].json()["usage"]["completion_tokens"] == 400
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not alive
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_the_start_table_is_printed(url, checkpoint, tmp_path):
+    with serving(checkpoint, log=tmp_path / "log") as (_, _process):
+        text = Path(tmp_path / "log").read_text()
+    for word in ("LlamaForCausalLM", "attention", "KV cache", "blocks", "curl http://127.0.0.1:"):
+        assert word in text
