@@ -136,7 +136,7 @@ def _dtype(config: EngineConfig, plugins: Plugins, hf_config: Mapping[str, Any],
         return name
     from pelton.platform.select import select_platform
 
-    default = select_platform(plugins, config.parallel.device).default_dtype
+    default = select_platform(config, plugins).default_dtype
     if name is not None:
         notes.append(f"The checkpoint's dtype {name!r} is no compute dtype; using {default}.")
     return default

@@ -130,7 +130,9 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             budget.turn()
 
     def concatenated(self, *values: Any) -> str:
-        return self._built("".join([self.string(value) for value in values]))
+        texts = [self.string(value) for value in values]
+        _check_chars(sum(map(len, texts)))
+        return str(self._built("".join(texts)))
 
     def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         return self._built(value[start:stop:step])

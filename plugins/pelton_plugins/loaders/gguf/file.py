@@ -216,6 +216,14 @@ class GGUFFile:
                 tensor.name, tensor.shape, tensor.quant_type, start, tensor.num_bytes
             )
 
+    def forget_pages(self, tensor: TensorInfo) -> None:
+        """Say that this tensor will not be read again soon: its pages no longer count as this process's memory."""
+        if hasattr(self.data, "madvise"):
+            first = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = tensor.start + tensor.num_bytes - first
+            if length > 0:
+                self.data.madvise(mmap.MADV_DONTNEED, first, length)
+
     def strings(self, key: str) -> list[str]:
         """An array of strings; empty when it is not there."""
         value = self.get(key, [])

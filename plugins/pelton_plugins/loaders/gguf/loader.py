@@ -12,6 +12,7 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.resolved import ResolvedModel
+from pelton_plugins.loaders.gguf.dequantize import dequantize
 from pelton_plugins.loaders.gguf.file import GGUFFile, TensorInfo
 from pelton_plugins.loaders.gguf.names import hf_name, permuted_part
 
@@ -20,11 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-ROWS_AT_ONCE_BYTES = 16 * 2**20  # of dequantized rows: bounds what is held beside the result
 
 
 class GGUFLoader(WeightLoader):
-    """F32, F16 and BF16 are read as they are, quantized tensors as float32 through the gguf package."""
+    """F32, F16 and BF16 are read as they are, quantized tensors as float32."""
 
     def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
         self._file = GGUFFile(model.path)
@@ -39,6 +39,7 @@ class GGUFLoader(WeightLoader):
             if name is not None:
                 part = permuted_part(self._file.architecture, info.name)
                 yield name, GGUFWeight(self._file, info, num_heads=self._heads[part] if part else None)
+                self._file.forget_pages(info)
 
     @property
     def total_bytes(self) -> int:
@@ -64,13 +65,13 @@ class GGUFWeight(LazyWeight):
         raw = np.frombuffer(self._file.data, dtype=np.uint8, count=self._info.num_bytes, offset=self._info.start)
         if len(self.shape) == 1:
             values = (
-                _plain(raw, self._info) if quant_type.name in PLAIN_DTYPES else dequantize(raw[None], self._info)[0]
+                _plain(raw, self._info) if quant_type.name in PLAIN_DTYPES else _quantized(raw[None], self._info)[0]
             )
             return values[wanted] if self._rows is None else values[torch.from_numpy(self._rows[wanted])]
         num_rows = self.shape[0]
         rows = raw.reshape(num_rows, -1)
         rows = rows[wanted] if self._rows is None else rows[self._rows[wanted]]
-        values = _plain(rows, self._info) if quant_type.name in PLAIN_DTYPES else dequantize(rows, self._info)
+        values = _plain(rows, self._info) if quant_type.name in PLAIN_DTYPES else _quantized(rows, self._info)
         return values.reshape(rows.shape[0], *self.shape[1:])
 
 
@@ -88,16 +89,5 @@ def _plain(raw: NDArray[np.uint8], info: TensorInfo) -> Tensor:
     return torch.from_numpy(np.array(raw, order="C").reshape(-1)).view(PLAIN_DTYPES[info.quant_type.name])
 
 
-def dequantize(rows: NDArray[np.uint8], info: TensorInfo) -> Tensor:
-    """Rows of quantized blocks [n, bytes] -> float32 [n, values]."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError("Quantized GGUF files need the gguf package: pip install 'pelton[gguf]'") from error
-    kind = gguf.GGMLQuantizationType[info.quant_type.name]
-    width = rows.shape[1] // info.quant_type.block_bytes * info.quant_type.block_size
-    result = np.empty((rows.shape[0], width), dtype=np.float32)
-    step = max(1, ROWS_AT_ONCE_BYTES // (4 * width))
-    for first in range(0, rows.shape[0], step):
-        result[first : first + step] = gguf.dequantize(rows[first : first + step], kind)
-    return torch.from_numpy(result)
+def _quantized(rows: NDArray[np.uint8], info: TensorInfo) -> Tensor:
+    return torch.from_numpy(dequantize(rows, info.quant_type))
