@@ -102,14 +102,10 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def evict(self, block_ids: Iterable[int]) -> None:
-        """Take blocks out of the prefix index (a step failed, a load failed); holders keep them."""
+        """Take blocks out of the prefix index; holders keep them, and must not expect them to become findable again.
 
-    @abstractmethod
-    def uncache(self, request_id: str, num_computed_tokens: int) -> None:
-        """Take the request's blocks that hold tokens beyond the first `num_computed_tokens` out of the index.
-
-        For a request whose step will not run after `allocate` (it became a victim in the same schedule) or failed: its
-        blocks were made findable before their KV was there. They become findable again when allocated for again.
+        For blocks that were made findable before their KV was there: a step or a load failed, or a request gave up its
+        place in a step that it was allocated for.
         """
 
     @abstractmethod

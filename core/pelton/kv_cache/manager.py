@@ -201,14 +201,6 @@ class PagedKVCacheManager(KVCacheManager):
     def evict(self, block_ids: Iterable[int]) -> None:
         self.pool.evict(block_ids)
 
-    def uncache(self, request_id: str, num_computed_tokens: int) -> None:
-        held = self._held.get(request_id)
-        if held is None:
-            return
-        for manager, blocks in zip(self._managers, held.by_type, strict=True):
-            manager.uncache(blocks, num_computed_tokens)
-        self._set_next_full(held)
-
     def num_common_prefix_blocks(self, request_ids: Sequence[str]) -> list[int]:
         all_held = [self._held.get(request_id) for request_id in request_ids]
         counts = [0] * len(self._nothing)

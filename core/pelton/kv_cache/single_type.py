@@ -117,13 +117,6 @@ class SingleTypeManager(ABC):
                 self.pool.make_findable(table[place], block_hash, group_id)
         blocks.num_indexed = max(blocks.num_indexed, last)
 
-    def uncache(self, blocks: TypeBlocks, num_tokens: int) -> None:
-        """Take the blocks that hold more than the first `num_tokens` tokens out of the index."""
-        first = num_tokens // self.block_size
-        for table in blocks.tables:
-            self.pool.evict(table[first : blocks.num_indexed])
-        blocks.num_indexed = min(blocks.num_indexed, first)
-
     def tokens_until_full(self, blocks: TypeBlocks) -> int:
         """Known tokens at which the next block becomes findable."""
         return (blocks.num_indexed + 1) * self.block_size

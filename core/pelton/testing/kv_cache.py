@@ -169,7 +169,7 @@ class KVSimulation:
     def take_back(self, row: _Row) -> None:
         """The row will not run: its request became a victim after it was allocated."""
         request = row.request
-        self.manager.uncache(request.request_id, request.num_computed_tokens - row.num_scheduled)
+        self._distrust(request, request.num_computed_tokens - row.num_scheduled)
         self.preempt(request)
 
     def launch(self, rows: list[_Row], choose: random.Random) -> None:
@@ -190,7 +190,7 @@ class KVSimulation:
                 size = group.spec.block_size
                 for position in range(first, request.num_computed_tokens):
                     self._slots[table[position // size], position % size] = (-1, -1)
-            self.manager.uncache(request.request_id, first)
+            self._distrust(request, first)
             self.finish(request)
 
     def retire(self) -> None:
@@ -249,6 +249,11 @@ class KVSimulation:
     def _release(self, request: SimulatedRequest) -> None:
         self.manager.free(request.request_id)
         assert not any(self.manager.block_ids(request.request_id)), "a freed request still has blocks"
+
+    def _distrust(self, request: SimulatedRequest, num_tokens: int) -> None:
+        """Blocks with more than the first `num_tokens` were made findable before their KV was there."""
+        for group, table in zip(self.plan.groups, self.manager.block_ids(request.request_id), strict=True):
+            self.manager.evict(block_id for block_id in table[num_tokens // group.spec.block_size :] if block_id)
 
     def _check_tables(self, request: SimulatedRequest) -> None:
         """Tables only grow: what the device was given once stays, or is null on the host by now."""
@@ -500,21 +505,6 @@ class KVCacheManagerConformance:
         simulation.manager.evict(table[1:2])
         assert simulation.manager.lookup(simulation.add(range(13)))[1] == 4
         assert simulation.manager.block_ids(request.request_id)[0] == table
-
-    def test_uncache_forgets_what_was_not_computed_and_allocate_makes_it_findable_again(self) -> None:
-        for kinds in ("full", "full+window"):
-            simulation = self.make(kinds)
-            request = self.compute(simulation, range(6))
-            request.token_ids += range(6, 13)
-            request.block_hashes.clear()
-            BlockHasher("sha256", simulation.plan.hash_block_size).extend(request.block_hashes, request.token_ids)
-            for _ in range(2):
-                simulation.manager.allocate(request, 7)
-                assert simulation.manager.lookup(simulation.add(request.token_ids))[1] == 12, kinds
-                simulation.manager.uncache(request.request_id, 6)
-                assert simulation.manager.lookup(simulation.add(request.token_ids))[1] == 4, kinds
-            simulation.manager.allocate(request, 7)
-            assert simulation.manager.lookup(simulation.add(request.token_ids))[1] == 12, kinds
 
     def test_blocks_that_leave_a_window_are_free_at_once(self) -> None:
         simulation = self.make("window", num_blocks=8)
