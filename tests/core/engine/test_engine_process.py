@@ -1,0 +1,494 @@
+"""The engine in its own process: starts from anywhere, dies with its parent, is missed when it dies, takes no poison."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from pelton.config import EngineConfig
+from pelton.engine import process, process_client, protocol
+from pelton.engine.messages import EngineOutput, FinishReason
+from pelton.engine.process_client import ProcessClient
+from pelton.errors import ConfigError, EngineDeadError, EngineError, PluginError, RequestError
+from pelton.model.resolve import resolve_model
+from pelton.plugins import load_plugins
+from pelton.request import EngineRequest
+from pelton.sampling_params import SamplingParams
+
+ENTRY_POINT = "pelton.engine.process"
+
+Start = Callable[..., ProcessClient]
+
+
+@pytest.fixture
+def start(settings: dict[str, Any]) -> Iterator[Start]:
+    """Start a client; what the script holds goes to the fake executor."""
+    clients: list[ProcessClient] = []
+
+    def start_client(*, hang_dump_s: float = 60.0, **script: Any) -> ProcessClient:
+        config = EngineConfig.from_flat(**settings, plugin_config={"fake_engine": script})
+        plugins = load_plugins()
+        clients.append(ProcessClient(config, resolve_model(config, plugins), plugins, hang_dump_s=hang_dump_s))
+        return clients[-1]
+
+    yield start_client
+    for client in clients:
+        client.shutdown()
+
+
+def request(request_id: str = "r", *, max_tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3)) -> EngineRequest:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return EngineRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params)
+
+
+def collect(client: ProcessClient, request_id: str = "r", timeout_s: float = 10.0) -> tuple[list[int], EngineOutput]:
+    """All token ids of a request, and its last output."""
+    ids: list[int] = []
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        for output in client.get_outputs(0.2).outputs:
+            if output.request_id == request_id:
+                ids += output.new_token_ids
+                if output.finish_reason is not None:
+                    return ids, output
+    raise AssertionError(f"{request_id} did not finish within {timeout_s} s")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+# Starting from anywhere.
+
+USE = """
+from pelton import LLM, SamplingParams
+from pelton.testing import fake_engine
+
+def use():
+    with LLM(engine_process=True, **fake_engine.settings({model!r})) as llm:
+        [output] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+        print("TOKENS", len(output.outputs[0].token_ids))
+"""
+
+
+def run_python(settings: dict[str, Any], site: Path, arguments: list[str]) -> str:
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("use()", id="no-main-guard"),
+        pytest.param("import threading\nt = threading.Thread(target=use)\nt.start()\nt.join()", id="in-a-thread"),
+        pytest.param(
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nuse()",
+            id="beside-threads",
+        ),
+        pytest.param(
+            "import sys, types\nm = types.ModuleType('__main__')\nm.use = use\nsys.modules['__main__'] = m\n"
+            "exec(compile('use()', '<cell 1>', 'exec'), m.__dict__)",
+            id="notebook-cell",
+        ),
+    ],
+)
+def test_starts_from_a_script(settings: dict[str, Any], fake_engine_site: Path, tmp_path: Path, code: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(USE.format(model=settings["model"]) + code + "\nprint('once')\n")
+    out = run_python(settings, fake_engine_site, [str(script)])
+    assert out.split() == ["TOKENS", "5", "once"]  # the script ran once: nobody imported it again
+
+
+def test_starts_from_python_c(settings: dict[str, Any], fake_engine_site: Path) -> None:
+    out = run_python(settings, fake_engine_site, ["-c", USE.format(model=settings["model"]) + "use()"])
+    assert out.split() == ["TOKENS", "5"]
+
+
+def test_a_module_beside_the_script_is_not_taken_for_the_standard_library(
+    settings: dict[str, Any], fake_engine_site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current folder is on nobody's path unless it was on the front end's."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('shadowed')\n")
+    script = tmp_path / "sub" / "script.py"
+    script.parent.mkdir()
+    script.write_text(USE.format(model=settings["model"]) + "use()\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_python(settings, fake_engine_site, [str(script)]).split() == ["TOKENS", "5"]
+
+
+def test_the_engine_process_keeps_the_users_pythonpath(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert "--python-path" not in psutil.Process(start().pid).cmdline()
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    cmdline = psutil.Process(start().pid).cmdline()
+    assert cmdline[cmdline.index("--python-path") + 1] == "/somewhere"
+
+
+# What goes through.
+
+
+def test_runs_requests_and_calls(start: Start) -> None:
+    client = start()
+    assert client.info.num_blocks == 257
+    assert client.info.plugin_digest == load_plugins().digest()
+    for index in range(20):
+        client.add_request(request(str(index), prompt=(index + 1, 2)))
+    ends = {}
+    while len(ends) < 20:
+        for output in client.get_outputs(5).outputs:
+            if output.finish_reason is not None:
+                ends[output.request_id] = output.finish_reason
+    assert set(ends.values()) == {FinishReason.LENGTH}
+    assert client.call("kv_cache_usage") == 0.0
+    assert client.call("reset_prefix_cache") is True
+    assert client.call("worker.anything", 1) == "anything"
+
+
+def test_no_outputs_within_the_timeout_is_an_empty_batch(start: Start) -> None:
+    client = start()
+    began = time.monotonic()
+    assert client.get_outputs(0.05).outputs == []
+    assert time.monotonic() - began < 1
+
+
+def test_a_refused_request_is_an_output_with_the_error(start: Start) -> None:
+    client = start()
+    client.add_request(request("twice", max_tokens=200))
+    client.add_request(request("huge", prompt=(1,) * 1000))
+    _, last = collect(client, "huge")
+    assert last.finish_reason == FinishReason.ERROR
+    assert last.error is not None
+    assert collect(client, "twice")[1].finish_reason == FinishReason.LENGTH
+
+
+def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(start: Start) -> None:
+    client = start(fail_at_step=0)
+    client.add_request(request("a"))
+    _, last = collect(client, "a")
+    assert last.error is not None and "as the script says" in last.error.message
+    client.add_request(request("b"))
+    assert len(collect(client, "b")[0]) == 8
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        pytest.param(("nonsense",), RequestError, "no such call", id="unknown"),
+        pytest.param(("worker.sleep_s", "x"), EngineError, "TypeError", id="raises"),
+    ],
+)
+def test_calls_that_fail_raise_here(start: Start, call: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        start().call(*call)
+
+
+def test_calls_have_a_time_limit_and_the_engine_survives_it(start: Start) -> None:
+    client = start()
+    with pytest.raises(EngineError, match=r"did not answer 'worker.sleep_s' within 0.1 s"):
+        client.call("worker.sleep_s", 0.5, timeout_s=0.1)
+    assert client.call("kv_cache_usage") == 0.0
+
+
+# Poison on the sockets.
+
+
+@pytest.mark.parametrize("socket", [protocol.INPUT_SOCKET, protocol.OUTPUT_SOCKET])
+def test_garbage_on_a_socket_is_dropped(start: Start, socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = start()
+    address = protocol.address(client._connection._socket_dir, socket)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as rogue:
+        rogue.setsockopt(zmq.LINGER, 1000)
+        rogue.connect(address)
+        bad_params = msgspec.msgpack.encode(["Add", [{"request_id": "r", "prompt_token_ids": [], "sampling_params": {"n": 0}}]])
+        for garbage in (b"", b"\xff" * 100, b"\x93" * 10_000, msgspec.msgpack.encode(["Nonsense", 1]), bad_params):
+            rogue.send(garbage)
+        rogue.send_multipart([b"\x00", b"\x01"])
+    time.sleep(0.1)
+    client.add_request(request())
+    assert len(collect(client)[0]) == 8
+
+
+def test_an_oversized_message_is_refused_on_both_sides(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = start()
+    monkeypatch.setattr(protocol.limits, "MAX_IPC_MESSAGE_BYTES", 1000)
+    with pytest.raises(RequestError, match="at most 1000"):
+        client.add_request(request(prompt=(1,) * 2000))
+    monkeypatch.undo()
+    address = protocol.address(client._connection._socket_dir, protocol.INPUT_SOCKET)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as rogue:
+        rogue.setsockopt(zmq.LINGER, 300)
+        rogue.connect(address)
+        rogue.send(bytes(protocol.limits.MAX_IPC_MESSAGE_BYTES + 1))
+    client.add_request(request())
+    assert len(collect(client)[0]) == 8
+
+
+def test_sockets_lie_in_a_private_directory_that_goes_away(start: Start) -> None:
+    client = start()
+    folder = client._connection._socket_dir
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    client.shutdown()
+    assert not os.path.exists(folder)
+
+
+def test_a_long_temporary_path_is_no_obstacle(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    client = start()
+    client.add_request(request())
+    assert len(collect(client)[0]) == 8
+    assert list(deep.iterdir()) == []
+
+
+# Errors of the start.
+
+
+def test_a_start_error_is_raised_here_as_the_same_class_with_its_cause(start: Start) -> None:
+    with pytest.raises(ConfigError, match=r"^the pool is too small Root cause: OSError: no such device$"):
+        start(fail_start="the pool is too small")
+
+
+def test_an_engine_that_dies_while_starting_is_an_error_with_its_last_words(start: Start) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="was killed by SIGKILL.* the device is on fire"):
+        start(die_at_start=True)
+    assert time.monotonic() - began < 5
+
+
+def test_other_plugins_in_the_engine_process_are_an_error(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig.from_flat(**settings)
+    plugins = load_plugins()
+    monkeypatch.setattr(type(plugins), "digest", lambda self: "another")
+    with pytest.raises(PluginError, match="other plugins than the front end"):
+        ProcessClient(config, resolve_model(config, plugins), plugins)
+
+
+def test_another_protocol_is_refused_by_both_sides(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig.from_flat(**settings)
+    plugins = load_plugins()
+    model = resolve_model(config, plugins)
+    with pytest.raises(ConfigError, match="speaks protocol 99"):
+        process.start_core(protocol.Start(99, config, model, "", []))
+    monkeypatch.setattr(protocol, "PROTOCOL", 99)
+    with pytest.raises(ConfigError, match="two versions of Pelton are mixed"):
+        ProcessClient(config, model, plugins)
+
+
+# Deaths.
+
+
+def test_a_killed_engine_is_noticed_within_a_second(start: Start) -> None:
+    client = start(step_s=0.05)
+    client.add_request(request(max_tokens=200))
+    client.get_outputs(5)
+    os.kill(client.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"pid {client.pid}\) was killed by SIGKILL"):
+        while True:
+            client.get_outputs(5)
+    assert time.monotonic() - killed < 1
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        client.add_request(request("late"))
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        client.call("kv_cache_usage")
+
+
+def test_a_call_that_waits_learns_of_the_death(start: Start) -> None:
+    client = start(kill_at_step=0)
+    client.add_request(request())
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        client.call("worker.sleep_s", 30)
+
+
+def test_a_dead_engine_can_be_started_again(start: Start) -> None:
+    client = start()
+    first = client.pid
+    os.kill(first, signal.SIGKILL)
+    assert wait_until(lambda: client.error is not None, 1)
+    client.restart()
+    assert client.error is None and client.pid != first
+    client.add_request(request())
+    assert len(collect(client)[0]) == 8
+
+
+PARENT = """
+import os, sys, threading, time
+from pelton.testing import fake_engine
+from pelton import LLM
+
+def begin():
+    global llm
+    llm = LLM(engine_process=True, **fake_engine.settings({model!r}, plugin_config={{"fake_engine": {{"step_s": 0.2}}}}))
+    print(llm.llm_engine.client.pid, flush=True)
+
+{how}
+time.sleep(60)
+"""
+FORK = "begin()\npid = os.fork()\nprint(pid, flush=True)"  # the child keeps a copy of the pipe that the engine watches
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("begin()", id="main-thread"),
+        pytest.param("t = threading.Thread(target=begin)\nt.start()\nt.join()", id="thread-that-ended"),
+        pytest.param(FORK, id="a-fork-holds-the-pipe"),
+    ],
+)
+def test_no_engine_outlives_a_killed_parent(
+    settings: dict[str, Any], fake_engine_site: Path, how: str, tmp_path: Path
+) -> None:
+    code = textwrap.dedent(PARENT).format(model=settings["model"], how=how)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(fake_engine_site), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    engine = int(parent.stdout.readline())
+    fork = int(parent.stdout.readline()) if how == FORK else None
+    try:
+        assert is_running(engine)
+        time.sleep(0.3)
+        assert is_running(engine)  # the end of the thread that started it did not end it
+        parent.kill()
+        parent.wait()
+        assert wait_until(lambda: not is_running(engine), 2)
+    finally:
+        for pid in (engine, fork):
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        parent.stdout.close()
+
+
+def test_an_interpreter_that_forgets_to_shut_down_leaves_nothing(
+    settings: dict[str, Any], fake_engine_site: Path, tmp_path: Path
+) -> None:
+    code = PARENT.format(model=settings["model"], how="begin()\nraise SystemExit")
+    environment = os.environ | {"PYTHONPATH": str(fake_engine_site), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert wait_until(lambda: not is_running(int(done.stdout.split()[0])), 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "script, busy",
+    [
+        pytest.param({}, False, id="idle"),
+        pytest.param({"step_s": 0.3}, True, id="in-a-step"),
+        pytest.param({"hang_at_step": 0}, True, id="in-a-hung-step"),
+    ],
+)
+def test_shutdown_is_prompt_and_idempotent(start: Start, script: dict[str, Any], busy: bool) -> None:
+    client = start(**script)
+    if busy:
+        client.add_request(request(max_tokens=200))
+        time.sleep(0.2)
+    began = time.monotonic()
+    client.shutdown()
+    client.shutdown()
+    assert time.monotonic() - began < 2
+    assert not is_running(client.pid)
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        while True:  # what came before the end is still there to be taken
+            client.get_outputs(1)
+
+
+def test_a_client_that_is_collected_takes_its_engine_along(start: Start, settings: dict[str, Any]) -> None:
+    config = EngineConfig.from_flat(**settings)
+    plugins = load_plugins()
+    client = ProcessClient(config, resolve_model(config, plugins), plugins)
+    pid = client.pid
+    del client
+    assert wait_until(lambda: not is_running(pid), 2)
+
+
+# Hangs.
+
+
+def test_a_hung_step_is_visible_and_writes_its_stacks(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    client = start(hang_at_step=0, hang_dump_s=0.2)
+    assert client.last_progress_age_s < 1
+    client.add_request(request())
+    assert wait_until(lambda: client.last_progress_age_s > 1.0, 5)
+    seen = ""
+
+    def shows_stacks() -> bool:
+        nonlocal seen
+        seen += capfd.readouterr().err
+        return "stacks of all threads follow" in seen and "fake_engine.py" in seen
+
+    assert wait_until(shows_stacks, 3)
+    assert client.error is None
+
+
+def test_a_stopped_process_is_visible(start: Start) -> None:
+    client = start()
+    os.kill(client.pid, signal.SIGSTOP)
+    try:
+        assert wait_until(lambda: client.last_progress_age_s > 0.3, 4)
+    finally:
+        os.kill(client.pid, signal.SIGCONT)
+    assert wait_until(lambda: client.last_progress_age_s == 0.0, 3)
+
+
+def test_death_is_noticed_without_pidfd(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_client, "_open_pidfd", lambda pid: None)
+    client = start()
+    os.kill(client.pid, signal.SIGKILL)
+    assert wait_until(lambda: client.error is not None, 1)
+
+
+# Parts.
+
+
+def test_error_info_ends_with_the_root_cause() -> None:
+    try:
+        try:
+            raise OSError("disk full")
+        except OSError as error:
+            raise ValueError("cannot write") from error
+    except ValueError as error:
+        info = protocol.error_info(error)
+    assert (info.kind, info.message) == ("EngineError", "ValueError: cannot write Root cause: OSError: disk full")
+
+
+def test_front_end_half_imports_no_torch() -> None:
+    code = "import pelton.engine.process_client, pelton.sdk.async_llm, pelton.engine.process, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "False"

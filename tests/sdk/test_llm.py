@@ -1,0 +1,303 @@
+"""`LLM` and `LLMEngine` over the fake executor: forms of prompts, nothing lost, nothing left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pelton import LLM, LLMEngine, SamplingParams
+from pelton.engine.messages import EngineOutputs
+from pelton.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from pelton.outputs import RequestOutput
+from pelton.sampling_params import RequestOutputKind
+from pelton.sdk.llm import as_prompts
+from pelton.sdk.progress import ProgressBar
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+Make = Callable[..., LLM]
+
+
+@pytest.fixture
+def make(settings: dict[str, Any]) -> Iterator[Make]:
+    made: list[LLM] = []
+
+    def make_llm(*, engine_process: bool = False, script: dict[str, Any] | None = None, **more: Any) -> LLM:
+        flat = settings | {"plugin_config": {"fake_engine": script or {}}} | more
+        made.append(LLM(engine_process=engine_process, **flat))
+        return made[-1]
+
+    yield make_llm
+    for llm in made:
+        llm.shutdown()
+
+
+def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **more: Any) -> list[list[int]]:
+    return ids(llm.generate(prompts, params, use_tqdm=False, **more))
+
+
+@pytest.mark.parametrize("engine_process", [False, True], ids=["in-process", "own-process"])
+def test_outputs_come_in_the_order_of_the_prompts(make: Make, engine_process: bool) -> None:
+    llm = make(engine_process=engine_process)
+    prompts = [[i + 1] * (1 + i % 7) for i in range(40)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + (i * 7) % 13) for i in range(40)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [p.max_tokens for p in params]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert ids(outputs) == [generate(llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert llm.kv_cache_usage() == 0.0
+
+
+@pytest.mark.parametrize(
+    "prompts, count",
+    [
+        pytest.param("ab", 1, id="text"),
+        pytest.param([65, 66], 1, id="ids"),
+        pytest.param({"prompt": "ab"}, 1, id="dict"),
+        pytest.param(["ab", [65, 66], {"prompt_token_ids": [65, 66]}, {"prompt": "ab"}], 4, id="mixed-list"),
+        pytest.param([[65, 66], [65, 66]], 2, id="lists-of-ids"),
+        pytest.param([], 0, id="none"),
+    ],
+)
+def test_takes_prompts_in_every_form(make: Make, prompts: Any, count: int) -> None:
+    llm = make()
+    expected = generate(llm, {"prompt_token_ids": llm.get_tokenizer().encode("ab")})
+    assert expected == generate(llm, [65, 66])
+    assert generate(llm, prompts) == expected * count
+
+
+def test_many_texts_are_tokenized_as_one_is(make: Make) -> None:
+    llm = make()
+    texts = ["ab", "cd é", "x"]
+    together = llm.generate(texts, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in together] == texts
+    assert ids(together) == [generate(llm, text)[0] for text in texts]
+
+
+@pytest.mark.parametrize(
+    "prompts, params, message",
+    [
+        pytest.param(["good", [10_000]], GREEDY, "Prompt 1: Token id 10000", id="bad-prompt"),
+        pytest.param(["good", "good"], [GREEDY], "sampling_params has 1 entries for 2 prompts", id="too-few-params"),
+        pytest.param("good", "greedy", "sampling_params has 6 entries", id="params-of-another-type"),
+        pytest.param("good", SamplingParams(logprobs=100), "max_logprobs", id="bad-params"),
+        pytest.param(5, GREEDY, "prompts is a int", id="number"),
+    ],
+)
+def test_one_bad_prompt_raises_before_anything_is_queued(make: Make, prompts: Any, params: Any, message: str) -> None:
+    llm = make()
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts, params, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert not llm.llm_engine.client.has_work
+    assert len(generate(llm, "good")[0]) == 6
+
+
+def test_params_are_not_changed_and_may_be_shared(make: Make) -> None:
+    params = SamplingParams(temperature=0, max_tokens=None, output_kind=RequestOutputKind.DELTA)
+    outputs = make(max_model_len=16).generate(["abc", "d"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [13, 15]
+    assert params.max_tokens is None and params.output_kind == RequestOutputKind.DELTA
+
+
+def test_default_params_are_the_models(make: Make) -> None:
+    llm = make(override_generation_config={"max_new_tokens": 3, "temperature": 0.5})
+    assert llm.get_default_sampling_params().temperature == 0.5
+    assert len(generate(llm, "a", None)[0]) == 3
+
+
+def test_chat_renders_the_template_without_adding_special_tokens(make: Make) -> None:
+    llm = make()
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    [one] = llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert one.prompt == "hi\nyo\n"
+    assert one.prompt_token_ids == llm.get_tokenizer().encode("hi\nyo\n", add_special_tokens=False)
+    several = llm.chat([conversation, conversation[:1]], GREEDY, use_tqdm=False)
+    assert [output.prompt for output in several] == ["hi\nyo\n", "hi\n"]
+    [own] = llm.chat(conversation, GREEDY, chat_template="{{ messages | length }} {{ x }}", chat_template_kwargs={"x": "y"},
+                     use_tqdm=False)  # fmt: skip
+    assert own.prompt == "2 y"
+    with pytest.raises(RequestError, match="exclude each other"):
+        llm.chat(conversation, GREEDY, continue_final_message=True, use_tqdm=False)
+    with pytest.raises(RequestError, match="messages is a str"):
+        llm.chat("hi", GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_works_without_a_tokenizer(make: Make) -> None:
+    llm = make(skip_tokenizer_init=True)
+    [output] = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 6)
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
+        llm.generate("text", GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
+        llm.get_tokenizer()
+
+
+def test_samples_of_one_prompt(make: Make) -> None:
+    [output] = make().generate("ab", SamplingParams(n=3, max_tokens=4), use_tqdm=False)
+    assert [(c.index, len(c.token_ids)) for c in output.outputs] == [(0, 4), (1, 4), (2, 4)]
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too(make: Make) -> None:
+    llm = make()
+    [free] = llm.generate("zz", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), use_tqdm=False)
+    text = free.outputs[0].text
+    stop = next(char for char in text if char.isascii() and char.isprintable())
+    [cut] = llm.generate("zz", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=stop), use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    assert list(cut.outputs[0].token_ids) == list(free.outputs[0].token_ids)[: len(cut.outputs[0].token_ids)]
+    assert llm.kv_cache_usage() == 0.0
+
+
+def test_one_failed_request_is_an_output_and_the_others_go_on(make: Make) -> None:
+    llm = make(script={"fail_at_step": 1}, max_num_seqs=1)
+    outputs = llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert [output.error is None for output in outputs] == [False, True]
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "as the script says" in outputs[0].error.message  # type: ignore[union-attr]
+    assert len(outputs[1].outputs[0].token_ids) == 6
+
+
+def test_an_interrupt_leaves_nothing_running(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+    expected = generate(llm, "abc")
+    client = llm.llm_engine.client
+    get_outputs, calls = client.get_outputs, iter(range(100))
+
+    def interrupted(timeout_s: float | None = None) -> EngineOutputs:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return get_outputs(timeout_s)
+
+    monkeypatch.setattr(client, "get_outputs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc"] * 20, SamplingParams(max_tokens=50), use_tqdm=False)
+    monkeypatch.undo()
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert generate(llm, "abc") == expected
+    assert llm.kv_cache_usage() == 0.0
+
+
+def test_a_full_queue_takes_nothing(make: Make) -> None:
+    llm = make(max_num_queued_reqs=2)
+    with pytest.raises(QueueFullError):
+        llm.generate(["a"] * 30, GREEDY, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert len(generate(llm, "a")[0]) == 6
+
+
+def test_a_dead_engine_process_is_an_error(make: Make) -> None:
+    llm = make(engine_process=True, script={"kill_at_step": 2})
+    with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+        llm.generate("a", GREEDY, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    "flat, message",
+    [
+        pytest.param({"max_num_seq": 5}, "Did you mean 'max_num_seqs'", id="unknown"),
+        pytest.param({"block_size": 0}, "block_size is 0", id="bad-value"),
+    ],
+)
+def test_bad_settings_are_errors(settings: dict[str, Any], flat: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**(settings | flat))
+
+
+def test_priority_decides_who_waits(make: Make) -> None:
+    llm = make(scheduling_policy="priority", max_num_seqs=1)
+    outputs = llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False, priority=[2, 1, 0])
+    ends = [output.metrics.e2e_latency_s for output in outputs if output.metrics is not None]
+    assert ends == sorted(ends, reverse=True)
+
+
+def test_metrics_offline(make: Make) -> None:
+    llm = make(disable_log_stats=False)
+    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    [generated] = [value for name, value in values.items() if "generation_tokens" in name and value is not None]
+    assert generated == 12
+    assert llm.num_preemptions() == 0
+    assert make().get_metrics() == []
+
+
+def test_reset_prefix_cache(make: Make) -> None:
+    llm = make()
+    prompt = [[7] * 64]
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 48
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_the_start_table_is_logged(make: Make, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pelton")
+    make()
+    text = caplog.text + capsys.readouterr().err
+    for part in ("LlamaForCausalLM", "attention", "fake (a test)", "257 blocks of 16 tokens", "max_model_len 256"):
+        assert part in text
+
+
+def test_progress_shows_tokens_per_second(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = make()
+    capsys.readouterr()
+    llm.generate(["ab", "cd"], GREEDY)
+    assert "2/2" in capsys.readouterr().err
+    bar = ProgressBar("generate", 4)
+    bar.update(1, 100, 20)
+    line = bar.line(bar._start + 10.0)
+    assert line == "generate [######..................] 1/4 in 10.0 s, 30 s left; tokens/s: 10 in, 2 out"
+
+
+def test_as_prompts_tells_one_from_many() -> None:
+    assert as_prompts("a") == ["a"]
+    assert as_prompts([1, 2]) == [[1, 2]]
+    assert as_prompts([[1], "a"]) == [[1], "a"]
+    assert as_prompts(("a", "b")) == ["a", "b"]
+
+
+# LLMEngine.
+
+
+def test_engine_steps_requests_that_come_and_go(settings: dict[str, Any]) -> None:
+    engine = LLMEngine.from_engine_args(**settings)
+    assert not engine.has_unfinished_requests() and engine.step() == []
+    engine.add_request("a", "ab", SamplingParams(temperature=0, max_tokens=3))
+    seen = [len(output.outputs[0].token_ids) for output in engine.step()]
+    engine.add_request("b", [1, 2], SamplingParams(temperature=0, max_tokens=2))
+    engine.add_request("c", "gone", SamplingParams(max_tokens=100))
+    engine.abort_request("c")
+    engine.abort_request(["unknown"])
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.request_id != "c"
+            if output.request_id == "a":
+                seen.append(len(output.outputs[0].token_ids))
+            if output.finished:
+                finished[output.request_id] = len(output.outputs[0].token_ids)
+    assert seen == [1, 2, 3]  # cumulative, every step
+    assert finished == {"a": 3, "b": 2}
+    with pytest.raises(RequestError, match="vocabulary"):
+        engine.add_request("d", [999])
+    assert engine.get_num_unfinished_requests() == 0
+    engine.shutdown()
+    with pytest.raises(EngineDeadError):
+        engine.add_request("e", "ab")
+    assert not engine.has_unfinished_requests()
+
+
+def test_import_is_light() -> None:
+    code = "import pelton, sys; pelton.LLM, pelton.AsyncLLM, pelton.LLMEngine; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "set()"
