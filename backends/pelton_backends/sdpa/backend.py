@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
+
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 
 if TYPE_CHECKING:
-    from pelton.attention.layer import AttentionLayer
     from torch import Tensor
+
+    from pelton.attention.layer import AttentionLayer
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -28,8 +30,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class DecodePlan:
     """Where each decode row's context lies, under one window."""
 
-    blocks: Tensor  # [R, L] int64, 0 where masked
-    offsets: Tensor  # [R, L] int64
+    rows: Tensor  # [R L] int64 of the cache (see `cache_rows`), the null block's first where masked
     mask: Tensor  # [R, 1, 1, L] bool, True attends
 
 
@@ -38,9 +39,7 @@ class PrefillPlan:
     """One row with several tokens, under one window."""
 
     tokens: slice  # of the step
-    blocks: Tensor  # [ceil(L / S)] int64, from the first block that a token of the row attends to
-    first: int  # position, in those blocks, of the first key
-    length: int  # L
+    rows: Tensor  # [L] int64 of the cache, from the first key that a token of the row attends to
     mask: Tensor | None  # [T of the row, L] bool; None: causal from the first key on
 
 
@@ -82,41 +81,61 @@ class SDPABackend(AttentionBackend):
         num_decodes = common.num_decode_rows
         if num_decodes:
             if window not in metadata.decodes:
-                metadata.decodes[window] = plan_decode(common, window, self.needs.block_size)
+                metadata.decodes[window] = plan_decode(common, layer)
             output[:num_decodes] = attend_decode(layer, query[:num_decodes], metadata.decodes[window])
         if num_decodes < common.num_reqs:
             if window not in metadata.prefills:
-                metadata.prefills[window] = plan_prefill(common, window, self.needs.block_size)
+                metadata.prefills[window] = plan_prefill(common, layer)
             for plan in metadata.prefills[window]:
                 output[plan.tokens] = attend_prefill(layer, query[plan.tokens], plan)
         return output
 
 
-def plan_decode(common: CommonMetadata, window: int | None, block_size: int) -> DecodePlan:
+def cache_rows(cache: Tensor) -> Tensor:
+    """The cache as rows of one token's N D numbers: token `offset` of `block` is row block * stride + offset.
+
+    The stride is `block_stride(cache)`; rows between belong to the other half of each page. Gathering rows of this view is
+    five times as fast as indexing with (block, offset) pairs (torch 2.13, 2 threads, 16 rows of 224 tokens).
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    num_rows = (num_blocks - 1) * block_stride(cache) + block_size
+    return cache.as_strided((num_rows, num_kv_heads * head_dim), (cache.stride(1), 1), cache.storage_offset())
+
+
+def block_stride(cache: Tensor) -> int:
+    return cache.stride(0) // cache.stride(1)
+
+
+def plan_decode(common: CommonMetadata, layer: AttentionLayer) -> DecodePlan:
     """Contexts are aligned at their start (first key that is attended to), padded to the longest."""
+    window, block_size = layer.sliding_window, layer.k_cache.shape[1]
     lengths = common.seq_lens[: common.num_decode_rows].long()
     starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
     longest = max(int((lengths - starts).max()), 1)
     position = starts[:, None] + torch.arange(longest)
     is_context = position < lengths[:, None]
     position = torch.where(is_context, position, 0)
-    table = common.block_table[: common.num_decode_rows]
-    blocks = torch.where(is_context, table.gather(1, position // block_size).long(), 0)
+    blocks = common.block_table[: common.num_decode_rows].gather(1, position // block_size).long()
+    rows = torch.where(is_context, blocks * block_stride(layer.k_cache) + position % block_size, 0)
     is_context[:, 0] = True  # a padding row attends to the null block: finite, never read
-    return DecodePlan(blocks, position % block_size, is_context[:, None, None, :])
+    return DecodePlan(rows.flatten(), is_context[:, None, None, :])
 
 
 def attend_decode(layer: AttentionLayer, query: Tensor, plan: DecodePlan) -> Tensor:
     """query [R, N G, D] -> [R, N G, D]. The G heads of a key head are its G queries, so no key is repeated."""
     num_rows, num_heads, head_dim = query.shape
-    keys = layer.k_cache[plan.blocks, plan.offsets].to(query.dtype).transpose(1, 2)  # [R, N, L, D]
-    values = layer.v_cache[plan.blocks, plan.offsets].to(query.dtype).transpose(1, 2)
+    shape = (num_rows, -1, layer.num_kv_heads, head_dim)
+    keys, values = (
+        cache_rows(cache).index_select(0, plan.rows).view(shape).transpose(1, 2).to(query.dtype)  # [R, N, L, D]
+        for cache in (layer.k_cache, layer.v_cache)
+    )
     grouped = query.view(num_rows, layer.num_kv_heads, -1, head_dim)  # [R, N, G, D]
     result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap)
     return result.reshape(num_rows, num_heads, head_dim)
 
 
-def plan_prefill(common: CommonMetadata, window: int | None, block_size: int) -> list[PrefillPlan]:
+def plan_prefill(common: CommonMetadata, layer: AttentionLayer) -> list[PrefillPlan]:
+    window, block_size, stride = layer.sliding_window, layer.k_cache.shape[1], block_stride(layer.k_cache)
     starts = common.query_start_loc.tolist()
     lengths = common.seq_lens.tolist()
     plans = []
@@ -126,17 +145,10 @@ def plan_prefill(common: CommonMetadata, window: int | None, block_size: int) ->
             continue  # padding
         first_query = length - num_tokens
         first_key = 0 if window is None else max(first_query - window + 1, 0)
-        first_block = first_key // block_size
-        blocks = common.block_table[row, first_block : -(-length // block_size)].long()
-        plans.append(
-            PrefillPlan(
-                tokens=slice(starts[row], starts[row + 1]),
-                blocks=blocks,
-                first=first_key - first_block * block_size,
-                length=length - first_key,
-                mask=_prefill_mask(first_query, first_key, length, window, common.causal),
-            )
-        )
+        position = torch.arange(first_key, length)
+        rows = common.block_table[row][position // block_size].long() * stride + position % block_size
+        mask = _prefill_mask(first_query, first_key, length, window, common.causal)
+        plans.append(PrefillPlan(slice(starts[row], starts[row + 1]), rows, mask))
     return plans
 
 
@@ -152,19 +164,19 @@ def _prefill_mask(first_query: int, first_key: int, length: int, window: int | N
 def attend_prefill(layer: AttentionLayer, query: Tensor, plan: PrefillPlan) -> Tensor:
     """query [T, N G, D] of one row -> [T, N G, D]."""
     num_tokens, num_heads, head_dim = query.shape
-    last = plan.first + plan.length
-    keys = layer.k_cache[plan.blocks].flatten(0, 1)[plan.first : last].to(query.dtype)  # [L, N, D]
-    values = layer.v_cache[plan.blocks].flatten(0, 1)[plan.first : last].to(query.dtype)
-    grouped = query.view(num_tokens, layer.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [N, G, T, D]
-    shape = (-1, grouped.shape[1], -1, -1)
-    result = attend(
-        grouped,
-        keys.transpose(0, 1)[:, None].expand(shape),  # [N, G, L, D], the G copies without memory
-        values.transpose(0, 1)[:, None].expand(shape),
-        plan.mask,
-        layer.scale,
-        layer.soft_cap,
+    num_kv_heads = layer.num_kv_heads
+    group = num_heads // num_kv_heads
+    keys, values = (
+        cache_rows(cache)
+        .index_select(0, plan.rows)
+        .view(-1, num_kv_heads, 1, head_dim)
+        .permute(1, 2, 0, 3)
+        .to(query.dtype)
+        .expand(-1, group, -1, -1)  # [N, G, L, D], the G copies without memory
+        for cache in (layer.k_cache, layer.v_cache)
     )
+    grouped = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [N, G, T, D]
+    result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap)
     return result.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
