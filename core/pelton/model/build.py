@@ -99,22 +99,27 @@ def make_build_config(
     device: torch.device,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    device_type: str | None = None,
     capability: tuple[int, int] | None = None,
     parallel: ParallelContext | None = None,
 ) -> BuildConfig:
-    """From settings and what was resolved; ops and backends are those that plugins offer for the device's type."""
-    if config.model.quantization is not None:
+    """From settings and what was resolved. device_type: what plugins offer ops and backends for, the platform's own word
+    (`Platform.device_type`); torch's name of the device when None."""
+    device_type = device_type or device.type
+    method = config.model.quantization or (model.hf_config.get("quantization_config") or {}).get("quant_method")
+    if method is not None:
         raise ConfigError(
-            f"quantization is {config.model.quantization!r}; no quantization method is installed. Leave it unset."
+            f"quantization is {method!r} (from the settings or config.json's quantization_config); "
+            "no quantization method is installed. Use a checkpoint in float32, bfloat16 or float16."
         )
     return BuildConfig(
         hf=HFConfig(model.hf_config),
         dtype=getattr(torch, model.dtype),
         device=device,
         max_model_len=model.max_model_len,
-        ops=OpSelector(plugins.entries("pelton_ops", device_type=device.type)),
+        ops=OpSelector(plugins.entries("pelton_ops", device_type=device_type)),
         attention=AttentionSelector(
-            plugins.entries("pelton_attention_backends", device_type=device.type),
+            plugins.entries("pelton_attention_backends", device_type=device_type),
             named=config.attention.backend,
             capability=capability,
         ),

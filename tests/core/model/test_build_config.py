@@ -1,0 +1,89 @@
+"""The object that layers are made from, built from settings."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import pelton_backends.sdpa.plugin
+import pelton_plugins.models.plugin
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError
+from pelton.model.build import make_build_config
+from pelton.model.registry import build_model
+from pelton.model.resolved import ResolvedModel
+from pelton.testing.plugins import plugins_of
+
+PLUGINS = plugins_of(pelton_backends.sdpa.plugin, pelton_plugins.models.plugin)
+FIELDS = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def resolved(**hf):
+    return ResolvedModel(
+        name="m", path="/m", weights_format="dummy", hf_config=FIELDS | hf, architecture="LlamaForCausalLM",
+        dtype="bfloat16", max_model_len=64, vocab_size=40, eos_token_ids=[], generation_config={}, tokenizer_path=None,
+    )  # fmt: skip
+
+
+def make(model=None, **flat):
+    return make_build_config(
+        EngineConfig.from_flat(**flat), model or resolved(), PLUGINS, device=torch.device("cpu"), max_num_seqs=4,
+        max_num_batched_tokens=32,
+    )  # fmt: skip
+
+
+def test_settings_reach_the_layers():
+    build = make(block_size=8, kv_cache_dtype="float32", attention_backend="CPU_ATTN")
+    model = build_model(build, "LlamaForCausalLM", PLUGINS)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not model.training
+    layer = build.attention_layers["model.layers.1.self_attn.attn"]
+    assert (layer.kv_spec().block_size, layer.kv_spec().dtype, layer.needs.dtype) == (8, "float32", "bfloat16")
+    assert (layer.num_kv_heads, layer.head_dim, layer.selection.reason) == (4, 8, "named in the settings")
+    assert {choice.seam for choice in build.ops.choices} == {
+        "embed", "add_norm_linear", "qk_norm_rope_write_kv", "linear", "add_norm_gated_linear", "add_norm_logits",
+    }  # fmt: skip
+
+
+def test_expected_weights_are_known_before_loading():
+    build = make()
+    build_model(build, "LlamaForCausalLM", PLUGINS)
+    expected = build.weights.expected()
+    assert expected["model.layers.0.self_attn.k_proj.weight"] == (32, 32)
+    assert expected["lm_head.weight"] == (40, 32) and len(expected) == 2 * 9 + 3
+
+
+def test_a_backend_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="attention_backend is 'flashinfer'; for this device there is sdpa"):
+        build_model(make(attention_backend="FLASHINFER"), "LlamaForCausalLM", PLUGINS)
+
+
+@pytest.mark.parametrize("model, flat", [(resolved(), {"quantization": "awq"}),
+                                         (resolved(quantization_config={"quant_method": "awq"}), {})])  # fmt: skip
+def test_quantized_weights_are_refused_by_method(model, flat):
+    with pytest.raises(ConfigError, match="quantization is 'awq'"):
+        make(model, **flat)
+
+
+@pytest.mark.parametrize("hidden_act", ["relu2"])
+def test_an_activation_that_is_not_there_is_named(hidden_act):
+    with pytest.raises(ConfigError, match="hidden_act is 'relu2'; gated layers have silu"):
+        build_model(make(resolved(hidden_act=hidden_act)), "LlamaForCausalLM", PLUGINS)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "pelton_backends.sdpa.plugin",
+        "pelton_plugins.models.plugin",
+        "pelton.attention.selector",
+        "pelton.ops.selector",
+        "pelton.parallel.context",
+    ],
+)
+def test_what_lists_and_chooses_does_without_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
