@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 from litestar import Litestar, Request, Response
+from litestar.exceptions import ImproperlyConfiguredException
 from litestar.types import ASGIApp
 
+from pelton.errors import PluginError
 from pelton.plugins import Plugins
 from pelton_plugins.server.edge import Edge
 from pelton_plugins.server.errors import describe
@@ -19,7 +21,14 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
     """Routes come from the `pelton_http_routes` hook, the built-in ones too."""
     handlers: list[Any] = []
     for entry in plugins.entries("pelton_http_routes"):
-        handlers += entry.resolve()(state)
+        make_routes = entry.resolve()
+        try:
+            handlers += make_routes(state)
+        except Exception as error:
+            raise PluginError(
+                f"HTTP routes {entry.name!r} of {entry.load} fail: {type(error).__name__}: {error}. "
+                "Mend its plugin, or leave it out with PELTON_PLUGINS."
+            ) from error
     state.openapi = describe_api(handlers)
 
     def on_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
@@ -27,12 +36,15 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
         body = describe(error, request_id, in_detail=state.config.return_errors_in_detail)
         return Response(msgspec.json.encode(body), status_code=body.error.code, media_type="application/json")
 
-    router = Litestar(
-        route_handlers=handlers,
-        exception_handlers={Exception: on_error},
-        openapi_config=None,
-        logging_config=None,
-        request_max_body_size=None,  # read and bounded by Exchange
-        debug=False,
-    )
+    try:
+        router = Litestar(
+            route_handlers=handlers,
+            exception_handlers={Exception: on_error},
+            openapi_config=None,
+            logging_config=None,
+            request_max_body_size=None,  # read and bounded by Exchange
+            debug=False,
+        )
+    except ImproperlyConfiguredException as error:
+        raise PluginError(f"The plugins' HTTP routes do not fit together: {error}.") from error
     return Edge(router, state)

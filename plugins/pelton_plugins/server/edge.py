@@ -28,7 +28,8 @@ class Edge:
         self._app = app
         self._state = state
         self._keys = [hashlib.sha256(key.encode()).digest() for key in state.config.api_key]
-        self._public = frozenset(state.config.public_routes)
+        root = state.config.root_path.rstrip("/")
+        self._public = frozenset(path for route in state.config.public_routes for path in (route, root + route))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if "method" not in scope:  # a websocket

@@ -24,6 +24,7 @@ ERROR_TYPES = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    431: "RequestTooLargeError",
     422: "UnprocessableEntityError",
     500: "InternalServerError",
     501: "NotImplementedError",

@@ -27,6 +27,7 @@ from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.state import ServerState
+from pelton_plugins.server.wire import BoundedHttpProtocol
 
 logger = get_logger(__name__)
 
@@ -73,7 +74,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self.state, self.plugins),
-                http="httptools",
+                http=BoundedHttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -181,6 +182,9 @@ def bind(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(
+        socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+    )  # connections inherit it: a vanished client is noticed
     try:
         listener.bind((config.host.strip("[]"), config.port))
         listener.listen(2048)

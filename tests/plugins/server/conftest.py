@@ -21,6 +21,7 @@ from pelton.sampling_params import RequestOutputKind, SamplingParams
 from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.state import ServerState
+from pelton_plugins.server.wire import BoundedHttpProtocol
 
 VOCAB = "\x00abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,:<>|?!'\n"
 
@@ -166,7 +167,15 @@ class Running:
         self.state = ServerState(config=config, model_names=["fake", "alias"], llm=llm)
         self.app = build_app(self.state, plugins or RoutesOnly())
         self._server = uvicorn.Server(
-            uvicorn.Config(self.app, port=0, log_config=None, lifespan="off", ws="none", http="httptools")
+            uvicorn.Config(
+                self.app,
+                port=0,
+                log_config=None,
+                lifespan="off",
+                ws="none",
+                http=BoundedHttpProtocol,
+                root_path=config.root_path,
+            )
         )
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 

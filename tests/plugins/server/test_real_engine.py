@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -167,9 +168,9 @@ def test_metrics_count_and_rest_at_zero(client, url):
     assert 'pelton_step_host_seconds_count{engine="0"' in text and "pelton_startup_phase_seconds{" in text
 
 
-@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("stream", [True, False])
 def test_a_killed_curl_frees_its_blocks(url, stream):
-    body = '{"prompt": "abc", "max_tokens": 480, "ignore_eos": true, "stream": %s}' % stream
+    body = json.dumps({"prompt": "abc", "max_tokens": 480, "ignore_eos": True, "stream": stream})
     curl = subprocess.Popen(
         ["curl", "-sN", url + "/v1/completions", "-H", "Content-Type: application/json", "-d", body],
         stdout=subprocess.DEVNULL,

@@ -1,0 +1,77 @@
+"""uvicorn's HTTP protocol with what it leaves unbounded: the size of a request's head, and how long a client may take to send it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pelton_plugins.server.errors import error_response
+
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers, beyond what came with their first packet
+HEAD_TIMEOUT_S = 30.0  # from the connection, or the first byte of a later request, to the end of its headers
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Refusals are in the error shape too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_head = False
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._is_in_head
+        super().data_received(data)
+        if was_in_head and self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._is_in_head = False
+                self._refuse(431, f"The request's headers are longer than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+        if self._head_timer is None:
+            self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _start_timer(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_timeout(self) -> None:
+        self._head_timer = None
+        self._refuse(408, f"The request's headers did not come within {HEAD_TIMEOUT_S:g} s.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = msgspec.json.encode(error_response(status, message))
+        head = (
+            f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        if not self.transport.is_closing():
+            self.transport.write(head.encode() + body)
+            self.transport.close()
