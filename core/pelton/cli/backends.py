@@ -99,6 +99,7 @@ def _ask_layers(
         model,
         plugins,
         device=platform.device(0),
+        device_type=platform.device_type,
         capability=platform.capability(),
         max_num_seqs=config.scheduler.max_num_seqs or platform.default_max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens or platform.default_max_num_batched_tokens,

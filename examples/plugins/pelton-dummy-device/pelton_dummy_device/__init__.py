@@ -1,0 +1,1 @@
+"""A Pelton plugin that brings a device: platform, attention backend and worker."""

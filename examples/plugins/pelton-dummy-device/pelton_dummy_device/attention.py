@@ -1,0 +1,60 @@
+"""Attention over the paged cache, a row at a time: gather the row's blocks, mask, softmax.
+
+N kv heads, G query heads a kv head, D head_dim, L context tokens, T tokens of the row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+
+if TYPE_CHECKING:
+    from pelton.attention.layer import AttentionLayer
+
+
+class LoopBackend(AttentionBackend):
+    """Decoder attention with windows and soft caps, in float32 inside."""
+
+    name: ClassVar[str] = "dummy_loop"
+    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap"})
+
+    @classmethod
+    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
+        return [] if needs.kv_dtype in ("auto", needs.dtype) else [f"kv dtype {needs.kv_dtype}, only the model's own"]
+
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> CommonMetadata:
+        return common
+
+    def slot_mapping(self, metadata: CommonMetadata) -> Tensor:
+        return metadata.slot_mapping
+
+    def forward(self, layer: AttentionLayer, query: Tensor, metadata: CommonMetadata, output: Tensor) -> Tensor:
+        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        for row in range(metadata.num_reqs):
+            tokens = slice(starts[row], starts[row + 1])
+            if tokens.start < tokens.stop:
+                output[tokens] = self._attend(layer, query[tokens], metadata.block_table[row], lengths[row])
+        return output
+
+    def _attend(self, layer: AttentionLayer, query: Tensor, table: Tensor, length: int) -> Tensor:
+        """query [T, N G, D] -> the same shape; the last token is at position length - 1."""
+        num_tokens, num_heads, head_dim = query.shape
+        position = torch.arange(length - num_tokens, length)[:, None]
+        first = 0 if layer.sliding_window is None else max(length - num_tokens - layer.sliding_window + 1, 0)
+        context = torch.arange(first, length)  # what left the window is not even read: its blocks may be others' by now
+        blocks, places = table[context // self.needs.block_size].long(), context % self.needs.block_size
+        keys, values = layer.k_cache[blocks, places].float(), layer.v_cache[blocks, places].float()  # [L, N, D]
+        grouped = query.view(num_tokens, layer.num_kv_heads, -1, head_dim).float()  # [T, N, G, D]
+        scores = torch.einsum("tngd,lnd->tngl", grouped, keys) * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        is_hidden = context > position  # [T, L]
+        if layer.sliding_window is not None:
+            is_hidden |= context <= position - layer.sliding_window
+        weights = scores.masked_fill(is_hidden[:, None, None], -torch.inf).softmax(dim=-1)
+        return torch.einsum("tngl,lnd->tngd", weights, values).reshape(num_tokens, num_heads, head_dim).to(query.dtype)

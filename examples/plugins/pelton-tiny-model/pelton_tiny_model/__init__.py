@@ -1,0 +1,1 @@
+"""A Pelton plugin that brings one model."""
