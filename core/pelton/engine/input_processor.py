@@ -28,10 +28,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text}, or {"prompt_token_ids": ids} with the text beside it when known."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-DEFAULTS_FROM_MODEL = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
+DEFAULTS_FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
 
 
 @dataclass(slots=True)
@@ -310,11 +307,7 @@ def _as_ids(ids: Any) -> list[int]:
 
 
 def _defaults_from(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {
-        ours: generation_config[theirs]
-        for theirs, ours in DEFAULTS_FROM_MODEL.items()
-        if generation_config.get(theirs) is not None
-    }
+    defaults = {name: generation_config[name] for name in DEFAULTS_FROM_MODEL if generation_config.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except RequestError as error:

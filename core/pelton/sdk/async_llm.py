@@ -313,19 +313,21 @@ class AsyncLLM:
         while True:
             try:
                 outputs = await client.get_outputs_async()
-                processed = processor.process(outputs, time.monotonic())
-                if processed.stopped:
-                    client.finish_requests(processed.stopped, FinishReason.STOP)
-                if processed.aborted:
-                    client.finish_requests(processed.aborted)
             except EngineDeadError as error:
                 return error
+            except Exception as error:
+                logger.exception("Taking the engine's outputs failed")
+                return EngineDeadError(f"Taking the engine's outputs failed: {type(error).__name__}: {error}")
+            try:
+                processed = processor.process(outputs, time.monotonic())
             except Exception as error:  # our own mistake: say so, fail the requests, keep serving
                 logger.exception("Processing engine outputs failed")
                 self._send_finish(processor.engine_ids(processor.unfinished_ids()))
                 processor.fail_all(EngineError(f"Processing engine outputs failed: {type(error).__name__}: {error}"))
                 self._note_idle()
                 continue
+            self._send_finish(processed.stopped, FinishReason.STOP)
+            self._send_finish(processed.aborted)
             self.stat_loggers.record(outputs.stats, processed.stats)
             self._note_idle()
 

@@ -205,7 +205,7 @@ def test_bad_words_are_banned_with_and_without_a_space(processor: InputProcessor
 
 
 def test_defaults_come_from_the_models_generation_config(tokenizer: Tokenizer) -> None:
-    processor = make(tokenizer, generation_config={"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "do_sample": True})
+    processor = make(tokenizer, generation_config={"temperature": 0.6, "top_k": 20, "max_tokens": 7})
     defaults = processor.get_default_sampling_params()
     assert (defaults.temperature, defaults.top_k, defaults.max_tokens) == (0.6, 20, 7)
     assert processor.process("r", [1]).params.top_k == 20

@@ -1,0 +1,391 @@
+"""`AsyncLLM` over an engine in its own process: streams, aborts, slow consumers, deaths and returns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from pelton import AsyncLLM, EngineConfig, SamplingParams
+from pelton.engine.in_process import InProcessClient
+from pelton.engine.process_client import ProcessClient
+from pelton.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from pelton.metrics.stats import IterationStats, SchedulerStats
+from pelton.outputs import RequestOutput
+from pelton.sampling_params import RequestOutputKind
+
+Make = Callable[..., Any]
+
+
+def params(max_tokens: int = 6, kind: RequestOutputKind = RequestOutputKind.DELTA, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, output_kind=kind, **more)
+
+
+@pytest.fixture
+async def make(settings: dict[str, Any]) -> AsyncIterator[Make]:
+    made: list[AsyncLLM] = []
+
+    async def make_llm(*, start: bool = True, script: dict[str, Any] | None = None, **more: Any) -> AsyncLLM:
+        options = {name: more.pop(name) for name in ("start_engine", "max_restarts") if name in more}
+        config = EngineConfig.from_flat(**(settings | {"plugin_config": {"fake_engine": script or {}}} | more))
+        made.append(AsyncLLM(config, **options))
+        if start:
+            await made[-1].start()
+        return made[-1]
+
+    yield make_llm
+    for llm in made:
+        llm.shutdown()
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> tuple[list[int], RequestOutput]:
+    """All token ids of a stream of deltas, and the last output."""
+    ids: list[int] = []
+    async for output in stream:
+        ids += output.outputs[0].token_ids
+    return ids, output
+
+
+async def settles(condition: Callable[[], Any], timeout_s: float = 3.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        found = condition()
+        if await found if asyncio.iscoroutine(found) else found:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def blocks_are_free(llm: AsyncLLM) -> bool:
+    return await settles(lambda: is_free(llm))
+
+
+async def is_free(llm: AsyncLLM) -> bool:
+    return bool(await llm.call("kv_cache_usage") == 0.0)
+
+
+def pid(llm: AsyncLLM) -> int:
+    assert isinstance(llm._client, ProcessClient)
+    return llm._client.pid
+
+
+async def test_streams_deltas_that_add_up(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.005})
+    outputs = [output async for output in llm.generate("abc", params(20), "r")]
+    assert len(outputs) > 5
+    [final] = [output async for output in llm.generate("abc", params(20, RequestOutputKind.FINAL_ONLY))]
+    assert [i for output in outputs for i in output.outputs[0].token_ids] == final.outputs[0].token_ids
+    assert "".join(output.outputs[0].text for output in outputs) == final.outputs[0].text
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[0].request_id == "r"
+    assert llm.num_unfinished_requests == 0
+
+
+async def test_many_at_once_get_what_they_get_alone(make: Make) -> None:
+    llm: AsyncLLM = await make()
+    prompts = [[1 + i % 11] * (1 + i % 9) for i in range(100)]
+    together = await asyncio.gather(*(collect(llm.generate(p, params(1 + i % 13))) for i, p in enumerate(prompts)))
+    for i in range(0, 100, 17):
+        alone, _ = await collect(llm.generate(prompts[i], params(1 + i % 13)))
+        assert together[i][0] == alone
+    assert await blocks_are_free(llm)
+
+
+@pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
+async def test_leaving_a_stream_aborts_it(make: Make, how: str) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.02})
+    started = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in llm.generate("abc", params(200)):
+            started.set()
+
+    if how == "cancel":
+        task = asyncio.create_task(read())
+        await started.wait()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    else:
+        stream = llm.generate("abc", params(200))
+        async for _ in stream:
+            break
+        assert llm.num_unfinished_requests == 1
+        if how == "aclose":
+            await stream.aclose()  # type: ignore[attr-defined]
+        del stream
+    assert await settles(lambda: llm.num_unfinished_requests == 0)
+    assert await blocks_are_free(llm)
+
+
+async def test_abort_ends_the_stream_with_what_there_is(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.02})
+    reading = asyncio.create_task(collect(llm.generate("abc", params(200), "r")))
+    await asyncio.sleep(0.2)
+    await llm.abort("r")
+    ids, last = await reading
+    assert 0 < len(ids) < 200
+    assert last.finished and last.outputs[0].finish_reason == "abort"
+    await llm.abort(["r", "unknown"])
+    assert await blocks_are_free(llm)
+
+
+async def test_a_slow_consumer_finds_its_outputs_merged(make: Make) -> None:
+    llm: AsyncLLM = await make()
+    stream = llm.generate("abc", params(50))
+    first = await anext(stream)
+    assert await settles(lambda: llm.num_unfinished_requests == 0)
+    second = await anext(stream)
+    assert second.finished
+    assert len(first.outputs[0].token_ids) + len(second.outputs[0].token_ids) == 50
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_samples_of_one_prompt_stream_side_by_side(make: Make) -> None:
+    llm: AsyncLLM = await make()
+    tokens = [0, 0, 0]
+    async for output in llm.generate("abc", SamplingParams(n=3, max_tokens=5, output_kind=RequestOutputKind.DELTA)):
+        for completion in output.outputs:
+            tokens[completion.index] += len(completion.token_ids)
+    assert tokens == [5, 5, 5]
+
+
+async def test_a_stop_string_frees_the_engine(make: Make) -> None:
+    llm: AsyncLLM = await make()
+    [free] = [o async for o in llm.generate("zz", params(60, RequestOutputKind.FINAL_ONLY, ignore_eos=True))]
+    text = free.outputs[0].text
+    stop = next(char for char in text if char.isascii() and char.isprintable())
+    parts = [o async for o in llm.generate("zz", params(200, stop=stop, ignore_eos=True))]
+    assert "".join(o.outputs[0].text for o in parts) == text[: text.index(stop)]
+    assert parts[-1].outputs[0].stop_reason == stop
+    assert await blocks_are_free(llm)
+
+
+async def test_bad_requests_raise_and_hurt_nobody(make: Make) -> None:
+    llm: AsyncLLM = await make(max_num_queued_tokens=5000)
+    for prompt, message in ((["x"], "integers"), ("", "empty"), ([1] * 1000, "maximum context length"), ("a" * 9000, "context")):
+        with pytest.raises(RequestError, match=message):
+            await collect(llm.generate(prompt, params()))
+    stream = llm.generate("abc", params(50), "same")
+    await anext(stream)
+    if llm.num_unfinished_requests:
+        with pytest.raises(RequestError, match="in use"):
+            await collect(llm.generate("abc", params(), "same"))
+    assert (await collect(stream))[1].finished
+    assert llm.num_unfinished_requests == 0
+
+
+async def test_a_failed_step_raises_in_its_requests_only(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"fail_at_step": 0})
+    with pytest.raises(EngineError, match="as the script says"):
+        await collect(llm.generate("abc", params()))
+    assert len((await collect(llm.generate("abc", params())))[0]) == 6
+    assert llm.is_healthy
+
+
+async def test_a_deadline_ends_a_request(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.05})
+    with pytest.raises(RequestError) as caught:
+        await collect(llm.generate("abc", params(200), timeout_s=0.2))
+    assert caught.value.status == 408
+    assert await blocks_are_free(llm)
+
+
+# Deaths.
+
+
+async def test_waiting_clients_learn_of_a_death_within_a_second_and_the_engine_comes_back(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.05})
+    waiting = [asyncio.create_task(collect(llm.generate([i + 1], params(200)))) for i in range(5)]
+    await asyncio.sleep(0.3)
+    first = pid(llm)
+    os.kill(first, signal.SIGKILL)
+    killed = time.monotonic()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert time.monotonic() - killed < 1
+    assert all(isinstance(result, EngineDeadError) and "SIGKILL" in str(result) for result in results)
+    assert llm.num_unfinished_requests == 0
+    assert not llm.is_healthy and "SIGKILL" in (llm.health_reason or "")
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await llm.check_health()
+    with pytest.raises(EngineDeadError, match="New requests are refused until it is back") as caught:
+        await collect(llm.generate("abc", params()))
+    assert caught.value.status == 503
+    assert await settles(lambda: llm.is_healthy, 10)
+    await llm.check_health()
+    assert pid(llm) != first
+    assert len((await collect(llm.generate("abc", params())))[0]) == 6
+
+
+async def test_a_poison_request_cannot_restart_the_engine_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pelton.sdk.async_llm.BACKOFF_S", (0.0,))
+    llm: AsyncLLM = await make(script={"kill_at_step": 0}, max_restarts=2)
+    for _ in range(3):
+        assert await settles(lambda: llm.is_healthy, 5)
+        with pytest.raises(EngineDeadError):
+            await collect(llm.generate("abc", params()))
+    assert await settles(lambda: "not started again (died 3 times)" in (llm.health_reason or ""))
+    began = time.monotonic()
+    llm.shutdown()
+    assert time.monotonic() - began < 2
+
+
+async def test_start_errors_are_raised_by_start(make: Make) -> None:
+    llm: AsyncLLM = await make(start=False, script={"fail_start": "no room"})
+    with pytest.raises(ConfigError, match="no room"):
+        await llm.start()
+    assert llm.health_reason == "The engine is not started."
+    with pytest.raises(EngineDeadError, match="not started"):
+        await collect(llm.generate("abc", params()))
+
+
+# The end.
+
+
+async def test_drain_lets_running_requests_finish_and_refuses_new_ones(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.01})
+    running = asyncio.create_task(collect(llm.generate("abc", params(20))))
+    await asyncio.sleep(0.1)
+    draining = asyncio.create_task(llm.drain(5.0))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="shutting down") as caught:
+        await collect(llm.generate("abc", params()))
+    assert caught.value.status == 503
+    await draining
+    assert len((await running)[0]) == 20
+
+
+async def test_drain_ends_what_is_left_at_the_deadline(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.05})
+    running = asyncio.create_task(collect(llm.generate("abc", params(200))))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    await llm.drain(0.2)
+    assert time.monotonic() - began < 1
+    with pytest.raises(EngineError, match=r"did not finish within 0.2 s") as caught:
+        await running
+    assert caught.value.status == 503
+
+
+async def test_shutdown_is_prompt_and_ends_waiting_requests(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.1})
+    running = asyncio.create_task(collect(llm.generate("abc", params(200))))
+    await asyncio.sleep(0.2)
+    began = time.monotonic()
+    llm.shutdown()
+    llm.shutdown()
+    assert time.monotonic() - began < 2
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await running
+    with pytest.raises(EngineDeadError, match="not started"):
+        await collect(llm.generate("abc", params()))
+
+
+async def test_context_manager(settings: dict[str, Any]) -> None:
+    async with AsyncLLM.from_flat(**settings) as llm:
+        assert len((await collect(llm.generate("abc", params())))[0]) == 6
+        assert llm.info.num_blocks == 257
+    assert not llm.is_healthy
+
+
+# Chat, statistics, another engine.
+
+
+async def test_render_chat(make: Make) -> None:
+    llm: AsyncLLM = await make(start=False)
+    messages = [{"role": "user", "content": "hi"}]
+    assert llm.render_chat(messages) == "hi\n"
+    assert llm.tokenizer is not None
+    assert llm.render_chat(messages, tokenize=True) == llm.tokenizer.encode("hi\n", add_special_tokens=False)
+
+
+class Recorder:
+    """A stat logger that keeps what it is told, or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.scheduler: list[SchedulerStats] = []
+        self.iterations: list[IterationStats] = []
+        self.logs = 0
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        if self.fails:
+            raise RuntimeError("bad logger")
+        if scheduler_stats is not None:
+            self.scheduler.append(scheduler_stats)
+        self.iterations.append(iteration_stats)
+
+    def log(self) -> None:
+        if self.fails:
+            raise RuntimeError("bad logger")
+        self.logs += 1
+
+
+async def test_stat_loggers_see_everything_and_cannot_hurt(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    llm: AsyncLLM = await make(start=False, disable_log_stats=False, log_stats_interval_s=0.05)
+    good, bad = Recorder(), Recorder(fails=True)
+    llm.stat_loggers.loggers = {"bad": bad, "good": good}
+    await llm.start()
+    caplog.set_level(logging.ERROR)
+    logging.getLogger("pelton").propagate = True
+    await asyncio.gather(*(collect(llm.generate([i + 1, 2], params(5))) for i in range(4)))
+    stream = llm.generate("gone", params(200))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert await settles(lambda: good.scheduler[-1].num_running_reqs == 0 and good.scheduler[-1].kv_cache_usage == 0)
+    assert await settles(lambda: good.logs > 0)
+    finished = [stats.finish_reason for batch in good.iterations for stats in batch.finished_requests]
+    assert sorted(finished) == ["abort"] + ["length"] * 4
+    assert sum(len(batch.time_to_first_tokens_s) for batch in good.iterations) == 5
+    assert "'bad' failed in record()" in caplog.text
+    logs = good.logs
+    llm.shutdown()
+    assert good.logs == logs + 1  # once more at the end
+
+
+async def test_runs_over_an_engine_in_this_process(make: Make) -> None:
+    llm: AsyncLLM = await make(start_engine=InProcessClient, script={"step_s": 0.002})
+    results = await asyncio.gather(*(collect(llm.generate([i + 1], params(10))) for i in range(10)))
+    assert all(len(ids) == 10 for ids, _ in results)
+    stream = llm.generate("abc", params(200))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert await blocks_are_free(llm)
+
+
+async def test_the_event_loop_keeps_running_while_the_engine_steps(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"step_s": 0.2})
+    reading = asyncio.create_task(collect(llm.generate("abc", params(3))))
+    longest, last = 0.0, time.monotonic()
+    while not reading.done():
+        await asyncio.sleep(0.005)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert longest < 0.1
+
+
+def test_api_process_imports_no_torch(settings: dict[str, Any], fake_engine_site: Any) -> None:
+    code = f"""
+import asyncio, sys
+from pelton import AsyncLLM, SamplingParams
+async def main():
+    async with AsyncLLM.from_flat(**{settings!r}) as llm:
+        async for output in llm.generate("abc", SamplingParams(max_tokens=3)):
+            pass
+asyncio.run(main())
+print({{"torch", "transformers", "uvicorn"}} & set(sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(fake_engine_site)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "set()", done.stderr
