@@ -1,0 +1,1 @@
+"""Attention backends: their promise, their selection, and the layer that calls them."""

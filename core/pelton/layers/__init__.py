@@ -1,0 +1,1 @@
+"""Modules that model plugins are made of: matrices, embeddings, norms, rope."""
