@@ -36,10 +36,10 @@ class ScheduledRequest:
 
     __slots__ = (
         "arrival", "block_hashes", "capacity", "connector_tokens", "deadline", "drafts", "eos_ids", "events", "grammar",
-        "grammar_job", "is_remote_ready", "last_step_id", "max_total_tokens", "min_tokens", "num_blocks", "num_cached_blocks",
+        "grammar_job", "is_remote_ready", "last_step_id", "max_total_tokens", "min_tokens", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_confirmed_tokens", "num_found_tokens", "num_pending",
         "num_prompt_tokens", "prompt_logprobs", "request", "request_id", "restarts", "side_slot", "skip_connector",
-        "skip_prefix_lookup", "slot", "status", "stop_ids", "token_ids", "void_logprobs_through", "void_through",
+        "skip_prefix_lookup", "slot", "status", "stop_ids", "tables", "token_ids", "void_logprobs_through", "void_through",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, arrival: int, *, max_model_len: int, now: float) -> None:
@@ -68,11 +68,11 @@ class ScheduledRequest:
         self.slot = -1
         self.side_slot = -1
         self.capacity = 0  # tokens that the held blocks have room for
-        self.num_blocks: list[int] = []  # length of the block table, per group
+        self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
         self.block_hashes: list[bytes] = []
         self.num_cached_blocks = 0  # full blocks of known tokens made findable so far
-        self.num_found_tokens = 0  # not computed by this request: found in the cache, or brought by a connector
-        self.num_cached_tokens = -1  # the same at the first scheduling; -1 before it
+        self.num_found_tokens = 0  # found in the prefix cache this time
+        self.num_cached_tokens = -1  # found, or brought by a connector, at the first scheduling; -1 before it
         self.skip_prefix_lookup = params.prompt_logprobs is not None
 
         self.events: list[EngineEvent] = []
@@ -106,7 +106,7 @@ class ScheduledRequest:
         self.num_confirmed_tokens = 0
         self.num_cached_blocks = 0
         self.capacity = 0
-        self.num_blocks = []
+        self.tables = []
         self.num_found_tokens = 0
         self.drafts = []
         self.is_remote_ready = False

@@ -108,9 +108,7 @@ class DefaultScheduler(Scheduler):
         self._slots = SlotPool(max_num_seqs)
         self._side_slots = SlotPool(config.max_side_table_seqs)
         self._fenced: list[tuple[int, str, int, int]] = []  # (step, request id or "", slot, side slot)
-        self._left_blocks: list[
-            tuple[int, set[int]]
-        ] = []  # (step, blocks) given up while a step that writes them is open
+        self._left: list[tuple[int, ScheduledRequest, set[int], set[int]]] = []  # see `_note_left`
         self._sending: dict[str, int] = {}  # finished, with its last step; a connector still reads the blocks
         self._abandoned: set[str] = set()  # finished; a connector still writes their blocks
         self._deadlines: list[tuple[float, int, ScheduledRequest]] = []
@@ -334,10 +332,10 @@ class DefaultScheduler(Scheduler):
         room = min(request.max_total_tokens - total, budget) - 1  # besides the token that is sampled for sure
         if room <= 0 or len(request.token_ids) + request.num_pending <= request.num_prompt_tokens:
             return 0, None
-        if request.num_pending:
-            if request.grammar is not None:
-                return 0, None  # their masks need the values
-            return min(self._num_draft_tokens, room), None
+        is_on_device = self._proposer is None and (request.num_pending > 0 or not request.drafts)
+        if is_on_device:
+            # The device made them, and the host has not seen them: a grammar's masks would need their values.
+            return (0 if request.grammar is not None else min(self._num_draft_tokens, room)), None
         is_host_made = self._proposer is not None
         if is_host_made:
             request.drafts = self._propose(request)
@@ -387,9 +385,9 @@ class DefaultScheduler(Scheduler):
     ) -> None:
         for group, ids in enumerate(new_ids):
             if ids:
-                start = request.num_blocks[group]
-                step.appends.append((group, request.slot, start, list(ids)))
-                request.num_blocks[group] = start + len(ids)
+                table = request.tables[group]
+                step.appends.append((group, request.slot, len(table), list(ids)))
+                table += ids
         self._note_capacity(request, request.num_computed_tokens + num_new + num_draft)
         self._note_cached(request, request.num_computed_tokens + num_new)
 
@@ -493,7 +491,7 @@ class DefaultScheduler(Scheduler):
             return self._refuse_if_alone(request, step)
         self._start_running(request, start, num_external)
         block_ids = self.kv.block_ids(request.request_id)
-        request.num_blocks = [len(ids) for ids in block_ids]
+        request.tables = [list(ids) for ids in block_ids]
         self._note_capacity(request, start + num_new)
         if not num_external:
             self._note_cached(request, start + num_new)
@@ -514,7 +512,10 @@ class DefaultScheduler(Scheduler):
         """Slots, status, event and the counts of a request that got its blocks."""
         is_first = request.num_cached_tokens < 0
         self._waiting.remove(request)
-        request.num_computed_tokens = request.num_confirmed_tokens = request.num_found_tokens = start
+        num_local = start - num_external - request.connector_tokens
+        request.num_computed_tokens = request.num_confirmed_tokens = start
+        request.num_found_tokens = num_local
+        request.connector_tokens += num_external
         if is_first:
             self._num_queued_reqs -= 1
             self._num_queued_tokens -= request.num_prompt_tokens
@@ -522,7 +523,7 @@ class DefaultScheduler(Scheduler):
             if self._hasher is not None and not request.skip_prefix_lookup:
                 self._stats.prefix_cache_requests += 1
                 self._stats.prefix_cache_queries += request.num_prompt_tokens
-                self._stats.prefix_cache_hits += start - num_external - request.connector_tokens
+                self._stats.prefix_cache_hits += num_local
         request.status = RUNNING
         request.is_remote_ready = False
         request.slot = self._slots.take()
@@ -605,10 +606,10 @@ class DefaultScheduler(Scheduler):
                 f"{len(result.token_ids)} rows."
             )
         self._updating = self._open.popleft()
-        self._note_retired()
-        step_id = output.step_id
         if result.invalid_block_ids:
             self._recompute_holders(result.invalid_block_ids, skip_connector=True)
+        self._note_retired()
+        step_id = output.step_id
         outputs: list[EngineOutput] = []
         errors = dict(result.row_errors)
         worker_drafts = result.draft_token_ids
@@ -671,7 +672,7 @@ class DefaultScheduler(Scheduler):
                             self._full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
                         )
             except Exception as error:
-                self.kv.evict(self._own_blocks(request))
+                self.kv.evict(self._blocks_from(request, request.num_found_tokens))
                 self._end(request, _as_pelton_error(error, "computing"))
                 has_finished = True
         if has_finished:
@@ -761,20 +762,21 @@ class DefaultScheduler(Scheduler):
         assert step is not None and step.output is output, "a step fails once, while it is open or in its update"
         if step in self._open:
             self._open.remove(step)
+            self._updating = step
         self._slots.tell_again(output.freed_slots)  # the workers may not have heard
         requests = [request for request in step.requests if not request.is_finished]
         spoilt = set[int]()
-        for last_step_id, block_ids in self._left_blocks:
+        for last_step_id, _, _, written in self._left:
             if last_step_id >= output.step_id:
-                spoilt |= block_ids
+                spoilt |= written
         outputs = []
         for request in requests:
-            spoilt |= self._own_blocks(request)
+            spoilt |= self._blocks_from(request, self._computed_before(request, output.step_id))
             self._finish(request)
             outputs.append(self._last_output(request, FinishReason.ERROR, error))
-        self._note_retired()
         self._drop_finished_rows()
         self._recompute_holders(spoilt)
+        self._note_retired()
         self._pass_fences()
         return outputs
 
@@ -814,8 +816,7 @@ class DefaultScheduler(Scheduler):
         kv_id = request_id
         if is_over and self._connector is not None and self._connector_keeps(request):
             kv_id = ""
-        if request.last_step_id > self._retired and request.num_blocks:
-            self._left_blocks.append((request.last_step_id, self._own_blocks(request)))
+        self._note_left(request)
         if self._is_ordered or request.last_step_id <= self._retired:
             self._give_back(kv_id, slot, side_slot)
         else:
@@ -840,22 +841,34 @@ class DefaultScheduler(Scheduler):
     def _note_retired(self) -> None:
         """Every step up to `_retired` is over."""
         self._retired = (self._open[0].output.step_id if self._open else self._next_step_id) - 1
-        if self._left_blocks:
-            self._left_blocks = [entry for entry in self._left_blocks if entry[0] > self._retired]
+        if self._left:
+            self._left = [entry for entry in self._left if entry[0] > self._retired]
 
     def _is_fenced(self, request_id: str) -> bool:
         return any(entry[1] == request_id for entry in self._fenced)
 
     # Blocks whose content is not to be trusted.
 
-    def _own_blocks(self, request: ScheduledRequest) -> set[int]:
-        """Blocks that a request computed itself, and computes in open steps."""
-        own: set[int] = set()
-        if request.num_blocks:
-            for size, ids in zip(self._block_sizes, self.kv.block_ids(request.request_id), strict=True):
-                own.update(ids[request.num_found_tokens // size :])
-        own.discard(0)
-        return own
+    def _note_left(self, request: ScheduledRequest) -> None:
+        """Remember what a request gives up while a step that uses it is open: blocks it reads, and blocks it writes."""
+        if request.last_step_id > self._retired and request.tables:
+            held = set[int]().union(*request.tables)
+            written = self._blocks_from(request, self._computed_before(request, self._retired + 1))
+            self._left.append((request.last_step_id, request, held, written))
+
+    def _computed_before(self, request: ScheduledRequest, step_id: int) -> int:
+        """Tokens that were computed when this step, which is open or just came in, began."""
+        count = request.num_computed_tokens
+        for step in (self._updating, *self._open):
+            if step is not None and step.output.step_id >= step_id and request in step.requests:
+                count -= step.output.num_scheduled[step.requests.index(request)]
+        # What a connector brings may come with that step, and be lost with it.
+        return max(min(count, request.num_found_tokens) if request.connector_tokens else count, 0)
+
+    def _blocks_from(self, request: ScheduledRequest, num_tokens: int) -> set[int]:
+        """Blocks that hold tokens after the first `num_tokens`, those that left a window since included."""
+        sizes_and_tables = zip(self._block_sizes, request.tables, strict=True) if request.tables else ()
+        return {block_id for size, table in sizes_and_tables for block_id in table[num_tokens // size :]} - {0}
 
     def _recompute_holders(self, block_ids: Iterable[int], *, skip_connector: bool = False) -> None:
         """Start again every request that reads one of these blocks; what open steps bring for it is void."""
@@ -863,9 +876,12 @@ class DefaultScheduler(Scheduler):
         if not bad:
             return
         self.kv.evict(bad)
+        for last_step_id, request, held, _ in self._left:
+            if not bad.isdisjoint(held):
+                request.void_through = max(request.void_through, last_step_id)
         receiving = [request for request in self._requests.values() if request.status is RequestStatus.RECEIVING]
         for request in [*self._running, *receiving]:
-            if any(not bad.isdisjoint(ids) for ids in self.kv.block_ids(request.request_id)):
+            if any(not bad.isdisjoint(table) for table in request.tables):
                 request.void_through = request.last_step_id
                 request.skip_connector = request.skip_connector or skip_connector
                 if request.status is RequestStatus.RECEIVING and not request.is_remote_ready:
@@ -889,7 +905,7 @@ class DefaultScheduler(Scheduler):
         self._waiting.remove(request)
         block_ids = self.kv.block_ids(request.request_id)
         request.status = RequestStatus.RECEIVING
-        request.num_blocks = [len(ids) for ids in block_ids]
+        request.tables = [list(ids) for ids in block_ids]
         request.num_computed_tokens = request.num_confirmed_tokens = num_local + num_external
         request.connector_tokens = num_external
         self._deferred[request.request_id] = request
@@ -930,7 +946,7 @@ class DefaultScheduler(Scheduler):
         """Tell the connector that a request is over; True when it still reads or writes its blocks."""
         assert self._connector is not None
         request_id = request.request_id
-        has_blocks = bool(request.num_blocks)
+        has_blocks = bool(request.tables)
         try:
             block_ids = self.kv.block_ids(request_id) if has_blocks else tuple([] for _ in self._block_sizes)
             is_sending = self._connector.request_finished(request_id, block_ids) and has_blocks

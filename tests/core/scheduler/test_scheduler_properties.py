@@ -27,9 +27,7 @@ PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 1, 2, 3], [21, 22, 23,
 
 
 def random_request(rng: random.Random, index: int, *, grammars: bool, logprobs: bool):
-    prompt = rng.choice([[], *PREFIXES])[: rng.randint(1, 12)] + [
-        rng.randint(1, 40) for _ in range(rng.randint(1, 14))
-    ]
+    prompt = rng.choice([[], *PREFIXES])[: rng.randint(1, 12)] + [rng.randint(1, 40) for _ in range(rng.randint(1, 14))]
     params = {}
     if rng.random() < 0.2:
         params["stop_token_ids"] = [rng.randint(1, 49)]
@@ -54,7 +52,9 @@ class Campaign:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.overlap = rng.randint(1, 3)
-        self.mode = rng.choice(["plain", "plain", "host drafts", "device drafts", "told drafts", "grammar", "connector"])
+        self.mode = rng.choice(
+            ["plain", "plain", "host drafts", "device drafts", "told drafts", "grammar", "connector"]
+        )
         self.failures = rng.random() < 0.3
         model = FakeModel(eos_every=rng.choice([0, 7]))
         arguments = {}
@@ -81,7 +81,9 @@ class Campaign:
         ])  # fmt: skip
         self.harness = Harness(
             specs=specs,
-            num_blocks=rng.choice([40, 60, 100, 300]) if len(specs) > 1 or specs[0].block_size < 4 else rng.choice([10, 14, 25, 80]),
+            num_blocks=rng.choice([40, 60, 100, 300])
+            if len(specs) > 1 or specs[0].block_size < 4
+            else rng.choice([10, 14, 25, 80]),
             max_model_len=40,
             max_num_seqs=rng.randint(1, 6),
             max_num_batched_tokens=rng.choice([4, 8, 16, 64]),
@@ -150,7 +152,7 @@ class Campaign:
                 errors = [output.error for output in harness.outputs[name] if output.error]
                 if reason is FinishReason.ERROR and not self.failures:
                     assert errors[0].kind == "DeadlineExceededError", errors
-            elif reason is FinishReason.LENGTH and expected_reason is not reason or len(tokens) < len(expected):
+            elif (reason is FinishReason.LENGTH and expected_reason is not reason) or len(tokens) < len(expected):
                 # Only a request that fills the whole pool by itself is cut short.
                 assert tokens == expected[: len(tokens)]
                 total = len(request.prompt_token_ids) + len(tokens)

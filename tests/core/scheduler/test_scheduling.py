@@ -1,0 +1,700 @@
+"""The rules of scheduling: budget, order, chunks, victims, overlap, slots, waiting, failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from pelton.config import SchedulerConfig
+from pelton.engine.messages import EventType, FinishReason
+from pelton.errors import NotSupportedError, QueueFullError, RequestError
+from pelton.sampling_params import StructuredOutputsParams
+from pelton.scheduler.policy import PriorityPolicy
+from pelton.testing.fakes import FakeGrammar, FakeGrammarSource, FakeModel, FakeProposer, window_spec
+from pelton.testing.scheduler import Harness, make_request
+
+OVERLAPS = pytest.mark.parametrize("overlap", [1, 2, 3])
+
+
+def rows(harness: Harness) -> dict[str, int]:
+    """Request id to tokens in the newest step."""
+    output = harness.executor.outputs[-1]
+    names = {slot: state.new.request_id for slot, state in harness.executor._slots.items()}
+    return {names[slot]: count for slot, count in zip(output.slots, output.num_scheduled, strict=True)}
+
+
+# Budget and order.
+
+
+def test_running_requests_come_before_waiting_ones():
+    harness = Harness(max_num_batched_tokens=4)
+    harness.add(make_request("a", 3, 8))
+    harness.step()
+    harness.add(make_request("b", 8, 2))
+    harness.step()
+    assert rows(harness) == {"a": 1, "b": 3}  # b gets what a leaves
+    harness.run_and_check()
+
+
+def test_a_request_added_in_mid_run_joins_at_the_next_step_and_may_finish_first():
+    harness = Harness()
+    harness.add(make_request("old", 5, 20))
+    harness.step()
+    harness.add(make_request("new", 5, 2))
+    harness.step()
+    assert "new" in rows(harness)
+    harness.step()
+    assert harness.reason("new") is FinishReason.LENGTH and harness.reason("old") is None
+    harness.run_and_check()
+
+
+def test_max_num_seqs_bounds_a_step_and_the_rest_waits():
+    harness = Harness(max_num_seqs=2)
+    for name in "abc":
+        harness.add(make_request(name, 3, 2))
+    harness.step()
+    assert set(rows(harness)) == {"a", "b"}
+    stats = harness.scheduler.take_stats()
+    assert (stats.num_running_reqs, stats.num_waiting_reqs) == (2, 1)
+    harness.run_and_check()
+
+
+def test_chunks_of_a_prompt_are_cut_by_the_threshold_and_only_the_last_samples():
+    harness = Harness(config=SchedulerConfig(long_prefill_token_threshold=8))
+    harness.add(make_request("a", 18, 1))
+    harness.run_and_check()
+    assert [output.num_scheduled for output in harness.executor.outputs] == [[8], [8], [2]]
+    assert [output.samples for output in harness.executor.outputs] == [[False], [False], [True]]
+
+
+@OVERLAPS
+def test_running_requests_get_a_token_each_step_while_a_long_prompt_is_chunked(overlap):
+    harness = Harness(max_num_batched_tokens=8, max_steps_in_flight=overlap)
+    harness.add(make_request("a", 2, 30))
+    harness.add(make_request("b", 2, 30))
+    harness.step()
+    harness.add(make_request("long", 50, 2))
+    for _ in range(8):
+        harness.step()
+        assert rows(harness)["a"] == rows(harness)["b"] == 1
+    harness.run_and_check()
+
+
+def test_a_long_prompt_of_higher_rank_leaves_a_token_for_each_running_request():
+    harness = Harness(max_num_batched_tokens=6, policy=PriorityPolicy())
+    for name in "abc":
+        harness.add(make_request(name, 2, 20, priority=5))
+    harness.step()
+    harness.add(make_request("long", 30, 2, priority=0))
+    for _ in range(6):
+        harness.step()
+        assert rows(harness) == {"a": 1, "b": 1, "c": 1, "long": 3}
+    harness.run_and_check()
+
+
+def test_rows_with_one_token_come_first_and_columns_agree():
+    harness = Harness()
+    harness.add(make_request("a", 3, 9))
+    harness.step()
+    harness.add(make_request("b", 7, 2))
+    harness.add(make_request("one", [9], 2))
+    output = harness.launch()
+    assert output.num_scheduled == [1, 1, 7] and output.samples == [True] * 3
+    assert (output.max_query_len, output.total_num_scheduled_tokens) == (7, 9)
+    assert output.max_seq_len == 7
+    harness.run_and_check()
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room():
+    harness = Harness(config=SchedulerConfig(enable_chunked_prefill=False), max_num_batched_tokens=10)
+    harness.add(make_request("a", 6, 3))
+    harness.add(make_request("b", 6, 3))
+    harness.step()
+    assert rows(harness) == {"a": 6}
+    harness.step()
+    assert rows(harness) == {"a": 1, "b": 6}
+    harness.run_and_check()
+
+
+def test_without_chunked_prefill_a_prompt_over_the_budget_is_refused():
+    harness = Harness(config=SchedulerConfig(enable_chunked_prefill=False), max_num_batched_tokens=10)
+    with pytest.raises(RequestError, match="11 tokens; without chunked prefill at most 10"):
+        harness.add(make_request("a", 11))
+
+
+def test_without_chunked_prefill_a_preempted_request_that_outgrew_a_step_still_comes_back():
+    config = SchedulerConfig(enable_chunked_prefill=False)
+    harness = Harness(config=config, max_num_batched_tokens=9, num_blocks=8, prefix_caching=False)
+    harness.add(make_request("a", 8, 14))
+    harness.add(make_request("b", 8, 14))
+    harness.run_and_check()
+    assert EventType.PREEMPTED in harness.events("b")
+    resumed = [new for output in harness.executor.outputs for new in output.new][-1]
+    assert resumed.request_id == "b" and len(resumed.token_ids) > 9
+
+
+# Blocks and victims.
+
+
+@OVERLAPS
+def test_a_waiting_request_never_preempts(overlap):
+    harness = Harness(num_blocks=5, max_steps_in_flight=overlap)  # 4 usable: 16 tokens
+    harness.add(make_request("a", 12, 4))
+    harness.add(make_request("b", 9, 2))
+    harness.step()
+    assert harness.scheduler.take_stats().num_waiting_reqs == 1
+    harness.run_and_check()
+    assert EventType.PREEMPTED not in harness.events("a") + harness.events("b")
+
+
+def test_the_head_of_the_queue_that_does_not_fit_is_not_passed():
+    harness = Harness(num_blocks=6)
+    harness.add(make_request("a", 12, 4))
+    harness.step()
+    harness.add(make_request("big", 12, 2))
+    harness.add(make_request("small", 2, 1))
+    harness.step()
+    assert set(rows(harness)) == {"a"}
+    harness.run_and_check()
+
+
+@OVERLAPS
+def test_the_latest_arrival_is_the_victim_and_comes_back_with_its_tokens(overlap):
+    harness = Harness(num_blocks=7, max_steps_in_flight=overlap)
+    harness.add(make_request("first", 8, 12))
+    harness.add(make_request("second", 8, 8))
+    harness.run()
+    assert EventType.PREEMPTED in harness.events("second") and EventType.PREEMPTED not in harness.events("first")
+    for name in harness.requests:
+        harness.check_request(name)
+    harness.check_sound()
+
+
+def test_the_victim_goes_to_the_front_of_the_queue_frees_all_and_is_counted():
+    harness = Harness(num_blocks=7, prefix_caching=False)
+    harness.add(make_request("first", 8, 12))
+    harness.add(make_request("second", 8, 12))
+    harness.step()
+    harness.add(make_request("third", 4, 4))
+    preempted = 0
+    while not preempted:
+        harness.step()
+        preempted = harness.scheduler.take_stats().num_preemptions
+    assert preempted == 1 and set(rows(harness)) == {"first"}
+    assert harness.scheduler._waiting.peek().request_id == "second"
+    assert all(not ids for ids in harness.kv.block_ids("second"))
+    resumed = next(
+        (output for output in iter(lambda: (harness.step(), harness.executor.outputs[-1])[1], None) if output.new), None
+    )
+    assert resumed.new[0].request_id == "second" and resumed.new[0].num_computed_tokens == 0
+    assert resumed.new[0].token_ids == harness.requests["second"].prompt_token_ids + harness.tokens("second")[:-1]
+    harness.run_and_check()
+
+
+def test_priority_serves_the_lower_value_first_and_ties_by_arrival():
+    harness = Harness(max_num_seqs=1, policy=PriorityPolicy())
+    for name, priority in (("late", 5), ("tie1", 1), ("tie2", 1), ("early", -3)):
+        harness.add(make_request(name, 3, 1, priority=priority))
+    order = []
+    while harness.scheduler.has_unfinished_requests():
+        order += [output.request_id for output in harness.step()]
+    assert order == ["early", "tie1", "tie2", "late"]
+
+
+def test_the_victim_by_priority_is_the_highest_value():
+    harness = Harness(num_blocks=7, policy=PriorityPolicy())
+    harness.add(make_request("unimportant", 8, 10, priority=7))
+    harness.add(make_request("important", 8, 10, priority=1))
+    harness.run_and_check()
+    assert EventType.PREEMPTED in harness.events("unimportant")
+    assert EventType.PREEMPTED not in harness.events("important")
+
+
+def test_a_request_that_fills_the_pool_alone_is_cut_with_length():
+    harness = Harness(num_blocks=4, max_steps_in_flight=2)  # 12 tokens
+    harness.add(make_request("a", 5, 50))
+    harness.run()
+    tokens, _ = harness.expected("a")
+    assert harness.reason("a") is FinishReason.LENGTH
+    assert harness.tokens("a") == tokens[:8]  # 12 slots hold 5 + 7; the eighth token was sampled by the twelfth
+    harness.check_empty()
+
+
+def test_64_requests_with_one_prefix_in_one_step_compute_it_once():
+    harness = Harness(num_blocks=400, max_num_seqs=64, max_num_batched_tokens=2048)
+    prefix = [1 + index % 40 for index in range(32)]
+    for index in range(64):
+        harness.add(make_request(f"r{index}", [*prefix, index % 50], 2))
+    output = harness.launch()
+    assert len(output.slots) == 64 and output.total_num_scheduled_tokens == 33 + 63
+    harness.run_and_check()
+    stats_hits = [harness.outputs[f"r{index}"][0].num_cached_tokens for index in range(64)]
+    assert stats_hits == [0] + [32] * 63
+
+
+def test_prefix_queries_and_hits_are_counted_once_a_request():
+    harness = Harness(num_blocks=7)
+    harness.add(make_request("a", [*range(1, 9)], 12))
+    harness.add(make_request("b", [*range(1, 9)], 12))
+    queries = hits = requests = preemptions = 0
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        stats = harness.scheduler.take_stats()
+        queries, hits = queries + stats.prefix_cache_queries, hits + stats.prefix_cache_hits
+        requests, preemptions = requests + stats.prefix_cache_requests, preemptions + stats.num_preemptions
+    assert preemptions > 0
+    assert (queries, hits, requests) == (16, 4, 2)  # the last of b's two equal blocks is computed again
+
+
+def test_the_same_prompt_with_another_salt_finds_nothing():
+    harness = Harness()
+    for name, salt in (("a", "x"), ("b", "y"), ("c", "x")):
+        harness.add(make_request(name, [*range(1, 12)], 1, cache_salt=salt))
+    harness.run_and_check()
+    assert [harness.outputs[name][0].num_cached_tokens for name in "abc"] == [0, 0, 8]
+
+
+def test_a_whole_conversation_is_found_again_with_sampled_tokens():
+    harness = Harness(max_steps_in_flight=2)
+    harness.add(make_request("a", 7, 12))
+    harness.run()
+    harness.add(make_request("b", harness.requests["a"].prompt_token_ids + harness.tokens("a") + [3], 3))
+    harness.run_and_check()
+    assert harness.outputs["b"][0].num_cached_tokens == 16
+
+
+# Overlap.
+
+
+def test_steps_in_flight_are_numbered_and_bounded():
+    harness = Harness(max_steps_in_flight=2)
+    harness.add(make_request("a", 3, 9))
+    assert [harness.launch().step_id, harness.launch().step_id] == [0, 1]
+    assert harness.launch() is None
+    harness.run_and_check()
+
+
+@OVERLAPS
+def test_a_length_stop_wastes_no_row(overlap):
+    harness = Harness(max_steps_in_flight=overlap)
+    harness.add(make_request("a", 3, 5))
+    harness.add(make_request("b", 4, None))
+    harness.run_and_check()
+    assert harness.executor.num_computed_tokens == (3 + 4) + 127
+
+
+@pytest.mark.parametrize("overlap, wasted", [(1, 0), (2, 1)])
+def test_eos_wastes_one_token_with_overlap_on(overlap, wasted):
+    harness = Harness(max_steps_in_flight=overlap, fake_model=FakeModel(eos_every=6))
+    harness.add(make_request("a", 3, 100, eos_token_ids=[0]))
+    harness.run_and_check()
+    assert harness.reason("a") is FinishReason.STOP
+    assert harness.executor.num_computed_tokens == 3 + len(harness.tokens("a")) - 1 + wasted
+
+
+def test_a_preempted_request_keeps_the_token_in_flight_and_resumes_when_nothing_is_pending():
+    harness = Harness(num_blocks=7, max_steps_in_flight=2, prefix_caching=False)
+    harness.add(make_request("first", 8, 14))
+    harness.add(make_request("second", 8, 14))
+    record = harness.scheduler._requests["second"]
+    while not harness.scheduler.take_stats().num_preemptions:
+        harness.launch() or harness.retire()
+    pending, known = record.num_pending, len(record.token_ids)
+    assert pending == 1 and record.slot == -1
+    harness.retire()
+    assert (record.num_pending, len(record.token_ids)) == (0, known + 1)
+    harness.run_and_check()
+
+
+def test_a_preempted_request_may_finish_with_the_token_in_flight():
+    harness = Harness(num_blocks=6, max_steps_in_flight=2, prefix_caching=False)
+    harness.add(make_request("first", 8, 12))
+    harness.add(make_request("second", 8, 2))
+    harness.launch()  # both prompts
+    record = harness.scheduler._requests["second"]
+    harness.scheduler._preempt(record)
+    harness.scheduler._requests["second"].max_total_tokens = 9
+    harness.retire()
+    assert harness.reason("second") is FinishReason.LENGTH and len(harness.tokens("second")) == 1
+    harness.run()
+    harness.check_empty()
+
+
+def test_results_are_found_through_the_step_and_not_the_slot():
+    harness = Harness(max_steps_in_flight=2, max_num_seqs=1)
+    harness.add(make_request("a", 3, 20))
+    harness.add(make_request("b", 3, 3))
+    harness.launch()
+    harness.launch()
+    harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
+    harness.retire()
+    assert harness.launch().new[0].slot == 0  # b has a's slot while a's step is open
+    harness.run()
+    assert harness.tokens("a") == []
+    harness.check_request("b")
+    harness.check_empty()
+
+
+def test_without_order_blocks_and_slots_wait_for_their_fence():
+    harness = Harness(max_steps_in_flight=2, max_num_seqs=1, steps_are_ordered=False, num_blocks=4)
+    harness.add(make_request("a", 5, 20))
+    harness.add(make_request("b", 5, 2))
+    harness.launch()
+    harness.launch()
+    free = harness.kv.num_free_blocks
+    harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
+    harness.retire()
+    assert harness.kv.num_free_blocks == free and harness.launch() is None
+    harness.retire()
+    assert harness.kv.num_free_blocks == harness.kv.num_usable_blocks
+    harness.run()
+    harness.check_request("b")
+    harness.check_empty()
+
+
+def test_ordered_steps_release_at_once():
+    harness = Harness(max_steps_in_flight=2)
+    harness.add(make_request("a", 5, 20))
+    harness.launch()
+    harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
+    assert harness.kv.num_free_blocks == harness.kv.num_usable_blocks
+    harness.run()
+    harness.check_empty()
+
+
+def test_a_freed_slot_is_told_once_and_before_it_is_used_again():
+    harness = Harness(max_num_seqs=1)
+    harness.add(make_request("a", 3, 1))
+    harness.add(make_request("b", 3, 1))
+    harness.run_and_check()
+    assert [output.freed_slots for output in harness.executor.outputs] == [[], [0]]
+
+
+# Endings.
+
+
+def test_stop_ids_stay_in_the_output_and_are_named():
+    harness = Harness()
+    probe = harness.fake_model.generate(make_request("a", 4, 9), max_model_len=128)[0]
+    harness.add(make_request("a", 4, 9, stop_token_ids=[probe[2]]))
+    harness.run_and_check()
+    last = harness.outputs["a"][-1]
+    assert harness.tokens("a")[-1] == probe[2] and last.stop_reason == probe[2]
+
+
+def test_eos_has_no_stop_reason_and_ignore_eos_goes_on():
+    harness = Harness(fake_model=FakeModel(eos_every=5))
+    harness.add(make_request("a", 4, 60, eos_token_ids=[0]))
+    harness.add(make_request("b", harness.requests["a"].prompt_token_ids, 60, eos_token_ids=[0], ignore_eos=True))
+    harness.run_and_check()
+    assert (harness.reason("a"), harness.outputs["a"][-1].stop_reason) == (FinishReason.STOP, None)
+    assert harness.tokens("a")[-1] == 0
+    assert harness.reason("b") is FinishReason.LENGTH and len(harness.tokens("b")) == 60
+
+
+def test_max_model_len_ends_with_length():
+    harness = Harness(max_model_len=20)
+    harness.add(make_request("a", 15, None))
+    harness.run_and_check()
+    assert harness.reason("a") is FinishReason.LENGTH and len(harness.tokens("a")) == 5
+
+
+def test_no_stop_before_min_tokens():
+    harness = Harness(fake_model=FakeModel(eos_every=2))
+    harness.add(make_request("a", 4, 60, eos_token_ids=[0], min_tokens=9))
+    harness.run_and_check()
+    assert len(harness.tokens("a")) > 9 or 0 not in harness.tokens("a")[:9]
+
+
+def test_a_deadline_ends_a_running_and_a_waiting_request_with_its_error():
+    harness = Harness(max_num_seqs=1)
+    harness.add(make_request("running", 3, 90, timeout_s=5.0))
+    harness.add(make_request("waiting", 3, 90, timeout_s=6.0))
+    harness.add(make_request("none", 3, 2))
+    harness.step()
+    assert harness.scheduler.next_deadline() == 5.0
+    harness.scheduler.expire(4.9)
+    assert harness.reason("running") is None
+    harness.scheduler.expire(7.0)
+    harness.take_outputs()
+    assert harness.outputs["waiting"][-1].error.kind == harness.outputs["running"][-1].error.kind
+    assert harness.outputs["running"][-1].error.kind == "DeadlineExceededError"
+    assert harness.scheduler.next_deadline() is None
+    harness.run()
+    harness.check_request("none")
+    harness.check_empty()
+
+
+def test_a_stop_string_ends_without_an_output():
+    harness = Harness(max_steps_in_flight=2)
+    harness.add(make_request("a", 3, 90))
+    harness.step()
+    harness.scheduler.finish_requests(["a"], FinishReason.STOP)
+    harness.run()
+    assert harness.reason("a") is None
+    harness.check_empty()
+
+
+def test_admission_limits_refuse_with_queue_full():
+    harness = Harness(config=SchedulerConfig(max_num_queued_reqs=2), max_num_seqs=1)
+    harness.add(make_request("a", 3, 9))
+    harness.step()
+    harness.add(make_request("b", 3, 1))
+    harness.add(make_request("c", 3, 1))
+    with pytest.raises(QueueFullError, match="2 requests wait already; at most 2"):
+        harness.add(make_request("d", 3, 1))
+    harness.scheduler.finish_requests(["b"], FinishReason.ABORT)
+    harness.add(make_request("d", 3, 1))
+    harness.run()
+    harness = Harness(config=SchedulerConfig(max_num_queued_tokens=10))
+    harness.add(make_request("a", 8))
+    with pytest.raises(QueueFullError, match="8 prompt tokens wait already and this request has 3; at most 10"):
+        harness.add(make_request("b", 3))
+    harness.step()
+    harness.add(make_request("b", 3))
+    harness.run_and_check()
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        pytest.param([], "prompt is empty", id="empty"),
+        pytest.param(128, "at most 127 fit the context of 128", id="context"),
+        pytest.param(40, "needs 11 blocks of KV cache; there are 9", id="pool"),
+    ],
+)
+def test_refuses_prompts_that_can_never_run(prompt, message):
+    harness = Harness(num_blocks=10)
+    with pytest.raises(RequestError, match=message) as caught:
+        harness.add(make_request("a", prompt))
+    assert caught.value.param == "prompt"
+
+
+def test_refuses_an_id_in_use_and_what_nobody_offers():
+    harness = Harness()
+    harness.add(make_request("a", 3))
+    with pytest.raises(RequestError, match="in use by an unfinished request"):
+        harness.add(make_request("a", 4))
+    with pytest.raises(NotSupportedError, match="no plugin offers one"):
+        harness.add(make_request("b", 3, structured_outputs=StructuredOutputsParams(regex="3")))
+    with pytest.raises(NotSupportedError, match="no adapters"):
+        harness.add(make_request("c", 3, adapter_id=4))
+    harness.run_and_check()
+
+
+# Waiting for something else.
+
+
+def test_a_request_waiting_for_its_grammar_blocks_nobody_and_joins_when_it_is_there():
+    source = FakeGrammarSource(is_held=True)
+    harness = Harness(grammar_source=source, max_steps_in_flight=2)
+    harness.add(make_request("held", 3, 8, eos_token_ids=[0], structured_outputs=StructuredOutputsParams(regex="4")))
+    harness.add(make_request("free", 3, 8))
+    harness.step()
+    assert rows(harness) == {"free": 1} or rows(harness) == {"free": 3}
+    assert harness.scheduler.take_stats().num_deferred_reqs == 1
+    source.release()
+    harness.run()
+    grammar = FakeGrammar(4, 50, (0,))
+    expected = harness.fake_model.generate(harness.requests["held"], max_model_len=128, grammar=grammar)
+    assert (harness.tokens("held"), harness.reason("held")) == expected
+    harness.check_request("free")
+    harness.check_empty()
+
+
+def test_a_constraint_that_is_not_valid_ends_its_request_only():
+    harness = Harness(grammar_source=FakeGrammarSource())
+    harness.add(make_request("bad", 3, structured_outputs=StructuredOutputsParams(regex="x")))
+    harness.add(make_request("good", 3))
+    harness.run()
+    assert harness.outputs["bad"][-1].error.kind == "RequestError"
+    assert harness.outputs["bad"][-1].error.status == 400
+    harness.check_request("good")
+    harness.check_empty()
+
+
+def test_an_aborted_request_never_waits_for_its_grammar():
+    source = FakeGrammarSource(is_held=True)
+    harness = Harness(grammar_source=source)
+    harness.add(make_request("a", 3, structured_outputs=StructuredOutputsParams(regex="2")))
+    harness.step()
+    harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
+    harness.run()
+    source.release()
+    assert harness.reason("a") is FinishReason.ABORT
+    harness.check_empty()
+
+
+@OVERLAPS
+def test_grammar_rows_run_beside_others_in_every_step(overlap):
+    harness = Harness(grammar_source=FakeGrammarSource(), max_steps_in_flight=overlap)
+    harness.add(make_request("g", 3, 9, eos_token_ids=[0], structured_outputs=StructuredOutputsParams(regex="6")))
+    harness.add(make_request("p", 3, 9))
+    harness.run()
+    harness.check_request("p")
+    expected = harness.fake_model.generate(harness.requests["g"], max_model_len=128, grammar=FakeGrammar(6, 50, (0,)))
+    assert (harness.tokens("g"), harness.reason("g")) == expected
+    assert sum(bool(output.grammar_rows) for output in harness.executor.outputs) <= 7 + overlap
+    harness.check_empty()
+
+
+def test_a_request_without_a_side_slot_waits_and_others_go_on():
+    harness = Harness(config=SchedulerConfig(max_side_table_seqs=1))
+    harness.add(make_request("a", 3, 4, min_tokens=1))
+    harness.add(make_request("b", 3, 4, min_tokens=1))
+    harness.add(make_request("c", 3, 4))
+    harness.step()
+    assert set(rows(harness)) == {"a", "c"}
+    sides = {new.request_id: new.side_slot for new in harness.executor.outputs[0].new}
+    assert sides == {"a": 0, "c": -1}
+    harness.run_and_check()
+
+
+def test_a_request_waits_for_its_adapter_without_blocking_the_queue():
+    loaded = set()
+    harness = Harness(adapter_is_ready=loaded.__contains__)
+    harness.add(make_request("a", 3, 4, adapter_id=7))
+    harness.add(make_request("b", 3, 4))
+    harness.step()
+    assert set(rows(harness)) == {"b"}
+    loaded.add(7)
+    harness.step()
+    assert set(rows(harness)) == {"a", "b"}
+    harness.run_and_check()
+
+
+# Failures.
+
+
+def test_a_row_error_ends_one_request_and_its_blocks_are_not_found_again():
+    harness = Harness(max_steps_in_flight=2)
+    harness.executor.row_error = lambda name, step_id: "NaN logits" if (name, step_id) == ("a", 0) else None
+    harness.add(make_request("a", [*range(1, 12)], 5))
+    harness.add(make_request("b", 5, 5))
+    harness.run()
+    assert "NaN logits" in harness.outputs["a"][-1].error.message
+    harness.check_request("b")
+    harness.add(make_request("c", [*range(1, 12)], 5))
+    harness.run()
+    assert harness.outputs["c"][0].num_cached_tokens == 0
+    harness.check_request("c")
+    harness.check_empty()
+
+
+@OVERLAPS
+def test_blocks_of_a_failed_step_are_computed_again_by_those_who_found_them(overlap):
+    harness = Harness(max_steps_in_flight=overlap)
+    prompt = [*range(1, 14)]
+    harness.executor.fails = lambda step_id: "boom" if step_id == 0 else None
+    harness.add(make_request("a", prompt, 3))
+    harness.launch()
+    harness.add(make_request("b", prompt, 3))
+    harness.launch()  # with overlap b reads what the failed step should have written
+    harness.run()
+    assert harness.reason("a") is FinishReason.ERROR
+    harness.check_request("b")
+    harness.check_empty()
+
+
+def test_a_result_with_the_wrong_rows_is_refused():
+    harness = Harness()
+    harness.add(make_request("a", 3, 3))
+    output = harness.scheduler.schedule()
+    result = harness.executor.execute(output).result()
+    result.token_ids.append([1])
+    with pytest.raises(Exception, match="Step 0 with 1 rows came back as step 0 with 2 rows"):
+        harness.scheduler.update(output, result)
+
+
+# Events, logprobs, windows, drafts.
+
+
+def test_events_tell_when_a_request_was_queued_scheduled_and_preempted():
+    harness = Harness(num_blocks=7)
+    harness.clock.now = 1.0
+    harness.add(make_request("a", 8, 12))
+    harness.add(make_request("b", 8, 12))
+    harness.clock.now = 2.0
+    harness.run_and_check()
+    assert harness.events("a") == [EventType.QUEUED, EventType.SCHEDULED]
+    assert harness.events("b")[:3] == [EventType.QUEUED, EventType.SCHEDULED, EventType.PREEMPTED]
+    first = harness.outputs["b"][0]
+    assert [event.timestamp for event in first.events] == [1.0, 2.0]
+
+
+@OVERLAPS
+def test_prompt_logprobs_come_complete_and_once_with_the_first_token(overlap):
+    harness = Harness(max_steps_in_flight=overlap, max_num_batched_tokens=4, num_blocks=7)
+    harness.add(make_request("cached", [*range(1, 10)], 6))
+    harness.add(make_request("a", [*range(1, 10)], 8, prompt_logprobs=0, logprobs=0))
+    harness.run()
+    sent = [output.prompt_logprobs for output in harness.outputs["a"] if output.prompt_logprobs is not None]
+    assert len(sent) == 1 and harness.outputs["a"][0].prompt_logprobs is sent[0]
+    assert [ids[0] for ids in sent[0].token_ids] == [*range(2, 10)]
+    assert [output.logprobs.token_ids for output in harness.outputs["a"]] == [[[t]] for t in harness.tokens("a")]
+    harness.check_request("a")
+
+
+@OVERLAPS
+def test_window_blocks_are_given_back_while_a_request_runs(overlap):
+    harness = Harness(specs=[window_spec(4, 8)], num_blocks=7, max_steps_in_flight=overlap, max_num_batched_tokens=8)
+    harness.add(make_request("a", 20, 60))
+    harness.run_and_check()
+
+
+@pytest.mark.parametrize("mode", ["host", "device", "told"])
+@OVERLAPS
+def test_drafts_change_nothing_but_the_number_of_steps(overlap, mode):
+    model = FakeModel(eos_every=40)
+    arguments = {
+        "host": {"proposer": FakeProposer(model, 3)}, "device": {"num_draft_tokens": 3}, "told": {"tells_drafts": True},
+    }[mode]  # fmt: skip
+    harness = Harness(fake_model=model, max_steps_in_flight=overlap, num_blocks=20, **arguments)
+    accepted = drafted = 0
+    for index in range(4):
+        harness.add(make_request(f"r{index}", 4 + index, 30, eos_token_ids=[0]))
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        stats = harness.scheduler.take_stats()
+        accepted, drafted = accepted + stats.spec_num_accepted_tokens, drafted + stats.spec_num_draft_tokens
+    harness.run_and_check()
+    if mode != "told" or overlap == 1:  # told drafts are of use only when nothing is pending
+        assert 0 < accepted < drafted
+
+
+def test_rejected_drafts_are_never_found_in_the_prefix_cache():
+    model = FakeModel()
+    harness = Harness(fake_model=model, block_size=2, num_draft_tokens=3, max_steps_in_flight=2)
+    harness.add(make_request("a", 5, 30))
+    harness.run()
+    harness.add(make_request("b", harness.requests["a"].prompt_token_ids + harness.tokens("a"), 10))
+    harness.run_and_check()
+    assert harness.outputs["b"][0].num_cached_tokens == 34
+
+
+def test_a_proposer_that_fails_costs_drafts_only():
+    class Broken(FakeProposer):
+        def propose(self, request_id, token_ids):
+            raise ValueError("no")
+
+    model = FakeModel()
+    harness = Harness(fake_model=model, proposer=Broken(model))
+    harness.add(make_request("a", 5, 5))
+    harness.run_and_check()
+
+
+def test_a_failing_policy_or_lookup_ends_the_request_it_was_asked_about():
+    harness = Harness()
+    lookup = harness.kv.lookup
+
+    def broken(request):
+        if request.request_id == "bad":
+            raise ZeroDivisionError("lookup")
+        return lookup(request)
+
+    harness.kv.lookup = broken
+    harness.add(make_request("bad", 5, 5))
+    harness.add(make_request("good", 5, 5))
+    harness.run()
+    assert "ZeroDivisionError" in harness.outputs["bad"][-1].error.message
+    harness.check_request("good")
+    harness.check_empty()
