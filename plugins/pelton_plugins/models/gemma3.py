@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor, nn
+
 from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.embedding import LMHead, VocabEmbedding
@@ -17,7 +19,6 @@ from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
-from torch import Tensor, nn
 
 
 class Gemma3DecoderLayer(nn.Module):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor, nn
+
 from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.embedding import LMHead, VocabEmbedding
@@ -15,7 +17,6 @@ from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
-from torch import Tensor, nn
 
 
 class LlamaDecoderLayer(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pelton.model.build import BuildConfig
-
 from pelton_plugins.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 

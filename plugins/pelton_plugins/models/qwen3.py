@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pelton.layers.norm import RMSNorm
 from pelton.model.build import BuildConfig
-
 from pelton_plugins.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from pelton_plugins.models.qwen2 import window_of_layer
 
