@@ -28,8 +28,8 @@ from jinja2.visitor import NodeTransformer
 
 from pelton.limits import MAX_TEMPLATE_OUTPUT_CHARS
 
-MAX_SECONDS = 5.0
-MAX_TURNS = 2_000_000  # of all loops and macro calls together
+MAX_SECONDS = 3.0
+MAX_TURNS = 1_000_000  # of all loops and macro calls together
 MAX_CHARS_BUILT = 8 * MAX_TEMPLATE_OUTPUT_CHARS  # by all operations of one rendering
 MAX_NODES = 1_000_000  # of one list or dict, counting what it holds as often as it would be written
 MAX_NUMBER_BITS = 4096
@@ -38,6 +38,7 @@ DROPPED_FILTERS = ("pprint", "xmlattr", "urlize", "wordwrap", "center", "batch",
 """Each can multiply its input in one call, and no chat template needs them."""
 
 _WIDE_FORMAT = re.compile(r"\d{5,}|\*")
+_NESTED_FORMAT = re.compile(r":[^{}]*\{")
 
 
 class TemplateLimitError(jinja2.TemplateRuntimeError):
@@ -156,6 +157,19 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, (str, bytes, int)) and not isinstance(owner, bool):
             _check_method(owner, getattr(obj, "__name__", ""), args, kwargs)
         return self._built(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`"...".format`, which the sandbox wraps as soon as a template names it."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text, inner = str(value.__self__), wrapped
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _check_format(text, [*args, *kwargs.values()])
+            return inner(*args, **kwargs)
+
+        return checked
 
     # -- filters and functions
 
@@ -387,6 +401,15 @@ def _check_replace(text: str | bytes, old: Any, new: Any) -> None:
     _check_chars(len(text) + times * len(new))
 
 
+def _check_format(text: str, values: list[Any]) -> None:
+    if _WIDE_FORMAT.search(text) or _NESTED_FORMAT.search(text):
+        raise TemplateLimitError("it formats with a width of more than four digits, or one that is a value")
+    for value in values:
+        weigh(value)
+    longest = max((len(value) for value in values if isinstance(value, str)), default=0)
+    _check_chars(len(text) + text.count("{") * longest)
+
+
 def _check_method(owner: str | bytes | int, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Methods of text and numbers that can make much of little."""
     given = [*args, *kwargs.values()]
@@ -402,19 +425,12 @@ def _check_method(owner: str | bytes | int, name: str, args: tuple[Any, ...], kw
             _check_chars(sum(len(item) + len(owner) for item in args[0] if isinstance(item, (str, bytes))))
         elif name == "expandtabs":
             _check_chars(len(owner) * max([item for item in given if isinstance(item, int)], default=8))
-        elif name in ("format", "format_map"):
-            if isinstance(owner, str) and _WIDE_FORMAT.search(owner):
-                raise TemplateLimitError("it formats with a width of more than four digits, or with *")
-            for item in given:
-                weigh(item)
-            longest = max((len(item) for item in given if isinstance(item, str)), default=0)
-            _check_chars(len(owner) + owner.count("{" if isinstance(owner, str) else b"{") * longest)  # type: ignore[arg-type]
         elif name == "translate" and args and isinstance(args[0], dict):
             longest = max((len(item) for item in args[0].values() if isinstance(item, str)), default=1)
             _check_chars(len(owner) * longest)
-    if name in ("ljust", "rjust", "center", "zfill", "format", "to_bytes"):
+    if name in ("ljust", "rjust", "center", "zfill", "to_bytes"):
         widest = max((abs(item) for item in given if isinstance(item, int)), default=0)
-        if widest > MAX_WIDTH and (name != "format" or "{:{" in str(owner)):
+        if widest > MAX_WIDTH:
             raise TemplateLimitError(f"{name} is asked for a width of {widest}, more than {MAX_WIDTH}")
 
 
