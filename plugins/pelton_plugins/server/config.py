@@ -37,6 +37,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds that running requests get to finish after SIGTERM or SIGINT; then each gets an error."""
     timeout_keep_alive_s: int = 5
     """Seconds that an idle connection stays open."""
+    max_engine_silence_s: float = 120.0
+    """Seconds without a sign of progress, while requests wait, after which /health answers 503."""
     sse_keep_alive_interval: float | None = None
     """Seconds of silence after which a stream gets a comment line, for proxies that close quiet connections."""
     response_role: str = "assistant"
@@ -61,7 +63,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; use at least 1.")
-        for name in ("graceful_shutdown_s", "timeout_keep_alive_s"):
+        for name in ("graceful_shutdown_s", "timeout_keep_alive_s", "max_engine_silence_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use 0 or more seconds.")
         if self.sse_keep_alive_interval is not None and self.sse_keep_alive_interval <= 0:

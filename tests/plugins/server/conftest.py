@@ -55,6 +55,7 @@ class FakeAsyncLLM:
         self.aborted: list[str] = []
         self.running: set[str] = set()
         self.step_s = 0.0
+        self.last_progress_age_s = 0.0
         self.down: EngineDeadError | None = None
         self.fail_before: Exception | None = None
         self.fail_after: tuple[int, Exception] | None = None

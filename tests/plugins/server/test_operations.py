@@ -45,6 +45,15 @@ def test_health_names_the_reason_and_comes_back(start):
     assert server.client.get("/health").status_code == 200
 
 
+def test_health_does_not_lie_about_an_engine_that_hangs(start):
+    server = start(max_engine_silence_s=5)
+    server.llm.last_progress_age_s = 4.0
+    assert server.client.get("/health").status_code == 200
+    server.llm.last_progress_age_s = 7.0
+    reply = server.client.get("/health")
+    assert reply.status_code == 503 and "no progress for 7 s" in reply.json()["error"]["message"]
+
+
 def test_while_the_model_loads_everything_says_so(start):
     server = start()
     server.state.llm, server.state.phase = None, "loading weights"

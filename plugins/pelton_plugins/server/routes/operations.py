@@ -11,7 +11,7 @@ from litestar import HttpMethod, Response, get, route
 import pelton
 from pelton.errors import PeltonError
 from pelton.metrics.snapshot import render_text
-from pelton_plugins.server.errors import error_response, scrub
+from pelton_plugins.server.errors import UnavailableError, error_response, scrub
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.state import ServerState
 
@@ -64,7 +64,10 @@ def _json(value: Any) -> Response[bytes]:
 
 async def _health(state: ServerState) -> Response[bytes]:
     try:
-        await state.engine().check_health()
+        llm = state.engine()
+        await llm.check_health()
+        if llm.last_progress_age_s > state.config.max_engine_silence_s:
+            raise UnavailableError(f"The engine has made no progress for {llm.last_progress_age_s:.0f} s.")
     except PeltonError as error:
         body = error_response(503, scrub(str(error)))
         return Response(msgspec.json.encode(body), status_code=503, media_type="application/json")
