@@ -7,7 +7,7 @@ pairs under Hugging Face names. A weight is lazy: only the rows or columns that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from pelton.config import EngineConfig
@@ -33,6 +33,9 @@ class WeightLoader(ABC):
 
     @abstractmethod
     def __init__(self, config: EngineConfig, model: ResolvedModel) -> None: ...
+
+    def expect(self, expected: Mapping[str, tuple[int, ...]]) -> None:  # noqa: B027
+        """What the model will read, by checkpoint name, told before `weights`: for loaders that make weights up."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, LazyWeight]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from pelton.config import CUDAGraphMode, EngineConfig
@@ -43,6 +44,11 @@ class Platform(ABC):
     @abstractmethod
     def available_kv_cache_bytes(self, config: EngineConfig, *, weights_bytes: int, peak_activation_bytes: int) -> int:
         """Room for the KV pool, measured after weights are loaded and the largest step was run."""
+
+    def measure_peak_bytes(self, run: Callable[[], None]) -> int | None:
+        """Run the largest step and say how much memory it took at its peak, beyond what was held before. None, without
+        running it, where memory is not counted: the worker then makes an estimate."""
+        return None
 
     def worker_class(self) -> type[Worker]:
         """The worker that serves this device; the built-in one unless overridden."""

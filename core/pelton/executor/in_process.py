@@ -1,0 +1,229 @@
+"""One worker on one thread of the engine's process.
+
+Jobs run in the order in which they come, so one queue orders all steps. A step with grammar rows holds the thread
+until its masks are brought; what is queued behind it waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar, cast
+
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
+from pelton.executor.interface import DeviceReport, Executor, StepHandle
+from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.model.resolved import ResolvedModel
+from pelton.plugins import Plugins
+from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.worker.interface import Worker
+
+_SHUTDOWN_WAIT_S = 5.0
+
+T = TypeVar("T")
+
+
+class FutureStep(StepHandle):
+    """A step on the worker's thread."""
+
+    def __init__(self, future: Future[ModelOutput]) -> None:
+        self._future = future
+
+    def ready(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> ModelOutput:
+        try:
+            return self._future.result(timeout_s)
+        except FutureTimeoutError:
+            if self._future.done():
+                raise  # the step itself timed out
+            raise TimeoutError(f"The step did not end within {timeout_s} s.") from None
+        except CancelledError:
+            raise EngineDeadError("The executor was shut down before this step ran.") from None
+
+
+class WorkerThread:
+    """A daemon thread with a queue of jobs: it never keeps the interpreter from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._ready = threading.Condition()
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._masks: dict[int, GrammarMasks] = {}
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._is_closed
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Queue `job`; its result, or what it raises, is in the future."""
+        future: Future[Any] = Future()
+        with self._ready:
+            if self._is_closed:
+                raise EngineDeadError("The executor was shut down.")
+            self._jobs.append((job, future))
+            self._ready.notify_all()
+        return future
+
+    def bring(self, masks: GrammarMasks) -> None:
+        with self._ready:
+            self._masks[masks.step_id] = masks
+            self._ready.notify_all()
+
+    def wait_for_masks(self, step_id: int) -> GrammarMasks:
+        """On the worker's thread: the masks of a step that is executed. Raises when the executor is shut down meanwhile."""
+        with self._ready:
+            self._ready.wait_for(lambda: step_id in self._masks or self._is_closed)
+            if self._is_closed:
+                raise EngineDeadError("The executor was shut down before this step had its masks.")
+            return self._masks.pop(step_id)
+
+    def close(self, timeout_s: float) -> None:
+        """Drop what is queued, let the running job end. Idempotent."""
+        with self._ready:
+            self._is_closed = True
+            dropped, self._jobs = list(self._jobs), deque()
+            self._ready.notify_all()
+        for _, future in dropped:
+            future.cancel()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            while (taken := self._take()) is not None:
+                job, future = taken
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    result = job()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+                del taken, job, future  # an idle thread must not keep a step's tensors
+
+    def _take(self) -> tuple[Callable[[], Any], Future[Any]] | None:
+        with self._ready:
+            self._ready.wait_for(lambda: self._jobs or self._is_closed)
+            return None if self._is_closed else self._jobs.popleft()
+
+
+class InProcessExecutor(Executor):
+    """Made by the engine core; the worker's class is the platform's."""
+
+    steps_are_ordered = True
+    max_concurrent_steps = 2
+
+    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
+        from pelton.platform.select import select_platform
+
+        check_one_device(config)
+        platform = select_platform(config, plugins)
+        self.max_concurrent_steps = max(config.scheduler.max_steps_in_flight, 1)
+        self._thread = WorkerThread("pelton-worker")
+        self._worker: Worker | None = None
+        _live.add(self)
+        try:
+            self._worker = self._run(lambda: start_worker(config, model, platform, plugins))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        return self._run(self._alive().kv_cache_specs)
+
+    def available_kv_cache_bytes(self) -> int:
+        return self._run(self._alive().available_kv_cache_bytes)
+
+    def initialize_kv_cache(self, plan: KVCachePlan) -> None:
+        worker = self._alive()
+        self._run(lambda: worker.initialize_kv_cache(plan))
+        self._run(worker.warm_up)
+
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        worker, thread = self._alive(), self._thread
+
+        def step() -> ModelOutput:
+            result = worker.execute(output)
+            return worker.sample(thread.wait_for_masks(output.step_id)) if result is None else result
+
+        return FutureStep(thread.submit(step))
+
+    def sample(self, masks: GrammarMasks) -> None:
+        self._thread.bring(masks)
+
+    def call(self, method: str, *args: Any) -> Any:
+        target = None if method.startswith("_") else getattr(self._alive(), method, None)
+        if not callable(target):
+            raise NotSupportedError(
+                f"{type(self._worker).__name__} has no method {method!r}; this platform's worker does not offer that."
+            )
+        return self._run(lambda: target(*args))
+
+    def report(self) -> DeviceReport:
+        return self._run(self._alive().report)
+
+    def check_health(self) -> None:
+        if not self._thread.is_alive:
+            raise EngineDeadError("The worker's thread has ended.")
+
+    def shutdown(self) -> None:
+        _live.discard(self)
+        worker, self._worker = self._worker, None
+        if worker is not None and self._thread.is_alive:
+            self._thread.close(_SHUTDOWN_WAIT_S)
+            worker.shutdown()
+        else:
+            self._thread.close(_SHUTDOWN_WAIT_S)
+
+    def _alive(self) -> Worker:
+        if self._worker is None:
+            raise EngineDeadError("The executor was shut down.")
+        return self._worker
+
+    def _run(self, job: Callable[[], T]) -> T:
+        try:
+            return cast("T", self._thread.submit(job).result())
+        except CancelledError:
+            raise EngineDeadError("The executor was shut down.") from None
+
+
+def start_worker(config: EngineConfig, model: ResolvedModel, platform: Any, plugins: Plugins) -> Worker:
+    """The platform's worker with its device selected and its weights loaded."""
+    worker: Worker = platform.worker_class()(config, model, platform, plugins)
+    worker.init_device()
+    worker.load_model()
+    return worker
+
+
+def check_one_device(config: EngineConfig) -> None:
+    parallel = config.parallel
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(
+                f"{name} is {getattr(parallel, name)}; the in_process executor runs one device. "
+                "Set it to 1, or name an executor that runs several with --distributed-executor-backend."
+            )
+
+
+_live: weakref.WeakSet[InProcessExecutor] = weakref.WeakSet()
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    """Before the interpreter takes modules apart: a daemon thread inside torch at that time may crash the process."""
+    for executor in list(_live):
+        executor.shutdown()

@@ -1,0 +1,62 @@
+"""Random small weights without a checkpoint, for `--load-format dummy`: benchmarks and tests of shapes.
+
+A loader hands out what a checkpoint holds; this one has none, so the worker tells it which tensors the model
+expects. Each is drawn on its own from its name: the same in every run, on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from pelton.config import EngineConfig
+from pelton.model.loading import LazyWeight, WeightLoader
+from pelton.model.resolved import ResolvedModel
+
+_SCALE = 0.02  # of matrices, as most models are initialised
+
+
+class RandomWeight(LazyWeight):
+    """Made when it is read."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
+        self.name = name
+        self.shape = shape
+        self._dtype = dtype
+        self._seed = seed
+
+    def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+        generator = torch.Generator().manual_seed(self._number())
+        weight = torch.randn(self.shape, generator=generator) * _SCALE
+        if len(self.shape) == 1 and self.name.endswith("norm.weight"):
+            weight += 1.0
+        if dim is not None:
+            weight = weight.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
+        return weight.to(self._dtype)
+
+    def _number(self) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self._seed} {self.name}".encode()).digest()[:6], "little")
+
+
+class DummyLoader(WeightLoader):
+    """`expect` comes before `weights`: there is no file that says which tensors there are."""
+
+    def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
+        self._seed = config.model.seed
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
+        self._expected: Mapping[str, tuple[int, ...]] = {}
+
+    def expect(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        self._expected = expected
+
+    def weights(self) -> Iterator[tuple[str, LazyWeight]]:
+        for name, shape in self._expected.items():
+            yield name, RandomWeight(name, shape, self._dtype, self._seed)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(math.prod(shape) for shape in self._expected.values()) * self._dtype.itemsize

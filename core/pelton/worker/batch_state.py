@@ -1,0 +1,175 @@
+"""The batch as it lives on the device: a row of every tensor for each running request, by slot.
+
+The host sends what it decided, in columns; token values and the true count of computed tokens stay here, so that the
+next step can be launched before this one's result was read. What the host must know to choose code paths, and knows
+without asking (parameters, counts of a prompt), it keeps in arrays beside the tensors.
+
+S = max_num_seqs. Row S belongs to no request: padding rows of a step point at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pelton.sampling.side_tables import SideTables
+from pelton.scheduler.output import NewRequest, SchedulerOutput
+from pelton.worker.staging import StagingRing
+
+NO_LOGPROBS = -2  # in the logprobs columns; -1 is the whole vocabulary
+
+
+class BatchState:
+    """Written by `apply` before a step, and by `advance` after it sampled."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        block_sizes: Sequence[int],
+        num_side_slots: int,
+        device: torch.device,
+        max_draft_tokens: int = 0,
+        num_lookahead_tokens: int = 256,
+        num_parts: int = 3,
+    ) -> None:
+        """block_sizes: tokens a block of each KV group. num_lookahead_tokens: room in block tables beyond max_model_len."""
+        rows = max_num_seqs + 1
+        self.device = device
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.padding_slot = max_num_seqs
+        # The last column takes what must not be kept: tokens past max_model_len, rows that do not sample.
+        self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
+        self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.block_sizes = tuple(block_sizes)
+        self.block_tables = [
+            torch.zeros(rows, -(-(max_model_len + num_lookahead_tokens) // size), dtype=torch.int32, device=device)
+            for size in block_sizes
+        ]
+        self.draft_token_ids = torch.zeros(rows, max_draft_tokens, dtype=torch.int64, device=device)
+        self.num_prompt_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.top_k = torch.full((rows,), vocab_size, dtype=torch.int64, device=device)
+        self.side_slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.temperature = torch.zeros(rows, device=device)
+        self.top_p = torch.ones(rows, device=device)
+        self.min_p = torch.zeros(rows, device=device)
+        self.side = SideTables(num_side_slots, vocab_size, device)
+        self.host = HostColumns(rows, vocab_size)
+        self._staging = StagingRing(num_parts, 1024, device)
+        self._rows = torch.arange(rows, device=device)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.token_ids.shape[1] - 1
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Take in new requests and appended blocks. Slots in `freed_slots` need nothing: a new owner overwrites them."""
+        if output.new:
+            self._add(output.new)
+        if output.block_appends:
+            self._append_blocks(output.block_appends)
+
+    def advance(
+        self, slots: Tensor, num_scheduled: Tensor, sample_slots: Tensor, num_rejected: Tensor, next_token_ids: Tensor
+    ) -> None:
+        """After a step: count what was computed, put each sampling row's token after its known ones.
+
+        slots, num_scheduled [R]; sample_slots, num_rejected (drafts), next_token_ids [r], of the rows that sampled.
+        """
+        self.num_computed_tokens.index_add_(0, slots, num_scheduled)
+        if sample_slots.numel():
+            self.num_computed_tokens.index_add_(0, sample_slots, num_rejected, alpha=-1)
+            place = self.num_computed_tokens[sample_slots].clamp(max=self.max_model_len)
+            self.token_ids[sample_slots, place] = next_token_ids.to(torch.int32)
+
+    def _add(self, new: list[NewRequest]) -> None:
+        """One loop over new requests, in which each row of known tokens is one copy."""
+        slots = [request.slot for request in new]
+        columns: list[list[int]] = [
+            slots,
+            [request.num_computed_tokens for request in new],
+            [request.num_prompt_tokens for request in new],
+            [request.seed for request in new],
+            [request.side_slot for request in new],
+        ]
+        for request in new:
+            self.host.add(request)
+            if request.side_slot >= 0:
+                self.side.add(request)
+        columns.append(self.host.top_k[slots].tolist())
+        lengths = [len(request.token_ids) for request in new]
+        flat = np.fromiter(chain.from_iterable(request.token_ids for request in new), np.int64, sum(lengths))
+        blocks = [np.fromiter(chain.from_iterable(r.block_ids), np.int64, sum(map(len, r.block_ids))) for r in new]
+        staged = self._staging.stage([*columns, flat.clip(0, self.vocab_size - 1), *blocks])
+        rows, computed, num_prompt, seeds, side_slots, top_k, tokens = staged[:7]
+        for column, values in (
+            (self.num_computed_tokens, computed), (self.num_prompt_tokens, num_prompt), (self.seeds, seeds),
+            (self.side_slots, side_slots), (self.top_k, top_k),
+        ):  # fmt: skip
+            column[rows] = values
+        for column, array in (
+            (self.temperature, self.host.temperature), (self.top_p, self.host.top_p), (self.min_p, self.host.min_p),
+        ):  # fmt: skip
+            column[rows] = torch.from_numpy(array[slots]).to(self.device)
+        for request, known, table in zip(new, torch.split(tokens, lengths), staged[7:], strict=True):
+            self.token_ids[request.slot, : known.numel()] = known
+            for group, ids in enumerate(torch.split(table, [len(ids) for ids in request.block_ids])):
+                self.block_tables[group][request.slot, : ids.numel()] = ids
+
+    def _append_blocks(self, appends: list[tuple[int, int, int, list[int]]]) -> None:
+        """One scatter a group."""
+        by_group: list[tuple[list[int], list[int]]] = [([], []) for _ in self.block_tables]
+        for group, slot, start, block_ids in appends:
+            places, ids = by_group[group]
+            first = slot * self.block_tables[group].shape[1] + start
+            places.extend(range(first, first + len(block_ids)))
+            ids.extend(block_ids)
+        staged = iter(self._staging.stage([column for pair in by_group for column in pair]))
+        for table, at, values in zip(self.block_tables, staged, staged, strict=True):
+            table.view(-1)[at] = values.to(torch.int32)
+
+
+class HostColumns:
+    """What the host knows of each slot, to choose code paths without asking the device."""
+
+    def __init__(self, rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.temperature = np.zeros(rows, dtype=np.float32)  # 0 is greedy
+        self.top_k = np.full(rows, vocab_size, dtype=np.int64)
+        self.top_p = np.ones(rows, dtype=np.float32)
+        self.min_p = np.zeros(rows, dtype=np.float32)
+        self.side_slots = np.full(rows, -1, dtype=np.int64)
+        self.num_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
+        self.num_prompt_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(rows, dtype=np.int64)  # upper bound; exact until something is sampled
+        self.errors: dict[int, str] = {}  # by slot: what is wrong with the request itself
+
+    def add(self, request: NewRequest) -> None:
+        slot, params = request.slot, request.sampling_params
+        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
+        self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.side_slots[slot] = request.side_slot
+        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.num_computed_tokens[slot] = request.num_computed_tokens
+        self.errors.pop(slot, None)
+        wrong = [
+            token_id for token_id in (min(request.token_ids), max(request.token_ids)) if not self._exists(token_id)
+        ]
+        if wrong:
+            self.errors[slot] = f"Token id {wrong[0]} is not in the vocabulary of {self.vocab_size}."
+
+    def _exists(self, token_id: int) -> bool:
+        return 0 <= token_id < self.vocab_size

@@ -1,0 +1,125 @@
+"""One step's inputs from the batch state: ids, positions, slots and tables, into buffers at fixed addresses.
+
+All of it is torch ops over device state and the step's staged columns, nothing is read back: a captured graph could
+hold it. R = rows, T = tokens, both padded where the caller asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pelton.attention.metadata import CommonMetadata
+from pelton.worker.batch_state import BatchState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What the host knows of a step's size, without a value."""
+
+    num_reqs: int
+    num_tokens: int
+    num_decode_rows: int
+    max_query_len: int
+    max_seq_len: int
+    num_padded_reqs: int
+    num_padded_tokens: int
+    common_prefix_blocks: tuple[int, ...] = ()
+
+
+class InputBuffers:
+    """Fixed memory for the largest step."""
+
+    def __init__(
+        self, state: BatchState, *, max_num_tokens: int, kernel_block_sizes: Sequence[int] | None = None
+    ) -> None:
+        """kernel_block_sizes: tokens of a block as each group's backend counts; the manager's when None."""
+        device, rows = state.device, state.max_num_seqs
+        self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.slot_mapping = [torch.zeros(max_num_tokens, dtype=torch.int64, device=device) for _ in state.block_sizes]
+        sizes = tuple(kernel_block_sizes or state.block_sizes)
+        self.blocks_per_block = [block // kernel for block, kernel in zip(state.block_sizes, sizes, strict=True)]
+        for block, kernel, ratio in zip(state.block_sizes, sizes, self.blocks_per_block, strict=True):
+            assert kernel * ratio == block, f"kernel blocks of {kernel} tokens do not fill a block of {block}"
+        self.block_tables = [
+            torch.zeros(rows, table.shape[1] * ratio, dtype=torch.int32, device=device)
+            for table, ratio in zip(state.block_tables, self.blocks_per_block, strict=True)
+        ]
+        self.token_index = torch.arange(max_num_tokens, device=device)
+        self.parts = [torch.arange(ratio, dtype=torch.int32, device=device) for ratio in self.blocks_per_block]
+
+
+def prepare_inputs(
+    state: BatchState, buffers: InputBuffers, slots: Tensor, num_scheduled: Tensor, shape: StepShape
+) -> list[CommonMetadata]:
+    """Fill the buffers; one `CommonMetadata` for each KV group, over views of them.
+
+    slots, num_scheduled [R] int64; padding rows have slot `state.padding_slot` and nothing scheduled.
+    """
+    num_rows, num_tokens = shape.num_padded_reqs, shape.num_padded_tokens
+    starts = buffers.query_start_loc[: num_rows + 1]
+    starts[1:] = num_scheduled.cumsum(0)
+    context = state.num_computed_tokens[slots]
+    is_row = num_scheduled > 0
+    seq_lens = buffers.seq_lens[:num_rows]
+    seq_lens.copy_(torch.where(is_row, context + num_scheduled, 0))
+
+    token = buffers.token_index[:num_tokens]
+    row = torch.searchsorted(starts[1:], token, right=True, out_int32=False)
+    is_token = row < num_rows  # tokens past the last row are padding
+    row = row.clamp(max=max(num_rows - 1, 0))
+    position = torch.where(is_token, context[row] + token - starts[row], 0)
+    slot = slots[row]
+    buffers.positions[:num_tokens] = position
+    known = state.token_ids[slot, position.clamp(max=state.max_model_len)]
+    buffers.input_ids[:num_tokens] = torch.where(is_token, known, 0)
+
+    return [
+        _group_metadata(state, buffers, group, slots, slot, position, is_token, shape)
+        for group in range(len(state.block_tables))
+    ]
+
+
+def _group_metadata(
+    state: BatchState,
+    buffers: InputBuffers,
+    group: int,
+    slots: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    is_token: Tensor,
+    shape: StepShape,
+) -> CommonMetadata:
+    num_rows, num_tokens, block_size = shape.num_padded_reqs, shape.num_padded_tokens, state.block_sizes[group]
+    table = state.block_tables[group]
+    block = table[slot, position // block_size].long()
+    slot_mapping = buffers.slot_mapping[group][:num_tokens]
+    slot_mapping.copy_(torch.where(is_token, block * block_size + position % block_size, -1))
+    ratio = buffers.blocks_per_block[group]
+    width = min(-(-shape.max_seq_len // block_size), table.shape[1])
+    block_table = buffers.block_tables[group][:num_rows, : width * ratio]
+    blocks = table[slots, :width]
+    if ratio > 1:
+        blocks = (blocks.unsqueeze(-1) * ratio + buffers.parts[group]).flatten(1)
+    block_table.copy_(blocks)
+    common = shape.common_prefix_blocks
+    return CommonMetadata(
+        query_start_loc=buffers.query_start_loc[: num_rows + 1],
+        seq_lens=buffers.seq_lens[:num_rows],
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        num_reqs=num_rows,
+        num_tokens=num_tokens,
+        num_actual_tokens=shape.num_tokens,
+        num_decode_rows=shape.num_decode_rows,
+        num_decode_tokens=shape.num_decode_rows,
+        max_query_len=shape.max_query_len,
+        max_seq_len=shape.max_seq_len,
+        common_prefix_len=common[group] * block_size if common else 0,
+    )

@@ -1,0 +1,65 @@
+"""The KV pool's memory as the worker handles it: whole pages, whatever the layers' views are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """One layer's views of the pool."""
+
+    name: str
+    group: int
+    k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], blocks as the backend counts them
+    v_cache: Tensor
+
+
+class KVPool:
+    """Copy, zero and mend blocks. Layers of different groups share memory, so buffers are found by address."""
+
+    def __init__(self, num_blocks: int, layers: Iterable[LayerCache]) -> None:
+        self.num_blocks = num_blocks
+        self.layers = list(layers)
+        buffers: dict[int, Tensor] = {}
+        for layer in self.layers:
+            storage = layer.k_cache.untyped_storage()
+            if storage.data_ptr() not in buffers:
+                memory = torch.empty(0, dtype=torch.uint8, device=layer.k_cache.device).set_(storage)
+                buffers[storage.data_ptr()] = memory.view(num_blocks, -1)
+        self.pages = list(buffers.values())  # each [num_blocks, bytes a page]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(page.numel() for page in self.pages)
+
+    def caches(self) -> dict[str, Tensor]:
+        """Layer name to its page buffer, for KV connectors."""
+        by_address = {page.data_ptr(): page for page in self.pages}
+        return {layer.name: by_address[layer.k_cache.untyped_storage().data_ptr()] for layer in self.layers}
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, destination): all sources are read before any destination is written."""
+        for page in self.pages:
+            sources = torch.tensor([source for source, _ in pairs], device=page.device)
+            page[[destination for _, destination in pairs]] = page[sources]
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        for page in self.pages:
+            page[list(block_ids)] = 0
+
+    def scrub(self, group: int, block_ids: Tensor) -> None:
+        """Replace NaN and infinity by 0: a block is handed on with what its last owner left in it, and 0 * NaN is NaN
+        even where attention masks. Harmless for blocks that others hold."""
+        for layer in self.layers:
+            if layer.group != group:
+                continue
+            for cache in (layer.k_cache, layer.v_cache):
+                per_block = cache.shape[0] // self.num_blocks
+                parts = torch.arange(per_block, device=cache.device)
+                ids = (block_ids.unsqueeze(-1) * per_block + parts).flatten()
+                cache[ids] = cache[ids].float().nan_to_num(0.0, 0.0, 0.0).to(cache.dtype)

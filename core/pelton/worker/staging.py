@@ -1,0 +1,63 @@
+"""Numbers from host to device: many small columns, one copy.
+
+A ring of pinned parts: a part is written again only after its copy was done. On a CPU there is nothing to copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Column = Sequence[int] | np.ndarray
+
+
+class _Part:
+    """Pinned memory, and the event after which it may be written again."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.memory = torch.zeros(capacity, dtype=torch.int64, pin_memory=True)
+        self.values = self.memory.numpy()
+        self.was_copied = torch.Event(device)
+        self.is_used = False
+
+
+class StagingRing:
+    """Integers only: they travel as int64."""
+
+    def __init__(self, num_parts: int, capacity: int, device: torch.device) -> None:
+        self.device = device
+        self._parts = [] if device.type == "cpu" else [_Part(capacity, device) for _ in range(num_parts)]
+        self._next = 0
+
+    def stage(self, columns: Sequence[Column]) -> list[Tensor]:
+        """Copy the columns to the device, together; each comes back as a view [len(column)] int64."""
+        sizes = [len(column) for column in columns]
+        if not self._parts:
+            values = np.empty(sum(sizes), dtype=np.int64)
+            _fill(values, columns)
+            return list(torch.split(torch.from_numpy(values), sizes))
+        part = self._take(sum(sizes))
+        _fill(part.values, columns)
+        on_device = part.memory[: sum(sizes)].to(self.device, non_blocking=True)
+        part.was_copied.record()
+        return list(torch.split(on_device, sizes))
+
+    def _take(self, size: int) -> _Part:
+        index, self._next = self._next, (self._next + 1) % len(self._parts)
+        part = self._parts[index]
+        if part.is_used:
+            part.was_copied.synchronize()
+        if part.values.size < size:
+            part = self._parts[index] = _Part(1 << (size - 1).bit_length(), self.device)
+        part.is_used = True
+        return part
+
+
+def _fill(values: np.ndarray, columns: Sequence[Column]) -> None:
+    start = 0
+    for column in columns:
+        values[start : start + len(column)] = column
+        start += len(column)

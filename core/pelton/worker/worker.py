@@ -1,0 +1,196 @@
+"""`DeviceWorker`: one device's model, KV pool and runner. Every platform's worker unless it names its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pelton.attention.kv_cache import bind_kv_cache
+from pelton.attention.metadata import ForwardBatch
+from pelton.errors import ConfigError
+from pelton.executor.interface import DeviceReport
+from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.logging import Progress, phase
+from pelton.model.build import BuildConfig, make_build_config
+from pelton.model.interface import CausalLM
+from pelton.model.loading import LazyWeight, WeightLoader
+from pelton.model.registry import build_model
+from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.worker.batch_state import BatchState
+from pelton.worker.inputs import InputBuffers
+from pelton.worker.interface import Worker
+from pelton.worker.kv_pool import KVPool, LayerCache
+from pelton.worker.model_runner import ModelRunner
+
+_WARM_UP_TOKENS = 16
+
+
+class DeviceWorker(Worker):
+    """Weights by the loader of the checkpoint's form, attention and ops by what plugins offer for the device."""
+
+    build: BuildConfig
+    model: CausalLM
+    runner: ModelRunner
+
+    def init_device(self) -> None:
+        self.phase_s: dict[str, float] = {}
+        self.weights_bytes = 0
+        self.notes: list[str] = []
+        scheduler = self.config.scheduler
+        self.max_num_seqs = scheduler.max_num_seqs or self.platform.default_max_num_seqs
+        self.max_num_tokens = scheduler.max_num_batched_tokens or self.platform.default_max_num_batched_tokens
+        with phase("device", self.phase_s):
+            self.platform.init_device(self.config, self.rank)
+            self.device = self.platform.device(self.rank)
+        self._check_dtype()
+
+    @torch.inference_mode()
+    def load_model(self) -> None:
+        with phase("build model", self.phase_s):
+            self.build = make_build_config(
+                self.config,
+                self.model_info,
+                self.plugins,
+                device=self.device,
+                device_type=self.platform.device_type,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_tokens,
+                capability=self.platform.capability(self.rank),
+            )
+            self.model = build_model(self.build, self.model_info.architecture, self.plugins)
+        loader = self._make_loader()
+        expected = self.build.weights.expected()
+        loader.expect(expected)
+        item_bytes = self.build.dtype.itemsize
+        total = sum(math.prod(shape) for shape in expected.values()) * item_bytes
+        with phase("load weights", self.phase_s, total=total, unit="B") as progress:
+            self.model.load_weights(_watched(loader.weights(), progress, item_bytes))
+            self.build.ops.weights_loaded()
+        self.weights_bytes = module_bytes(self.model)
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        return {name: layer.kv_spec() for name, layer in self.build.attention_layers.items()}
+
+    @torch.inference_mode()
+    def available_kv_cache_bytes(self) -> int:
+        """After the largest step has run, where the platform can say what it took; else after an estimate of it."""
+        with phase("profile", self.phase_s):
+            peak = self.platform.measure_peak_bytes(lambda: self._run_without_cache(self.max_num_tokens))
+            if peak is None:
+                peak = self._estimate_peak_bytes()
+            available: int = self.platform.available_kv_cache_bytes(
+                self.config, weights_bytes=self.weights_bytes, peak_activation_bytes=peak
+            )
+            return available
+
+    @torch.inference_mode()
+    def initialize_kv_cache(self, plan: KVCachePlan) -> None:
+        with phase("allocate KV cache", self.phase_s):
+            backends = bind_kv_cache(plan, self.build)
+            layers = self.build.attention_layers
+            pool = KVPool(
+                plan.num_blocks,
+                [LayerCache(name, layer.group_id, layer.k_cache, layer.v_cache) for name, layer in layers.items()],
+            )
+            block_sizes = [group.spec.block_size for group in plan.groups]
+            kernel_sizes = [layers[group.layer_names[0]].k_cache.shape[1] for group in plan.groups]
+            state = BatchState(
+                max_num_seqs=self.max_num_seqs,
+                max_model_len=self.model_info.max_model_len,
+                vocab_size=self.model_info.vocab_size,
+                block_sizes=block_sizes,
+                num_side_slots=self.config.scheduler.max_side_table_seqs,
+                device=self.device,
+                num_parts=self._num_parts(),
+            )
+            buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=kernel_sizes)
+            self.runner = ModelRunner(self.model, state, buffers, backends, pool, num_staging_parts=self._num_parts())
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """One small pass: libraries load and pick their code paths here, not in the first request."""
+        with phase("warm up", self.phase_s):
+            self._run_without_cache(min(_WARM_UP_TOKENS, self.max_num_tokens))
+            self.platform.synchronize()
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelOutput | None:
+        return self.runner.execute(output)
+
+    @torch.inference_mode()
+    def sample(self, masks: GrammarMasks) -> ModelOutput:
+        return self.runner.sample(masks)
+
+    def report(self) -> DeviceReport:
+        selections = self.build.attention.selections()
+        return DeviceReport(
+            device=self.platform.describe(self.rank),
+            platform=self.platform.name,
+            attention_backend=", ".join(dict.fromkeys(selection.name for selection in selections)),
+            attention_reason="; ".join(dict.fromkeys(selection.reason for selection in selections)),
+            weights_bytes=self.weights_bytes,
+            phase_s=self.phase_s,
+            notes=self.notes,
+        )
+
+    def shutdown(self) -> None:
+        """Let go of the model and the pool: their memory is free once nothing else refers to it."""
+        for name in ("runner", "model", "build"):
+            self.__dict__.pop(name, None)
+
+    def _check_dtype(self) -> None:
+        dtype, known = self.model_info.dtype, self.platform.supported_dtypes
+        if dtype not in known:
+            raise ConfigError(
+                f"dtype is {dtype!r}, which platform {self.platform.name!r} does not compute in; use one of {', '.join(known)}."
+            )
+
+    def _make_loader(self) -> WeightLoader:
+        named = self.config.load.load_format
+        name = self.model_info.weights_format if named == "auto" else named
+        entry = self.plugins.find("pelton_model_loaders", name, setting="load_format")
+        loader: WeightLoader = entry.resolve()(self.config, self.model_info)
+        return loader
+
+    def _num_parts(self) -> int:
+        return self.config.scheduler.max_steps_in_flight + 1
+
+    def _run_without_cache(self, num_tokens: int) -> None:
+        """A forward pass that needs no pool: attention gives zeros."""
+        tokens = torch.arange(num_tokens, device=self.device)
+        batch = ForwardBatch(
+            input_ids=torch.zeros_like(tokens),
+            positions=tokens.clamp(max=self.model_info.max_model_len - 1),
+            attention=(),
+            num_tokens=num_tokens,
+        )
+        hidden = self.model.forward(batch)
+        logits = self.model.compute_logits(hidden, tokens[: self.max_num_seqs])
+        logits.softmax(dim=-1)
+
+    def _estimate_peak_bytes(self) -> int:
+        """Logits, probabilities and their float64 sums for every row; hidden states of the largest step."""
+        hf, item_bytes = self.build.hf, self.build.dtype.itemsize
+        widest = max(hf.get("intermediate_size", 0) * 2, hf.get("hidden_size", 0) * 4)
+        return self.max_num_seqs * self.model_info.vocab_size * 16 + self.max_num_tokens * widest * item_bytes * 2
+
+
+def _watched(
+    weights: Iterator[tuple[str, LazyWeight]], progress: Progress, item_bytes: int
+) -> Iterator[tuple[str, LazyWeight]]:
+    for name, weight in weights:
+        yield name, weight
+        progress.advance(math.prod(weight.shape) * item_bytes)
+
+
+def module_bytes(module: Any) -> int:
+    """Bytes of a module's parameters and buffers; shared memory counts once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in [*module.parameters(), *module.buffers()]
+    }
+    total: int = sum(storages.values())
+    return total
