@@ -140,7 +140,7 @@ async def test_abort_ends_the_stream_with_what_there_is(make: Make) -> None:
 
 
 async def test_a_slow_consumer_finds_its_outputs_merged(make: Make) -> None:
-    llm: AsyncLLM = await make()
+    llm: AsyncLLM = await make(script={"step_s": 0.01})
     stream = llm.generate("abc", params(50))
     first = await anext(stream)
     assert await settles(lambda: llm.num_unfinished_requests == 0)
@@ -173,7 +173,12 @@ async def test_a_stop_string_frees_the_engine(make: Make) -> None:
 
 async def test_bad_requests_raise_and_hurt_nobody(make: Make) -> None:
     llm: AsyncLLM = await make(max_num_queued_tokens=5000)
-    for prompt, message in ((["x"], "integers"), ("", "empty"), ([1] * 1000, "maximum context length"), ("a" * 9000, "context")):
+    for prompt, message in (
+        (["x"], "integers"),
+        ("", "empty"),
+        ([1] * 1000, "maximum context length"),
+        ("a" * 9000, "context"),
+    ):
         with pytest.raises(RequestError, match=message):
             await collect(llm.generate(prompt, params()))
     stream = llm.generate("abc", params(50), "same")

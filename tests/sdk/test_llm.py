@@ -240,7 +240,9 @@ def test_reset_prefix_cache(make: Make) -> None:
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
 
-def test_the_start_table_is_logged(make: Make, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_table_is_logged(
+    make: Make, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "pelton")
     make()
     text = caplog.text + capsys.readouterr().err

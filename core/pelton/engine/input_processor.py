@@ -92,7 +92,9 @@ class InputProcessor:
         if params is None:
             params = self.get_default_sampling_params()
         elif not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams.", param="sampling_params")
+            raise RequestError(
+                f"sampling_params is a {type(params).__name__}; give SamplingParams.", param="sampling_params"
+            )
         text, token_ids, param = self._tokenize(prompt)
         self._check_prompt(token_ids, param)
         bad_words = self._check_params(params)
@@ -155,7 +157,9 @@ class InputProcessor:
             or not 0 < timeout_s <= limits.MAX_TIMEOUT_S
         ):
             raise RequestError(
-                f"timeout_s must be a number of seconds in (0, {limits.MAX_TIMEOUT_S:g}]", param="timeout_s", value=timeout_s
+                f"timeout_s must be a number of seconds in (0, {limits.MAX_TIMEOUT_S:g}]",
+                param="timeout_s",
+                value=timeout_s,
             )
 
     # -- the prompt --
@@ -185,7 +189,8 @@ class InputProcessor:
             )
         if self.tokenizer is None:
             raise RequestError(
-                "The prompt is text, but there is no tokenizer (skip_tokenizer_init); give prompt_token_ids.", param="prompt"
+                "The prompt is text, but there is no tokenizer (skip_tokenizer_init); give prompt_token_ids.",
+                param="prompt",
             )
         return text, self.tokenizer.encode(text), "prompt"
 
@@ -254,7 +259,9 @@ class InputProcessor:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"extra_args must be plain data: {error}", param="extra_args") from None
         if size > limits.MAX_EXTRA_ARGS_BYTES:
-            raise RequestError(f"extra_args has {size} bytes; at most {limits.MAX_EXTRA_ARGS_BYTES}", param="extra_args")
+            raise RequestError(
+                f"extra_args has {size} bytes; at most {limits.MAX_EXTRA_ARGS_BYTES}", param="extra_args"
+            )
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is tokenized at the start of a text and after a space."""
@@ -263,7 +270,11 @@ class InputProcessor:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for variant in (word.lstrip(), " " + word.lstrip()):
-                ids = self.tokenizer.encode(variant, add_special_tokens=False) if variant.strip() or variant == word else []
+                ids = (
+                    self.tokenizer.encode(variant, add_special_tokens=False)
+                    if variant.strip() or variant == word
+                    else []
+                )
                 if ids and max(ids) < self.vocab_size:
                     found[tuple(ids)] = None
         return [list(ids) for ids in found]
@@ -307,7 +318,9 @@ def _as_ids(ids: Any) -> list[int]:
 
 
 def _defaults_from(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {name: generation_config[name] for name in DEFAULTS_FROM_MODEL if generation_config.get(name) is not None}
+    defaults = {
+        name: generation_config[name] for name in DEFAULTS_FROM_MODEL if generation_config.get(name) is not None
+    }
     try:
         SamplingParams(**defaults)
     except RequestError as error:

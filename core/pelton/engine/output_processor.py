@@ -229,7 +229,9 @@ class _Request:
             outputs = [s.completion(delta=True) for s in news if not s.reported_finish]
         else:
             outputs = [s.completion(delta=False) for s in self.sequences]
-        prompt_logprobs = None if kind == RequestOutputKind.DELTA and self.prompt_logprobs_sent else self.prompt_logprobs
+        prompt_logprobs = (
+            None if kind == RequestOutputKind.DELTA and self.prompt_logprobs_sent else self.prompt_logprobs
+        )
         self.prompt_logprobs_sent = prompt_logprobs is not None or self.prompt_logprobs_sent
         return RequestOutput(
             request_id=self.request_id,
@@ -289,7 +291,9 @@ class OutputProcessor:
     def add(self, processed: ProcessedRequest, *, arrival: float, queue: OutputQueue | None = None) -> None:
         """Expect outputs of a request. With a queue its outputs go there, else `process` returns them."""
         if processed.request_id in self._requests or any(r.request_id in self._sequences for r in processed.requests):
-            raise RequestError("request_id is in use by an unfinished request", param="request_id", value=processed.request_id)
+            raise RequestError(
+                "request_id is in use by an unfinished request", param="request_id", value=processed.request_id
+            )
         request = _Request(processed, arrival, queue)
         for index, engine_request in enumerate(processed.requests):
             sequence = _Sequence(request, engine_request.request_id, index, *self._text_parts(processed))
@@ -408,7 +412,9 @@ class OutputProcessor:
             self._end(sequence, now, done.stats.finished_requests)
             return
         request, error = sequence.request, output.error
-        request.error = error or ErrorInfo(kind="EngineError", message="The engine failed this request and gave no reason.")
+        request.error = error or ErrorInfo(
+            kind="EngineError", message="The engine failed this request and gave no reason."
+        )
         refused = error is not None and error.kind == "QueueFullError"
         if error is not None and refused:
             rejected = done.stats.num_rejected_reqs
@@ -437,7 +443,9 @@ class OutputProcessor:
         sequence.logprobs += self._logprob_rows(columns, sequence.request.params.detokenize, kept)
         sequence.cumulative_logprob += sum(row[0] for row in columns.logprobs[:kept])
 
-    def _logprob_rows(self, columns: LogprobColumns, with_text: bool, count: int | None = None) -> list[dict[int, Logprob]]:
+    def _logprob_rows(
+        self, columns: LogprobColumns, with_text: bool, count: int | None = None
+    ) -> list[dict[int, Logprob]]:
         decode = self._tokenizer.token_text if with_text and self._tokenizer is not None else _no_text
         rows: list[dict[int, Logprob]] = []
         for ids, values, rank in zip(columns.token_ids[:count], columns.logprobs, columns.ranks, strict=False):

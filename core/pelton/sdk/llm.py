@@ -106,7 +106,9 @@ class LLM:
             )
             assert isinstance(text, str) and front_end.tokenizer is not None
             # The template wrote the special tokens itself.
-            prompts.append({"prompt": text, "prompt_token_ids": front_end.tokenizer.encode(text, add_special_tokens=False)})
+            prompts.append(
+                {"prompt": text, "prompt_token_ids": front_end.tokenizer.encode(text, add_special_tokens=False)}
+            )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def _tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
@@ -130,8 +132,12 @@ class LLM:
             try:
                 done.append(
                     process(
-                        str(next(self._ids)), prompt, one,
-                        priority=priority, cache_salt=cache_salt, output_kind=RequestOutputKind.FINAL_ONLY,
+                        str(next(self._ids)),
+                        prompt,
+                        one,
+                        priority=priority,
+                        cache_salt=cache_salt,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
                     )
                 )
             except RequestError as error:
@@ -223,7 +229,8 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 def _as_conversations(messages: Any) -> list[Sequence[Message]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise RequestError(
-            f"messages is a {type(messages).__name__}; give a list of messages, or a list of such lists.", param="messages"
+            f"messages is a {type(messages).__name__}; give a list of messages, or a list of such lists.",
+            param="messages",
         )
     if messages and isinstance(messages[0], Mapping):
         return [cast("Sequence[Message]", messages)]

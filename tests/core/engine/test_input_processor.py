@@ -60,7 +60,9 @@ def test_takes_prompts_in_every_form(processor: InputProcessor, prompt: Any, ids
         pytest.param([], "empty", "input_tokens", id="no-ids"),
         pytest.param("", "empty", "prompt", id="no-text"),
         pytest.param([-1], "Token id -1 is not in the vocabulary", "input_tokens", id="negative"),
-        pytest.param([1, VOCAB_SIZE], f"Token id {VOCAB_SIZE} is not in the vocabulary", "input_tokens", id="past-the-end"),
+        pytest.param(
+            [1, VOCAB_SIZE], f"Token id {VOCAB_SIZE} is not in the vocabulary", "input_tokens", id="past-the-end"
+        ),
         pytest.param([2**70], "not in the vocabulary", "input_tokens", id="huge"),
         pytest.param([True], "must be integers", "input_tokens", id="bool"),
         pytest.param([1.0], "must be integers", "input_tokens", id="float"),
@@ -199,9 +201,7 @@ def test_unseeded_requests_draw_from_the_engines_seed(tokenizer: Tokenizer) -> N
 
 def test_bad_words_are_banned_with_and_without_a_space(processor: InputProcessor, tokenizer: Tokenizer) -> None:
     done = processor.process("r", [1], SamplingParams(bad_words=["no", " way"]))
-    assert done.requests[0].bad_words_token_ids == [
-        tokenizer.encode(word) for word in ("no", " no", "way", " way")
-    ]
+    assert done.requests[0].bad_words_token_ids == [tokenizer.encode(word) for word in ("no", " no", "way", " way")]
 
 
 def test_defaults_come_from_the_models_generation_config(tokenizer: Tokenizer) -> None:

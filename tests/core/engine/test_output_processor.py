@@ -37,7 +37,9 @@ class Bench:
         self.processor = OutputProcessor(tokenizer, config)
         self.clock = 0.0
 
-    def add(self, request_id: str = "r", *, arrival: float = 0.0, queue: OutputQueue | None = None, **params: Any) -> None:
+    def add(
+        self, request_id: str = "r", *, arrival: float = 0.0, queue: OutputQueue | None = None, **params: Any
+    ) -> None:
         processed = self.inputs.process(request_id, [9, 8, 7], SamplingParams(**params))
         self.processor.add(processed, arrival=arrival, queue=queue)
 
@@ -371,7 +373,10 @@ def test_a_preemption_in_prefill_counts_into_prefill_and_ttft(bench: Bench) -> N
     )
     done = bench.step(
         EngineOutput(
-            request_id="r", new_token_ids=[1], finish_reason=FinishReason.LENGTH, events=[event(EventType.SCHEDULED, 6.0)]
+            request_id="r",
+            new_token_ids=[1],
+            finish_reason=FinishReason.LENGTH,
+            events=[event(EventType.SCHEDULED, 6.0)],
         ),
         stamp=8.0,
         now=108.0,
@@ -389,7 +394,9 @@ def test_a_request_that_never_ran_has_no_intervals(bench: Bench) -> None:
     )
     [finished] = done.stats.finished_requests
     assert finished.finish_reason == "abort"
-    assert (finished.queue_time_s, finished.prefill_time_s, finished.decode_time_s, finished.inference_time_s) == (None,) * 4
+    assert (finished.queue_time_s, finished.prefill_time_s, finished.decode_time_s, finished.inference_time_s) == (
+        None,
+    ) * 4
 
 
 # The queue of a slow consumer.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,7 +60,7 @@ def test_text_that_may_become_a_stop_string_is_held_back() -> None:
 )
 def test_pieces_do_not_matter(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
     if ends:
         end, start, stop = min(ends)

@@ -1,0 +1,33 @@
+"""The start table says what was found, what was chosen and why."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pelton.engine.client import EngineInfo
+from pelton.engine.start_table import start_table
+from pelton.executor.interface import DeviceReport
+from pelton.testing.fakes import fake_resolved_model
+
+
+def test_table_holds_choices_reasons_sizes_and_seconds() -> None:
+    report = DeviceReport(
+        device="cpu: two threads", attention_backend="sdpa", attention_reason="the only one that fits",
+        weights_bytes=3 * 2**30 // 2, notes=["max_num_seqs lowered to 4"],
+    )  # fmt: skip
+    info = EngineInfo(
+        report=report, num_blocks=101, block_size=16, kv_cache_bytes=2**20, max_num_seqs=4, max_num_batched_tokens=2048,
+        max_model_len=800, phase_s={"load weights": 1.25, "profile": 0.5},
+    )  # fmt: skip
+    model = msgspec.structs.replace(fake_resolved_model(), notes=["rope scaling ignored"])
+    assert start_table(info, model).splitlines() == [
+        "  model      fake (Fake, float32, dummy)",
+        "  device     cpu: two threads",
+        "  attention  sdpa (the only one that fits)",
+        "  weights    1.5 GiB",
+        "  KV cache   101 blocks of 16 tokens, 1.0 MiB, room for 2.0 requests of full length",
+        "  limits     max_model_len 800, max_num_seqs 4, max_num_batched_tokens 2048",
+        "  start      1.8 s (load weights 1.2 s, profile 0.5 s)",
+        "  note       rope scaling ignored",
+        "  note       max_num_seqs lowered to 4",
+    ]
