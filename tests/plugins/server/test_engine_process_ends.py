@@ -119,7 +119,8 @@ def test_leaving_frees_the_blocks_within_a_step_or_two(serving_slowly):
                 httpx.Client(timeout=0.3) as client,
                 client.stream("POST", url + "/v1/completions", json=body) as reply,
             ):
-                next(reply.iter_text())
+                texts = reply.iter_text()
+                next(texts)
                 assert gauge(url, "kv_cache_usage_perc") > 0
             left = time.monotonic()
             assert eventually(lambda: gauge(url, "kv_cache_usage_perc") == 0, 1.0)
