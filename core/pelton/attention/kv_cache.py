@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pelton.attention.layer import AttentionLayer
     from pelton.model.build import BuildConfig
 
+_TORCH_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
 
 def bind_kv_cache(plan: KVCachePlan, build: BuildConfig) -> list[AttentionBackend]:
     """Allocate `plan`'s buffers (zeroed: the null block must be finite), bind every layer; one backend per group."""
@@ -36,20 +38,25 @@ def bind_kv_cache(plan: KVCachePlan, build: BuildConfig) -> list[AttentionBacken
 
 
 def page_views(memory: Tensor, num_blocks: int, spec: FullAttentionSpec, layout: KVLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim], as `layout` lays them."""
-    dtype = getattr(torch, {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(
-        spec.dtype, spec.dtype))  # fmt: skip
-    axes = (spec.block_size, spec.num_kv_heads)
-    pages = memory.view(dtype).view(num_blocks, 2, *(reversed(axes) if layout.heads_first else axes), spec.head_dim)
+    """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim], as `layout` lays them.
+
+    With kernel blocks, a manager block is `ratio` of them one after the other, each with its keys and values: the views have
+    num_blocks * ratio blocks, block `b` of the manager is `b * ratio` and on, and a slot keeps its number.
+    """
+    dtype = getattr(torch, _TORCH_NAMES.get(spec.dtype, spec.dtype))
+    block_size = layout.kernel_block_size or spec.block_size
+    if spec.block_size % block_size:
+        raise ConfigError(
+            f"The backend wants kernel blocks of {block_size} tokens, and blocks have {spec.block_size}; "
+            f"set block_size to a multiple of {block_size}."
+        )
+    num_blocks *= spec.block_size // block_size
+    axes = (spec.num_kv_heads, block_size) if layout.heads_first else (block_size, spec.num_kv_heads)
+    pages = memory.view(dtype).view(num_blocks, 2, *axes, spec.head_dim)
     if layout.heads_first:
         pages = pages.transpose(2, 3)
     keys, values = pages.unbind(1)
-    if layout.kernel_block_size is None or layout.kernel_block_size == spec.block_size:
-        return keys, values
-    raise ConfigError(
-        f"The backend wants kernel blocks of {layout.kernel_block_size} tokens, and blocks have {spec.block_size}; "
-        f"set block_size to {layout.kernel_block_size}."
-    )
+    return keys, values
 
 
 def _group_backend(layers: list[AttentionLayer], block_size: int, build: BuildConfig) -> AttentionBackend:

@@ -122,8 +122,8 @@ class AttentionStep:
         memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8, device=self.device)
         k_cache, v_cache = page_views(memory, num_blocks, spec, backend.kv_layout(self.layer.needs))
         # Nothing that a request has not written may matter: blocks are handed on with what the last one left.
-        k_cache[1:] = float("nan")
-        v_cache[1:] = float("nan")
+        k_cache[case.block_size // k_cache.shape[1] :] = float("nan")
+        v_cache[case.block_size // k_cache.shape[1] :] = float("nan")
         instance = backend(
             self.layer.needs, self.device, max_num_seqs=64, max_num_tokens=4096, max_model_len=max(self.lengths)
         )
@@ -139,7 +139,7 @@ class AttentionStep:
 
     def write(self, *, only_context: bool = False) -> None:
         """Put keys and values in place, all or those from before this step."""
-        size = self.case.block_size
+        size = self.layer.k_cache.shape[1]
         for row, (_, before) in enumerate(self.case.rows):
             slots = self.slots(row)[: before if only_context else None]
             kept = slots >= 0
@@ -152,12 +152,17 @@ class AttentionStep:
         counts = [tokens for tokens, _ in case.rows] + [0] * padding
         width = max(map(len, self.tables))
         tables = [table + [0] * (width - len(table)) for table in self.tables] + [[0] * width] * padding
+        ratio = case.block_size // self.layer.k_cache.shape[1]  # kernel blocks of a block
         slots = torch.cat([self.slots(row)[before:] for row, (_, before) in enumerate(case.rows)])
         num_decodes = sum(tokens == 1 for tokens, _ in case.rows)
         return CommonMetadata(
             query_start_loc=torch.tensor([0, *counts], device=self.device).cumsum(0).int(),
             seq_lens=torch.tensor(self.lengths + [0] * padding, dtype=torch.int32, device=self.device),
-            block_table=torch.tensor(tables, dtype=torch.int32, device=self.device),
+            block_table=torch.tensor(
+                [[block * ratio + part for block in table for part in range(ratio)] for table in tables],
+                dtype=torch.int32,
+                device=self.device,
+            ),
             slot_mapping=torch.nn.functional.pad(slots, (0, padding), value=-1),
             num_reqs=len(counts),
             num_tokens=self.num_tokens + padding,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pelton.attention.interface import AttentionNeeds, GraphSupport
+from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionStep
 from pelton_backends.sdpa.backend import SDPABackend
 from pelton_backends.sdpa.plugin import pelton_attention_backends
@@ -13,6 +13,24 @@ NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, 
 
 class TestSDPABackend(AttentionBackendConformance):
     backend = SDPABackend
+
+
+class EightTokenBlocks(SDPABackend):
+    """As a backend whose kernels have a block size of their own."""
+
+    name = "sdpa8"
+
+    @classmethod
+    def unsupported(cls, needs, capability=None):
+        return [f"block size {needs.block_size}, only %8"] if needs.block_size % 8 else []
+
+    @classmethod
+    def kv_layout(cls, needs):
+        return KVLayout(kernel_block_size=8)
+
+
+class TestKernelBlocks(AttentionBackendConformance):
+    backend = EightTokenBlocks
 
 
 @pytest.mark.parametrize("name", CASES)

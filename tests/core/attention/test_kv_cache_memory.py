@@ -44,7 +44,19 @@ def test_the_cache_dtype_is_the_specs():
     assert views(KVLayout(), fp8)[1].dtype == torch.float8_e5m2
 
 
-def test_kernel_blocks_of_another_size_are_refused_by_name():
-    assert views(KVLayout(kernel_block_size=4))[1].shape[1] == 4
-    with pytest.raises(ConfigError, match="kernel blocks of 8 tokens, and blocks have 4; set block_size to 8"):
-        views(KVLayout(kernel_block_size=8))
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_block_may_be_several_kernel_blocks_and_a_slot_keeps_its_number(heads_first):
+    memory, keys, values = views(KVLayout(heads_first=heads_first, kernel_block_size=2))
+    assert keys.shape == (10, 2, 3, 8)
+    keys[13 // 2, 13 % 2] = 1.0  # slot 13: the second token of block 3
+    values[13 // 2, 13 % 2] = 1.0
+    floats = memory.view(torch.float32)
+    page = SPEC.page_size_bytes // 4
+    assert floats[3 * page : 4 * page].sum() == floats.sum() == 2 * 3 * 8
+
+
+def test_kernel_blocks_that_do_not_fill_a_block_are_refused():
+    with pytest.raises(
+        ConfigError, match="kernel blocks of 3 tokens, and blocks have 4; set block_size to a multiple of 3"
+    ):
+        views(KVLayout(kernel_block_size=3))

@@ -122,3 +122,20 @@ def test_a_backend_named_in_the_settings_beats_a_plugins_priority(calls, tmp_pat
     entries = plugins.entries("pelton_attention_backends", device_type="cpu")
     ModelDriver(path, plugins=plugins, attention=AttentionSelector(entries, named="sdpa")).step({"a": token_ids[:9]})
     assert "attention" not in calls and calls.count("embed") == 1
+
+
+def test_no_operator_of_a_step_needs_the_host(checkpoint, make_driver, token_ids, monkeypatch):
+    """A captured graph can hold what the references run; attention itself is the backend's matter."""
+    driver = make_driver(checkpoint)
+    monkeypatch.setattr(SDPABackend, "forward", lambda self, layer, query, metadata, output: output.copy_(query))
+    operators = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            operators.add(str(function).split(".")[1])
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        driver.step({"a": [7], "b": token_ids[:20]}, num_padding=1)
+    assert {"embedding", "index_put_"} <= operators and operators & {"mm", "addmm", "linear"}
+    assert not operators & {"_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal"}
