@@ -29,7 +29,7 @@ from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
 from pelton.request import EngineRequest
 from pelton.scheduler.interface import Scheduler
-from pelton.scheduler.output import SchedulerOutput
+from pelton.scheduler.output import ModelOutput, SchedulerOutput
 from pelton.structured.interface import StructuredOutputBackend
 from pelton.structured.manager import GrammarManager
 
@@ -255,16 +255,16 @@ class EngineCore:
         output, handle = self._open[0]
         started = time.perf_counter()
         try:
-            result = handle.result(timeout_s)
+            result = _wait(handle, timeout_s)
         except Exception as error:
-            if isinstance(error, TimeoutError) and not handle.ready():
-                return
             self._open.popleft()
             self._fail_step(output, error, outputs)
             return
         finally:
             waited = time.perf_counter()
             self._host_s["wait"] += waited - started
+        if result is None:
+            return
         self._open.popleft()
         try:
             outputs += self._scheduler.update(output, result)
@@ -324,6 +324,16 @@ class EngineCore:
     def _check_alive(self) -> None:
         if self.error is not None:
             raise self.error
+
+
+def _wait(handle: StepHandle, timeout_s: float | None) -> ModelOutput | None:
+    """A step's result, or None when it is not there in time. Raises what the step raised."""
+    try:
+        return handle.result(timeout_s)
+    except TimeoutError:
+        if not handle.ready():
+            return None
+    return handle.result()  # it came just now, or the TimeoutError is its own
 
 
 def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineConfig:

@@ -34,6 +34,7 @@ from pelton.scheduler.output import GrammarMasks, ModelOutput, NewRequest, Sched
 from pelton.scheduler.policy import FCFSPolicy, RequestQueue, SchedulingPolicy
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
 from pelton.scheduler.slots import SlotPool
+from pelton.scheduler.spoilt import BlockUse, spread
 from pelton.scheduler.step import OpenStep, StepBuilder
 from pelton.spec_decode.interface import DraftProposer
 from pelton.structured.manager import GrammarSource
@@ -108,7 +109,7 @@ class DefaultScheduler(Scheduler):
         self._slots = SlotPool(max_num_seqs)
         self._side_slots = SlotPool(config.max_side_table_seqs)
         self._fenced: list[tuple[int, str, int, int]] = []  # (step, request id or "", slot, side slot)
-        self._left: list[tuple[int, ScheduledRequest, set[int], set[int]]] = []  # see `_note_left`
+        self._left: list[BlockUse] = []  # blocks given up while a step that uses them is open
         self._sending: dict[str, int] = {}  # finished, with its last step; a connector still reads the blocks
         self._abandoned: set[str] = set()  # finished; a connector still writes their blocks
         self._deadlines: list[tuple[float, int, ScheduledRequest]] = []
@@ -370,6 +371,8 @@ class DefaultScheduler(Scheduler):
             if len(self._running) == 1:
                 if self._release_idle_holder():
                     continue
+                if self._is_receiving():
+                    return False
                 if request.last_step_id <= self._retired:
                     self._end_without_room(request)
                     self._drop_finished_rows()
@@ -558,7 +561,7 @@ class DefaultScheduler(Scheduler):
             return False
         if self._release_idle_holder():
             return True  # look at the head again
-        if any(other.status is RequestStatus.RECEIVING for other in self._deferred.values()):
+        if self._is_receiving():
             return False
         self._end_without_room(request)
         return True
@@ -766,9 +769,9 @@ class DefaultScheduler(Scheduler):
         self._slots.tell_again(output.freed_slots)  # the workers may not have heard
         requests = [request for request in step.requests if not request.is_finished]
         spoilt = set[int]()
-        for last_step_id, _, _, written in self._left:
-            if last_step_id >= output.step_id:
-                spoilt |= written
+        for use in self._left:
+            if use.last_step_id >= output.step_id:
+                spoilt |= use.blocks_from(use.num_computed_before, self._block_sizes)
         outputs = []
         for request in requests:
             spoilt |= self._blocks_from(request, self._computed_before(request, output.step_id))
@@ -842,7 +845,7 @@ class DefaultScheduler(Scheduler):
         """Every step up to `_retired` is over."""
         self._retired = (self._open[0].output.step_id if self._open else self._next_step_id) - 1
         if self._left:
-            self._left = [entry for entry in self._left if entry[0] > self._retired]
+            self._left = [use for use in self._left if use.last_step_id > self._retired]
 
     def _is_fenced(self, request_id: str) -> bool:
         return any(entry[1] == request_id for entry in self._fenced)
@@ -850,11 +853,9 @@ class DefaultScheduler(Scheduler):
     # Blocks whose content is not to be trusted.
 
     def _note_left(self, request: ScheduledRequest) -> None:
-        """Remember what a request gives up while a step that uses it is open: blocks it reads, and blocks it writes."""
         if request.last_step_id > self._retired and request.tables:
-            held = set[int]().union(*request.tables)
-            written = self._blocks_from(request, self._computed_before(request, self._retired + 1))
-            self._left.append((request.last_step_id, request, held, written))
+            before = self._computed_before(request, self._retired + 1)
+            self._left.append(BlockUse(request, request.last_step_id, request.tables, before))
 
     def _computed_before(self, request: ScheduledRequest, step_id: int) -> int:
         """Tokens that were computed when this step, which is open or just came in, began."""
@@ -866,28 +867,22 @@ class DefaultScheduler(Scheduler):
         return max(min(count, request.num_found_tokens) if request.connector_tokens else count, 0)
 
     def _blocks_from(self, request: ScheduledRequest, num_tokens: int) -> set[int]:
-        """Blocks that hold tokens after the first `num_tokens`, those that left a window since included."""
-        sizes_and_tables = zip(self._block_sizes, request.tables, strict=True) if request.tables else ()
-        return {block_id for size, table in sizes_and_tables for block_id in table[num_tokens // size :]} - {0}
+        return BlockUse(request, request.last_step_id, request.tables).blocks_from(num_tokens, self._block_sizes)
 
     def _recompute_holders(self, block_ids: Iterable[int], *, skip_connector: bool = False) -> None:
         """Start again every request that reads one of these blocks; what open steps bring for it is void."""
-        bad = set(block_ids)
-        if not bad:
-            return
-        self.kv.evict(bad)
-        for last_step_id, request, held, _ in self._left:
-            if not bad.isdisjoint(held):
-                request.void_through = max(request.void_through, last_step_id)
         receiving = [request for request in self._requests.values() if request.status is RequestStatus.RECEIVING]
-        for request in [*self._running, *receiving]:
-            if any(not bad.isdisjoint(table) for table in request.tables):
-                request.void_through = request.last_step_id
-                request.skip_connector = request.skip_connector or skip_connector
-                if request.status is RequestStatus.RECEIVING and not request.is_remote_ready:
-                    request.restarts = True  # its blocks are being written to
-                else:
-                    self._preempt(request)
+        uses = [BlockUse(request, request.last_step_id, request.tables) for request in [*self._running, *receiving]]
+        bad, touched = spread(block_ids, [*self._left, *uses], self._block_sizes)
+        self.kv.evict(bad)
+        for use in touched:
+            request = use.request
+            request.void_through = max(request.void_through, use.last_step_id)
+            request.skip_connector = request.skip_connector or skip_connector
+            if request.status is RequestStatus.RECEIVING and not request.is_remote_ready:
+                request.restarts = True  # its blocks are being written to
+            elif request.status in (RUNNING, RequestStatus.RECEIVING):
+                self._preempt(request)
 
     # KV that comes from, or goes to, somewhere else.
 
@@ -934,6 +929,13 @@ class DefaultScheduler(Scheduler):
         self._pass_fences()
         self._connector.update(result)
 
+    def _is_receiving(self) -> bool:
+        """True while a waiting request holds blocks that are being filled."""
+        return any(
+            request.status is RequestStatus.RECEIVING and not request.is_remote_ready
+            for request in self._deferred.values()
+        )
+
     def _release_idle_holder(self) -> bool:
         """Take the blocks of a waiting request whose KV has arrived; True when there was one."""
         for request in self._requests.values():
@@ -974,9 +976,7 @@ class DefaultScheduler(Scheduler):
         """A step without rows, so that a connector's workers are told and asked."""
         if self._connector is None:
             return False
-        waits = self._sending or self._abandoned or any(
-            request.status is RequestStatus.RECEIVING and not request.is_remote_ready for request in self._deferred.values()
-        )  # fmt: skip
+        waits = self._sending or self._abandoned or self._is_receiving()
         return self._needs_bare_step or bool(waits and not self._open)
 
 
