@@ -1,0 +1,191 @@
+"""Make the pages that are tables of the code: hooks, flags, limits, metrics, attention backends.
+
+`make docs` writes them; a test fails when a page is not what this file makes of the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pelton import env, hookspecs, limits
+from pelton.config.engine import SECTIONS
+from pelton.config.field_docs import first_line
+from pelton.config.flags import SHORT_FLAGS, Flag, make_flags
+from pelton.plugins import load_plugins
+
+DOCS = Path(__file__).parent
+NOTE = "<!-- Made by docs/make_tables.py from the code: `make docs` writes it again. -->"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += [
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def hooks_page() -> str:
+    """Every extension point, with its built-in implementations."""
+    plugins = load_plugins(only=[])
+    version = ".".join(map(str, hookspecs.API_VERSION))
+    parts = [
+        "# Hooks",
+        NOTE,
+        f"Every extension point of Pelton; hook API version {version}. A plugin implements any of them as functions marked "
+        "`@pelton.hookimpl` in the module that its entry point names, and names only the arguments that it uses. How to "
+        "write one is in [plugins.md](plugins.md).",
+    ]
+    for hook in hookspecs.hooks().values():
+        arguments = ", ".join(hook.arguments)
+        own = sorted(plugin.name for plugin in plugins.loaded if hook.name in plugin.hooks)
+        parts += [
+            f"## {hook.name}",
+            f"`{hook.name}({arguments}) -> {hook.returns}`, since {hook.since}"
+            + (f"; **deprecated**: {hook.deprecated}" if hook.deprecated else ""),
+            hook.doc,
+            f"Built-in plugins that implement it: {', '.join(own) or 'none'}.",
+        ]
+    return "\n\n".join(parts)
+
+
+def flags_page() -> str:
+    """Every setting, as flag and as argument of `LLM`."""
+    from pelton_plugins.server.config import ServerConfig
+
+    flags = make_flags([ServerConfig])
+    shorts = ", ".join(f"`{short}` (`{long}`)" for short, long in SHORT_FLAGS.items())
+    parts = [
+        "# Settings",
+        NOTE,
+        "A setting has one name: `max_num_seqs` is the flag `--max-num-seqs` and the argument `LLM(max_num_seqs=...)`, "
+        'wherever it lives. A section can be given as a whole, `--attention-config \'{"backend": "sdpa"}\'`, or by a dot, '
+        f"`--attention-config.backend sdpa`. Short forms: {shorts}. `--config FILE` reads settings by name from a JSON or "
+        "TOML file. A flag wins over an environment variable, and that over the file. Settings of plugins are "
+        "`--plugin-config.NAME.FIELD`. A number may end in k, m, g (powers of 1000) or K, M, G (powers of 1024).",
+    ]
+    for section, struct in SECTIONS.items():
+        parts += [f"## {section}", first_line(struct), _flag_table([f for f in flags.values() if f.section == section])]
+    parts += [
+        "## server",
+        first_line(ServerConfig),
+        "Flags of `pelton serve`.",
+        _flag_table([flag for flag in flags.values() if flag.owner == "ServerConfig"]),
+        "## Environment variables",
+        table(("variable", "setting", "what"), [(f"`{v.name}`", f"`{v.setting}`", v.doc) for v in env.VARIABLES]),
+        "huggingface_hub's own, such as `HF_HUB_OFFLINE` and `HF_HOME`, are honoured by it.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _flag_table(flags: Sequence[Flag]) -> str:
+    rows = []
+    for flag in flags:
+        names = [name for name in flag.names if not name.startswith("--no-") or flag.default is True]
+        default = flag.default
+        shown = "" if default in (None, [], {}, "") else f"`{getattr(default, 'value', default)}`"
+        rows.append((", ".join(f"`{name}`" for name in names), shown, flag.doc))
+    return table(("flag", "default", "what"), rows)
+
+
+def limits_page() -> str:
+    """Every bound on what a client may send."""
+    source = Path(limits.__file__).read_text()
+    lines = source.splitlines()
+    rows = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            comment = lines[node.lineno - 1].partition("#")[2].strip()
+            rows.append((f"`{name}`", f"{getattr(limits, name):,}", comment))
+    parts = [
+        "# Limits",
+        NOTE,
+        "No input is unbounded: what goes over one of these is refused with status 400 (a body that is too long: 413), and "
+        "the error names the field. Bounds that depend on the model (context length, vocabulary) or on a setting "
+        "(`max_logprobs`, `max_num_queued_reqs`, `max_body_bytes`) come on top.",
+        table(("limit", "value", "note"), rows),
+    ]
+    return "\n\n".join(parts)
+
+
+def metrics_page() -> str:
+    """Every family that /metrics exports."""
+    from pelton_plugins.server.http_metrics import HttpMetrics
+    from pelton_plugins.stat_loggers.families import FAMILIES
+
+    rows = []
+    for family in FAMILIES:
+        labels = ["model_name", "engine", *([family.label] if family.label else [])]
+        note = f" Only with `{family.when}`." if family.when else ""
+        if family.deprecated_in:
+            note += f" Deprecated in {'.'.join(map(str, family.deprecated_in))}."
+        rows.append((f"`pelton_{family.name}`", family.kind, ", ".join(labels), family.help + note))
+    http = HttpMetrics()
+    http.observe("/v1/models", "GET", 200, 0.1)
+    http_rows = [
+        (f"`pelton_{metric.name}`", type(metric).__name__.lower(), ", ".join(metric.labels), metric.documentation)
+        for metric in http.snapshot()
+    ]
+    parts = [
+        "# Metrics",
+        NOTE,
+        "`GET /metrics` in Prometheus' text format; `LLM.get_metrics()` offline. Names as vLLM has them with `pelton_` in "
+        "front; `--metrics-prefix vllm:` gives vLLM's. The Prometheus client adds `_total` to counters and `_bucket`, "
+        "`_sum`, `_count` to histograms. Intervals: queue is QUEUED to SCHEDULED, prefill SCHEDULED to the first token, "
+        "decode first to last token, inference SCHEDULED to last token, all by the engine's clock; time to first token and "
+        "end to end begin with the arrival at the front end, by its clock.",
+        table(("family", "kind", "labels", "what"), rows),
+        "## Of the HTTP server",
+        table(("family", "kind", "labels", "what"), http_rows),
+    ]
+    return "\n\n".join(parts)
+
+
+def attention_page() -> str:
+    """What each built-in attention backend handles, from its entry and class."""
+    plugins = load_plugins(only=[])
+    rows: list[tuple[Any, ...]] = []
+    for device_type in ("cpu", "cuda"):
+        for entry in plugins.entries("pelton_attention_backends", device_type=device_type):
+            backend = entry.resolve()
+            handles = ", ".join(sorted(backend.handles)) or "none"
+            rows.append(
+                (f"`{entry.name}`", device_type, entry.priority, backend.graph_support.name, handles, entry.doc)
+            )
+    parts = [
+        "# Attention backends",
+        NOTE,
+        "The first entry by priority whose backend fits the layer's needs is taken; `pelton backends MODEL` shows the whole "
+        "table for a machine and a model, with the reasons. A need that a backend does not name under *handles* is refused.",
+        table(("backend", "device", "priority", "graphs", "handles", "what"), rows),
+    ]
+    return "\n\n".join(parts)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "hooks.md": hooks_page,
+    "flags.md": flags_page,
+    "limits.md": limits_page,
+    "metrics.md": metrics_page,
+    "attention_backends.md": attention_page,
+}
+
+
+def main() -> int:
+    for name, make in PAGES.items():
+        text = make() + "\n"
+        path = DOCS / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"wrote docs/{name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""What the design promises of the code as a whole, read from its syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pelton import hookspecs
+from pelton.plugins import load_plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+TREES = {
+    "pelton": ROOT / "core/pelton",
+    "pelton_platforms": ROOT / "platforms/pelton_platforms",
+    "pelton_backends": ROOT / "backends/pelton_backends",
+    "pelton_plugins": ROOT / "plugins/pelton_plugins",
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def sources(*, with_examples: bool = True) -> list[Path]:
+    folders = [*TREES.values(), *([ROOT / "examples"] if with_examples else [])]
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def trees(paths: list[Path]) -> Iterator[tuple[str, ast.Module]]:
+    for path in paths:
+        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.lineno, node.module
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of a name or attribute; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        head = dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return ""
+
+
+# Nothing that runs what comes over a wire.
+
+FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "_pickle"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "pickle.loads", "pickle.load", "send_pyobj", "recv_pyobj", "os.system"}
+
+
+def dangers(tree: ast.Module) -> list[str]:
+    found = [f"line {line}: imports {name}" for line, name in imports(tree) if name.split(".")[0] in FORBIDDEN_IMPORTS]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        last = name.rpartition(".")[2]
+        if name in FORBIDDEN_CALLS or last in ("send_pyobj", "recv_pyobj"):
+            is_safe_load = name == "torch.load" and any(
+                k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True
+                for k in node.keywords
+            )
+            if not is_safe_load:
+                found.append(f"line {node.lineno}: calls {name}")
+        if any(k.arg == "shell" and isinstance(k.value, ast.Constant) and k.value.value for k in node.keywords):
+            found.append(f"line {node.lineno}: starts a shell")
+        if any(k.arg == "trust_remote_code" for k in node.keywords):
+            found.append(f"line {node.lineno}: passes trust_remote_code")
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_pickle_no_eval_no_unsafe_load(path):
+    assert dangers(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle", "from cloudpickle import dumps", "eval('1')", "exec(x)", "torch.load(f)", "s.recv_pyobj()",
+        "torch.load(f, weights_only=False)", "subprocess.run(x, shell=True)", "load(x, trust_remote_code=True)",
+    ],
+)  # fmt: skip
+def test_the_lint_sees_what_it_looks_for(code):
+    assert dangers(ast.parse(code))
+
+
+def test_the_lint_lets_weights_only_loads_and_models_pass():
+    assert dangers(ast.parse("torch.load(f, weights_only=True); model.eval(); self.exec_step()")) == []
+
+
+# Who may import whom.
+
+
+def test_core_names_no_other_tree():
+    for name, tree in trees([path for path in sources(with_examples=False) if TREES["pelton"] in path.parents]):
+        for line, module in imports(tree):
+            assert module.split(".")[0] not in TREES.keys() - {"pelton"}, f"{name}:{line} imports {module}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
+                match = re.match(r"(pelton_\w+)[\w.]*:", node.value)
+                assert match is None, f"{name}:{node.lineno} loads {node.value}"
+
+
+def test_the_other_trees_do_not_import_each_other():
+    for name, folder in TREES.items():
+        if name == "pelton":
+            continue
+        for path, tree in trees(sorted(folder.rglob("*.py"))):
+            for line, module in imports(tree):
+                assert module.split(".")[0] not in TREES.keys() - {"pelton", name}, f"{path}:{line} imports {module}"
+
+
+def test_every_plugin_folder_is_in_the_independence_contract():
+    contract = next(
+        c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"] == "plugins do not import each other"
+    )
+    folders = {f"pelton_plugins.{path.parent.name}" for path in TREES["pelton_plugins"].glob("*/__init__.py")}
+    assert set(contract["modules"]) == folders
+
+
+def test_plugins_of_one_folder_do_not_import_another():
+    for path in TREES["pelton_plugins"].rglob("*.py"):
+        own = path.relative_to(TREES["pelton_plugins"]).parts[0]
+        for line, module in imports(ast.parse(path.read_text())):
+            if module.startswith("pelton_plugins."):
+                assert module.split(".")[1] == own, f"{path}:{line} imports {module}"
+
+
+TORCH_FREE = ("kv_cache", "scheduler", "config", "cli", "tokenizer", "metrics", "structured", "engine", "sdk")
+
+
+@pytest.mark.parametrize("folder", TORCH_FREE)
+def test_modules_of_the_api_process_import_no_torch_at_their_top(folder):
+    for name, tree in trees(sorted((TREES["pelton"] / folder).rglob("*.py"))):
+        top = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+        for line, module in imports(top):
+            assert module.split(".")[0] not in ("torch", "transformers"), f"{name}:{line} imports {module}"
+
+
+def test_packages_at_the_root_have_one_name_only():
+    """`core.pelton` would be a second copy of `pelton`, for which isinstance fails."""
+    for name, tree in trees([*sources(), *sorted((ROOT / "tests").rglob("*.py"))]):
+        for line, module in imports(tree):
+            assert module.split(".")[0] not in ("core", "platforms", "backends", "plugins"), f"{name}:{line}: {module}"
+
+
+# No patching.
+
+
+def foreign_assignments(tree: ast.Module) -> list[int]:
+    """Lines that assign to an attribute of an imported module, or of a class that was imported."""
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {alias.asname or alias.name for alias in node.names}
+    lines = []
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            lines += [
+                node.lineno for t in targets if isinstance(t, ast.Attribute) and dotted(t).split(".")[0] in imported
+            ]
+        is_setattr = isinstance(node, ast.Call) and dotted(node.func) == "setattr" and node.args
+        if is_setattr and dotted(node.args[0]).split(".")[0] in imported:
+            lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_patches_what_it_imported(path):
+    assert foreign_assignments(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.load = f",
+        "from a import B\nB.run = f",
+        "import a.b\na.b.c += 1",
+        "import m\nsetattr(m, 'x', 1)",
+    ],
+)
+def test_the_patch_lint_sees_what_it_looks_for(code):
+    assert foreign_assignments(ast.parse(code))
+
+
+# Hooks.
+
+HOOK_USERS = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+
+
+@pytest.mark.parametrize("name", hookspecs.hooks())
+def test_each_hook_has_docs_a_type_and_a_test(name):
+    hook = hookspecs.hooks()[name]
+    assert name.startswith("pelton_")
+    assert len(hook.doc) > 30
+    assert re.match(r"(Sequence|Mapping)\[", hook.returns)
+    assert re.fullmatch(r"\d+\.\d+", hook.since)
+    assert f"`{name}" in (ROOT / "docs/hooks.md").read_text() or f"## {name}" in (ROOT / "docs/hooks.md").read_text()
+    tests = [path for path, text in HOOK_USERS.items() if name in text and path != Path(__file__)]
+    assert tests, f"no test names {name}"
+
+
+def test_each_hook_is_called_by_the_engine_with_its_arguments():
+    """A hook that nothing calls is a promise that nobody keeps."""
+    calls: dict[str, set[tuple[str, ...]]] = {}
+    methods = {"entries", "find", "offers", "call_each"}
+    for _, tree in trees(sources(with_examples=False)):
+        constants = {
+            target.id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in methods
+                and node.args
+            ):
+                first = node.args[0]
+                name = first.value if isinstance(first, ast.Constant) else constants.get(dotted(first))
+                if isinstance(name, str) and name.startswith("pelton_"):
+                    given = tuple(sorted(k.arg for k in node.keywords if k.arg and k.arg != "setting"))
+                    calls.setdefault(name, set()).add(given)
+    hooks = hookspecs.hooks()
+    assert calls.keys() <= hooks.keys()
+    for name, argument_sets in calls.items():
+        assert argument_sets == {tuple(sorted(hooks[name].arguments))}, name
+    assert hooks.keys() - calls.keys() <= NOT_CALLED_YET
+
+
+NOT_CALLED_YET = {"pelton_kv_connectors", "pelton_draft_proposers"}
+"""Seams that the scheduler takes as objects; what builds them from entries comes with the first plugin that offers one."""
+
+
+def test_built_ins_implement_hooks_of_the_page_only():
+    for plugin in load_plugins(only=[]).loaded:
+        assert set(plugin.hooks) <= hookspecs.hooks().keys()
+
+
+# The package.
+
+
+def test_at_most_14_direct_dependencies_and_special_ones_are_extras():
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in PROJECT["project"]["dependencies"]]
+    assert len(names) <= 14
+    assert not {"triton", "ray", "gguf", "transformers", "outlines-core", "xxhash"} & set(names)
+
+
+def test_dependencies_are_ranges_not_pins():
+    extras = [line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines]
+    for line in [*PROJECT["project"]["dependencies"], *extras]:
+        assert "==" not in line.split(";")[0] and "<" not in line.split(";")[0], line
+
+
+def test_each_tree_is_typed_and_holds_one_package():
+    for name, folder in TREES.items():
+        assert (folder / "py.typed").exists(), name
+        others = {path.name for path in folder.parent.iterdir()} - {name, "__pycache__"}
+        assert not others, f"{folder.parent} holds {others} beside {name}"
+
+
+def test_each_module_says_what_it_is_for():
+    for name, tree in trees(sources()):
+        if name.endswith("__init__.py") and not tree.body:
+            continue
+        assert ast.get_docstring(tree), name
+
+
+def test_the_project_names_no_machine_and_no_registry():
+    """Paths of a developer's machine and hosts of registries have no place in a repository."""
+    pattern = re.compile(r"/work/(main|shared)|pypi\.org|pythonhosted\.org|download\.pytorch\.org|huggingface\.co/")
+    suffixes = {".py", ".md", ".toml", ".yaml", ".cfg", ".sh", ".txt"}
+    own = [
+        p
+        for f in ("core", "platforms", "backends", "plugins", "examples", "docs", "tests")
+        for p in (ROOT / f).rglob("*")
+    ]
+    own += [ROOT / "Makefile", ROOT / ".ci/run", *ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob(".*.yaml")]
+    for path in own:
+        is_text = path.is_file() and (path.suffix in suffixes or path.name in ("Makefile", "run"))
+        if is_text and path != Path(__file__):
+            match = pattern.search(path.read_text())
+            assert match is None, f"{path.relative_to(ROOT)} has {match[0] if match else ''}"

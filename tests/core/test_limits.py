@@ -1,0 +1,136 @@
+"""Every bound on what a client may send: kept at the bound, refused one past it, and named in the docs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pelton import limits
+from pelton.config import EngineConfig
+from pelton.engine.input_processor import InputProcessor
+from pelton.errors import RequestError
+from pelton.model.resolved import ResolvedModel
+from pelton.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [name for name in vars(limits) if name.startswith("MAX_")]
+VOCAB_SIZE = 2**18
+
+
+def processor() -> InputProcessor:
+    model = ResolvedModel(
+        name="m", path="m", weights_format="dummy", hf_config={}, architecture="X", dtype="float32", max_model_len=64,
+        vocab_size=VOCAB_SIZE, eos_token_ids=[2], generation_config={}, tokenizer_path=None,
+    )  # fmt: skip
+    return InputProcessor(EngineConfig(), model, None)
+
+
+def process(**options) -> None:
+    """One request through the engine's front door."""
+    request_id = options.pop("request_id", "r")
+    extra_args = options.pop("extra_args", None)
+    processor().process(request_id, [1, 2], SamplingParams(max_tokens=1, extra_args=extra_args), **options)
+
+
+def packed(size: int) -> dict[str, str]:
+    """A mapping of exactly `size` bytes as msgpack: 1 (map) + 2 ("x") + 3 (string header) + characters."""
+    return {"x": "y" * (size - 6)}
+
+
+CASES: dict[str, tuple[str, Callable[[int], object]]] = {
+    # limit: (field that the error names, call with a value of that size)
+    "MAX_N": ("n", lambda size: SamplingParams(n=size)),
+    "MAX_STOP_STRINGS": ("stop", lambda size: SamplingParams(stop=["x"] * size)),
+    "MAX_STOP_STRING_CHARS": ("stop", lambda size: SamplingParams(stop=["x" * size])),
+    "MAX_STOP_TOKEN_IDS": ("stop_token_ids", lambda size: SamplingParams(stop_token_ids=list(range(size)))),
+    "MAX_BAD_WORDS": ("bad_words", lambda size: SamplingParams(bad_words=["x"] * size)),
+    "MAX_BAD_WORD_CHARS": ("bad_words", lambda size: SamplingParams(bad_words=["x" * size])),
+    "MAX_LOGIT_BIAS_ENTRIES": ("logit_bias", lambda size: SamplingParams(logit_bias={i: 1.0 for i in range(size)})),
+    "MAX_ALLOWED_TOKEN_IDS": ("allowed_token_ids", lambda size: SamplingParams(allowed_token_ids=list(range(size)))),
+    "MAX_SEED": ("seed", lambda size: SamplingParams(seed=size)),
+    "MAX_REQUEST_ID_CHARS": ("request_id", lambda size: process(request_id="x" * size)),
+    "MAX_CACHE_SALT_CHARS": ("cache_salt", lambda size: process(cache_salt="x" * size)),
+    "MAX_ABS_PRIORITY": ("priority", lambda size: process(priority=size)),
+    "MAX_TIMEOUT_S": ("timeout_s", lambda size: process(timeout_s=size)),
+    "MAX_EXTRA_ARGS_BYTES": ("extra_args", lambda size: process(extra_args=packed(size))),
+}
+ELSEWHERE = {
+    # limit: folder of the tests that go over it
+    "MAX_BODY_BYTES": "plugins/server",
+    "MAX_PROMPTS_PER_REQUEST": "plugins/server",
+    "MAX_TOTAL_SEQUENCES_PER_REQUEST": "plugins/server",
+    "MAX_MESSAGES": "plugins/server",
+    "MAX_CHAT_TEMPLATE_CHARS": "plugins/server",
+    "MAX_TEMPLATE_OUTPUT_CHARS": "core/tokenizer",
+    "MAX_IPC_MESSAGE_BYTES": "core/engine",
+}
+
+
+def test_every_limit_has_a_case():
+    assert set(NAMES) == CASES.keys() | ELSEWHERE.keys()
+    assert not CASES.keys() & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bound_itself_is_allowed(name):
+    CASES[name][1](getattr(limits, name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_past_the_bound_is_refused_with_the_fields_name(name):
+    field, call = CASES[name]
+    with pytest.raises(RequestError) as caught:
+        call(getattr(limits, name) + 1)
+    assert caught.value.param == field
+    assert caught.value.status == 400
+    assert field in str(caught.value)
+    assert len(str(caught.value)) < 500, "an error must not echo a large value"
+
+
+def test_negative_bounds_hold_too():
+    for call in (
+        lambda: SamplingParams(seed=-limits.MAX_SEED - 1),
+        lambda: process(priority=-limits.MAX_ABS_PRIORITY - 1),
+    ):
+        with pytest.raises(RequestError):
+            call()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_limits_of_other_layers_have_tests_there(name):
+    folder = ROOT / "tests" / ELSEWHERE[name]
+    users = [
+        path
+        for path in folder.rglob("*.py")
+        if re.search(rf"\b{name}\b|{name.lower().removeprefix('max_')}", path.read_text())
+    ]
+    assert users, f"no test in {folder} names {name}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_limit_is_enforced_somewhere(name):
+    readers = [
+        path
+        for folder in ("core", "plugins")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "limits.py" and re.search(rf"\b{name}\b", path.read_text())
+    ]
+    assert readers, f"nothing reads {name}"
+
+
+def test_no_bound_on_clients_is_kept_outside_the_table():
+    """A MAX_ constant of its own in a front-end module is a limit that this page does not show."""
+    own = {"MAX_RESTARTS", "MAX_IPC_PATH_BYTES"}  # bounds on us, not on clients
+    for folder in ("core/pelton/engine", "core/pelton/sdk", "plugins/pelton_plugins/server"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                for target in targets:
+                    name = getattr(target, "id", "") if isinstance(node, (ast.Assign, ast.AnnAssign)) else ""
+                    is_number = isinstance(getattr(node, "value", None), (ast.Constant, ast.BinOp))
+                    if name.startswith("MAX_") and is_number and name not in own:
+                        pytest.fail(f"{path.relative_to(ROOT)} has {name}; put it into pelton/limits.py")
