@@ -67,7 +67,8 @@ def test_chat_whole_equals_chat_streamed(client):
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
     assert whole.usage.completion_tokens <= 24
-    assert chunks[-1].usage.model_dump() == whole.usage.model_dump()
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 16  # the first request left a full block
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
 
