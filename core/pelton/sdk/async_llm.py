@@ -91,17 +91,17 @@ class AsyncLLM:
         """Start the engine; returns when it is ready. Raises what stopped it, such as `ConfigError`."""
         if self._client is not None:
             return
-        client = await asyncio.to_thread(self._start_engine, self.config, self.model, self.plugins)
-        self._client = client
-        self._started()
+        began = time.monotonic()
+        self._client = await asyncio.to_thread(self._start_engine, self.config, self.model, self.plugins)
+        self._started(time.monotonic() - began)
         self._tasks = [asyncio.create_task(self._run(), name="pelton-outputs")]
         if self.stat_loggers:
             self._tasks.append(asyncio.create_task(self._log_stats(), name="pelton-stats"))
 
-    def _started(self) -> None:
+    def _started(self, took_s: float) -> None:
         assert self._client is not None
         self._info = self._client.info
-        self.input_processor.engine_started(self._info)
+        self._front_end.engine_started(self._info, took_s)
         self.stat_loggers.engine_started(self._info)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -339,13 +339,14 @@ class AsyncLLM:
             self._down = EngineDeadError(f"{error} It is not started again (died {deaths} times).")
             await asyncio.Event().wait()
         await asyncio.sleep(BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)])
+        began = time.monotonic()
         try:
             await asyncio.to_thread(self._client.restart)
         except PeltonError as failure:
             logger.error("The engine did not come back: %s", failure)
             self._down = EngineDeadError(f"{error} Starting it again failed: {failure}")
             return False
-        self._started()
+        self._started(time.monotonic() - began)
         self._down = None
         logger.info("The engine is back.")
         return True

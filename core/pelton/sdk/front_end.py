@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from pelton.engine.input_processor import InputProcessor
 from pelton.errors import RequestError
 
 if TYPE_CHECKING:
+    from pelton.engine.client import EngineInfo
     from pelton.plugins import Plugins
     from pelton.tokenizer import Tokenizer
 
@@ -27,6 +29,7 @@ class FrontEnd:
         from pelton.plugins import load_plugins
         from pelton.tokenizer import load_tokenizer
 
+        began = time.monotonic()
         _show_log(config)
         self.phase_s: dict[str, float] = {}
         self.plugins = plugins if plugins is not None else load_plugins()
@@ -41,6 +44,14 @@ class FrontEnd:
         self.input_processor = InputProcessor(
             self.config, self.model, self.tokenizer, structured_output_backends=[entry.name for entry in backends]
         )
+        self._took_s = time.monotonic() - began
+
+    def engine_started(self, info: EngineInfo, took_s: float) -> None:
+        """Complete `info.phase_s`, so that the start table accounts for every second; took_s: of the engine's start."""
+        self.input_processor.engine_started(info)
+        phase_s = {**self.phase_s, **info.phase_s}
+        rest_s = self._took_s + took_s - sum(phase_s.values())
+        info.phase_s = {**phase_s, "imports and other": max(rest_s, 0.0)}
 
     def render_chat(
         self,

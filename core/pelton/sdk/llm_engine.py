@@ -47,10 +47,10 @@ class LLMEngine:
         self.output_processor = OutputProcessor(self.tokenizer, self.config)
         self.stat_loggers = StatLoggers(self.config, self.plugins)
         self.num_preemptions = 0
+        began = time.monotonic()
         self.client = _start_client(self.config, self.front_end, engine_process)
         self.info: EngineInfo = self.client.info
-        self.info.phase_s = {**self.front_end.phase_s, **self.info.phase_s}
-        self.input_processor.engine_started(self.info)
+        self.front_end.engine_started(self.info, time.monotonic() - began)
         self.stat_loggers.engine_started(self.info)
         self._next_log = 0.0
 
