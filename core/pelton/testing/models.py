@@ -48,6 +48,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 6, "sliding_window": 32, "query_pre_attn_scalar": 24},
     ),
 }
+SEEDS = {"llama": 4, "mistral": 3, "qwen2": 1, "qwen3": 5, "gemma3": 1}
+"""Of six tried for each family: the best two logits of 1,024 greedy tokens after random prompts are at least 9e-4 apart (seven
+of eight such runs have no gap under 1e-4; rounding moves these logits by 3e-5)."""
 ROPE_VARIANTS: dict[str, dict[str, Any]] = {
     # for `rope_parameters=`; lengths fit max_position_embeddings=512
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -64,7 +67,7 @@ def make_tiny_checkpoint(
     path: str | Path,
     family: str,
     *,
-    seed: int = 0,
+    seed: int | None = None,
     dtype: str = "float32",
     max_shard_size: str = "1GB",
     with_tokenizer: bool = True,
@@ -81,7 +84,7 @@ def make_tiny_checkpoint(
     config_class, model_class, own = FAMILIES[family]
     config = getattr(transformers, config_class)(**{**_COMMON, **own, **overrides})
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(SEEDS[family] if seed is None else seed)
         model = getattr(transformers, model_class)(config)
         _randomize(model)
     path = Path(path)
