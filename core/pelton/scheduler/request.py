@@ -35,11 +35,12 @@ class ScheduledRequest:
     """
 
     __slots__ = (
-        "arrival", "block_hashes", "capacity", "connector_tokens", "deadline", "drafts", "eos_ids", "events", "grammar",
-        "grammar_job", "is_remote_ready", "last_step_id", "max_total_tokens", "min_tokens", "num_cached_blocks",
-        "num_cached_tokens", "num_computed_tokens", "num_confirmed_tokens", "num_found_tokens", "num_pending",
-        "num_prompt_tokens", "prompt_logprobs", "request", "request_id", "restarts", "side_slot", "skip_connector",
-        "skip_prefix_lookup", "slot", "status", "stop_ids", "tables", "token_ids", "void_logprobs_through", "void_through",
+        "arrival", "block_hashes", "capacity", "connector_tokens", "deadline", "drafts", "eos_ids", "events",
+        "grammar", "grammar_job", "is_remote_ready", "last_step_id", "look_at", "max_total_tokens", "min_tokens",
+        "num_cached_blocks", "num_cached_tokens", "num_computed_tokens", "num_found_tokens", "num_prompt_tokens",
+        "num_reach", "num_unconfirmed_tokens", "prompt_logprobs", "request", "request_id", "restarts", "side_slot",
+        "skip_connector", "skip_prefix_lookup", "slot", "status", "stop_ids", "tables", "token_ids",
+        "void_logprobs_through", "void_through",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, arrival: int, *, max_model_len: int, now: float) -> None:
@@ -57,9 +58,9 @@ class ScheduledRequest:
         self.stop_ids = self.eos_ids.union(params.stop_token_ids or ())
         self.deadline = None if request.timeout_s is None else now + request.timeout_s
 
-        self.num_pending = 0
+        self.num_reach = self.num_prompt_tokens  # known and pending tokens
         self.num_computed_tokens = 0
-        self.num_confirmed_tokens = 0
+        self.num_unconfirmed_tokens = 0  # of them, what open steps may take back
         self.last_step_id = -1
         self.void_through = -1  # rows of steps up to this one say nothing any more
         self.void_logprobs_through = -1  # the same for their prompt logprobs: the prompt starts again
@@ -70,6 +71,7 @@ class ScheduledRequest:
         self.capacity = 0  # tokens that the held blocks have room for
         self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
         self.block_hashes: list[bytes] = []
+        self.look_at = 0  # number of known tokens at which more is to be done than to append
         self.num_cached_blocks = 0  # full blocks of known tokens made findable so far
         self.num_found_tokens = 0  # found in the prefix cache this time
         self.num_cached_tokens = -1  # found, or brought by a connector, at the first scheduling; -1 before it
@@ -90,6 +92,16 @@ class ScheduledRequest:
         return len(self.token_ids)
 
     @property
+    def num_pending(self) -> int:
+        """Sampled by open steps: an upper bound."""
+        return self.num_reach - len(self.token_ids)
+
+    @property
+    def num_confirmed_tokens(self) -> int:
+        """Lower bound of the computed tokens."""
+        return self.num_computed_tokens - self.num_unconfirmed_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -103,7 +115,8 @@ class ScheduledRequest:
             self.prompt_logprobs = None
             self.void_logprobs_through = self.last_step_id
         self.num_computed_tokens = 0
-        self.num_confirmed_tokens = 0
+        self.num_unconfirmed_tokens = 0
+        self.look_at = 0
         self.num_cached_blocks = 0
         self.capacity = 0
         self.tables = []

@@ -262,61 +262,68 @@ class DefaultScheduler(Scheduler):
     def _serve_running(self, step: StepBuilder) -> None:
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""
         running = self._running
-        is_ordered = self._is_ordered
-        step_id = step.step_id
-        ones, ones_samples = step.ones, step.ones_samples
-        index = 0
-        while index < len(running) and step.budget > 0:
+        is_plain = self._is_ordered and not self._may_draft
+        step_id, max_seq_len = step.step_id, 0
+        ones = step.ones
+        index = num_plain = 0
+        budget = step.budget  # less what the plain rows take: `step.budget` is set when others look at it
+        while index < len(running) and budget > 0:
             request = running[index]
-            computed = request.num_computed_tokens
-            total = len(request.token_ids) + request.num_pending
-            if total >= request.max_total_tokens:  # its last token is in flight
+            reach = request.num_reach
+            if reach >= request.max_total_tokens:  # its last token is in flight
                 index += 1
                 continue
-            num_new = total - computed
-            if num_new == 1 and not self._may_draft:
-                # A decode row, or a chunk's last token: nearly all rows of nearly all steps.
-                if computed >= request.capacity and not self._make_room(request, 1, 0, index, step):
-                    index += index < len(running) and running[index] is request
-                    continue
-                request.num_computed_tokens = total
-                request.num_pending += 1
+            computed = request.num_computed_tokens
+            if is_plain and computed < request.capacity and reach - computed == 1:
+                # A token whose block has room: nearly all rows of nearly all steps.
+                request.num_computed_tokens = reach
+                request.num_reach = reach + 1
                 request.last_step_id = step_id
-                if is_ordered:
-                    request.num_confirmed_tokens += 1
                 ones.append(request)
-                ones_samples.append(True)
-                step.budget -= 1
-                if total > step.max_seq_len:
-                    step.max_seq_len = total
-            else:
-                drafts: list[int] | None = None
-                num_draft = 0
-                if num_new == 1:
-                    if request.num_pending and self._proposer is not None:
-                        index += 1  # the host makes its next input and needs the values
-                        continue
-                    num_draft, drafts = self._drafts_for(request, total, step.budget)
-                else:
-                    # Every running request behind this one still gets its token in this step.
-                    left = max(step.budget - (len(running) - index - 1), 1)
-                    num_new = min(self._share(request, num_new), left)
-                if not self._make_room(request, num_new, num_draft, index, step):
-                    index += index < len(running) and running[index] is request
-                    continue
-                self._take_row(step, request, num_new, num_draft, drafts)
-            index += 1
+                num_plain += 1
+                budget -= 1
+                if reach > max_seq_len:
+                    max_seq_len = reach
+                index += 1
+                continue
+            step.ones_samples += [True] * num_plain
+            num_plain = 0
+            step.budget = budget
+            is_served = self._serve(request, index, step)
+            budget = step.budget
+            # One that was preempted, or ended, has left its place to the next.
+            index += is_served or (index < len(running) and running[index] is request)
+        step.ones_samples += [True] * num_plain
+        step.budget = budget
+        step.max_seq_len = max(step.max_seq_len, max_seq_len)
+
+    def _serve(self, request: ScheduledRequest, index: int, step: StepBuilder) -> bool:
+        """A running request's row, where drafts, chunks or blocks have to be thought of. False: none in this step."""
+        num_new = request.num_reach - request.num_computed_tokens
+        drafts: list[int] | None = None
+        num_draft = 0
+        if num_new > 1:
+            # Every running request behind this one still gets its token in this step.
+            left = max(step.budget - (len(self._running) - index - 1), 1)
+            num_new = min(self._share(request, num_new), left)
+        elif self._may_draft:
+            if self._proposer is not None and request.num_pending:
+                return False  # the host makes its next input, and needs the values
+            num_draft, drafts = self._drafts_for(request, step.budget)
+        if not self._make_room(request, num_new, num_draft, index, step):
+            return False
+        self._take_row(step, request, num_new, num_draft, drafts)
+        return True
 
     def _take_row(
         self, step: StepBuilder, request: ScheduledRequest, num_new: int, num_draft: int, drafts: list[int] | None
     ) -> None:
         """Enter the row and count its tokens as computed and, where it samples, as pending."""
-        samples = request.num_computed_tokens + num_new == len(request.token_ids) + request.num_pending
+        samples = request.num_computed_tokens + num_new == request.num_reach
         request.num_computed_tokens += num_new + num_draft
-        if self._is_ordered:
-            request.num_confirmed_tokens += num_new
+        request.num_unconfirmed_tokens += num_draft if self._is_ordered else num_new + num_draft
         if samples:
-            request.num_pending += 1 + num_draft
+            request.num_reach += 1 + num_draft
         request.last_step_id = step.step_id
         self._stats.spec_num_draft_tokens += num_draft
         step.add_row(request, num_new, samples, num_draft, drafts)
@@ -328,10 +335,11 @@ class DefaultScheduler(Scheduler):
             num_new = min(num_new, threshold)
         return max(min(self._policy.max_new_tokens(request, num_new), num_new), 1)
 
-    def _drafts_for(self, request: ScheduledRequest, total: int, budget: int) -> tuple[int, list[int] | None]:
+    def _drafts_for(self, request: ScheduledRequest, budget: int) -> tuple[int, list[int] | None]:
         """Number of drafts in this step, and their values when the host made them."""
-        room = min(request.max_total_tokens - total, budget) - 1  # besides the token that is sampled for sure
-        if room <= 0 or len(request.token_ids) + request.num_pending <= request.num_prompt_tokens:
+        # Besides the token that is sampled for sure.
+        room = min(request.max_total_tokens - request.num_reach, budget) - 1
+        if room <= 0 or request.num_reach <= request.num_prompt_tokens:
             return 0, None
         is_on_device = self._proposer is None and (request.num_pending > 0 or not request.drafts)
         if is_on_device:
@@ -516,7 +524,7 @@ class DefaultScheduler(Scheduler):
         is_first = request.num_cached_tokens < 0
         self._waiting.remove(request)
         num_local = start - num_external - request.connector_tokens
-        request.num_computed_tokens = request.num_confirmed_tokens = start
+        request.num_computed_tokens = start
         request.num_found_tokens = num_local
         request.connector_tokens += num_external
         if is_first:
@@ -612,79 +620,83 @@ class DefaultScheduler(Scheduler):
         if result.invalid_block_ids:
             self._recompute_holders(result.invalid_block_ids, skip_connector=True)
         self._note_retired()
-        step_id = output.step_id
         outputs: list[EngineOutput] = []
         errors = dict(result.row_errors)
-        worker_drafts = result.draft_token_ids
-        self._may_draft = self._may_draft or bool(worker_drafts)
-        all_samples, all_tokens, all_num_draft = output.samples, result.token_ids, output.num_draft
-        hasher, hash_block_size = self._hasher, self._hash_block_size
-        is_ordered = self._is_ordered
-        has_logprobs = bool(result.logprobs or result.prompt_logprobs)
-        has_finished = False
-        for row, request in enumerate(step.requests):
+        self._may_draft = self._may_draft or bool(result.draft_token_ids)
+        has_extras = bool(errors or result.logprobs or result.prompt_logprobs or self._may_draft)
+        is_plain = self._is_ordered and not has_extras
+        for row, (request, samples, tokens) in enumerate(
+            zip(step.requests, output.samples, result.token_ids, strict=True)
+        ):
             status = request.status
+            if is_plain and samples and status is RUNNING and not request.events and len(tokens) == 1:
+                # A token that ends nothing and fills no block: nearly all rows of nearly all steps.
+                known = request.token_ids
+                if len(known) + 1 < request.look_at and tokens[0] not in request.stop_ids:
+                    known.append(tokens[0])
+                    outputs.append(EngineOutput(request.request_id, tokens))
+                    continue
             if status is FINISHED:
                 continue
-            num_draft = all_num_draft[row] if all_num_draft else 0
-            samples = all_samples[row]
-            if samples:
-                request.num_pending -= 1 + num_draft
-            if step_id <= request.void_through:
-                continue
             try:
-                tokens = all_tokens[row]
-                if errors and row in errors:
-                    raise EngineError(errors[row])
-                if status is RUNNING:
-                    if num_draft:
-                        self._settle_drafts(request, num_draft, tokens)
-                    if not is_ordered:
-                        request.num_confirmed_tokens += output.num_scheduled[row] - num_draft
-                if has_logprobs and row in result.prompt_logprobs:
-                    self._collect_prompt_logprobs(request, step_id, result.prompt_logprobs[row])
-                reason = stop_reason = None
-                if samples:
-                    if worker_drafts or request.drafts:
-                        request.drafts = worker_drafts[row] if worker_drafts and not request.num_pending else []
-                    known = request.token_ids
-                    if len(tokens) == 1 and request.grammar is None:
-                        token = tokens[0]
-                        known.append(token)
-                        if len(known) >= request.max_total_tokens or token in request.stop_ids:
-                            reason, stop_reason = self._stop_of(request)
-                    else:
-                        tokens, reason, stop_reason = self._append(request, tokens, num_draft)
-                if hasher is not None:
-                    # Blocks that became full: of sampled tokens, and of what arrived from elsewhere.
-                    num_known = len(request.token_ids)
-                    if num_known >= (len(request.block_hashes) + 1) * hash_block_size:
-                        request.extend_hashes(hasher)
-                    num_full = min(request.num_computed_tokens, num_known) // hash_block_size
-                    if num_full > request.num_cached_blocks:
-                        request.num_cached_blocks = num_full
-                        self.kv.cache_blocks(request, num_full * hash_block_size)
-                if samples:
-                    if reason is None and not request.events and not has_logprobs:
-                        outputs.append(EngineOutput(request.request_id, tokens))
-                    else:
-                        if reason is not None:
-                            self._finish(request)
-                            has_finished = True
-                        outputs.append(
-                            self._full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
-                        )
+                told = self._update_row(output, result, row, request, errors.get(row))
             except Exception as error:
                 self.kv.evict(self._blocks_from(request, request.num_found_tokens))
                 self._end(request, _as_pelton_error(error, "computing"))
-                has_finished = True
-        if has_finished:
-            self._drop_finished_rows()
+            else:
+                if told is not None:
+                    outputs.append(told)
+        self._drop_finished_rows()
         if self._fenced:
             self._pass_fences()
         if self._connector is not None:
             self._update_connector(result)
         return outputs
+
+    def _update_row(
+        self, output: SchedulerOutput, result: ModelOutput, row: int, request: ScheduledRequest, failure: str | None
+    ) -> EngineOutput | None:
+        """Take in one row, whatever it brings. Raises what ends the request."""
+        samples, tokens = output.samples[row], result.token_ids[row]
+        num_draft = output.num_draft[row] if output.num_draft else 0
+        if output.step_id <= request.void_through:
+            if samples:
+                request.num_reach -= 1 + num_draft
+            return None
+        if failure is not None:
+            raise EngineError(failure)
+        if request.status is RUNNING:
+            if num_draft:
+                self._settle_drafts(request, num_draft, tokens)
+            request.num_unconfirmed_tokens -= num_draft if self._is_ordered else output.num_scheduled[row]
+        if row in result.prompt_logprobs:
+            self._collect_prompt_logprobs(request, output.step_id, result.prompt_logprobs[row])
+        reason: FinishReason | None = None
+        stop_reason: int | None = None
+        if samples:
+            tokens, reason, stop_reason = self._append(request, tokens, num_draft)
+            has_drafts = bool(result.draft_token_ids) and not request.num_pending
+            request.drafts = result.draft_token_ids[row] if has_drafts else []
+        request.look_at = request.max_total_tokens if request.grammar is None else 0
+        if self._hasher is not None:
+            self._cache_full_blocks(request, self._hasher)
+        if not samples:
+            return None
+        if reason is not None:
+            self._finish(request)
+        elif not request.events and row not in result.logprobs:
+            return EngineOutput(request.request_id, tokens)
+        return self._full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
+
+    def _cache_full_blocks(self, request: ScheduledRequest, hasher: BlockHasher) -> None:
+        """Make findable what became full: blocks of sampled tokens, and of what arrived from elsewhere."""
+        size, num_known = self._hash_block_size, len(request.token_ids)
+        request.extend_hashes(hasher)
+        num_full = min(request.num_computed_tokens, num_known) // size
+        if num_full > request.num_cached_blocks:
+            request.num_cached_blocks = num_full
+            self.kv.cache_blocks(request, num_full * size)
+        request.look_at = min(request.look_at, (request.num_cached_blocks + 1) * size)
 
     def _settle_drafts(self, request: ScheduledRequest, num_draft: int, tokens: list[int]) -> None:
         """Take back what was counted as computed for drafts that were rejected."""
@@ -692,7 +704,6 @@ class DefaultScheduler(Scheduler):
         if not 0 <= num_accepted <= num_draft:
             raise EngineError(f"{len(tokens)} tokens came back for a row with {num_draft} drafts.")
         request.num_computed_tokens -= num_draft - num_accepted
-        request.num_confirmed_tokens += num_accepted
         self._stats.spec_num_accepted_tokens += num_accepted
 
     def _append(
@@ -701,6 +712,7 @@ class DefaultScheduler(Scheduler):
         """Append a row's tokens up to the first that ends the request; returns those that count."""
         if not 1 <= len(tokens) <= 1 + num_draft:
             raise EngineError(f"{len(tokens)} tokens came back for a row with {num_draft} drafts.")
+        request.num_reach -= 1 + num_draft - len(tokens)
         reason: FinishReason | None = None
         stop_reason: int | None = None
         for count, token in enumerate(tokens, 1):
@@ -901,7 +913,7 @@ class DefaultScheduler(Scheduler):
         block_ids = self.kv.block_ids(request.request_id)
         request.status = RequestStatus.RECEIVING
         request.tables = [list(ids) for ids in block_ids]
-        request.num_computed_tokens = request.num_confirmed_tokens = num_local + num_external
+        request.num_computed_tokens = num_local + num_external
         request.connector_tokens = num_external
         self._deferred[request.request_id] = request
         self._connector.after_allocation(request.request, block_ids, num_external)
