@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pelton.errors import NotSupportedError, RequestError
+from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.outputs import CompletionOutput
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.server.exchange import DONE, Exchange
 from pelton_plugins.server.generation import (
+    LONG_TEXT_CHARS,
     Counts,
     Frames,
     Prompt,
@@ -120,8 +121,14 @@ async def render(llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeR
     if isinstance(request, ChatCompletionRequest) and request.documents:
         options["documents"] = request.documents
     messages: Sequence[Mapping[str, Any]] = plain_messages(request.messages or ())
-    size = sum(len(message["content"]) for message in messages)
-    text = await off_loop(size, lambda: str(llm.render_chat(messages, **options)))
+    is_small = not (request.chat_template or request.chat_template_kwargs or options.get("documents"))
+    size = sum(len(message["content"]) for message in messages) if is_small else LONG_TEXT_CHARS + 1
+    try:
+        text = await off_loop(size, lambda: str(llm.render_chat(messages, **options)))
+    except ConfigError as error:
+        if request.chat_template is None:
+            raise
+        raise RequestError(str(error), param="chat_template") from None
     ids = await tokenize(llm, text, add_special_tokens=bool(request.add_special_tokens))
     if not ids:
         raise RequestError("The messages render to an empty prompt.", param="messages")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -29,7 +30,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def url(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(checkpoint, "--served-model-name", "tiny", "--max-num-seqs", "16", log=log) as (url, _):
+    with serving(
+        checkpoint, "--served-model-name", "tiny", "--max-num-seqs", "16", "--trust-request-chat-template", log=log
+    ) as (url, _):
         yield url
 
 
@@ -138,6 +141,39 @@ def test_errors_as_the_client_sees_them(client, url):
     reply = httpx.post(url + "/v1/completions", json={**LONG, "timeout_s": 0.05}, timeout=30)
     assert (reply.status_code, reply.json()["error"]["type"]) == (408, "RequestTimeoutError")
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param("{{ 1 / 0 }}", id="fails"),
+        pytest.param("{% for %}", id="syntax"),
+        pytest.param("{{ raise_exception('only one system message') }}", id="refuses"),
+        pytest.param("{{ ''.__class__.__mro__[1].__subclasses__() }}", id="escape"),
+        pytest.param("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", id="endless"),
+        pytest.param("{{ 'x' * 10**10 }}", id="huge"),
+        pytest.param("{# nothing #}", id="empty"),
+    ],
+)
+def test_bad_templates_are_the_clients_error(url, template):
+    body = {"messages": MESSAGES, "chat_template": template, "max_tokens": 1}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, url + "/v1/chat/completions", json=body, timeout=30)
+        while not asked.done():
+            began = time.monotonic()
+            assert httpx.get(url + "/health").status_code == 200
+            assert time.monotonic() - began < 1.0, "others wait for the template"
+            time.sleep(0.05)
+        reply = asked.result()
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError"), reply.text
+    assert httpx.post(url + "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).status_code == 200
+
+
+def test_a_template_of_the_request_is_used(url):
+    body = {"messages": MESSAGES, "chat_template": "{{ messages[0]['content'] }}!"}
+    assert httpx.post(
+        url + "/detokenize", json={"tokens": httpx.post(url + "/tokenize", json=body).json()["tokens"]}
+    ).json() == {"prompt": "Hello there!"}
 
 
 def test_tokenize_agrees_with_chat(client, url):
