@@ -124,7 +124,11 @@ SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "weather", "description": "It's <b>ä日</b> & \"so\"", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "weather",
+            "description": 'It\'s <b>ä日</b> & "so"',
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
 ]
 TALK = [
@@ -138,7 +142,9 @@ CALLS = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1.5}}}],
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1.5}}}
+        ],
     },
     {"role": "tool", "content": "rain"},
 ]
@@ -150,12 +156,16 @@ PREFILL = [{"role": "user", "content": "Count"}, {"role": "assistant", "content"
     [
         pytest.param(CHATML, TALK, {}, id="chatml"),
         pytest.param(CHATML, SYSTEM, {"add_generation_prompt": False}, id="chatml-system"),
-        pytest.param(CHATML, PREFILL, {"continue_final_message": True, "add_generation_prompt": False}, id="chatml-continue"),
+        pytest.param(
+            CHATML, PREFILL, {"continue_final_message": True, "add_generation_prompt": False}, id="chatml-continue"
+        ),
         pytest.param(LLAMA3, TALK, {}, id="llama3"),
         pytest.param(LLAMA3, SYSTEM, {"tools": TOOLS}, id="llama3-tools"),
         pytest.param(LLAMA3, CALLS, {"tools": TOOLS}, id="llama3-calls"),
         pytest.param(LLAMA3, TALK, {"extra": {"date_string": "today"}}, id="llama3-kwargs"),
-        pytest.param(LLAMA3, PREFILL, {"continue_final_message": True, "add_generation_prompt": False}, id="llama3-continue"),
+        pytest.param(
+            LLAMA3, PREFILL, {"continue_final_message": True, "add_generation_prompt": False}, id="llama3-continue"
+        ),
         pytest.param(QWEN3, SYSTEM, {}, id="qwen3"),
         pytest.param(QWEN3, SYSTEM, {"tools": TOOLS, "extra": {"enable_thinking": False}}, id="qwen3-tools"),
         pytest.param(QWEN3, CALLS, {"tools": TOOLS}, id="qwen3-calls"),
@@ -196,7 +206,7 @@ def test_text_parts_become_a_string_unless_the_template_reads_parts():
 
 def test_a_picture_is_refused_with_its_type():
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(NotSupportedError, match="'image_url'.*text parts only"):
+    with pytest.raises(NotSupportedError, match=r"'image_url'.*text parts only"):
         ChatTemplate(CHATML).render(picture)
 
 
@@ -239,6 +249,7 @@ def test_a_broken_template_is_the_operators_error(source, message):
         ChatTemplate(source)
 
 
+SIXTY = "{% for i in range(60) %}"
 DOUBLE = "{% set ns = namespace(x='xxxxxxxxxx') %}{% for i in range(60) %}"
 HOSTILE = {
     "nested-loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
@@ -266,14 +277,18 @@ HOSTILE = {
     "indent": "{{ 'a\\nb'|indent(10**10) }}",
     "tojson-indent": "{{ [1]|tojson(indent=10**10) }}",
     "shared-list": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "shared-dict": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x|tojson }}",
-    "shared-namespace": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
+    "shared-dict": "{% set ns = namespace(x=1) %}"
+    + SIXTY
+    + "{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x|tojson }}",
+    "shared-namespace": "{% set ns = namespace(x=1) %}"
+    + SIXTY
+    + "{% set ns.x = namespace(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
     "list-plus": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "list-sum": "{{ [[1], [2]]|sum(start=[]) }}",
     "macro": "{% macro m(n) %}{{ m(n + 1) }}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
     "recursive-loop": "{% for x in [[[]]] recursive %}{{ loop(range(100)) }}{% endfor %}",
-    "slices": DOUBLE.replace("range(60)", "range(20)")
-    + "{% set ns.x = ns.x + ns.x %}{% endfor %}{% set k = namespace(l=[]) %}{% for i in range(99999) %}{% set k.l = k.l + [ns.x[1:]] %}{% endfor %}",
+    "slices": DOUBLE.replace("range(60)", "range(20)") + "{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    "{% set k = namespace(l=[]) %}{% for i in range(99999) %}{% set k.l = k.l + [ns.x[1:]] %}{% endfor %}",
     "output": "{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}",
     "strftime": "{{ strftime_now('%99999999d') }}",
 }
@@ -283,14 +298,14 @@ HOSTILE = {
 def test_a_hostile_template_is_stopped_soon(source):
     template = ChatTemplate(source)
     start = time.process_time()
-    with pytest.raises(RequestError, match="stopped|fails|refuses"):
+    with pytest.raises(RequestError, match=r"stopped|fails|refuses"):
         template.render(TALK)
     assert time.process_time() - start < 8
 
 
 def test_a_stopped_template_does_not_spoil_the_next_rendering():
     template = ChatTemplate("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}")
-    with pytest.raises(RequestError, match="stopped"):
+    with pytest.raises(RequestError, match=r"stopped"):
         template.render([{"role": "user", "content": "x" * 10_000}])
     assert template.render([{"role": "user", "content": "y"}]) == "y" * 9999
 
@@ -314,5 +329,5 @@ def test_the_setting_takes_a_file_and_names_one_that_is_missing(tmp_path):
     file = tmp_path / "t.jinja"
     file.write_text("{{ 2 }}")
     assert read_template(str(file)) == "{{ 2 }}"
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match=r"no such file"):
         read_template(str(tmp_path / "none.jinja"))

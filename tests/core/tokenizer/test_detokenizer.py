@@ -8,11 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
+from pelton.model.source import SourceRequest
 from pelton.tokenizer import IncrementalDetokenizer, Tokenizer
 from pelton_plugins.loaders.gguf.file import GGUFFile
 from pelton_plugins.loaders.gguf.tokenizer import load_gguf_tokenizer
 from pelton_plugins.sources.demo import resolve
-from pelton.model.source import SourceRequest
 
 TEXTS = [
     "Hello, world!  Two spaces, a\ttab\r\nand lines.",
@@ -30,10 +30,23 @@ def smollm2():
 @pytest.fixture(scope="module")
 def sentencepiece():
     """Llama 2's kind: spaces as ▁, unknown characters as bytes, a leading space that is stripped."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehlorw", "▁h", "el", "▁w", "lo"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdehlorw",
+        "▁h",
+        "el",
+        "▁w",
+        "lo",
+    ]
     merges = [("▁", "h"), ("e", "l"), ("▁", "w"), ("l", "o")]
     backend = tokenizers.Tokenizer(
-        models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        )
     )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(

@@ -30,7 +30,11 @@ def folder(tmp_path):
     backend.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 258)])
     backend.enable_truncation(4)
     backend.save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ bos_token }}one"})
+    write(
+        tmp_path,
+        "tokenizer_config.json",
+        {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ bos_token }}one"},
+    )
     return tmp_path
 
 
@@ -67,7 +71,10 @@ def test_bytes_and_text_of_single_tokens(folder):
 
 def test_tokens_that_only_the_config_lists_are_added(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["added_tokens_decoder"] = {"260": {"content": "<tool>", "special": False}, "261": {"content": "<x>", "special": True}}
+    config["added_tokens_decoder"] = {
+        "260": {"content": "<tool>", "special": False},
+        "261": {"content": "<x>", "special": True},
+    }
     config["additional_special_tokens"] = ["<y>"]
     write(folder, "tokenizer_config.json", config)
     tokenizer = load_hf_tokenizer(folder)
@@ -94,17 +101,21 @@ def test_the_template_called_tool_use_serves_requests_with_tools(folder):
 
 def test_a_missing_template_is_the_clients_error_and_says_what_to_do(folder):
     write(folder, "tokenizer_config.json", {})
-    with pytest.raises(RequestError, match="no chat template.*--chat-template"):
+    with pytest.raises(RequestError, match=r"no chat template.*--chat-template"):
         load_hf_tokenizer(folder).apply_chat_template([])
 
 
 def test_a_missing_tokenizer_says_which_flags_help(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"no tokenizer.json \(only tokenizer.model.*--tokenizer.*--skip-tokenizer-init"):
+    with pytest.raises(
+        ConfigError, match=r"no tokenizer.json \(only tokenizer.model.*--tokenizer.*--skip-tokenizer-init"
+    ):
         load_hf_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("name, text", [("tokenizer.json", "{}"), ("tokenizer.json", "{"), ("tokenizer_config.json", "[1]")])
+@pytest.mark.parametrize(
+    "name, text", [("tokenizer.json", "{}"), ("tokenizer.json", "{"), ("tokenizer_config.json", "[1]")]
+)
 def test_a_broken_file_is_named(folder, name, text):
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=name):

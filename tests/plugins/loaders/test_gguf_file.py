@@ -85,7 +85,9 @@ def text(value, length=None):
 
 
 def tensor(name="x", dims=(4,), kind=0, offset=0, num_dims=None):
-    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims) if num_dims is None else num_dims, *dims, kind, offset)
+    return text(name) + struct.pack(
+        f"<I{len(dims)}QIQ", len(dims) if num_dims is None else num_dims, *dims, kind, offset
+    )
 
 
 HOSTILE = {
@@ -130,7 +132,7 @@ def test_a_file_cut_anywhere_is_an_error(small, tmp_path):
     last_byte = max(t.start + t.num_bytes for t in GGUFFile(small).tensors.values())
     for length in range(0, last_byte, 7):
         path.write_bytes(data[:length])
-        with pytest.raises(ConfigError, match="cut.gguf"):
+        with pytest.raises(ConfigError, match=r"cut.gguf"):
             GGUFFile(path)
 
 
@@ -152,5 +154,5 @@ def test_changed_bytes_never_do_more_than_raise_config_error(small, tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="none.gguf cannot be read"):
+    with pytest.raises(ConfigError, match=r"none.gguf cannot be read"):
         GGUFFile(tmp_path / "none.gguf")

@@ -69,7 +69,9 @@ def test_reads_every_tensor_once_as_it_is(folder):
     assert loader.total_bytes == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name, dim, start, stop", [("b", 0, 1, 3), ("b", 1, 2, 6), ("c", 2, 1, 2), ("c", 1, 2, None), ("a", 0, 0, 0)])
+@pytest.mark.parametrize(
+    "name, dim, start, stop", [("b", 0, 1, 3), ("b", 1, 2, 6), ("c", 2, 1, 2), ("c", 1, 2, None), ("a", 0, 0, 0)]
+)
 def test_reads_a_slice_along_any_dimension(folder, name, dim, start, stop):
     weight = dict(load(folder).weights())[name]
     expected = WEIGHTS[name].narrow(dim, start, (WEIGHTS[name].shape[dim] if stop is None else stop) - start)

