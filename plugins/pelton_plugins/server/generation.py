@@ -98,12 +98,13 @@ async def generate(
     response_id: str,
 ) -> AsyncGenerator[Ready, None]:
     """Outputs of all prompts as they come, those that are ready together in one list. Closing it aborts what still runs."""
-    unique = uuid.uuid4().hex[:8]  # a client may send one X-Request-Id twice
+    unique = uuid.uuid4().hex[:12]  # a client may send one X-Request-Id twice
+    readable = response_id[: limits.MAX_REQUEST_ID_CHARS - 40]
     streams: list[AsyncIterator[RequestOutput]] = [
         llm.generate(
             {"prompt_token_ids": prompt.token_ids, "prompt": prompt.text},
             params,
-            f"{response_id}-{index}-{unique}",
+            f"{readable}-{index}-{unique}",
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,

@@ -53,6 +53,7 @@ class FakeAsyncLLM:
         )  # fmt: skip
         self.requests: list[tuple[dict[str, Any], SamplingParams, dict[str, Any]]] = []
         self.aborted: list[str] = []
+        self.last_ids: list[str] = []
         self.running: set[str] = set()
         self.step_s = 0.0
         self.last_progress_age_s = 0.0
@@ -67,6 +68,7 @@ class FakeAsyncLLM:
         self._check(prompt, params)
         self.requests.append((prompt, params, {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}))
         self.running.add(request_id)
+        self.last_ids = [*self.last_ids[-2:], request_id]
         is_finished = False
         try:
             async for output in self._outputs(prompt, params, request_id):
