@@ -121,6 +121,7 @@ class DefaultScheduler(Scheduler):
         self._num_queued_reqs = 0  # waiting and never scheduled
         self._num_queued_tokens = 0
         self._num_grammars = 0
+        self._has_finished_rows = False  # in `_running`
         self._needs_bare_step = False  # a connector has something to tell although no row runs
 
     # Requests in and out.
@@ -404,7 +405,11 @@ class DefaultScheduler(Scheduler):
 
     def _note_capacity(self, request: ScheduledRequest, num_tokens: int) -> None:
         """Each group has blocks for `num_tokens`, rounded up to its block size."""
-        request.capacity = min(-(-num_tokens // size) * size for size in self._block_sizes)
+        if len(self._block_sizes) == 1:
+            size = self._block_sizes[0]
+            request.capacity = -(-num_tokens // size) * size
+        else:
+            request.capacity = min(-(-num_tokens // size) * size for size in self._block_sizes)
 
     def _note_cached(self, request: ScheduledRequest, num_computed: int) -> None:
         """`allocate` has made the full blocks of known tokens findable."""
@@ -806,7 +811,9 @@ class DefaultScheduler(Scheduler):
 
     def _finish(self, request: ScheduledRequest) -> None:
         """The one way out. The caller calls `_drop_finished_rows` before the next step."""
-        if request.status is not RUNNING:
+        if request.status is RUNNING:
+            self._has_finished_rows = True
+        else:
             self._waiting.remove(request)
             self._deferred.pop(request.request_id, None)
         if request.num_cached_tokens < 0:
@@ -821,7 +828,8 @@ class DefaultScheduler(Scheduler):
         request.status = FINISHED
 
     def _drop_finished_rows(self) -> None:
-        if any(request.status is FINISHED for request in self._running):
+        if self._has_finished_rows:
+            self._has_finished_rows = False
             self._running[:] = [request for request in self._running if request.status is not FINISHED]
 
     def _release(self, request: ScheduledRequest, *, is_over: bool = False) -> None:
