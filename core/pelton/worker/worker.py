@@ -175,7 +175,9 @@ class DeviceWorker(Worker):
         """Logits, probabilities and their float64 sums for every row; hidden states of the largest step."""
         hf, item_bytes = self.build.hf, self.build.dtype.itemsize
         widest = max(hf.get("intermediate_size", 0) * 2, hf.get("hidden_size", 0) * 4)
-        return self.max_num_seqs * self.model_info.vocab_size * 16 + self.max_num_tokens * widest * item_bytes * 2
+        logits_bytes = self.max_num_seqs * self.model_info.vocab_size * 16
+        hidden_bytes: int = self.max_num_tokens * widest * item_bytes * 2
+        return logits_bytes + hidden_bytes
 
 
 def _watched(
