@@ -62,17 +62,29 @@ class Tokenizer:
         return token_id in self.special_token_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises `RequestError` for what is no text, such as half of a surrogate pair."""
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise _no_text(text) from error
         return ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        return [
-            found.ids for found in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        ]
+        try:
+            found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise next(filter(None, map(_no_text_error, texts)), _no_text(texts)) from error
+        return [encoding.ids for encoding in found]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The whole text at once; for text that grows, see `IncrementalDetokenizer`. Unknown ids are left out."""
-        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The whole text at once; for text that grows, see `IncrementalDetokenizer`. Unknown ids are left out; one that
+        can be no id at all (negative) is a `RequestError`."""
+        try:
+            text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(
+                f"The token ids hold one that is no id ({error}); ids are 0 to {self.vocab_size - 1}.", param="tokens"
+            ) from error
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -134,6 +146,23 @@ class Tokenizer:
             special_tokens=self.special_tokens,
             extra=chat_template_kwargs,
         )
+
+
+def _no_text_error(text: Any) -> RequestError | None:
+    """Why `text` cannot be encoded; None when it can."""
+    if not isinstance(text, str):
+        return RequestError(f"The prompt is a {type(text).__name__}; expected text.", param="prompt")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return RequestError(
+            f"The prompt is no sound Unicode: half of a surrogate pair at character {error.start}.", param="prompt"
+        )
+    return None
+
+
+def _no_text(text: Any) -> RequestError:
+    return _no_text_error(text) or RequestError("The prompt cannot be tokenized.", param="prompt")
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -122,6 +122,21 @@ def test_a_broken_file_is_named(folder, name, text):
         load_hf_tokenizer(folder)
 
 
+@pytest.mark.parametrize("text, message", [("ab\ud800", "surrogate pair at character 2"), (7, "is a int")])
+def test_what_is_no_text_is_the_clients_error(folder, text, message):
+    tokenizer = load_hf_tokenizer(folder)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["fine", text])):
+        with pytest.raises(RequestError, match=message) as caught:
+            encode(text)
+        assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32, 2**70, "a"])
+def test_what_is_no_token_id_is_the_clients_error(folder, token_id):
+    with pytest.raises(RequestError, match="ids are 0 to 259"):
+        load_hf_tokenizer(folder).decode([256, token_id])
+
+
 def test_many_threads_get_the_same_ids(folder):
     tokenizer = load_hf_tokenizer(folder)
     texts = [f"he said {i} times é日" for i in range(200)]
