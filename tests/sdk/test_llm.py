@@ -127,6 +127,8 @@ def test_chat_renders_the_template_without_adding_special_tokens(make: Make) -> 
     assert own.prompt == "2 y"
     with pytest.raises(RequestError, match="exclude each other"):
         llm.chat(conversation, GREEDY, continue_final_message=True, use_tqdm=False)
+    with pytest.raises(RequestError, match="chat template is broken"):
+        llm.chat(conversation, GREEDY, chat_template="{% if %}", use_tqdm=False)
     with pytest.raises(RequestError, match="messages is a str"):
         llm.chat("hi", GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 

@@ -231,6 +231,8 @@ class _Connection:
                 self._reader.join(2.0)
             with self._send_lock:
                 self._to_engine.close(0)
+            if not self._reader.is_alive():
+                self._context.term()
 
     # -- reader's side --
 
