@@ -121,7 +121,7 @@ async def test_leaving_a_stream_aborts_it(make: Make, how: str) -> None:
             break
         assert llm.num_unfinished_requests == 1
         if how == "aclose":
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
         del stream
     assert await settles(lambda: llm.num_unfinished_requests == 0)
     assert await blocks_are_free(llm)
@@ -346,7 +346,7 @@ async def test_stat_loggers_see_everything_and_cannot_hurt(make: Make, caplog: p
     await asyncio.gather(*(collect(llm.generate([i + 1, 2], params(5))) for i in range(4)))
     stream = llm.generate("gone", params(200))
     await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     assert await settles(lambda: good.scheduler[-1].num_running_reqs == 0 and good.scheduler[-1].kv_cache_usage == 0)
     assert await settles(lambda: good.logs > 0)
     finished = [stats.finish_reason for batch in good.iterations for stats in batch.finished_requests]
@@ -364,7 +364,7 @@ async def test_runs_over_an_engine_in_this_process(make: Make) -> None:
     assert all(len(ids) == 10 for ids, _ in results)
     stream = llm.generate("abc", params(200))
     await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     assert await blocks_are_free(llm)
 
 

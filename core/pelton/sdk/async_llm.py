@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
@@ -147,7 +147,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, as `sampling_params.output_kind` says. Closing or cancelling the iteration aborts it.
 
         Raises `RequestError` for a bad request, `EngineDeadError` when the engine dies.

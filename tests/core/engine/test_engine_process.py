@@ -348,6 +348,17 @@ def test_a_dead_engine_can_be_started_again(start: Start) -> None:
     assert len(collect(client)[0]) == 8
 
 
+def test_restarts_leak_no_files_and_no_threads(start: Start) -> None:
+    client = start()
+    counts = []
+    for _ in range(4):
+        os.kill(client.pid, signal.SIGKILL)
+        assert wait_until(lambda: client.error is not None, 1)
+        client.restart()
+        counts.append((psutil.Process().num_fds(), threading.active_count()))
+    assert counts[-1] == counts[0]
+
+
 PARENT = """
 import os, sys, threading, time
 from pelton.testing import fake_engine
