@@ -50,7 +50,7 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
         dtype=_dtype(config, plugins, hf_config, notes),
         max_model_len=_max_model_len(model.max_model_len, hf_config, notes),
         vocab_size=_vocab_size(hf_config, path),
-        eos_token_ids=_token_ids(hf_config.get("eos_token_id"), own_generation.get("eos_token_id")),
+        eos_token_ids=_eos_token_ids(hf_config, own_generation, model.hf_overrides),
         generation_config=_sampling_defaults(config, own_generation),
         tokenizer_path=_tokenizer_path(config, plugins, path),
         notes=notes,
@@ -184,6 +184,17 @@ def context_length(hf_config: Mapping[str, Any]) -> int | None:
     original = rope.get("original_max_position_embeddings")
     base = original if kind == "yarn" and isinstance(original, int) and original > 0 else length
     return int(base * factor)
+
+
+def _eos_token_ids(
+    hf_config: Mapping[str, Any], own_generation: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> list[int]:
+    """Both files' ids: chat models often name the end of a turn in generation_config.json only. So this holds whatever the
+    `generation_config` setting says of sampling defaults. What the user overrides is the whole truth, though."""
+    text_overrides = overrides.get("text_config")
+    if "eos_token_id" in overrides or (isinstance(text_overrides, Mapping) and "eos_token_id" in text_overrides):
+        return _token_ids(hf_config.get("eos_token_id"))
+    return _token_ids(hf_config.get("eos_token_id"), own_generation.get("eos_token_id"))
 
 
 def _token_ids(*stated: Any) -> list[int]:

@@ -139,6 +139,12 @@ def test_end_tokens_come_from_both_files(folder, config_ids, generation_ids, exp
     assert resolve(folder, generation_config="pelton").eos_token_ids == expected  # end tokens are no sampling default
 
 
+def test_an_override_of_the_end_tokens_is_the_whole_truth(folder):
+    write(folder, "generation_config.json", {"eos_token_id": [2, 7]})
+    assert resolve(folder, hf_overrides={"eos_token_id": 9}).eos_token_ids == [9]
+    assert resolve(folder, hf_overrides={"eos_token_id": None}).eos_token_ids == []
+
+
 @pytest.mark.parametrize("where, expected", [("auto", 0.6), ("pelton", None), ("vllm", None), ("other", 0.1)])
 def test_sampling_defaults_come_from_where_the_setting_says(folder, where, expected):
     write(folder, "generation_config.json", {"temperature": 0.6, "do_sample": True, "max_new_tokens": 9, "top_k": None})

@@ -5,8 +5,8 @@ import time
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from pelton import limits
 from pelton.errors import ConfigError, NotSupportedError, RequestError
-from pelton.limits import MAX_CHAT_TEMPLATE_CHARS
 from pelton.tokenizer import ChatTemplate
 from pelton.tokenizer.chat_template import read_template
 
@@ -241,7 +241,7 @@ def test_kwargs_cannot_replace_what_the_engine_gives(name):
         pytest.param("{% for x in %}", "line 1", id="syntax"),
         pytest.param("{{ x | no_such_filter }}", "no_such_filter", id="filter"),
         pytest.param("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "compiled|sound", id="deep"),
-        pytest.param("x" * (MAX_CHAT_TEMPLATE_CHARS + 1), "characters", id="long"),
+        pytest.param("x" * (limits.MAX_CHAT_TEMPLATE_CHARS + 1), "characters", id="long"),
     ],
 )
 def test_a_broken_template_is_the_operators_error(source, message):
@@ -313,6 +313,15 @@ def test_a_stopped_template_does_not_spoil_the_next_rendering():
 def test_formatting_with_values_works():
     source = "{{ '{}-{name}'.format(1, name='x') }} {{ '%s:%03d' % ('a', 7) }} {{ '%s'|format(messages[0].role) }}"
     assert ChatTemplate(source).render(TALK) == "1-x a:007 user"
+
+
+def test_the_prompts_length_is_bounded():
+    copies = limits.MAX_TEMPLATE_OUTPUT_CHARS // 2**20
+    template = ChatTemplate("{% for i in range(n) %}{{ messages[0].content }}{% endfor %}")
+    message = [{"role": "user", "content": "x" * 2**20}]
+    assert len(template.render(message, extra={"n": copies})) == limits.MAX_TEMPLATE_OUTPUT_CHARS
+    with pytest.raises(RequestError, match="more than 16777216 characters"):
+        template.render(message, extra={"n": copies + 1})
 
 
 def test_a_long_honest_conversation_renders():
