@@ -149,12 +149,20 @@ def _unasked(plugins: Plugins, platform: Platform) -> dict[str, Any]:
 
 def _shown_needs(needs: Any) -> str:
     """The needs that differ from their defaults."""
-    shown = [
+    given = [
         (field.name, getattr(needs, field.name))
         for field in fields(needs)
         if getattr(needs, field.name) != field.default
     ]
-    return ", ".join(f"{name}={value}" for name, value in shown)
+    return ", ".join(f"{name}={_shown_value(value)}" for name, value in given)
+
+
+def _shown_value(value: Any) -> str:
+    """A matrix as in->out, a norm as its size."""
+    if hasattr(value, "in_features"):
+        form = "" if value.weight_format == "plain" else f" {value.weight_format}"
+        return f"{value.in_features}->{value.out_features}{form}{' +bias' if value.has_bias else ''}"
+    return str(value.size) if hasattr(value, "eps") else str(value)
 
 
 def _op_row(choice: Any) -> dict[str, Any]:

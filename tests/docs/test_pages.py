@@ -1,0 +1,116 @@
+"""What the docs say is made from, or checked against, the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from pelton import hookspecs
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+
+
+def make_tables():
+    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "docs/make_tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLES = make_tables()
+
+
+@pytest.mark.parametrize("name", TABLES.PAGES)
+def test_a_made_page_is_what_the_code_says(name):
+    assert (ROOT / "docs" / name).read_text() == TABLES.PAGES[name]() + "\n", "run `make docs`"
+
+
+def test_the_hooks_page_has_every_hook_with_its_arguments():
+    text = (ROOT / "docs/hooks.md").read_text()
+    for hook in hookspecs.hooks().values():
+        assert f"## {hook.name}\n" in text
+        assert f"`{hook.name}({', '.join(hook.arguments)}) -> " in text
+
+
+def test_the_request_flow_names_every_hook_and_only_files_that_exist():
+    text = (ROOT / "docs/request_flow.md").read_text()
+    named = set(re.findall(r"`(pelton_\w+)`", text))
+    assert named == hookspecs.hooks().keys()
+    for name in re.findall(r"[\w/]+\.py", text):
+        assert (ROOT / "core/pelton" / name).exists() or (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_and_modules_that_a_page_names_exist(page):
+    from pelton.cli.chat import ChatArguments
+    from pelton.cli.generate import GenerateArguments
+    from pelton.cli.plugins import PluginsArguments
+    from pelton.cli.sampling import SamplingFlags
+    from pelton.config.flags import make_flags
+    from pelton_plugins.server.config import ServerConfig
+
+    known = {"--help", "--config", "--plugin-config", "--max_num_seqs", "--flag"}
+    for structs in (
+        [ServerConfig],
+        [ChatArguments, SamplingFlags],
+        [GenerateArguments, SamplingFlags],
+        [PluginsArguments],
+    ):
+        known |= {name for flag in make_flags(structs).values() for name in flag.names}
+    text = re.sub(r"```(toml|mermaid).*?```", "", page.read_text(), flags=re.DOTALL)
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)):
+        is_section = flag.removeprefix("--").endswith("-config")
+        assert flag in known or is_section or flag in ("--no-deps", "--index-url"), f"{page.name} names {flag}"
+    for module in set(re.findall(r"`(pelton(?:\.\w+)+)`", text)):
+        parts = module.split(".")
+        found = any(
+            (ROOT / "core" / Path(*parts[:n])).with_suffix(".py").exists() or (ROOT / "core" / Path(*parts[:n])).is_dir()
+            for n in range(len(parts), 1, -1)
+        ) or hasattr(__import__("pelton"), parts[1])  # fmt: skip
+        assert found, f"{page.name} names {module}"
+
+
+def test_the_http_page_lists_the_routes_there_are():
+    from pelton_plugins.server.plugin import pelton_http_routes
+
+    text = (ROOT / "docs/http.md").read_text()
+    offered = set()
+    for entry in pelton_http_routes():
+        module = entry.load.partition(":")[0].replace(".", "/")
+        source = (ROOT / "plugins" / f"{module}.py").read_text()
+        offered |= set(re.findall(r'@(?:get|post|route)\(\s*"(/[\w/.]+)"', source))
+    listed = set(re.findall(r"`(?:GET|POST) (/[\w/.]+)`", text))
+    assert offered and listed == offered
+
+
+def test_the_http_page_has_the_servers_error_types():
+    from pelton_plugins.server.errors import ERROR_TYPES
+
+    rows = dict(re.findall(r"\| (\d{3}) \| (\w+) \|", (ROOT / "docs/http.md").read_text()))
+    assert rows.items() <= {str(status): kind for status, kind in ERROR_TYPES.items()}.items()
+    assert len(rows) >= 9
+
+
+def test_the_changelog_has_the_version():
+    import pelton
+
+    assert f"## {pelton.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f'version = "{pelton.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_licence_is_apache_2_in_full():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text and len(text) > 11_000
