@@ -370,7 +370,8 @@ class FakeExecutor(Executor):
         held: dict[int, set[str]] = {}
         for row, (_, state) in enumerate(rows):
             if state.is_spoilt:
-                continue  # after a failed step its counts are not the scheduler's any more
+                self._write_junk(state)  # after a failed step its counts are not the scheduler's any more
+                continue
             name = state.new.request_id
             num_draft = output.num_draft[row] if output.num_draft else 0
             first, count = state.num_computed, output.num_scheduled[row] - num_draft
@@ -406,6 +407,14 @@ class FakeExecutor(Executor):
             state.is_spoilt = junk
         if not self.steps_are_ordered:
             self._touched[output.step_id] = ({slot for slot, _ in rows}, held)
+
+    def _write_junk(self, state: _Slot) -> None:
+        """All that was not computed when the request went wrong."""
+        for group, table in enumerate(state.tables):
+            size = self._group_specs[group].block_size
+            for position in range(state.num_computed, len(table) * size):
+                if table[position // size]:
+                    self._store.setdefault((group, table[position // size]), [0] * size)[position % size] = JUNK
 
     def _check_untouched(self, output: SchedulerOutput, block: int, name: str) -> None:
         """Without order no block may be written that an open step reads for somebody else."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from pelton.config import SchedulerConfig
 from pelton.engine.messages import EventType, FinishReason
 from pelton.errors import NotSupportedError, QueueFullError, RequestError
 from pelton.sampling_params import StructuredOutputsParams
+from pelton.scheduler.output import ModelOutput
 from pelton.scheduler.policy import PriorityPolicy
 from pelton.testing.fakes import FakeGrammar, FakeGrammarSource, FakeModel, FakeProposer, window_spec
 from pelton.testing.scheduler import Harness, make_request
@@ -698,3 +702,46 @@ def test_a_failing_policy_or_lookup_ends_the_request_it_was_asked_about():
     assert "ZeroDivisionError" in harness.outputs["bad"][-1].error.message
     harness.check_request("good")
     harness.check_empty()
+
+
+def test_nobody_is_admitted_in_the_step_that_preempts():
+    harness = Harness(num_blocks=8, policy=PriorityPolicy(), prefix_caching=False)
+    harness.add(make_request("first", 8, 12))
+    harness.add(make_request("second", 12, 12, priority=1))
+    harness.step()
+    harness.add(make_request("tiny", 1, 1, priority=1))
+    preempted = 0
+    while not preempted:
+        harness.step()
+        preempted = harness.scheduler.take_stats().num_preemptions
+    assert harness.executor.outputs[-1].new == []
+    harness.run_and_check()
+
+
+def test_stop_tokens_before_min_tokens_do_not_end_a_request_even_if_they_are_sampled():
+    harness = Harness()
+    harness.scheduler.add_request(make_request("a", 3, 9, eos_token_ids=[0], min_tokens=3))
+    told = []
+    for token in (0, 0, 0):
+        output = harness.scheduler.schedule()
+        told += harness.scheduler.update(output, ModelOutput(step_id=output.step_id, token_ids=[[token]]))
+    assert [output.finish_reason for output in told] == [None, None, FinishReason.STOP]
+
+
+@OVERLAPS
+def test_a_row_that_should_sample_and_brings_nothing_ends_its_request(overlap):
+    harness = Harness(max_steps_in_flight=overlap)
+    harness.scheduler.add_request(make_request("a", 3, 9))
+    output = harness.scheduler.schedule()
+    assert harness.scheduler.update(output, ModelOutput(step_id=0, token_ids=[[]])) == []
+    (told,) = harness.scheduler.take_outputs()
+    assert told.finish_reason is FinishReason.ERROR and "0 tokens came back" in told.error.message
+
+
+def test_the_scheduler_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys, pelton.scheduler.scheduler, pelton.engine.core, pelton.testing.scheduler; "
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,102 @@
+"""Order of the waiting queue and of running requests, and the queue's lazy deletion."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy, RequestQueue
+from pelton.scheduler.request import RequestStatus, ScheduledRequest
+from pelton.testing.scheduler import Harness, make_request
+
+
+def record(name, arrival, *, priority=0, status=RequestStatus.WAITING):
+    request = ScheduledRequest(make_request(name, 3, priority=priority), arrival, max_model_len=64, now=0.0)
+    request.status = status
+    return request
+
+
+PREEMPTED = RequestStatus.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    "policy, requests, order",
+    [
+        pytest.param(FCFSPolicy, [("b", 2, 0), ("a", 1, 9)], "ab", id="fcfs-ignores-priority"),
+        pytest.param(PriorityPolicy, [("a", 1, 3), ("b", 2, -1), ("c", 3, 3)], "bac", id="lower-value-first"),
+        pytest.param(FCFSPolicy, [("a", 1, 0), ("p", 9, 0, PREEMPTED)], "pa", id="preempted-to-the-front"),
+        pytest.param(
+            PriorityPolicy, [("a", 1, 5), ("p", 9, 5, PREEMPTED), ("c", 3, 4)], "cpa", id="front-of-its-own-priority"
+        ),
+    ],
+)
+def test_queue_order(policy, requests, order):
+    for shuffled in (requests, requests[::-1]):
+        queue = RequestQueue(policy())
+        for name, arrival, priority, *status in shuffled:
+            queue.push(record(name, arrival, priority=priority, status=status[0] if status else RequestStatus.WAITING))
+        assert "".join(queue.pop().request_id for _ in requests) == order
+        assert queue.peek() is None and len(queue) == 0
+
+
+def test_removed_requests_never_come_up_and_do_not_pile_up():
+    rng = random.Random(3)
+    queue = RequestQueue(FCFSPolicy())
+    requests = [record(f"r{index}", index) for index in range(2000)]
+    for request in requests:
+        queue.push(request)
+    gone = set(rng.sample(range(2000), 1950))
+    for index in gone:
+        assert queue.remove(requests[index]) and not queue.remove(requests[index])
+    assert len(queue) == 50 and len(queue._heap) < 200
+    assert [queue.pop().arrival for _ in range(50)] == sorted(set(range(2000)) - gone)
+
+
+def test_a_request_pushed_again_has_its_new_place():
+    queue = RequestQueue(FCFSPolicy())
+    first, second = record("a", 1), record("b", 2)
+    queue.push(first)
+    queue.push(second)
+    queue.remove(second)
+    second.status = PREEMPTED
+    queue.push(second)
+    assert [queue.pop().request_id, queue.pop().request_id] == ["b", "a"]
+
+
+class Shortest(FCFSPolicy):
+    """A stranger's policy: shortest prompt first, one running request at a time, small chunks, first victim."""
+
+    def rank(self, request):
+        return (request.num_prompt_tokens, request.arrival)
+
+    def admits(self, request, running):
+        return not running
+
+    def max_new_tokens(self, request, num_tokens):
+        return min(num_tokens, 2)
+
+
+def test_a_policy_decides_order_admission_and_share():
+    harness = Harness(policy=Shortest())
+    for name, length in (("long", 9), ("short", 2), ("middle", 5)):
+        harness.add(make_request(name, length, 2))
+    ends = []
+    while harness.scheduler.has_unfinished_requests():
+        ends += [output.request_id for output in harness.step() if output.finish_reason is not None]
+        assert len(harness.executor.outputs[-1].slots) == 1
+        assert harness.executor.outputs[-1].max_query_len <= 2
+    assert ends == ["short", "middle", "long"]
+    harness.run_and_check()
+
+
+def test_a_policy_chooses_the_victim():
+    class FirstOfAll(FCFSPolicy):
+        def victim(self, candidates):
+            return candidates[0]
+
+    harness = Harness(policy=FirstOfAll(), num_blocks=7)
+    harness.add(make_request("first", 8, 12))
+    harness.add(make_request("second", 8, 12))
+    harness.run_and_check()
+    assert len(harness.events("first")) > 2 and len(harness.events("second")) == 2
