@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.output import ModelOutput, NewRequest, SchedulerOutput
 from pelton.worker.batch_state import BatchState
@@ -25,7 +26,9 @@ _TABLE = torch.randn(_CLASSES, VOCAB, generator=torch.Generator().manual_seed(7)
 
 def oracle_logits(token_ids: Sequence[int]) -> torch.Tensor:
     """Logits that follow `token_ids`."""
-    return _TABLE[sum((position + 1) * (token_id + 3) for position, token_id in enumerate(token_ids)) % _CLASSES].clone()
+    return _TABLE[
+        sum((position + 1) * (token_id + 3) for position, token_id in enumerate(token_ids)) % _CLASSES
+    ].clone()
 
 
 def oracle_greedy(prompt: Sequence[int], count: int) -> list[int]:

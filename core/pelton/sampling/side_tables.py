@@ -12,6 +12,8 @@ from torch import Tensor
 
 from pelton.scheduler.output import NewRequest
 
+_NO_WORD = -1  # length of a bad word's prefix where there is none
+
 
 class SideTables:
     """Written when a request gets its side slot; `counts` also after each step."""
@@ -43,11 +45,10 @@ class SideTables:
     def add(self, request: NewRequest) -> None:
         """Fill the request's rows, whoever had them before."""
         slot, params = request.side_slot, request.sampling_params
-        if self.has_penalties[slot]:
+        self.has_penalties[slot] = params.has_penalties
+        if params.has_penalties:  # without penalties whatever is counted here has no weight
             self.counts[slot] = 0
             self.in_prompt[slot] = False
-        self.has_penalties[slot] = params.has_penalties
-        if params.has_penalties:
             self._count(slot, request.token_ids, request.num_prompt_tokens)
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
@@ -96,13 +97,15 @@ class SideTables:
             self.banned[slot, self._ids(banned)] = True
 
     def _set_bad_words(self, slot: int, words: list[list[int]]) -> None:
+        if self.has_bad_words[slot]:
+            self.bad_word_prefix_len[slot] = _NO_WORD
         self.has_bad_words[slot] = bool(words)
         if not words:
             return
         self._grow_bad_words(len(words), max(map(len, words)) - 1)
         _, num_words, length = self.bad_word_prefix.shape
         prefix = np.zeros((num_words, length), dtype=np.int32)
-        prefix_len, last = np.full(num_words, -1), np.zeros(num_words, dtype=np.int64)  # -1: no word
+        prefix_len, last = np.full(num_words, _NO_WORD), np.zeros(num_words, dtype=np.int64)
         for index, word in enumerate(words):
             if max(word) >= self.vocab_size:
                 continue  # can never be sampled
@@ -119,7 +122,7 @@ class SideTables:
             return
         prefix = self.bad_word_prefix.new_zeros(num_slots, num_words, length)
         prefix[:, :old_words, length - old_length :] = self.bad_word_prefix
-        prefix_len = self.bad_word_prefix_len.new_full((num_slots, num_words), -1)
+        prefix_len = self.bad_word_prefix_len.new_full((num_slots, num_words), _NO_WORD)
         prefix_len[:, :old_words] = self.bad_word_prefix_len
         last = self.bad_word_last.new_zeros(num_slots, num_words)
         last[:, :old_words] = self.bad_word_last

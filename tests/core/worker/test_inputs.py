@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.output import NewRequest, SchedulerOutput
 from pelton.worker.batch_state import BatchState
@@ -118,7 +119,9 @@ def test_buffers_keep_their_addresses(worked_example):
     before = [t.data_ptr() for t in (first.query_start_loc, first.seq_lens, first.block_table, first.slot_mapping)]
     decode = SchedulerOutput(step_id=1, slots=[2], num_scheduled=[1], samples=[True], max_seq_len=4)
     _, (second,) = run(state, buffers, decode)
-    assert before == [t.data_ptr() for t in (second.query_start_loc, second.seq_lens, second.block_table, second.slot_mapping)]
+    assert before == [
+        t.data_ptr() for t in (second.query_start_loc, second.seq_lens, second.block_table, second.slot_mapping)
+    ]
 
 
 def test_manager_blocks_become_kernel_blocks():

@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from pelton_worker_fakes import VOCAB, Driver, make_runner, oracle_greedy, oracle_logits
+
 from pelton.errors import EngineError
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton_worker_fakes import VOCAB, Driver, make_runner, oracle_greedy, oracle_logits
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 
@@ -367,7 +368,9 @@ def test_block_copies_come_before_the_step(driver):
         ratio = old.shape[0] // pool.num_blocks
         assert torch.equal(layer.k_cache[50 * ratio : 51 * ratio], old[ratio : 2 * ratio])
     driver.runner.execute(SchedulerOutput(step_id=8, zero_block_ids=[50]))
-    assert all(float(layer.k_cache[50 * (layer.k_cache.shape[0] // pool.num_blocks)].abs().sum()) == 0 for layer in pool.layers)
+    assert all(
+        float(layer.k_cache[50 * (layer.k_cache.shape[0] // pool.num_blocks)].abs().sum()) == 0 for layer in pool.layers
+    )
 
 
 class Connector:

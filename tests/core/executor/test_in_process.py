@@ -1,0 +1,239 @@
+"""The worker's thread: order, errors, masks, shutdown; with a worker that needs no model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
+from pelton.executor import in_process
+from pelton.executor.in_process import InProcessExecutor, WorkerThread
+from pelton.executor.interface import DeviceReport
+from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.worker.interface import Worker
+
+
+class EchoWorker(Worker):
+    """Sleeps as long as the step says, notes what it was asked."""
+
+    log: list[str]
+
+    def init_device(self) -> None:
+        self.log = []
+        self.thread = threading.current_thread()
+
+    def load_model(self) -> None:
+        if self.config.model.model == "broken":
+            raise ConfigError("weights are torn")
+
+    def kv_cache_specs(self):
+        return {}
+
+    def available_kv_cache_bytes(self) -> int:
+        return 5
+
+    def initialize_kv_cache(self, plan) -> None:
+        self.log.append("kv")
+
+    def warm_up(self) -> None:
+        self.log.append("warm")
+
+    def execute(self, output):
+        assert threading.current_thread() is self.thread and torch.is_inference_mode_enabled()
+        self.log.append(f"execute {output.step_id}")
+        time.sleep(output.max_query_len / 1000)
+        if output.max_seq_len == 13:
+            raise RuntimeError("unlucky step")
+        return None if output.grammar_rows else ModelOutput(step_id=output.step_id)
+
+    def sample(self, masks):
+        self.log.append(f"sample {masks.step_id}")
+        return ModelOutput(step_id=masks.step_id, token_ids=[[1]])
+
+    def report(self):
+        return DeviceReport(device="echo")
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+    def shutdown(self) -> None:
+        self.log.append("shutdown")
+
+
+class FakePlatform:
+    def worker_class(self):
+        return EchoWorker
+
+
+@pytest.fixture
+def make(monkeypatch):
+    monkeypatch.setattr("pelton.platform.select.select_platform", lambda config, plugins: FakePlatform())
+    made: list[InProcessExecutor] = []
+
+    def build(**flat) -> InProcessExecutor:
+        made.append(InProcessExecutor(EngineConfig.from_flat(**flat), SimpleNamespace(), SimpleNamespace()))
+        return made[-1]
+
+    yield build
+    for executor in made:
+        executor.shutdown()
+
+
+def worker_of(executor: InProcessExecutor) -> EchoWorker:
+    assert isinstance(executor._worker, EchoWorker)
+    return executor._worker
+
+
+def step(step_id: int, *, ms: int = 0, fails: bool = False, grammar: bool = False) -> SchedulerOutput:
+    return SchedulerOutput(
+        step_id=step_id, max_query_len=ms, max_seq_len=13 if fails else 0, grammar_rows=[0] if grammar else []
+    )
+
+
+def test_execute_returns_at_once_and_steps_run_in_order(make):
+    executor = make()
+    start = time.monotonic()
+    handles = [executor.execute(step(i, ms=60)) for i in range(3)]
+    assert time.monotonic() - start < 0.05
+    assert not handles[2].ready()
+    with pytest.raises(TimeoutError, match="did not end"):
+        handles[2].result(timeout_s=0.01)
+    assert [handle.result(5).step_id for handle in handles] == [0, 1, 2]
+    assert handles[2].ready()
+
+
+def test_exception_comes_out_of_result_and_the_thread_lives(make):
+    executor = make()
+    handles = [executor.execute(step(0, fails=True)), executor.execute(step(1))]
+    with pytest.raises(RuntimeError, match="unlucky"):
+        handles[0].result(5)
+    assert handles[1].result(5).step_id == 1
+    executor.check_health()
+
+
+def test_step_with_grammar_holds_back_later_steps_until_its_masks(make):
+    executor = make()
+    first, second = executor.execute(step(0, grammar=True)), executor.execute(step(1))
+    time.sleep(0.05)
+    assert not first.ready() and not second.ready()
+    executor.sample(GrammarMasks(step_id=0, bitmask=b"", num_masks=[]))
+    assert first.result(5).token_ids == [[1]] and second.result(5).step_id == 1
+    assert worker_of(executor).log == ["execute 0", "sample 0", "execute 1"]
+
+
+def test_masks_may_come_before_the_step_ran(make):
+    executor = make()
+    slow = executor.execute(step(0, ms=50))
+    bound = executor.execute(step(1, grammar=True))
+    executor.sample(GrammarMasks(step_id=1, bitmask=b"", num_masks=[]))
+    assert slow.result(5).step_id == 0 and bound.result(5).step_id == 1
+
+
+def test_failed_step_with_grammar_does_not_wait_for_masks(make):
+    executor = make()
+    with pytest.raises(RuntimeError, match="unlucky"):
+        executor.execute(step(0, fails=True, grammar=True)).result(5)
+    assert executor.execute(step(1)).result(5).step_id == 1
+
+
+def test_call_runs_a_method_on_the_workers_thread(make):
+    executor = make()
+    assert executor.call("add", 2, 3) == 5
+    with pytest.raises(NotSupportedError, match="sleep"):
+        executor.call("sleep")
+    with pytest.raises(NotSupportedError, match="_private"):
+        executor.call("_private")
+
+
+def test_initialize_warms_up(make):
+    executor = make()
+    executor.initialize_kv_cache(None)
+    assert worker_of(executor).log == ["kv", "warm"]
+    assert executor.available_kv_cache_bytes() == 5
+    assert executor.report().device == "echo"
+
+
+def test_load_error_comes_out_of_the_constructor_and_leaves_no_thread(make):
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="torn"):
+        make(model="broken")
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_more_than_one_device_is_refused(make, name):
+    with pytest.raises(ConfigError, match=f"{name} is 2"):
+        make(**{name: 2})
+
+
+def test_shutdown_drops_queued_steps_and_is_idempotent(make):
+    executor = make()
+    worker = worker_of(executor)
+    running, queued = executor.execute(step(0, ms=100)), executor.execute(step(1, ms=5000))
+    time.sleep(0.02)
+    start = time.monotonic()
+    executor.shutdown()
+    executor.shutdown()
+    assert time.monotonic() - start < 2
+    assert running.result(1).step_id == 0
+    with pytest.raises(EngineDeadError):
+        queued.result(1)
+    assert worker.log[-1] == "shutdown" and worker.log.count("shutdown") == 1
+    for use in (lambda: executor.execute(step(2)), lambda: executor.call("add", 1, 1), executor.check_health):
+        with pytest.raises(EngineDeadError):
+            use()
+
+
+def test_shutdown_while_a_step_waits_for_masks(make):
+    executor = make()
+    handle = executor.execute(step(0, grammar=True))
+    time.sleep(0.02)
+    executor.shutdown()
+    with pytest.raises(EngineDeadError, match="masks"):
+        handle.result(1)
+
+
+def test_finished_step_is_not_kept_by_the_idle_thread():
+    import gc
+    import weakref
+
+    class Big:
+        pass
+
+    thread = WorkerThread("test")
+    future = thread.submit(Big)
+    watched = weakref.ref(future.result(5))
+    del future
+    time.sleep(0.05)
+    gc.collect()
+    assert watched() is None
+    thread.close(1)
+
+
+def test_interpreter_ends_while_a_step_runs():
+    """A daemon thread, stopped before modules are taken apart: no hang, no crash."""
+    code = (
+        "import time\n"
+        "from pelton.executor.in_process import WorkerThread\n"
+        "t = WorkerThread('w')\n"
+        "t.submit(lambda: time.sleep(600))\n"
+        "t.submit(lambda: None)\n"
+        "time.sleep(0.1)\n"
+        "print('end')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "end\n"
+
+
+def test_live_executors_are_shut_down_at_exit(make):
+    executor = make()
+    in_process._shutdown_all()
+    with pytest.raises(EngineDeadError):
+        executor.call("add", 1, 1)
