@@ -154,7 +154,7 @@ class Driver:
         self.runner = runner
         self.block_sizes = runner.state.block_sizes
         self.step_id = 0
-        self._next_block = [1] * len(self.block_sizes)
+        self._next_block = 1  # groups share the pool's memory, so no id is in two tables
         self.new: list[Running] = []
 
     def add(self, slot: int, prompt: Sequence[int], *, seed: int = 0, side_slot: int = -1, **params: Any) -> Running:
@@ -175,9 +175,9 @@ class Driver:
         for group, size in enumerate(self.block_sizes):
             need = -(-num_tokens // size) - request.num_blocks[group]
             if need > 0:
-                first = self._next_block[group]
+                first = self._next_block
                 appended.append((group, request.num_blocks[group], list(range(first, first + need))))
-                self._next_block[group] += need
+                self._next_block += need
                 request.num_blocks[group] += need
         return appended
 

@@ -62,7 +62,7 @@ def test_nothing_here_lists_every_reason():
 
 
 def test_named_device_that_is_not_here_fails_with_its_reason():
-    with pytest.raises(ConfigError, match="device is 'cuda'.*no driver"):
+    with pytest.raises(ConfigError, match=r"device is 'cuda'.*no driver"):
         choose_platform(platform_statuses(plugins(offer("cpu", 10), offer("cuda", 50, "no driver"))), "cuda")
 
 
