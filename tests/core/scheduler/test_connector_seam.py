@@ -131,3 +131,14 @@ def test_a_connector_that_fails_ends_the_requests_of_its_step_only(monkeypatch):
     harness.run()
     harness.check_request("b")
     harness.check_empty()
+
+
+def test_a_lone_request_waits_for_blocks_that_a_transfer_holds_and_is_not_cut():
+    connector = FakeConnector(
+        lambda request: 12 if request.request_id == "late" else 0, is_later=lambda request: request.request_id == "late"
+    )
+    harness = Harness(connector=connector, num_blocks=8, prefix_caching=False)
+    harness.executor.transfer_steps = 30
+    harness.add(make_request("a", 13, 12))
+    harness.add(make_request("late", 13, 3))
+    harness.run_and_check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pelton.config import SchedulerConfig
@@ -186,6 +186,13 @@ def remote_tokens(name: str) -> int | None:
     return [0, 4, 7, 12][hash_name(name) % 4]
 
 
+@example(416)  # seeds that found something once: junk of failed loads and steps, found and preempted under open steps
+@example(827)
+@example(839)
+@example(1336)
+@example(1786)
+@example(1971)
+@example(11064)
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32))
 def test_random_operations_hold_every_invariant(seed: int) -> None:

@@ -13,6 +13,7 @@ from pelton.errors import NotSupportedError, QueueFullError, RequestError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.scheduler.output import ModelOutput
 from pelton.scheduler.policy import PriorityPolicy
+from pelton.scheduler.slots import SlotPool
 from pelton.testing.fakes import FakeGrammar, FakeGrammarSource, FakeModel, FakeProposer, window_spec
 from pelton.testing.scheduler import Harness, make_request
 
@@ -705,17 +706,57 @@ def test_a_failing_policy_or_lookup_ends_the_request_it_was_asked_about():
 
 
 def test_nobody_is_admitted_in_the_step_that_preempts():
-    harness = Harness(num_blocks=8, policy=PriorityPolicy(), prefix_caching=False)
-    harness.add(make_request("first", 8, 12))
-    harness.add(make_request("second", 12, 12, priority=1))
-    harness.step()
-    harness.add(make_request("tiny", 1, 1, priority=1))
-    preempted = 0
-    while not preempted:
+    def start():
+        harness = Harness(num_blocks=8, policy=PriorityPolicy(), prefix_caching=False)
+        harness.add(make_request("first", 8, 12))
+        harness.add(make_request("second", 12, 12, priority=1))
+        return harness
+
+    harness, num_steps = start(), 0
+    while not harness.scheduler.take_stats().num_preemptions:
         harness.step()
-        preempted = harness.scheduler.take_stats().num_preemptions
-    assert harness.executor.outputs[-1].new == []
+        num_steps += 1
+    harness = start()
+    for _ in range(num_steps - 1):
+        harness.step()
+    harness.add(make_request("vip", 1, 3))
+    harness.step()
+    assert harness.scheduler.take_stats().num_preemptions == 1 and set(rows(harness)) == {"first"}
+    harness.step()
+    assert set(rows(harness)) == {"first", "vip"}
     harness.run_and_check()
+
+
+def test_blocks_given_up_under_an_open_step_that_fails_are_not_found_again():
+    for how in ("abort", "preempt"):
+        harness = Harness(max_steps_in_flight=2, max_num_seqs=2)
+        harness.executor.fails = lambda step_id: "boom" if step_id == 0 else None
+        prompt = [*range(1, 14)]
+        harness.add(make_request("a", prompt, 5))
+        harness.launch()
+        if how == "abort":
+            harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
+        else:
+            harness.scheduler._preempt(harness.scheduler._requests["a"])
+        harness.retire()
+        harness.add(make_request("b", prompt, 5))
+        harness.run()
+        assert harness.outputs["b"][0].num_cached_tokens == 0
+        harness.check_request("b")
+        harness.check_empty()
+
+
+def test_a_slot_freed_in_a_step_that_never_arrived_is_told_again():
+    slots = SlotPool(3)
+    taken = [slots.take() for _ in range(3)]
+    assert taken == [0, 1, 2]
+    slots.give_back(1)
+    slots.give_back(2)
+    lost = slots.take_freed()
+    assert slots.take() == 2
+    slots.tell_again(lost)
+    assert slots.take_freed() == [1]  # 2 has a new holder
+    assert slots.take_freed() == []
 
 
 def test_stop_tokens_before_min_tokens_do_not_end_a_request_even_if_they_are_sampled():
