@@ -47,7 +47,6 @@ class EngineCore:
     def __init__(
         self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, executor: Executor | None = None
     ) -> None:
-        phase_s: dict[str, float] = {}
         self.config = config = resolve_sizes(config, model, plugins)
         self.model = model
         self.plugins = plugins
@@ -56,9 +55,10 @@ class EngineCore:
         self._is_shut_down = False
         self._grammars: GrammarManager | None = None
         try:
-            with phase("plan KV cache", phase_s):
+            # Their parts are timed by the executor, in its report: timed here too they would count twice.
+            with phase("plan KV cache"):
                 self.plan = make_plan(config, model, self._executor)
-            with phase("allocate KV cache and warm up", phase_s):
+            with phase("allocate KV cache and warm up"):
                 self._executor.initialize_kv_cache(self.plan)
             self._kv = make_kv_manager(config, model, plugins, self.plan)
             self._grammars = make_grammar_manager(model, plugins)
@@ -73,7 +73,7 @@ class EngineCore:
         self._has_news = False  # something ended since stats were last told
         self._request_ids: set[str] = set()
         self._host_s = dict.fromkeys(("schedule", "execute", "wait", "update", "output"), 0.0)
-        self.info = self._describe(phase_s)
+        self.info = self._describe()
         # What start-up made stays: the collector need not walk it again in the middle of a step.
         gc.collect()
         gc.freeze()
@@ -103,7 +103,7 @@ class EngineCore:
         )
         return scheduler
 
-    def _describe(self, phase_s: dict[str, float]) -> EngineInfo:
+    def _describe(self) -> EngineInfo:
         config, plan, report = self.config, self.plan, self._executor.report()
         scheduler = config.scheduler
         assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
@@ -118,7 +118,7 @@ class EngineCore:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=self.model.max_model_len,
-            phase_s={**report.phase_s, **phase_s},
+            phase_s=dict(report.phase_s),
             plugin_digest=self.plugins.digest(),
             cache_config=settings,
         )

@@ -287,7 +287,9 @@ class FakeExecutor(Executor):
         return method
 
     def report(self) -> DeviceReport:
-        return DeviceReport(device="fake", platform="fake", attention_backend="fake", attention_reason="a test")
+        return DeviceReport(
+            device="fake", platform="fake", attention_backend="fake", attention_reason="a test", phase_s={"load": 0.5}
+        )
 
     def check_health(self) -> None:
         if self.dead is not None:
