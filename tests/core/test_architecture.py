@@ -211,7 +211,7 @@ def test_each_hook_has_docs_a_type_and_a_test(name):
     assert re.fullmatch(r"\d+\.\d+", hook.since)
     assert f"`{name}" in (ROOT / "docs/hooks.md").read_text() or f"## {name}" in (ROOT / "docs/hooks.md").read_text()
     tests = [path for path, text in HOOK_USERS.items() if name in text and path != Path(__file__)]
-    assert tests, f"no test names {name}"
+    assert tests or name in NOT_CALLED_YET, f"no test names {name}"
 
 
 def test_each_hook_is_called_by_the_engine_with_its_arguments():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,10 +84,8 @@ def test_the_shell_generate_example(capsys):
     line = next(
         line for line in block_with("bash", "pelton generate").splitlines() if line.startswith("pelton generate")
     )
-    import shlex
-
     argv = shlex.split(line)[1:]
-    assert main([*argv, "--kv-cache-memory-bytes", "64M", "--log-level", "error"]) == 0
+    assert main([*argv, "--max-model-len", "1024", "--kv-cache-memory-bytes", "64M", "--log-level", "error"]) == 0
     assert "Paris" in capsys.readouterr().out
 
 

@@ -1,0 +1,190 @@
+"""What a plugin offers through a hook is what the engine uses: one run with everything replaceable replaced."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pelton import LLM, SamplingParams, hookimpl
+from pelton.entries import Entry, LoaderEntry
+from pelton.errors import ConfigError
+from pelton.executor.in_process import InProcessExecutor
+from pelton.kv_cache.manager import PagedKVCacheManager
+from pelton.model.formats import HFFolderFormat
+from pelton.plugins import Plugins, load_plugins, register
+from pelton.scheduler.policy import SchedulingPolicy
+from pelton.scheduler.scheduler import DefaultScheduler
+from pelton.testing.models import make_tiny_checkpoint
+
+HERE = "pelton_test_hooks_module"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
+SMALL = {
+    "max_num_seqs": 1,
+    "max_model_len": 64,
+    "kv_cache_memory_bytes": 2**20,
+    "disable_log_stats": True,
+    "dtype": "float32",
+}
+PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}, {"prompt_token_ids": [10, 11, 12, 13]}]
+
+used: list[str] = []
+
+
+class Executor(InProcessExecutor):
+    def execute(self, output):
+        used.append("executor")
+        return super().execute(output)
+
+
+class Scheduler(DefaultScheduler):
+    def schedule(self):
+        used.append("scheduler")
+        return super().schedule()
+
+
+class Manager(PagedKVCacheManager):
+    def allocate(self, *args, **kwargs):
+        used.append("manager")
+        return super().allocate(*args, **kwargs)
+
+
+class LastComeFirstServed(SchedulingPolicy):
+    def rank(self, request):
+        used.append("policy")
+        return (-request.arrival,)
+
+
+class Format(HFFolderFormat):
+    """A folder whose name ends in .mine, with its weights under another name."""
+
+    def matches(self, path: Path) -> bool:
+        return path.suffix == ".mine"
+
+    def weights_format(self, path: Path) -> str:
+        used.append("format")
+        return "mine"
+
+
+def make_loader(config, model):
+    from pelton_plugins.loaders.safetensors_loader import SafetensorsLoader
+
+    used.append("loader")
+    hidden = Path(model.path) / "weights.hidden"
+    hidden.rename(hidden.with_name("model.safetensors"))
+    return SafetensorsLoader(config, model)
+
+
+def find_source(request) -> str | None:
+    if not request.name.startswith("mine:"):
+        return None
+    used.append("source")
+    return request.name.removeprefix("mine:")
+
+
+class EverythingPlugin:
+    """Takes the place of the built-in parts: by name where there is a setting, by priority where there is none."""
+
+    PELTON_API = ">=1,<2"
+
+    @hookimpl
+    def pelton_executors(self):
+        return [Entry(name="mine", load=f"{HERE}:Executor", priority=60)]
+
+    @hookimpl
+    def pelton_schedulers(self):
+        return [Entry(name="mine", load=f"{HERE}:Scheduler")]
+
+    @hookimpl
+    def pelton_scheduling_policies(self):
+        return [Entry(name="lifo", load=f"{HERE}:LastComeFirstServed")]
+
+    @hookimpl
+    def pelton_kv_cache_managers(self):
+        return [Entry(name="mine", load=f"{HERE}:Manager", priority=60)]
+
+    @hookimpl
+    def pelton_model_loaders(self):
+        return [LoaderEntry(name="mine", load=f"{HERE}:make_loader")]
+
+    @hookimpl
+    def pelton_model_formats(self):
+        return [Entry(name="mine", load=f"{HERE}:Format", priority=60)]
+
+    @hookimpl
+    def pelton_model_sources(self):
+        return [Entry(name="mine", load=f"{HERE}:find_source", priority=60)]
+
+    @hookimpl
+    def pelton_config_adjustments(self, config):
+        return {
+            "scheduler": ("mine", "the plugin brings one"),
+            "scheduling_policy": ("lifo", "newest first is what it wants"),
+            "max_num_seqs": (3, "the user's one is kept"),
+        }
+
+
+@pytest.fixture
+def plugins(monkeypatch) -> Plugins:
+    module = ModuleType(HERE)
+    for thing in (Executor, Scheduler, Manager, LastComeFirstServed, Format, make_loader, find_source):
+        setattr(module, thing.__name__, thing)
+    monkeypatch.setitem(sys.modules, HERE, module)
+    used.clear()
+    loaded = load_plugins(only=[])
+    register(loaded.manager, EverythingPlugin(), "everything", "test")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("hooks") / "model", "llama")
+
+
+def finish_order(llm: LLM) -> list[str]:
+    for index, prompt in enumerate(PROMPTS):
+        llm.llm_engine.add_request(str(index), prompt, GREEDY)
+    done = []
+    while llm.llm_engine.has_unfinished_requests():
+        done += [output.request_id for output in llm.llm_engine.step() if output.finished]
+    return done
+
+
+def test_what_a_plugin_offers_is_what_runs(plugins, checkpoint, tmp_path):
+    mine = tmp_path / "model.mine"
+    shutil.copytree(checkpoint, mine)
+    (mine / "model.safetensors").rename(mine / "weights.hidden")
+    with LLM(model=str(checkpoint), plugins=load_plugins(only=[]), **SMALL) as llm:
+        expected = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        assert finish_order(llm) == ["0", "1", "2"]
+    assert not used
+    with LLM(model=f"mine:{mine}", plugins=plugins, **SMALL) as llm:
+        assert llm.llm_engine.config.scheduler.max_num_seqs == 1
+        answers = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        assert finish_order(llm) == ["2", "1", "0"]
+    assert answers == expected
+    assert {"executor", "scheduler", "manager", "policy", "format", "loader", "source"} == set(used)
+
+
+def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):
+    with LLM(model=str(checkpoint), plugins=plugins, scheduling_policy="fcfs", scheduler="default", **SMALL) as llm:
+        assert finish_order(llm) == ["0", "1", "2"]
+    assert "policy" not in used and "scheduler" not in used
+    assert "executor" in used and "manager" in used
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("scheduler", "scheduler is 'none'; there is mine, default"),
+        ("scheduling_policy", "scheduling_policy is 'none'; there is lifo, fcfs, priority"),
+        ("distributed_executor_backend", "distributed_executor_backend is 'none'; there is mine, in_process"),
+        ("load_format", r"load_format is 'none'; there is .*mine"),
+    ],
+)
+def test_a_name_that_nobody_offers_lists_those_there_are(plugins, checkpoint, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(model=str(checkpoint), plugins=plugins, **SMALL, **{setting: "none"})

@@ -1,0 +1,43 @@
+"""The example plugins, installed as a user would, into a folder of their own."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGINS = {
+    "tiny_model": "pelton-tiny-model",
+    "jsonl_stats": "pelton-jsonl-stats",
+    "dummy_device": "pelton-dummy-device",
+}
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the three packages, built and installed by pip without a network."""
+    folder = tmp_path_factory.mktemp("site")
+    sources = [str(ROOT / "examples/plugins" / name) for name in PLUGINS.values()]
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation",
+        "--disable-pip-version-check", "--target", str(folder), *sources,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The packages importable in this process; gone again afterwards, so that other tests do not see them."""
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site))  # for engine processes
+    importlib.invalidate_caches()
+    yield site
+    for name in [name for name in sys.modules if name.split(".")[0] in {f"pelton_{plugin}" for plugin in PLUGINS}]:
+        del sys.modules[name]

@@ -1,0 +1,70 @@
+"""Every example script runs as it stands, as a script without a main guard."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pelton_e2e import serving
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "examples/scripts"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(SCRIPTS / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving("smollm2", "--max-model-len", "1024", "--kv-cache-memory-bytes", "64M", log=log) as (url, _):
+        yield f"{url}/v1"
+
+
+def test_every_script_has_a_test():
+    text = Path(__file__).read_text()
+    for path in SCRIPTS.glob("*.py"):
+        assert f'"{path.name}"' in text, path.name
+
+
+def test_offline_generate():
+    out = run("offline_generate.py")
+    assert "Paris" in out.splitlines()[0] and len(out.splitlines()) == 3
+
+
+def test_offline_chat():
+    out = run("offline_chat.py")
+    assert "Paris" in out
+    cached = [int(number) for number in re.findall(r", (\d+) of them from the cache", out)]
+    assert len(cached) == 2 and cached[1] >= 16
+
+
+def test_async_stream():
+    out = run("async_stream.py")
+    assert out.count("[length]") + out.count("[stop]") == 2
+    assert "'The sky is'" in out and "'Bread is made of'" in out
+
+
+def test_prefix_caching():
+    found = [
+        (int(a), int(b)) for a, b in re.findall(r": (\d+) of (\d+) prompt tokens were cached", run("prefix_caching.py"))
+    ]
+    assert len(found) == 3 and found[0][0] == 0
+    assert all(cached > 0.8 * total for cached, total in found[1:])
+
+
+def test_llm_engine_loop():
+    out = run("llm_engine_loop.py")
+    assert "first is done" in out and "second is done" in out and "third is done" not in out
+
+
+def test_openai_client(server):
+    out = run("openai_client.py", server)
+    assert "Paris" in out and "total_tokens" in out
