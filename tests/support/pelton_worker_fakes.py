@@ -139,6 +139,7 @@ class Running:
     num_computed: int = 0
     num_blocks: list[int] = field(default_factory=list)
     side_slot: int = -1
+    bad_words: list[list[int]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     results: list[ModelOutput] = field(default_factory=list)
 
@@ -201,7 +202,7 @@ class Driver:
                         request_id=str(request.slot), slot=request.slot, token_ids=list(request.token_ids),
                         num_prompt_tokens=request.num_prompt_tokens, sampling_params=request.params,
                         eos_token_ids=[2], seed=request.seed, block_ids=tables, side_slot=request.side_slot,
-                        bad_words_token_ids=getattr(request.params, "_bad", []),
+                        bad_words_token_ids=request.bad_words,
                     )
                 )  # fmt: skip
             else:

@@ -63,3 +63,7 @@ class WorkerConnector(ABC):
     @abstractmethod
     def take_finished(self) -> tuple[Sequence[str], Sequence[str]]:
         """Request ids whose (sending, receiving) finished since the last call."""
+
+    def take_invalid_block_ids(self) -> Sequence[int]:
+        """Blocks whose load failed since the last call: their holders are computed again."""
+        return ()

@@ -100,6 +100,11 @@ class ModelRunner:
         self._staging = StagingRing(num_staging_parts, 4096, state.device)
         self._pending: _Step | None = None
 
+    def add_connector(self, name: str, connector: WorkerConnector) -> None:
+        """Call `connector` around every step; `name` is its key in `SchedulerOutput.extensions`."""
+        connector.register_kv_caches(self.pool.caches())
+        self.connectors[name] = connector
+
     def execute(self, output: SchedulerOutput) -> ModelOutput | None:
         """Run a step; None when it has grammar rows: `sample` then gives the result."""
         if self._pending is not None:
@@ -203,6 +208,7 @@ class ModelRunner:
             sending, receiving = connector.take_finished()
             result.finished_sending += sending
             result.finished_receiving += receiving
+            result.invalid_block_ids += connector.take_invalid_block_ids()
         result.device_time_s = time.monotonic() - step.started
         return result
 

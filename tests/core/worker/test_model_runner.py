@@ -10,6 +10,7 @@ import torch
 from pelton_worker_fakes import VOCAB, Driver, make_runner, oracle_greedy, oracle_logits
 
 from pelton.errors import EngineError
+from pelton.kv_transfer.interface import WorkerConnector
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
@@ -347,6 +348,35 @@ def test_penalties_count_outputs_over_steps_drafts_and_preemption(driver, with_d
     assert request.token_ids == expected[: len(request.token_ids)]
 
 
+def test_min_tokens_ends_after_exactly_that_many(driver):
+    """EOS is 2 (see the driver); a bias makes it the best token at every place."""
+    request = driver.add(0, PROMPTS[2], side_slot=0, min_tokens=3, logit_bias={2: 90.0})
+    driver.step([(request, 9)])
+    driver.decode([request], 3)
+    assert [token == 2 for token in request.output] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_bad_words_follow_the_output(driver, with_drafts):
+    plain = oracle_greedy(PROMPTS[2], 8)
+    expected, word = list(PROMPTS[2]), plain[1:4]
+    for _ in range(8):
+        logits = oracle_logits(expected)
+        if expected[9:][-2:] == word[:2]:
+            logits[word[2]] = -torch.inf
+        expected.append(int(logits.argmax()))
+    assert expected[9:13] != plain[:4]
+    request, other = driver.add(0, PROMPTS[2], side_slot=0), driver.add(1, PROMPTS[1])
+    request.bad_words = [word]
+    driver.step([(request, 9), (other, 2)])
+    while len(request.output) < 8:
+        if with_drafts:
+            driver.step([(other, 1), (request, 1)], {0: plain[len(request.output) :][:3]})
+        else:
+            driver.decode([request, other], 1)
+    assert request.output[:8] == expected[9:]
+
+
 def test_side_slot_of_another_owner_leaves_nothing_behind(driver):
     first = driver.add(0, PROMPTS[2], side_slot=0, repetition_penalty=1.9, logit_bias={3: 90.0}, min_tokens=5,
                        allowed_token_ids=[3, 2])  # fmt: skip
@@ -373,9 +403,13 @@ def test_block_copies_come_before_the_step(driver):
     )
 
 
-class Connector:
+class Connector(WorkerConnector):
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.caches: dict[str, torch.Tensor] = {}
+
+    def register_kv_caches(self, caches) -> None:
+        self.caches = caches
 
     def start_load(self, metadata: bytes) -> None:
         self.calls.append(f"load {metadata.decode()}")
@@ -386,21 +420,27 @@ class Connector:
     def take_finished(self):
         return ["sent"], ["got"]
 
+    def take_invalid_block_ids(self):
+        return [6]
+
 
 def test_connector_is_called_around_the_forward_pass(driver):
     connector, model = Connector(), driver.runner.model
-    driver.runner.connectors["store"] = connector
+    driver.runner.add_connector("store", connector)
     forward = model.forward
     model.forward = lambda batch: (connector.calls.append("forward"), forward(batch))[1]
     request = driver.add(0, PROMPTS[2])
     result = driver.step([(request, 9)], extensions={"store": b"x", "other": b"y"})
     assert connector.calls == ["load x", "forward", "saved"]
     assert (result.finished_sending, result.finished_receiving) == (["sent"], ["got"])
+    assert result.invalid_block_ids == [6]
+    assert all(page.shape[0] == driver.runner.pool.num_blocks for page in connector.caches.values())
+    assert list(connector.caches) == [layer.name for layer in driver.runner.pool.layers]
 
 
 def test_step_without_rows_still_reaches_connectors(driver):
     connector = Connector()
-    driver.runner.connectors["store"] = connector
+    driver.runner.add_connector("store", connector)
     result = driver.runner.execute(SchedulerOutput(step_id=4, extensions={"store": b"z"}))
     assert result is not None and result.step_id == 4 and result.token_ids == []
     assert connector.calls == ["load z", "saved"]
