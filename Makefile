@@ -8,6 +8,7 @@
 #   PYTHON=python3.12               the interpreter that .venv is made with
 #   ARGS="--max-num-seqs 8"         further arguments of `pelton serve`
 #   PYTEST_ARGS="tests/cli -x"      what pytest is given; the whole suite when unset
+#   WORKERS=0                       processes that run tests; one a core and at most 4 when unset, 0: in pytest's own
 #   PIP_FLAGS=-q                    further flags of pip install
 #   TORCH=torch==2.13.0             the torch to install
 #   TORCH_INDEX_URL=URL             where torch comes from, when not from pip's own index
@@ -33,6 +34,8 @@ PORT ?= 8000
 MODEL ?= smollm2
 ARGS ?=
 PYTEST_ARGS ?=
+# A test file runs in one of these processes, so that what its tests share is made once.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
 PIP_FLAGS ?=
 
 .PHONY: help serve test lint format check docs setup clean
@@ -89,7 +92,7 @@ serve: setup  ## serve the demo model on http://127.0.0.1:8000
 	@exec $(BIN)/pelton serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(STAMPS)/test $(STAMPS)/demo  ## the whole test suite
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
