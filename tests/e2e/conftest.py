@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pelton_e2e import FAMILIES, NUM_NEW_TOKENS, Reference, greedy_reference, make_prompts, serving
 
+
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """A function from family to its reference; made once per session."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from pelton_e2e import NUM_NEW_TOKENS, Reference
 
 from pelton import LLM, SamplingParams
@@ -38,7 +37,9 @@ def test_reference_has_no_ties(reference: Reference) -> None:
         pytest.param({}, id="batched"),
         pytest.param({"max_num_seqs": 1}, id="alone"),
         pytest.param({"max_num_batched_tokens": 16}, id="chunked"),
-        pytest.param({"block_size": 8, "enable_prefix_caching": False, "long_prefill_token_threshold": 50}, id="no-prefix-cache"),
+        pytest.param(
+            {"block_size": 8, "enable_prefix_caching": False, "long_prefill_token_threshold": 50}, id="no-prefix-cache"
+        ),
         pytest.param({"disable_hybrid_kv_cache_manager": True, "max_num_batched_tokens": 128}, id="no-hybrid"),
     ],
 )
@@ -54,7 +55,9 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
         # All of it again: whole prompts and outputs are in the cache now; and prompts that continue an earlier answer.
         again = llm.generate([{"prompt_token_ids": p} for p in reference.prompts], GREEDY, use_tqdm=False)
         assert [list(o.outputs[0].token_ids) for o in again] == reference.outputs
-        assert sum(o.num_cached_tokens or 0 for o in again) >= 16 * sum((len(p) - 1) // 16 for p in reference.prompts) // 2
+        assert (
+            sum(o.num_cached_tokens or 0 for o in again) >= 16 * sum((len(p) - 1) // 16 for p in reference.prompts) // 2
+        )
         longer = [p + out[:40] for p, out in zip(reference.prompts, reference.outputs, strict=True)]
         short = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS - 40, ignore_eos=True, detokenize=False)
         assert generate(llm, longer, short) == [out[40:] for out in reference.outputs]
@@ -104,7 +107,9 @@ def test_one_prefix_of_64_requests_is_computed_once(llama: Reference) -> None:
 
 def test_seeded_sampling_does_not_depend_on_the_batch(llama: Reference) -> None:
     def params(i: int) -> SamplingParams:
-        return SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=1000 + i, max_tokens=32, ignore_eos=True, detokenize=False)
+        return SamplingParams(
+            temperature=0.9, top_p=0.95, top_k=50, seed=1000 + i, max_tokens=32, ignore_eos=True, detokenize=False
+        )
 
     with make_llm(llama) as llm:
         prompts = [{"prompt_token_ids": p} for p in llama.prompts]

@@ -34,7 +34,13 @@ def resident_bytes(root: psutil.Process) -> int:
 
 
 async def complete(client: httpx.AsyncClient, prompt: list[int], max_tokens: int, **more: object) -> dict[str, object]:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | more
+    body = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    } | more
     response = await client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()
@@ -77,7 +83,14 @@ async def test_a_thousand_requests_with_aborts_leave_nothing_behind(llama_server
         index = rng.randrange(len(reference.prompts))
         prompt, expected = reference.prompts[index], reference.outputs[index]
         tokens, abort = rng.randint(1, 24), rng.random() < 0.3
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        body = {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
         async with gate:
             got: list[int] = []
             async with client.stream("POST", "/v1/completions", json=body) as stream:
@@ -107,7 +120,13 @@ def test_curl_sees_the_same(llama_server: tuple[str, Reference], tmp_path: Path)
     import subprocess
 
     url, reference = llama_server
-    body = {"prompt": reference.prompts[5], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "prompt": reference.prompts[5],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     reply = subprocess.run(
         ["curl", "-s", url + "/v1/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body)],
         capture_output=True, check=True, timeout=30,

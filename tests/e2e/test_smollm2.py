@@ -24,7 +24,9 @@ def llm() -> Iterator[LLM]:
     ],
 )
 def test_answers_are_sensible(llm: LLM, question: str, word: str) -> None:
-    [output] = llm.chat([{"role": "user", "content": question}], SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
+    [output] = llm.chat(
+        [{"role": "user", "content": question}], SamplingParams(temperature=0, max_tokens=48), use_tqdm=False
+    )
     text = output.outputs[0].text
     assert word in text, text
     assert "<|im_end|>" not in text

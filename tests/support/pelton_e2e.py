@@ -64,7 +64,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(model: str, *flags: str, log: Path, timeout_s: float = 120.0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def serving(
+    model: str, *flags: str, log: Path, timeout_s: float = 120.0
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`pelton serve` on a free port until the block ends; gives (base URL, process)."""
     port = free_port()
     command = [sys.executable, "-m", "pelton.cli.main", "serve", model, "--port", str(port), *flags]
