@@ -23,9 +23,13 @@ def test_plugins_lists_what_is_loaded_from_where_and_what_it_offers(capsys):
     assert (core["distribution"], core["module"], core["loaded"]) == ("pelton", "pelton.builtin", True)
     assert "pelton_schedulers" in core["hooks"]
     schedulers = [entry for entry in core["entries"] if entry["hook"] == "pelton_schedulers"]
-    assert schedulers[0]["name"] == "default" and schedulers[0]["status"] == "offered"
+    assert schedulers[0]["name"] == "default" and schedulers[0]["status"] == "chosen"
     cpu = [entry for entry in listing["cpu"]["entries"] if entry["hook"] == "pelton_platforms"]
-    assert cpu[0]["status"] == "here"
+    assert cpu[0]["status"] == "chosen"
+    policies = {
+        entry["name"]: entry["status"] for entry in core["entries"] if entry["hook"] == "pelton_scheduling_policies"
+    }
+    assert policies == {"fcfs": "chosen", "priority": "offered"}
 
 
 def test_plugins_says_the_same_to_people(capsys):
@@ -46,7 +50,8 @@ def test_collect_env_hides_secrets_and_names_misspelt_variables(capsys, monkeypa
     monkeypatch.setenv("PELTON_API_KEY", "geheim")
     monkeypatch.setenv("PELTON_PLUGIN", "x")
     assert main(["collect-env"]) == 0
-    text = capsys.readouterr().out
+    text, warning = capsys.readouterr()
+    assert "warning: Environment variable PELTON_PLUGIN is not read; did you mean PELTON_PLUGINS?" in warning
     assert "geheim" not in text and "(set, not shown)" in text
     assert "PELTON_PLUGIN is not read; did you mean PELTON_PLUGINS?" in text
     for word in ("pelton", "python", "torch", "memory", "cpu", "plugins"):

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from pelton import __version__
+from pelton import __version__, env
 from pelton.config.engine import did_you_mean
 from pelton.entries import CommandEntry
 from pelton.errors import ConfigError, PeltonError, PluginError
@@ -59,6 +59,8 @@ def _run(argv: list[str]) -> int:
         kind = "flag" if name.startswith("-") else "command"
         hint = did_you_mean(name, commands)
         raise ConfigError(f"Unknown {kind} {name!r}.{hint} Commands: {', '.join(sorted(commands))}.")
+    for line in env.misspelt():
+        print(f"warning: {line}", file=sys.stderr)
     run: Callable[[list[str]], int] = commands[name].resolve()
     return run(rest)
 

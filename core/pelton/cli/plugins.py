@@ -13,9 +13,12 @@ import pluggy
 
 from pelton import hookspecs
 from pelton.cli.table import format_table
+from pelton.config import EngineConfig
 from pelton.config.flags import parse_flags
 from pelton.entries import PlatformEntry
 from pelton.errors import PluginError
+from pelton.metrics.manager import chosen_entries
+from pelton.platform.select import describe_platforms
 from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -50,6 +53,7 @@ def run(argv: list[str]) -> int:
 def describe(plugins: Plugins) -> list[dict[str, Any]]:
     """One record a plugin, with its offers and what became of each; plugins that were left out come last."""
     offers = all_offers(plugins)
+    chosen = default_choices(plugins)
     records = []
     for plugin in plugins.loaded:
         mine = [(offer, where) for offer, where in offers if offer.plugin.name == plugin.name]
@@ -61,7 +65,7 @@ def describe(plugins: Plugins) -> list[dict[str, Any]]:
                 "module": plugin.module,
                 "loaded": True,
                 "hooks": plugin.hooks,
-                "entries": [_entry_record(offer, where) for offer, where in mine],
+                "entries": [_entry_record(offer, where, chosen) for offer, where in mine],
             }
         )
     records += [
@@ -102,7 +106,22 @@ def device_types(plugins: Plugins) -> list[str]:
     return list(dict.fromkeys([*DEVICE_TYPES, *names]))
 
 
-def _entry_record(offer: Offer, where: str) -> dict[str, Any]:
+def default_choices(plugins: Plugins) -> dict[str, set[str]]:
+    """Hook to the names that an engine takes when no setting names another. Hooks whose entries are picked by what a
+    model or a request names (models, loaders, commands, ...) are not in it."""
+    config = EngineConfig()
+    best = ("pelton_executors", "pelton_kv_cache_managers", "pelton_structured_output_backends")
+    choices = {hook: {entry.name for entry in plugins.entries(hook)[:1]} for hook in best}
+    choices["pelton_schedulers"] = {config.scheduler.scheduler}
+    choices["pelton_scheduling_policies"] = {config.scheduler.scheduling_policy}
+    choices["pelton_stat_loggers"] = {entry.name for entry in chosen_entries(plugins)}
+    choices["pelton_platforms"] = {
+        status.name for status, is_chosen in describe_platforms(config, plugins) if is_chosen
+    }
+    return choices
+
+
+def _entry_record(offer: Offer, where: str, chosen: dict[str, set[str]]) -> dict[str, Any]:
     entry = offer.entry
     return {
         "hook": offer.hook,
@@ -111,16 +130,18 @@ def _entry_record(offer: Offer, where: str) -> dict[str, Any]:
         "load": entry.load,
         "device_types": where,
         "doc": entry.doc or getattr(entry, "help", ""),
-        "status": _status(offer),
+        "status": _status(offer, chosen),
     }
 
 
-def _status(offer: Offer) -> str:
+def _status(offer: Offer, chosen: dict[str, set[str]]) -> str:
     if offer.replaced_by is not None:
         return f"replaced by {offer.replaced_by}"
+    if offer.entry.name in chosen.get(offer.hook, ()):
+        return "chosen"
     if isinstance(offer.entry, PlatformEntry):
         reason = offer.entry.probe()
-        return "here" if reason is None else f"not here: {reason}"
+        return "here, for --device " + offer.entry.name if reason is None else f"not here: {reason}"
     return "offered"
 
 
