@@ -170,18 +170,6 @@ def pelton_structured_output_backends() -> Sequence[Entry]:
 
 
 @hookspec(since="1.0")
-def pelton_draft_proposers() -> Sequence[Entry]:
-    """Offer draft proposers: `load` gives a `pelton.spec_decode.interface.DraftProposer` factory."""
-    raise NotImplementedError
-
-
-@hookspec(since="1.0")
-def pelton_kv_connectors() -> Sequence[Entry]:
-    """Offer KV connectors: `load` gives a pair (SchedulerConnector class, WorkerConnector class)."""
-    raise NotImplementedError
-
-
-@hookspec(since="1.0")
 def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
     """Change settings before anything is built: flat setting name to (value, reason). Each change is logged with its reason;
     two plugins that set one field to different values are an error. A setting that the user gave explicitly wins."""

@@ -63,9 +63,13 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
         assert generate(llm, longer, short) == [out[40:] for out in reference.outputs]
 
 
+SMALL_POOL = {"mistral": 1 + 2 * 10, "gemma3": 1 + 24 + 5 * 8 + 24}
+"""Blocks: the longest request fits, all do not. A window keeps few; 384 tokens of full attention take 24 (all others)."""
+
+
 def test_forced_preemption_changes_nothing(reference: Reference) -> None:
-    # 300 + 64 tokens are 23 blocks of 16 a full-attention group: one long request fits, sixteen do not.
-    with make_llm(reference, num_gpu_blocks_override=1 + 2 * 23 * (2 if reference.family == "gemma3" else 1)) as llm:
+    blocks = SMALL_POOL.get(reference.family, 1 + 2 * 24)
+    with make_llm(reference, max_model_len=384, max_num_batched_tokens=64, num_gpu_blocks_override=blocks) as llm:
         assert generate(llm, reference.prompts) == reference.outputs
         assert llm.num_preemptions() > 0
         assert llm.kv_cache_usage() == 0.0

@@ -19,7 +19,7 @@ def llm() -> Iterator[LLM]:
     "question, word",
     [
         pytest.param("What is the capital of France?", "Paris", id="paris"),
-        pytest.param("Which planet do we live on?", "Earth", id="earth"),
+        pytest.param("What is the opposite of hot?", "cold", id="opposite"),
         pytest.param("How many days are in a week? Answer with a number.", "7", id="week"),
     ],
 )
