@@ -281,7 +281,10 @@ def test_each_module_says_what_it_is_for():
 
 def test_the_project_names_no_machine_and_no_registry():
     """Paths of a developer's machine and hosts of registries have no place in a repository."""
-    pattern = re.compile(r"/work/(main|shared)|pypi\.org|pythonhosted\.org|download\.pytorch\.org|huggingface\.co/")
+    pattern = re.compile(
+        re.escape(str(ROOT))
+        + r"|--(extra-)?index-url[ =]\"?https?://|\bhttps?://[^\s/]*(pypi|pytorch|huggingface)[^\s/]*/"
+    )
     suffixes = {".py", ".md", ".toml", ".yaml", ".cfg", ".sh", ".txt"}
     own = [
         p
