@@ -151,7 +151,8 @@ def test_a_reader_that_goes_away_is_no_traceback():
 def test_ctrl_c_is_no_traceback(tmp_path):
     """Interrupted while it waits for prompts on stdin."""
     code = (
-        "import sys, pathlib; from pelton.cli.main import main\n"
+        "import signal, sys, pathlib; from pelton.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a runner in the background hands down SIG_IGN
         f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
         "sys.exit(main(['generate']))"
     )
