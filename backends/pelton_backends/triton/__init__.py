@@ -1,0 +1,1 @@
+"""Attention and fused seams in Triton."""

@@ -1,0 +1,1 @@
+"""Paged attention kernels, one family a file."""

@@ -1,0 +1,1 @@
+"""Fused seams (`pelton.ops.interface`), one kernel family a file."""

@@ -1,0 +1,55 @@
+"""Paged attention and fused seams in Triton, for CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton.entries import BackendEntry, OpEntry
+from pelton.hookspecs import hookimpl
+
+PELTON_API = ">=1,<2"
+
+_OPS = "pelton_backends.triton.ops"
+
+# seam, name, priority, what to load. Priorities order the implementations of one seam by the batch sizes they serve.
+_ENTRIES = (
+    ("embed", "triton", 50, "embed:TritonEmbed"),
+    ("add_norm_linear", "triton_gemv", 60, "gemv:GemvAddNormLinear"),
+    ("add_norm_linear", "triton_small_batch", 55, "small_batch:SmallBatchAddNormLinear"),
+    ("add_norm_linear", "triton_cublas", 50, "large_batch:LargeBatchAddNormLinear"),
+    ("linear", "triton_gemv", 60, "gemv:GemvLinear"),
+    ("linear", "triton_small_batch", 55, "small_batch:SmallBatchLinear"),
+    ("linear", "triton_cublas", 50, "large_batch:LargeBatchLinear"),
+    ("add_norm_gated_linear", "triton_gemv", 60, "gemv:GemvAddNormGatedLinear"),
+    ("add_norm_gated_linear", "triton_small_batch", 55, "small_batch:SmallBatchAddNormGatedLinear"),
+    ("add_norm_gated_linear", "triton_cublas", 50, "large_batch:LargeBatchAddNormGatedLinear"),
+    ("add_norm_logits", "triton", 50, "logits:TritonAddNormLogits"),
+    ("qk_norm_rope_write_kv", "triton", 50, "qk_rope:TritonQkNormRopeWriteKv"),
+    ("sample", "triton", 50, "sampling:TritonSample"),
+    ("prepare_inputs", "triton", 50, "inputs:TritonPrepareInputs"),
+)
+
+
+@hookimpl
+def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
+    if device_type != "cuda":
+        return []
+    return [
+        BackendEntry(
+            name="triton",
+            load="pelton_backends.triton.backend:TritonBackend",
+            priority=50,
+            device_types=("cuda",),
+            doc="paged prefill and split-KV decode kernels",
+        )
+    ]
+
+
+@hookimpl
+def pelton_ops(device_type: str) -> Sequence[OpEntry]:
+    if device_type != "cuda":
+        return []
+    return [
+        OpEntry(name=f"{name}.{seam}", seam=seam, load=f"{_OPS}.{target}", priority=priority, device_types=("cuda",))
+        for seam, name, priority, target in _ENTRIES
+    ]

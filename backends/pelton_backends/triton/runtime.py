@@ -1,0 +1,62 @@
+"""What all kernels share: programmatic dependent launch, dtypes, the interpreter.
+
+Programmatic dependent launch (PDL) lets a kernel start while the one before it on the stream still runs. It may then read
+what no kernel writes (weights); before it touches anything else, to read *or to write*, every program of it calls
+`wait_for_inputs`, which returns when all kernels before it are done and their memory is visible. Since each kernel in
+the chain does so, that holds for kernels further back too. A kernel without PDL waits as kernels always do.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+if TYPE_CHECKING:
+    import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Kernels run in Triton's interpreter, on CPU tensors: for tests."""
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Before the first access to anything but weights, in every program."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """A hint, once the program's own loads are under way: the next kernel's programs may take free places."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Compute capability 9.0 and later."""
+    if INTERPRETED or device.type != "cuda":
+        return False
+    import torch
+
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """Keyword arguments of a launch: `kernel[grid](..., PDL=pdl, **launch_options(pdl))`."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors; 8 for the interpreter."""
+    if device.type != "cuda":
+        return 8
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
