@@ -1,0 +1,39 @@
+"""Where Pelton keeps what it can make again: compiled kernels, tuned choices. One folder a user, a folder an owner in it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from pelton.logging import get_logger
+
+
+def user_cache() -> Path:
+    """`$XDG_CACHE_HOME/pelton`, else `~/.cache/pelton`; not made, not checked."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "pelton"
+
+
+@cache
+def cache_folder(owner: str) -> Path:
+    """`owner`'s folder, made and writable. Where the user's cache is not (a read-only or missing home): a private folder
+    that goes when the process ends, said once. Contents are keyed by content by whoever writes them."""
+    try:
+        folder = user_cache() / owner
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        private = Path(tempfile.mkdtemp(prefix=f"pelton-{owner}-"))
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        get_logger(__name__).warning(
+            "the cache folder cannot be written (%s): using %s, which is lost at the end. Set XDG_CACHE_HOME.",
+            error,
+            private,
+        )
+        return private
+    return folder

@@ -1,0 +1,51 @@
+"""Is there an NVIDIA device, and can the installed torch use it? Answered from files: nothing imports torch, and the driver
+is not initialised, so a process that only asks may fork later and pays milliseconds."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+LIBRARY = "libcuda.so.1"
+_DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/dxg")  # the last one: Windows' subsystem for Linux
+
+
+def why_not_here(
+    root: Path = Path("/"),
+    environ: Mapping[str, str] = os.environ,
+    load: Callable[[str], object] = ctypes.CDLL,
+) -> str | None:
+    """The platform's probe: None when a device and its driver are here."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides every device"
+    if not any(path for pattern in _DEVICE_FILES for path in root.glob(pattern)):
+        if (root / "proc/driver/nvidia").exists():
+            return "the NVIDIA driver is loaded, but no /dev/nvidia* is here (a container needs its GPUs passed in)"
+        return "no NVIDIA device (no /dev/nvidia*, no /proc/driver/nvidia)"
+    try:
+        load(LIBRARY)
+    except OSError as error:
+        return f"an NVIDIA device is here, but not its driver's library: {error}"
+    return None
+
+
+def torch_cuda_version() -> str | None:
+    """CUDA version that the installed torch was built with, such as "13.0"; None for a build without CUDA."""
+    if "torch" in sys.modules:
+        version: str | None = sys.modules["torch"].version.cuda
+        return version
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else None
