@@ -13,6 +13,7 @@ from torch import nn
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.errors import ConfigError
+from pelton.graphs.captures import cutting
 from pelton.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
@@ -46,20 +47,27 @@ class AttentionLayer(nn.Module):
         soft_cap: float | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> None:
-        """num_heads, num_kv_heads: of this rank (`QKVLinear` says). scale: 1 / sqrt(head_dim) when None."""
+        """num_heads, num_kv_heads: of this rank (`QKVLinear` says). scale: 1 / sqrt(head_dim) when None.
+
+        sinks [num_heads]: logits of a key without a value. alibi_slopes [num_heads]: a logit gets slope * (key - query position).
+        """
         super().__init__()
         self.layer_name = prefix
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
+        self.sinks, self.alibi_slopes = sinks, alibi_slopes
         self.group_id = -1
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.needs = AttentionNeeds(
             head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=config.block_size,
             dtype=config.dtype_name, kv_dtype=config.kv_dtype, sliding_window=sliding_window, logit_soft_cap=soft_cap,
+            has_sinks=sinks is not None, has_alibi=alibi_slopes is not None,
         )  # fmt: skip
         self.selection = config.attention.select(self.needs)
         self._write = self._bind_write(config, rope, q_norm, k_norm)
@@ -70,15 +78,16 @@ class AttentionLayer(nn.Module):
     def _bind_write(
         self, config: BuildConfig, rope: Rope | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
     ) -> QkNormRopeWriteKv:
-        needs = QkNormRopeWriteKvNeeds(
+        # Kept for backends whose kernel does the seam's work as well.
+        self.write_needs = QkNormRopeWriteKvNeeds(
             dtype=config.dtype_name, kv_dtype=self.kv_dtype, num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary_dim=rope.rotary_dim if rope else 0,
             q_norm=q_norm.spec if q_norm else None, k_norm=k_norm.spec if k_norm else None,
         )  # fmt: skip
-        tensors = QkNormRopeWriteKvTensors(
+        self.write_tensors = QkNormRopeWriteKvTensors(
             rope.cos_sin if rope else None, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None
         )
-        bound: QkNormRopeWriteKv = config.ops.bind("qk_norm_rope_write_kv", needs, tensors)
+        bound: QkNormRopeWriteKv = config.ops.bind("qk_norm_rope_write_kv", self.write_needs, self.write_tensors)
         return bound
 
     def kv_spec(self) -> KVCacheSpec:
@@ -105,5 +114,9 @@ class AttentionLayer(nn.Module):
         output = torch.empty(qkv.shape[0], self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return output.zero_().flatten(1)
+        cuts = cutting.get()
+        if cuts is not None:  # a step is captured in pieces, and one ends here
+            cuts.cut(self, qkv, batch.positions, output)
+            return output.flatten(1)
         metadata = batch.attention[self.group_id]
         return self.backend.forward_qkv(self, qkv, batch.positions, metadata, output).flatten(1)
