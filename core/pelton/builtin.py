@@ -51,19 +51,19 @@ def pelton_model_formats() -> Sequence[Entry]:
 def pelton_ops() -> Sequence[OpEntry]:
     """The torch references, on every device."""
     classes = {
-        "embed": "ReferenceEmbed",
-        "add_norm_linear": "ReferenceAddNormLinear",
-        "qk_norm_rope_write_kv": "ReferenceQkNormRopeWriteKv",
-        "linear": "ReferenceLinear",
-        "add_norm_gated_linear": "ReferenceAddNormGatedLinear",
-        "add_norm_logits": "ReferenceAddNormLogits",
-        "all_reduce": "ReferenceAllReduce",
+        "embed": "reference:ReferenceEmbed",
+        "add_norm_linear": "reference:ReferenceAddNormLinear",
+        "qk_norm_rope_write_kv": "reference:ReferenceQkNormRopeWriteKv",
+        "linear": "reference:ReferenceLinear",
+        "add_norm_gated_linear": "reference:ReferenceAddNormGatedLinear",
+        "add_norm_logits": "reference:ReferenceAddNormLogits",
+        "all_reduce": "reference:ReferenceAllReduce",
+        "prepare_inputs": "reference_step:ReferencePrepareInputs",
+        "sample": "reference_step:ReferenceSample",
     }
     return [
-        OpEntry(
-            name=f"reference.{seam}", seam=seam, load=f"pelton.ops.reference:{name}", priority=10, doc="plain torch"
-        )
-        for seam, name in classes.items()
+        OpEntry(name=f"reference.{seam}", seam=seam, load=f"pelton.ops.{target}", priority=10, doc="plain torch")
+        for seam, target in classes.items()
     ]
 
 

@@ -20,6 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pelton.attention.metadata import CommonMetadata
+    from pelton.sampling.logprobs import LogprobTensors
+    from pelton.worker.batch_state import BatchState
+    from pelton.worker.inputs import InputBuffers, StepShape
+
 SEAMS = (
     "embed", "add_norm_linear", "qk_norm_rope_write_kv", "linear", "add_norm_gated_linear", "add_norm_logits",
     "sample", "moe", "lora", "all_reduce", "prepare_inputs",
@@ -259,8 +264,7 @@ class AllReduceTensors:
     parallel: Any  # pelton.parallel.context.ParallelContext
 
 
-# Seams without a reference in core's layers yet: mixture of experts and LoRA come with their plugins,
-# sampling and input preparation are modules of the worker that ask here for a replacement.
+# Seams without a reference in core's layers yet: mixture of experts and LoRA come with their plugins.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,18 +301,41 @@ class Lora(Protocol):
         ...
 
 
+# sample: the tail of a step in which every row of logits gives its request one token.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleNeeds:
     vocab_size: int
     max_num_seqs: int
-    variant: str = "full"  # greedy, full
+    variant: str = "full"  # greedy: every row takes its best token; full: by its parameters, greedy rows among them
+    has_mask: bool = False  # `SampleTensors.mask` is there
+    num_logprobs: int = 0  # alternatives beside the chosen token, where `SampleTensors.logprobs` is there
+
+
+@dataclass(slots=True)
+class SampleTensors:
+    state: BatchState
+    mask: tuple[Tensor, Tensor] | None = None  # by slot: words [S, ceil(V / 32)] int32, has_mask [S] bool
+    logprobs: LogprobTensors | None = None  # by row of the step: [>= n, 1 + num_logprobs] twice, ranks [>= n]; written
 
 
 class Sample(Protocol):
-    def __call__(self, logits: Tensor, parameters: Any) -> Tensor:
-        """logits [n, V] float32, parameters: the sampler's columns -> token ids [n] int64. Random numbers depend on
-        (seed, position) alone."""
+    def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
+        """Sample, write `result`, advance the state: all on the device, made for capture.
+
+        logits [n, V] float32, may be overwritten; slots [n] int64, distinct but for padding; result [n, 2] int32, written:
+        (token id, error code of `pelton.sampling.sampler`). A row whose slot is `state.padding_slot` does nothing and gets 0, 0.
+        The token's position is p = num_computed_tokens[slot] + 1, its random number `uniform(seeds[slot], p)`; logits
+        become tokens as `pelton.sampling.sampler.sample` says, side tables of rows with `state.side_slots` >= 0 included
+        (variant full). Then token_ids[slot, min(p, max_model_len)] = token, num_computed_tokens[slot] += 1, and a side
+        row's output counts take the token; a row with an error advances too.
+        Where rows had more than one token scheduled, add the others to `num_computed_tokens` first.
+        """
         ...
+
+
+# prepare_inputs: from the batch state and one step's columns to input ids, positions and attention metadata.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +346,17 @@ class PrepareInputsNeeds:
     max_model_len: int
 
 
+@dataclass(slots=True)
+class PrepareInputsTensors:
+    state: BatchState
+    buffers: InputBuffers
+
+
 class PrepareInputs(Protocol):
-    def __call__(self, state: Any, columns: Any) -> Any:
-        """Batch state and one step's columns -> input ids, positions and attention metadata, all on the device."""
+    def __call__(self, slots: Tensor, num_scheduled: Tensor, shape: StepShape) -> list[CommonMetadata]:
+        """Fill the buffers; one `CommonMetadata` for each KV group, over views of them.
+
+        slots, num_scheduled [R] int64, R = shape.num_padded_reqs; padding rows come last, with `state.padding_slot` and 0.
+        Of a row's block table only the blocks that hold its tokens need be written.
+        """
         ...

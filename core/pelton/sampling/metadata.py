@@ -22,6 +22,7 @@ class SideRows:
     positions: Tensor  # [m] int64, of the token to be sampled
     num_prompt_tokens: Tensor  # [m] int64
     token_ids: Tensor  # [S + 1, W] int32: what came before, drafts included
+    is_used: Tensor | None = None  # [m] bool: rows that stay as they are where False; None: there are none
     draft_rows: Tensor | None = None  # [d] int64, into the m rows: a draft that this row takes as output so far
     draft_token_ids: Tensor | None = None  # [d] int64, its value
     has_penalties: bool = False

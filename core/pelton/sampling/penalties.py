@@ -13,7 +13,7 @@ from pelton.sampling.metadata import SideRows
 
 def apply_side_tables(logits: Tensor, side: SideRows) -> None:
     """logits [n, V] float32, changed in place at `side.rows`."""
-    part = logits[side.rows]
+    raw = part = logits[side.rows]
     tables, slots = side.tables, side.side_slots
     if side.has_banned:
         part = part.masked_fill(tables.banned[slots], -torch.inf)
@@ -34,7 +34,7 @@ def apply_side_tables(logits: Tensor, side: SideRows) -> None:
             presence=tables.presence_penalty[slots], frequency=tables.frequency_penalty[slots],
             repetition=tables.repetition_penalty[slots],
         )  # fmt: skip
-    logits[side.rows] = part
+    logits[side.rows] = part if side.is_used is None else torch.where(side.is_used.unsqueeze(-1), part, raw)
 
 
 def penalize(

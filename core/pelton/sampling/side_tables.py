@@ -13,6 +13,7 @@ from torch import Tensor
 from pelton.scheduler.output import NewRequest
 
 _NO_WORD = -1  # length of a bad word's prefix where there is none
+_BAD_WORDS, _BAD_WORD_PREFIX = 32, 16  # room at first: words of more than one token, tokens before a word's last
 
 
 class SideTables:
@@ -32,9 +33,11 @@ class SideTables:
         self.repetition_penalty = torch.ones(num_side_slots, device=device)
         self.min_tokens = torch.zeros(num_side_slots, dtype=torch.int64, device=device)
         # A bad word of one token is in `banned`. Prefixes are aligned right.
-        self.bad_word_prefix = torch.zeros(num_side_slots, 0, 0, dtype=torch.int32, device=device)
-        self.bad_word_prefix_len = torch.zeros(num_side_slots, 0, dtype=torch.int64, device=device)
-        self.bad_word_last = torch.zeros(num_side_slots, 0, dtype=torch.int64, device=device)
+        words = (num_side_slots, _BAD_WORDS)
+        self.bad_word_prefix = torch.zeros(*words, _BAD_WORD_PREFIX, dtype=torch.int32, device=device)
+        self.bad_word_prefix_len = torch.full(words, _NO_WORD, dtype=torch.int64, device=device)
+        self.bad_word_last = torch.zeros(words, dtype=torch.int64, device=device)
+        self.layout_version = 0  # counts moves of tensors (longer bad words came): graphs captured before are stale
         # What the host knows, to run only what a step needs.
         self.has_penalties = np.zeros(num_side_slots, dtype=bool)
         self.has_bias = np.zeros(num_side_slots, dtype=bool)
@@ -117,9 +120,11 @@ class SideTables:
 
     def _grow_bad_words(self, num_words: int, length: int) -> None:
         num_slots, old_words, old_length = self.bad_word_prefix.shape
-        num_words, length = max(num_words, old_words), max(length, old_length)
-        if (num_words, length) == (old_words, old_length):
+        if num_words <= old_words and length <= old_length:
             return
+        num_words, length = (
+            max(old, 1 << (new - 1).bit_length()) for old, new in ((old_words, num_words), (old_length, length))
+        )
         prefix = self.bad_word_prefix.new_zeros(num_slots, num_words, length)
         prefix[:, :old_words, length - old_length :] = self.bad_word_prefix
         prefix_len = self.bad_word_prefix_len.new_full((num_slots, num_words), _NO_WORD)
@@ -127,6 +132,7 @@ class SideTables:
         last = self.bad_word_last.new_zeros(num_slots, num_words)
         last[:, :old_words] = self.bad_word_last
         self.bad_word_prefix, self.bad_word_prefix_len, self.bad_word_last = prefix, prefix_len, last
+        self.layout_version += 1
 
     def _ids(self, token_ids: list[int], *, checked: bool = True) -> Tensor:
         """As an index; ids that the model does not have are left out, or clamped where places matter."""

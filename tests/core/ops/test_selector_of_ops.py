@@ -113,6 +113,6 @@ def test_equal_choices_are_listed_once_with_who_was_passed_over():
     assert (choice.seam, choice.names, choice.refused) == ("linear", ("plain",), (("fused", "no"),))
 
 
-def test_core_offers_a_reference_for_every_seam_of_the_layers():
+def test_core_offers_a_reference_for_every_seam_of_a_dense_step():
     offered = {e.seam for e in plugins_of().entries("pelton_ops", device_type="cuda")}
-    assert offered == set(SEAMS) - {"sample", "moe", "lora", "prepare_inputs"}
+    assert offered == set(SEAMS) - {"moe", "lora"}

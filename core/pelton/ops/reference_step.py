@@ -1,0 +1,130 @@
+"""Plain torch implementations of the two seams around a step's forward pass: its inputs, and its tokens.
+
+Nothing here asks the device anything, so a captured graph can hold both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pelton.ops.interface import (
+    PrepareInputs,
+    PrepareInputsNeeds,
+    PrepareInputsTensors,
+    Sample,
+    SampleNeeds,
+    SampleTensors,
+)
+from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
+from pelton.sampling.metadata import SamplingMetadata, SideRows
+from pelton.sampling.sampler import sample, unpack_bitmask
+from pelton.worker.inputs import prepare_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import CommonMetadata
+    from pelton.worker.batch_state import BatchState
+    from pelton.worker.inputs import StepShape
+
+
+class ReferencePrepareInputs:
+    @staticmethod
+    def unsupported(needs: PrepareInputsNeeds) -> list[str]:
+        return []
+
+    @staticmethod
+    def bind(needs: PrepareInputsNeeds, tensors: PrepareInputsTensors) -> PrepareInputs:
+        def prepare(slots: Tensor, num_scheduled: Tensor, shape: StepShape) -> list[CommonMetadata]:
+            return prepare_inputs(tensors.state, tensors.buffers, slots, num_scheduled, shape)
+
+        return prepare
+
+
+class ReferenceSample:
+    """Every filter and every side table is looked at in the full variant: which of them a row uses is not known here."""
+
+    @staticmethod
+    def unsupported(needs: SampleNeeds) -> list[str]:
+        return [] if needs.variant in ("greedy", "full") else [f"variant {needs.variant!r}"]
+
+    @staticmethod
+    def bind(needs: SampleNeeds, tensors: SampleTensors) -> Sample:
+        state, vocab_size = tensors.state, needs.vocab_size
+
+        def sample_rows(logits: Tensor, slots: Tensor, result: Tensor) -> None:
+            is_row = slots != state.padding_slot
+            positions = state.num_computed_tokens[slots] + 1
+            raw = logits.clone() if tensors.logprobs is not None else None
+            metadata = _metadata(state, slots, positions, vocab_size, needs.variant)
+            mask = None if tensors.mask is None else _unpack(tensors.mask, slots, is_row, vocab_size)
+            token_ids, codes = sample(logits, metadata, mask)
+            token_ids = torch.where(is_row, token_ids, 0)
+            result[:, 0] = token_ids
+            result[:, 1] = torch.where(is_row, codes, 0)
+            if raw is not None and tensors.logprobs is not None:
+                _write_logprobs(tensors.logprobs, gather_logprobs(raw, token_ids, needs.num_logprobs))
+            if metadata.side is not None:
+                has_side = is_row & (state.side_slots[slots] >= 0)
+                state.side.count(metadata.side.side_slots, token_ids, has_side.to(torch.int32))
+            place = positions.clamp(max=state.max_model_len)
+            state.token_ids[slots, place] = torch.where(
+                is_row, token_ids.to(torch.int32), state.token_ids[slots, place]
+            )
+            state.num_computed_tokens.index_add_(0, slots, is_row.long())
+
+        return sample_rows
+
+
+def _metadata(state: BatchState, slots: Tensor, positions: Tensor, vocab_size: int, variant: str) -> SamplingMetadata:
+    is_full = variant == "full"
+    return SamplingMetadata(
+        seeds=state.seeds[slots],
+        positions=positions,
+        temperature=state.temperature[slots],
+        top_k=state.top_k[slots],
+        top_p=state.top_p[slots],
+        min_p=state.min_p[slots],
+        all_greedy=not is_full,
+        max_top_k=vocab_size,
+        has_top_p=True,
+        has_min_p=True,
+        side=_side_rows(state, slots, positions) if is_full and state.side.counts.shape[0] else None,
+    )
+
+
+def _side_rows(state: BatchState, slots: Tensor, positions: Tensor) -> SideRows:
+    """Every row is one, those without side tables under a spare slot's number that `is_used` takes back."""
+    side_slots = state.side_slots[slots]
+    return SideRows(
+        tables=state.side,
+        rows=torch.arange(len(slots), device=slots.device),
+        side_slots=side_slots.clamp(min=0),
+        slots=slots,
+        positions=positions,
+        num_prompt_tokens=state.num_prompt_tokens[slots],
+        token_ids=state.token_ids,
+        is_used=side_slots >= 0,
+        has_penalties=True,
+        has_bias=True,
+        has_banned=True,
+        has_min_tokens=True,
+        has_bad_words=True,
+    )
+
+
+def _unpack(mask: tuple[Tensor, Tensor], slots: Tensor, is_row: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(rows, allowed) of all rows: a row without a mask allows every token."""
+    words, has_mask = mask
+    slots = slots.clamp(max=len(has_mask) - 1)
+    allowed = unpack_bitmask(words[slots], vocab_size)
+    return torch.arange(len(slots), device=slots.device), allowed | ~(has_mask[slots] & is_row).unsqueeze(-1)
+
+
+def _write_logprobs(target: LogprobTensors, values: LogprobTensors) -> None:
+    count, width = values.token_ids.shape
+    target.token_ids[:count, :width] = values.token_ids
+    target.logprobs[:count, :width] = values.logprobs
+    target.ranks[:count] = values.ranks
