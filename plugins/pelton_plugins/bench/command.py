@@ -1,0 +1,45 @@
+"""`pelton bench`: finds the measurement and runs it. Nothing heavy is imported for the help."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from pelton.config.engine import did_you_mean
+from pelton.errors import ConfigError
+
+MEASUREMENTS = {
+    "latency": "time of one batch of equal requests, from the first to the last token",
+    "throughput": "many requests at once: requests and tokens a second",
+    "serve": "requests that arrive at random at a server: TTFT, TPOT, ITL, E2E, goodput",
+    "load": "minutes of load with random aborts: leaks, errors, memory, drift of the inter-token latency",
+    "table": "the workloads that Pelton is compared by, with other engines' figures and the device's floor",
+    "host": "host time of a step by stage, with many running requests",
+    "chain": "kernels of a decode step, in a captured chain, against the device's floor",
+}
+
+
+def run(argv: list[str]) -> int:
+    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if name in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if name not in MEASUREMENTS:
+        raise ConfigError(
+            f"Unknown measurement {name!r}.{did_you_mean(name, MEASUREMENTS)} There are {', '.join(MEASUREMENTS)}."
+        )
+    measure: Callable[[list[str]], int] = importlib.import_module(f"pelton_plugins.bench.{name}").run
+    return measure(rest)
+
+
+def help_text() -> str:
+    width = max(map(len, MEASUREMENTS))
+    return "\n".join(
+        [
+            "usage: pelton bench MEASUREMENT [flags]",
+            "",
+            *(f"  {name.ljust(width)}  {what}" for name, what in MEASUREMENTS.items()),
+            "",
+            "pelton bench MEASUREMENT --help lists its flags. What they mean: docs/performance.md.",
+        ]
+    )

@@ -1,0 +1,58 @@
+"""Requests from a ShareGPT file: the first question and answer of each conversation."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from pelton.errors import ConfigError
+
+MIN_TOKENS = 4
+MAX_PROMPT_TOKENS = 1024
+MAX_TOTAL_TOKENS = 2048
+
+
+def sharegpt_requests(
+    path: str, num: int, tokenizer: Any, rng: random.Random, *, max_tokens: int, output_len: int | None = None
+) -> list[tuple[list[int], int]]:
+    """(prompt ids, output tokens) of `num` conversations in random order.
+
+    Left out, as is the custom: questions or answers under 4 tokens, questions above 1,024, both together above 2,048 or
+    `max_tokens`. Raises `ConfigError` when the file has too few, or is no such file.
+    """
+    pairs = _read_pairs(path)
+    rng.shuffle(pairs)
+    requests: list[tuple[list[int], int]] = []
+    for question, answer in pairs:
+        if len(requests) == num:
+            break
+        prompt = tokenizer.encode(question)
+        count = output_len or len(tokenizer.encode(answer))
+        total = len(prompt) + count
+        if (
+            min(len(prompt), count) >= MIN_TOKENS
+            and len(prompt) <= MAX_PROMPT_TOKENS
+            and total <= min(MAX_TOTAL_TOKENS, max_tokens)
+        ):
+            requests.append((prompt, count))
+    if len(requests) < num:
+        raise ConfigError(
+            f"--dataset-path {path} has {len(requests)} usable conversations; --num-prompts asks for {num}."
+        )
+    return requests
+
+
+def _read_pairs(path: str) -> list[tuple[str, str]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--dataset-path {path} cannot be read: {error}.") from error
+    try:
+        talks = [record.get("conversations", record.get("conversation", [])) for record in data]
+        return [(talk[0]["value"], talk[1]["value"]) for talk in talks if len(talk) >= 2]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f'--dataset-path {path} is no ShareGPT file: a list of objects with "conversations", each with a "value".'
+        ) from error

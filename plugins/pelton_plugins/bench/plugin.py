@@ -1,0 +1,22 @@
+"""Offers the `bench` command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton.entries import CommandEntry
+from pelton.hookspecs import hookimpl
+
+PELTON_API = ">=1,<2"
+
+
+@hookimpl
+def pelton_cli_commands() -> Sequence[CommandEntry]:
+    return [
+        CommandEntry(
+            name="bench",
+            load="pelton_plugins.bench.command:run",
+            help="measure an engine or a server: latency, throughput, serve, load, table, host, chain",
+            doc="pelton bench latency|throughput|serve|load|table|host|chain [flags]",
+        )
+    ]

@@ -1,0 +1,199 @@
+"""`pelton bench table`: the workloads that Pelton is compared by, each engine start in a process of its own.
+
+The method is that of the script which measured the other engines: the same prompts and lengths, `LLM.generate` on token
+ids, greedy, random weights, medians of repeats after one that does not count, a fresh first token in each repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pelton.cli.table import format_table
+from pelton.config.flags import parse_flags
+from pelton.errors import ConfigError, EngineError
+from pelton_plugins.bench import peers
+from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
+from pelton_plugins.bench.shapes import SHAPES, write_shape
+
+START = "start"
+WORKLOADS = tuple(dict.fromkeys(row.workload or row.name for row in peers.ROWS))
+FURTHER = ("shared-prefix", "long-prompt")
+DEFAULT_ROWS = tuple(name for name in WORKLOADS if name not in FURTHER)
+DOC = f"""Measure the rows that Pelton is compared by, and print them beside other engines' figures and the device's floor.
+Weights are random: nothing is fetched. Each model starts once, or twice with the row "start", whose second start counts.
+Rows: {", ".join(WORKLOADS)}.
+
+  pelton bench table --results table.json                        all rows but the last two
+  pelton bench table --models qwen3-0.6b --rows latency1 batch32 --results table.json
+  pelton bench table --rows none --results table.json            print what was gathered"""
+
+
+class TableArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure, and where results gather."""
+
+    rows: list[str] = list(DEFAULT_ROWS)
+    """Rows to measure, also as one comma list; "none" measures nothing."""
+    models: list[str] = list(SHAPES)
+    """Shapes to measure, also as one comma list; or folders with a config.json."""
+    results: str | None = None
+    """A JSON file: what is in it stays, and new rows are put over old ones."""
+    repeats: int | None = None
+    """Runs that count, a row; its own number when unset."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(argv: list[str]) -> int:
+    parsed = parse_flags(argv, [TableArguments], positional=None, program="pelton bench table", doc=DOC)
+    arguments: TableArguments = parsed.structs["TableArguments"]
+    rows = [] if arguments.rows == ["none"] else check_rows(_split(arguments.rows))
+    results = read_results(arguments.results)
+    settings = flat_settings(parsed)
+    if "model" in settings:
+        raise ConfigError("The table's models are named by --models, not by --model.")
+    failed = 0
+    if rows:
+        with tempfile.TemporaryDirectory(prefix="pelton-bench-") as folder:
+            for model in _split(arguments.models):
+                for found in measure_model(model, rows, settings, Path(folder), arguments.repeats):
+                    failed += "error" in found
+                    merge(results, model_name(model), found)
+                    write_json(arguments.results, results)
+    print(json.dumps(results, indent=1) if arguments.json else render(results))
+    return 1 if failed else 0
+
+
+def check_rows(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in WORKLOADS:
+            raise ConfigError(f"--rows has {name!r}; the rows are {', '.join(WORKLOADS)}.")
+    return list(dict.fromkeys(names))
+
+
+def _split(texts: list[str]) -> list[str]:
+    return [part for text in texts for part in text.split(",") if part]
+
+
+def model_name(model: str) -> str:
+    return model if model in SHAPES else Path(model).name
+
+
+def read_results(path: str | None) -> dict[str, dict[str, Any]]:
+    """Model to row to what was measured; empty without a file."""
+    if path is None or not Path(path).exists():
+        return {}
+    try:
+        found = json.loads(Path(path).read_text())
+        assert all(isinstance(rows, dict) for rows in found.values())
+    except (OSError, ValueError, AttributeError, AssertionError) as error:
+        raise ConfigError(f"--results {path} holds no results of this command: {error}.") from error
+    return dict(found)
+
+
+def merge(results: dict[str, dict[str, Any]], model: str, found: dict[str, Any]) -> None:
+    """Put a row over an older one; one that failed leaves the older figures beside its error."""
+    rows = results.setdefault(model, {})
+    name = found["row"]
+    if "error" in found and "error" not in rows.get(name, {"error": ""}):
+        rows[name] = {**rows[name], "last_error": found["error"]}
+    else:
+        rows[name] = {key: value for key, value in found.items() if key != "row"}
+
+
+def measure_model(
+    model: str, rows: list[str], settings: dict[str, Any], folder: Path, repeats: int | None
+) -> Iterator[dict[str, Any]]:
+    """Rows as they are measured, each with its circumstances."""
+    path = write_shape(model, folder) if model in SHAPES else Path(model)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--models has {model!r}; use {', '.join(SHAPES)}, or a folder with a config.json.")
+    longest = json.loads((path / "config.json").read_text()).get("max_position_embeddings", 8192)
+    defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": min(8192, longest)}
+    job = {"settings": {**defaults, **settings, "model": str(path)}, "rows": [], "repeats": repeats}
+    if START in rows:
+        print(f"{model_name(model)}: first start", file=sys.stderr)
+        for _ in _lines(job):
+            pass  # it fills the caches; the second start counts
+    job["rows"] = [name for name in rows if name != START]
+    about: dict[str, Any] = {"date": today(), "versions": versions(), "settings": {**defaults, **settings}}
+    for found in _lines(job):
+        name = found["row"]
+        if name == START:
+            about |= {key: found[key] for key in ("device", "attention_backend") if key in found}
+            if START not in rows:
+                continue
+        print(f"{model_name(model)}: {name} {found.get('error', 'done')}", file=sys.stderr)
+        yield {**found, **about}
+
+
+def _lines(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the process says, line by line. Raises when it ends badly."""
+    command = [sys.executable, "-m", "pelton_plugins.bench.measure", json.dumps(job)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if process.returncode:
+        raise EngineError(f"The measuring process ended with status {process.returncode}; its messages are above.")
+
+
+HEADER = ("row", "pelton", "unit", "vLLM", "SGLang", "x better peer", "floor", "of the floor", "target", "reached")
+
+
+def render(results: dict[str, dict[str, Any]]) -> str:
+    """A table for each model; rows that were not measured show the others' figures."""
+    known = [name for name in SHAPES if name in results] + [name for name in results if name not in SHAPES]
+    if not known:
+        return "Nothing was measured yet."
+    parts = []
+    for model in known:
+        measured = results[model]
+        lines = [_line(row, measured, peers.AIMS.get(model, {}).get(row.name, peers.Aim())) for row in peers.ROWS]
+        shown = [line for line, row in zip(lines, peers.ROWS, strict=True) if _is_shown(row, model, measured)]
+        about = next((row for row in measured.values() if "device" in row), {})
+        parts.append(f"{model}, {about.get('device', 'unknown device')}\n" + format_table(HEADER, shown, indent="  "))
+    parts.append(
+        f"{peers.VLLM}, {peers.SGLANG} and the floor: {peers.DEVICE}, {peers.DATE}. "
+        "x better peer: above 1 is better, in time as in rate."
+    )
+    return "\n\n".join(parts)
+
+
+def _is_shown(row: peers.Row, model: str, measured: dict[str, Any]) -> bool:
+    return row.name in peers.AIMS.get(model, {}) or (row.workload or row.name) in measured
+
+
+def _line(row: peers.Row, measured: dict[str, Any], aim: peers.Aim) -> tuple[str, ...]:
+    found = measured.get(row.workload or row.name, {})
+    ours = found.get(row.figure)
+    digits = 3 if row.is_time else 5
+    peer = peers.better_peer(row, aim)
+    share = reached = ratio = None
+    if ours is not None:
+        ratio = peers.times_better(row, ours, peer)
+        share = peers.times_better(row, ours, aim.floor)
+        if aim.target is not None:
+            reached = "no" if (peers.times_better(row, ours, aim.target) or 0) < 1 else "yes"
+        if aim.stretch is not None and (peers.times_better(row, ours, aim.stretch) or 0) >= 1:
+            reached = "stretch"
+    return (
+        row.label,
+        "failed" if ours is None and "error" in found else number(ours, digits),
+        row.unit,
+        number(aim.vllm, digits),
+        number(aim.sglang, digits),
+        number(ratio),
+        number(aim.floor, digits),
+        "-" if share is None else f"{share:.0%}",
+        number(aim.target, digits),
+        reached or "-",
+    )
