@@ -1,7 +1,8 @@
 """Random small weights without a checkpoint, for `--load-format dummy`: benchmarks and tests of shapes.
 
 A loader hands out what a checkpoint holds; this one has none, so the worker tells it which tensors the model
-expects. Each is drawn on its own from its name: the same in every run, on every rank.
+expects. Each is drawn on its own from its name: the same in every run, on every rank, for one type of device. On a GPU the
+device draws, in the model's dtype, in place; its numbers are others than the CPU's.
 """
 
 from __future__ import annotations
@@ -31,12 +32,26 @@ class RandomWeight(LazyWeight):
 
     def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(self._number())
-        weight = torch.randn(self.shape, generator=generator) * _SCALE
-        if len(self.shape) == 1 and self.name.endswith("norm.weight"):
-            weight += 1.0
+        weight = torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
         if dim is not None:
             weight = weight.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
         return weight.to(self._dtype)
+
+    def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        if target.device.type == "cpu" or target.dtype != self._dtype:
+            return False
+        generator = torch.Generator(target.device).manual_seed(self._number())
+        if target.shape == self.shape:
+            target.normal_(self._mean(), _SCALE, generator=generator)
+        else:  # a rank's part of what all ranks draw alike
+            whole = torch.empty(self.shape, dtype=self._dtype, device=target.device)
+            whole.normal_(self._mean(), _SCALE, generator=generator)
+            assert dim is not None
+            target.copy_(whole.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start))
+        return True
+
+    def _mean(self) -> float:
+        return 1.0 if len(self.shape) == 1 and self.name.endswith("norm.weight") else 0.0
 
     def _number(self) -> int:
         return int.from_bytes(hashlib.sha256(f"{self._seed} {self.name}".encode()).digest()[:6], "little")

@@ -27,6 +27,11 @@ class LazyWeight(ABC):
         """The tensor, or its slice [start, stop) along `dim`, on the CPU, in the checkpoint's dtype. May be a view of a
         memory-mapped file: copy it into place, do not keep it."""
 
+    def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        """Put what `read` would give into `target` without a detour over the host, where this weight can do that. False,
+        with `target` untouched, where it cannot: it is read and copied then."""
+        return False
+
 
 class WeightLoader(ABC):
     """Chosen by --load-format or the checkpoint's form; one per worker."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pelton.errors import ConfigError
+from pelton.model.host_copy import HostCopier, cuda_copier
 from pelton.model.loading import LazyWeight
 
 if TYPE_CHECKING:
@@ -67,14 +68,18 @@ class WeightMap:
         """Read each weight once, in the order given. Raises `ConfigError` naming what is missing, unexpected or misshapen."""
         used: set[str] = set()
         unexpected: list[str] = []
+        copy = _Copy()
         for name, weight in weights:
             target = self._targets.get(name)
             if target is None:
                 if not any(pattern.fullmatch(name) for pattern in self._ignored):
                     unexpected.append(name)
                 continue
-            _copy(name, weight, target)
+            _check_shape(name, weight, target)
+            if target.target is not None:
+                copy(weight, target.target, target)
             used.add(name)
+        copy.finish()
         self._check(used, unexpected)
         return used
 
@@ -95,18 +100,35 @@ class WeightMap:
         )
 
 
-def _copy(name: str, weight: LazyWeight, target: WeightTarget) -> None:
+def _check_shape(name: str, weight: LazyWeight, target: WeightTarget) -> None:
     if tuple(weight.shape) != target.shape:
         raise ConfigError(
             f"Weight {name} is {list(weight.shape)}; config.json makes it {list(target.shape)}. "
             "Check that config.json belongs to these weights."
         )
-    if target.target is None:
-        return
-    if target.dim is None:
-        target.target.copy_(weight.read())
-    else:
-        target.target.copy_(weight.read(target.dim, target.start, target.stop))
+
+
+class _Copy:
+    """Into place: by the weight itself, else over pinned buffers to a CUDA device, else plainly."""
+
+    def __init__(self) -> None:
+        self._copier: HostCopier | None = None
+
+    def __call__(self, weight: LazyWeight, place: Tensor, target: WeightTarget) -> None:
+        part = () if target.dim is None else (target.dim, target.start, target.stop)
+        if weight.fill(place, *part):
+            return
+        source = weight.read(*part)
+        if place.is_cuda and not source.is_cuda:
+            if self._copier is None:
+                self._copier = cuda_copier()
+            self._copier.copy(source, place)
+        else:
+            place.copy_(source)
+
+    def finish(self) -> None:
+        if self._copier is not None:
+            self._copier.finish()
 
 
 def _list(names: list[str]) -> str:

@@ -85,8 +85,7 @@ class CUDAPlatform(Platform):
                 "Lower the parallel sizes, or show more with CUDA_VISIBLE_DEVICES."
             )
         torch.cuda.set_device(local_rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
         if self._stream is None or self._local_rank != local_rank:
             self._local_rank = local_rank
             self._stream = torch.cuda.Stream(local_rank)
