@@ -1,0 +1,205 @@
+"""Norms and activations fused into one pass over the rows, the product left to torch's matmul (cuBLAS).
+
+These serve every batch size; `gemv` and `small_batch` come before them for few rows.
+
+A product costs as many kernels as it has stages: rows in (add, norms), cuBLAS, rows out (activation). The two of ours
+are bound by memory: each number is read and written once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from pelton.ops.interface import (
+    AddNormGatedLinear,
+    AddNormGatedLinearNeeds,
+    AddNormGatedLinearTensors,
+    AddNormLinear,
+    AddNormLinearNeeds,
+    AddNormLinearTensors,
+    Linear,
+    LinearNeeds,
+    LinearTensors,
+    NormSpec,
+)
+from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, normed
+from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_HIDDEN_SIZE = 16384  # a row is held in the registers of one program
+
+
+@triton.jit
+def _add_norm_kernel(
+    hidden_ptr, residual_ptr, sum_ptr, normed_ptr, norm_ptr, post_norm_ptr,
+    hidden_stride, residual_stride, sum_stride, eps, post_eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One row a program. residual_ptr, post_norm_ptr may be None; sum_ptr None: the sum is not stored."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    dtype = normed_ptr.dtype.element_ty
+    norm = tl.load(norm_ptr + columns, mask=mask, other=0.0)
+    if post_norm_ptr is not None:
+        post_norm = tl.load(post_norm_ptr + columns, mask=mask, other=0.0)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    x = tl.load(hidden_ptr + row * hidden_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if post_norm_ptr is not None:
+        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x) / SIZE + post_eps)
+        x = normed(x, inverse_rms, post_norm, POST_UNIT_OFFSET, dtype).to(tl.float32)
+    if residual_ptr is not None:
+        x = (x + residual).to(dtype).to(tl.float32)
+    if sum_ptr is not None:
+        tl.store(sum_ptr + row * sum_stride + columns, x.to(dtype), mask=mask)
+    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x) / SIZE + eps)
+    tl.store(normed_ptr + row * SIZE + columns, normed(x, inverse_rms, norm, UNIT_OFFSET, dtype), mask=mask)
+
+
+def add_norm(
+    hidden: Tensor,
+    residual: Tensor | None,
+    norm: Tensor,
+    norm_spec: NormSpec,
+    post_norm: Tensor | None = None,
+    post_spec: NormSpec | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The new residual, and its normed rows.
+
+    Math   residual' = post_norm(hidden) + residual;  normed = residual' / sqrt(mean(residual'^2) + eps) * norm
+           (norm + 1 and post_norm + 1 where the spec has `unit_offset`)
+    Paper  Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019 (arXiv:1910.07467)
+
+    hidden, residual [T, H] fp16, bf16 or fp32; strides (any, 1); residual None counts as zeros
+    norm, post_norm  [H], contiguous; post_norm None leaves hidden as it is
+    -> residual' [T, H], in residual's memory (or hidden's, without a residual); normed [T, H] contiguous
+
+    Sums of squares in float32; post-normed rows, residual' and normed rows are rounded to the dtype as in
+    `pelton.ops.reference`. One row a program; eight numbers a thread, which is one 16-byte load of two-byte dtypes.
+    """
+    num_rows, size = hidden.shape
+    normed_rows = torch.empty((num_rows, size), dtype=hidden.dtype, device=hidden.device)
+    total = hidden if residual is None else residual
+    if num_rows == 0:
+        return total, normed_rows
+    is_stored = residual is not None or post_norm is not None
+    block = triton.next_power_of_2(size)
+    pdl = has_pdl(hidden.device)
+    _add_norm_kernel[(num_rows,)](
+        hidden, residual, total if is_stored else None, normed_rows, norm, post_norm,
+        hidden.stride(0), 0 if residual is None else residual.stride(0), total.stride(0),
+        norm_spec.eps, 0.0 if post_spec is None else post_spec.eps,
+        SIZE=size, BLOCK=block, UNIT_OFFSET=norm_spec.unit_offset,
+        POST_UNIT_OFFSET=post_spec is not None and post_spec.unit_offset, PDL=pdl,
+        num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
+    )  # fmt: skip
+    return total, normed_rows
+
+
+@triton.jit
+def _gated_kernel(
+    gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
+    """BLOCK columns of one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    gate = tl.load(gate_up_ptr + row * (2 * SIZE) + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * (2 * SIZE) + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + columns, activated(gate, up, ACTIVATION, out_ptr.dtype.element_ty), mask=mask)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up.
+
+    gate_up [T, 2 I] fp16, bf16 or fp32, contiguous: gate, then up -> [T, I], contiguous
+
+    The activation is computed in float32, rounded to the dtype, multiplied and rounded, as torch does. GELU is exact
+    (erf) or, as "gelu_tanh", Hendrycks and Gimpel's approximation (arXiv:1606.08415).
+    """
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows == 0:
+        return out
+    block = min(triton.next_power_of_2(size), 1024)
+    pdl = has_pdl(gate_up.device)
+    _gated_kernel[(num_rows, triton.cdiv(size, block))](
+        gate_up, out, SIZE=size, BLOCK=block, ACTIVATION=activation, PDL=pdl,
+        num_warps=max(block // 256, 1), **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def _refusals(needs: Any) -> list[str]:
+    reasons = []
+    if needs.linear.weight_format != "plain":
+        reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
+    if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:
+        reasons.append(f"hidden size {needs.norm.size}, at most {MAX_HIDDEN_SIZE}")
+    if hasattr(needs, "activation") and needs.activation not in ACTIVATIONS:
+        reasons.append(f"activation {needs.activation!r}")
+    return reasons
+
+
+class LargeBatchLinear:
+    @staticmethod
+    def unsupported(needs: LinearNeeds) -> list[str]:
+        return _refusals(needs)
+
+    @staticmethod
+    def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
+        weight, bias = tensors.linear.tensors["weight"], tensors.linear.bias
+
+        def linear(x: Tensor) -> Tensor:
+            return F.linear(x, weight, bias)
+
+        return linear
+
+
+class LargeBatchAddNormLinear:
+    @staticmethod
+    def unsupported(needs: AddNormLinearNeeds) -> list[str]:
+        return _refusals(needs)
+
+    @staticmethod
+    def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
+        weight, bias, reduce = tensors.linear.tensors["weight"], tensors.linear.bias, tensors.reduce
+
+        def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            if reduce is not None:
+                hidden = reduce(hidden)
+            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            return F.linear(rows, weight, bias), residual
+
+        return add_norm_linear
+
+
+class LargeBatchAddNormGatedLinear:
+    @staticmethod
+    def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
+        return _refusals(needs)
+
+    @staticmethod
+    def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
+        weight, bias, reduce = tensors.linear.tensors["weight"], tensors.linear.bias, tensors.reduce
+
+        def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            if reduce is not None:
+                hidden = reduce(hidden)
+            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            return gated(F.linear(rows, weight, bias), needs.activation), residual
+
+        return add_norm_gated_linear

@@ -1,0 +1,35 @@
+"""Pieces of the fused seams that several kernels share, with the roundings of `pelton.ops.reference`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+@triton.jit
+def normed(x, inverse_rms, weight, UNIT_OFFSET: tl.constexpr, dtype: tl.constexpr):
+    """x * inverse_rms * weight in `dtype`: x and inverse_rms float32, weight as it is stored (it broadcasts).
+
+    Rounded before the product with the weight and after it; with UNIT_OFFSET (weight + 1) once, after it.
+    """
+    x = x * inverse_rms
+    if UNIT_OFFSET:
+        return (x * (1.0 + weight.to(tl.float32))).to(dtype)
+    return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def activated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """activation(gate) * up in `dtype`; gate and up float32 that hold numbers of `dtype`. Rounded before the product
+    and after it."""
+    if ACTIVATION == "silu":
+        active = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh", "an activation that no kernel knows")
+        # (1 + tanh z) / 2 = 1 / (1 + exp(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
+        active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    return (active.to(dtype).to(tl.float32) * up).to(dtype)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case, rms_norm
+
+from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
+from pelton_backends.triton.ops.large_batch import (
+    MAX_HIDDEN_SIZE,
+    LargeBatchAddNormGatedLinear,
+    LargeBatchAddNormLinear,
+    LargeBatchLinear,
+    add_norm,
+    gated,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"residual": False}, id="first-layer"),
+        pytest.param({"post_norm": True, "row_gap": 7}, id="post-norm"),
+        pytest.param({"post_norm": True, "residual": False, "unit_offset": True}, id="post-norm-first-layer"),
+        pytest.param({"unit_offset": True, "bias": True, "row_gap": 16}, id="unit-offset-bias"),
+    ],
+)
+def test_add_norm_linear_follows_the_oracle(options, dtype, device):
+    for rows, size in ((1, 64), (5, 100), (3, 257)):
+        check(make_case(rows, size, 48, dtype, device, **options), LargeBatchAddNormLinear)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_add_norm_gated_linear_follows_the_oracle(activation, dtype, device):
+    check(make_case(5, 96, 2 * 75, dtype, device, activation=activation), LargeBatchAddNormGatedLinear)
+    check(make_case(3, 64, 2 * 1030, dtype, device, activation=activation, bias=True), LargeBatchAddNormGatedLinear)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_follows_the_oracle(bias, dtype, device):
+    check(make_case(5, 96, 50, dtype, device, norm=False, bias=bias, row_gap=8), LargeBatchLinear)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_activations_hold_far_from_zero(activation, device):
+    gate = torch.tensor([-1e4, -90.0, -20.0, -5.5, -1e-3, 0.0, 1e-3, 5.5, 20.0, 90.0, 1e4], device=device)
+    out = gated(torch.cat([gate, torch.ones_like(gate)])[None], activation)[0]
+    expected = ACTIVATIONS[activation](gate.cpu().double()).float()
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_is_exact_and_written_in_place(dtype, device):
+    case = make_case(4, 200, 8, dtype, device, row_gap=3)
+    residual = case.residual.clone()
+    total, rows = add_norm(case.hidden, residual, case.norm, case.norm_spec)
+    assert total.data_ptr() == residual.data_ptr()
+    if dtype != torch.bfloat16 or device.type == "cuda":  # Triton's interpreter cuts bfloat16 off
+        assert torch.equal(total.cpu(), case.hidden.cpu() + case.residual.cpu())
+    assert_close(rows, rms_norm(total.cpu(), case.norm.cpu(), case.norm_spec), "normed rows")
+
+
+def test_without_residual_and_post_norm_hidden_is_the_residual(device):
+    case = make_case(4, 64, 8, torch.float32, device, residual=False)
+    before = case.hidden.clone()
+    total, _ = add_norm(case.hidden, None, case.norm, case.norm_spec)
+    assert total is case.hidden
+    assert torch.equal(total, before)
+
+
+def test_no_rows(device):
+    case = make_case(0, 64, 32, torch.float32, device, activation="silu")
+    out, total = case.run(LargeBatchAddNormGatedLinear)
+    assert out.shape == (0, 16) and total.shape == (0, 64)
+
+
+def test_reduces_before_it_adds(device):
+    case = make_case(3, 64, 32, torch.float32, device)
+    tensors = replace(case.tensors, reduce=lambda partial: partial.mul_(2))
+    out, total = case.call(LargeBatchAddNormLinear.bind(replace(case.needs, tp_size=2), tensors))
+    wanted, wanted_total = replace(case, hidden=case.hidden * 2).expected()
+    assert_close(total, wanted_total, "residual'")
+    assert_close(out, wanted, "result")
+
+
+def test_refuses_with_reasons():
+    spec = LinearSpec(in_features=2 * MAX_HIDDEN_SIZE, out_features=8, weight_format="int4")
+    assert LargeBatchLinear.unsupported(LinearNeeds(dtype="float16", linear=spec)) == [
+        "weight format 'int4', only 'plain'"
+    ]
+    needs = AddNormGatedLinearNeeds(
+        dtype="float16", norm=NormSpec(size=2 * MAX_HIDDEN_SIZE, eps=1e-6), linear=spec, activation="relu"
+    )
+    assert len(LargeBatchAddNormGatedLinear.unsupported(needs)) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden, out", [(1024, 6144), (4096, 4096), (5120, 2000), (16384, 512)])
+def test_real_sizes(hidden, out, dtype, device):
+    # cuBLAS may add up float32 in its own order over 16,384 terms.
+    check(make_case(300, hidden, out, dtype, device, activation="silu", post_norm=True), LargeBatchAddNormGatedLinear)
+    check(make_case(300, hidden, out, dtype, device, residual=False), LargeBatchAddNormLinear)
+
+
+@pytest.mark.gpu
+def test_rows_past_the_int32_range_of_elements(device):
+    """Offsets are 64-bit: 2^31 numbers lie before the last rows."""
+    gate_up = torch.empty((70_000, 2 * 16384), dtype=torch.bfloat16, device=device)
+    gate_up[-3:] = torch.randn((3, 2 * 16384), device=device)
+    out = gated(gate_up, "silu")
+    assert torch.equal(out[-3:], gated(gate_up[-3:].clone(), "silu"))
