@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, ClassVar
 from pelton.cache_folder import cache_folder
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
+from pelton.graphs.modes import requested_mode
 from pelton.platform.interface import Platform
 from pelton_platforms.cuda.driver import torch_cuda_version
 
 if TYPE_CHECKING:
     import torch
+
+    from pelton.graphs.recorder import GraphRecorder
 
 LARGE_DEVICE_BYTES = 70 * 2**30
 GRAPHS_BYTES = 512 * 2**20
@@ -151,6 +154,11 @@ class CUDAPlatform(Platform):
             )
         return room
 
+    def graph_recorder(self) -> GraphRecorder:
+        from pelton_platforms.cuda.graphs import CUDAGraphRecorder
+
+        return CUDAGraphRecorder()
+
     def synchronize(self) -> None:
         import torch
 
@@ -166,10 +174,7 @@ class CUDAPlatform(Platform):
 def graph_bytes(config: EngineConfig, peak_activation_bytes: int) -> int:
     """Kept free for captured graphs: their nodes, and the one pool that all of them compute in. No captured step is
     larger than the largest step."""
-    compilation = config.compilation
-    if compilation.enforce_eager or compilation.cudagraph_mode is CUDAGraphMode.NONE:
-        return 0
-    if compilation.cudagraph_mode is None and compilation.level == 0:
+    if requested_mode(config.compilation) is CUDAGraphMode.NONE:
         return 0
     return GRAPHS_BYTES + min(peak_activation_bytes, MOST_GRAPH_POOL_BYTES)
 

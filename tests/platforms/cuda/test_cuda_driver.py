@@ -1,0 +1,74 @@
+"""The probe: what it answers from files, without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pelton_platforms.cuda import driver
+
+
+def loads(name):
+    return object()
+
+
+def lacks(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+def no_load(name):
+    raise AssertionError("loaded the driver's library without a device")
+
+
+@pytest.mark.parametrize(
+    "files, environ, load, answer",
+    [
+        pytest.param(["dev/nvidia0"], {}, loads, None, id="here"),
+        pytest.param(["dev/nvidia3"], {"CUDA_VISIBLE_DEVICES": "0"}, loads, None, id="another-number"),
+        pytest.param(["dev/dxg"], {}, loads, None, id="wsl"),
+        pytest.param([], {}, no_load, "no NVIDIA device", id="nothing"),
+        pytest.param(["dev/nvidia-caps"], {}, no_load, "no NVIDIA device", id="only-control-files"),
+        pytest.param(["proc/driver/nvidia/version"], {}, no_load, "container", id="container-without-devices"),
+        pytest.param(["dev/nvidia0"], {}, lacks, "not its driver's library: libcuda", id="no-library"),
+        pytest.param(["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, no_load, "hides every device", id="hidden"),
+        pytest.param(["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1,0"}, no_load, "'-1,0'", id="hidden-by-minus-one"),
+    ],
+)
+def test_probe(tmp_path, files, environ, load, answer):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    reason = driver.why_not_here(tmp_path, environ, load)
+    assert reason is None if answer is None else answer in reason
+
+
+def test_probe_imports_no_torch():
+    code = "import sys; from pelton_platforms.cuda.plugin import pelton_platforms as p; p()[0].probe(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("cuda: Optional[str] = '13.0'\nhip = None\n", "13.0"),
+        ('cuda = "12.8"\n', "12.8"),
+        ("cuda: Optional[str] = None\n", None),
+        ("hip = '6.0'\n", None),
+    ],
+)
+def test_torchs_cuda_is_read_from_its_version_file(tmp_path, monkeypatch, text, version):
+    (tmp_path / "version.py").write_text(text)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert driver.torch_cuda_version() == version
+
+
+def test_no_torch_has_no_cuda(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert driver.torch_cuda_version() is None

@@ -1,0 +1,242 @@
+"""The CUDA platform: its arithmetic with a made-up device anywhere, conformance and memory on a real one."""
+
+from __future__ import annotations
+
+import gc
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pelton.config import CUDAGraphMode, EngineConfig
+from pelton.errors import ConfigError
+from pelton.testing.platform import PlatformConformance
+from pelton_platforms.cuda import platform as cuda
+from pelton_platforms.cuda.platform import CUDAPlatform
+
+GIB = 2**30
+PEAK = 3 * GIB
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A device of 100 GiB, 60 free, that torch's functions tell of."""
+    device = SimpleNamespace(
+        free=60 * GIB, total=100 * GIB, reserved=10 * GIB, peak=10 * GIB, calls=[], count=1, init_error=None
+    )
+
+    def init():
+        if device.init_error:
+            raise RuntimeError(device.init_error)
+
+    def call(name):
+        return lambda *args: device.calls.append((name, *args))
+
+    functions = {
+        "init": init,
+        "device_count": lambda: device.count,
+        "mem_get_info": lambda index: (device.free, device.total),
+        "memory_reserved": lambda: device.reserved,
+        "max_memory_reserved": lambda: device.peak,
+        "get_device_properties": lambda index: SimpleNamespace(
+            name="Fake", total_memory=device.total, major=9, minor=0
+        ),
+        "Stream": lambda index: ("stream", index),
+        **{n: call(n) for n in ("set_device", "set_stream", "synchronize", "empty_cache", "reset_peak_memory_stats")},
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(cuda, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
+    return device
+
+
+def kv_bytes(**flat) -> int:
+    config = EngineConfig.from_flat(**flat)
+    return CUDAPlatform().available_kv_cache_bytes(config, weights_bytes=GIB, peak_activation_bytes=PEAK)
+
+
+def test_torch_without_cuda_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(cuda, "torch_cuda_version", lambda: None)
+    with pytest.raises(ConfigError, match=r"built without CUDA.* Install torch with CUDA"):
+        CUDAPlatform()
+
+
+@pytest.mark.parametrize(
+    "total, tokens, seqs", [(140 * GIB, 16384, 1024), (70 * GIB, 16384, 1024), (70 * GIB - 1, 8192, 256)]
+)
+def test_default_sizes_go_by_memory(fake, total, tokens, seqs):
+    fake.total = total
+    platform = CUDAPlatform()
+    assert (platform.default_max_num_batched_tokens, platform.default_max_num_seqs) == (tokens, seqs)
+
+
+def test_selecting_sets_device_stream_and_precision(fake):
+    torch.set_float32_matmul_precision("high")
+    try:
+        platform = CUDAPlatform()
+        platform.init_device(EngineConfig(), 0)
+        assert fake.calls == [("set_device", 0), ("set_stream", ("stream", 0))]
+        assert torch.get_float32_matmul_precision() == "highest"
+        stream = fake.calls[-1][1]
+        platform.init_device(EngineConfig(), 0)
+        assert fake.calls[-1][1] is stream
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert platform.describe(0) == "cuda: Fake, 100.0 GiB, capability 9.0"
+    assert platform.device(2) == torch.device("cuda", 2)
+
+
+def test_a_driver_that_does_not_start_is_the_operators_error(fake):
+    fake.init_error = "driver too old (found version 11040)"
+    with pytest.raises(ConfigError, match=r"driver too old.*built for CUDA 13.0.*--device cpu"):
+        CUDAPlatform().init_device(EngineConfig(), 0)
+
+
+def test_a_rank_without_a_device_is_the_operators_error(fake):
+    with pytest.raises(ConfigError, match="needs CUDA device 1; 1 is visible"):
+        CUDAPlatform().init_device(EngineConfig(), 1)
+
+
+def test_pool_is_what_the_rest_leaves(fake):
+    in_use, graphs = 40 * GIB, cuda.GRAPHS_BYTES + cuda.MOST_GRAPH_POOL_BYTES
+    assert kv_bytes(gpu_memory_utilization=0.75) == 75 * GIB - in_use - PEAK - graphs
+    assert kv_bytes(gpu_memory_utilization=0.75, enforce_eager=True) == 75 * GIB - in_use - PEAK
+    assert kv_bytes(gpu_memory_utilization=0.5, cudagraph_mode="NONE") == 50 * GIB - in_use - PEAK
+    assert kv_bytes(gpu_memory_utilization=0.5, compilation_config={"level": 0}) == 50 * GIB - in_use - PEAK
+
+
+@pytest.mark.parametrize(
+    "flat, peak, expected",
+    [
+        ({}, GIB, cuda.GRAPHS_BYTES + GIB),
+        ({"compilation_config": {"level": 1}}, 9 * GIB, cuda.GRAPHS_BYTES + cuda.MOST_GRAPH_POOL_BYTES),
+        ({"compilation_config": {"level": 0}}, GIB, 0),
+        ({"compilation_config": {"level": 0, "cudagraph_mode": "FULL"}}, GIB, cuda.GRAPHS_BYTES + GIB),
+        ({"enforce_eager": True, "cudagraph_mode": "FULL"}, GIB, 0),
+    ],
+)
+def test_memory_kept_for_graphs(flat, peak, expected):
+    assert cuda.graph_bytes(EngineConfig.from_flat(**flat), peak) == expected
+
+
+def test_pool_of_a_set_size_may_use_what_is_free(fake):
+    assert kv_bytes(kv_cache_memory_bytes=50 * GIB, gpu_memory_utilization=0.1) == 50 * GIB
+    with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes is {60 * GIB}.* {54 * GIB + GIB // 2} bytes"):
+        kv_bytes(kv_cache_memory_bytes=60 * GIB)
+
+
+def test_full_gpu_is_an_error_with_what_to_do(fake):
+    with pytest.raises(
+        ConfigError, match=r"0.4 of 100.00 GiB leaves 0.00 GiB.*40.00 GiB are in use \(1.00 GiB.*Raise gpu_memory_util"
+    ):
+        kv_bytes(gpu_memory_utilization=0.4)
+
+
+def test_peak_is_what_the_step_takes_from_the_driver(fake):
+    def step():
+        fake.peak = 12 * GIB
+        fake.calls.append("step")
+
+    assert CUDAPlatform().measure_peak_bytes(step) == 2 * GIB
+    order = [name if isinstance(name, str) else name[0] for name in fake.calls]
+    assert order == ["synchronize", "empty_cache", "reset_peak_memory_stats", "step", "synchronize", "empty_cache"]
+
+
+def test_a_step_that_does_not_fit_is_the_operators_error(fake):
+    def step():
+        raise torch.OutOfMemoryError("Tried to allocate 90.00 GiB.")
+
+    with pytest.raises(ConfigError, match=r"largest step.*90.00 GiB.*Lower max_num_batched_tokens"):
+        CUDAPlatform().measure_peak_bytes(step)
+
+
+@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "TRITON_HOME"])
+def test_the_users_folder_for_kernels_is_kept(fake, monkeypatch, name):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv(name, "/mine")
+    CUDAPlatform().init_device(EngineConfig(), 0)
+    assert os.environ.get("TRITON_CACHE_DIR") == ("/mine" if name == "TRITON_CACHE_DIR" else None)
+
+
+def test_kernels_are_kept_in_peltons_folder_else(fake, monkeypatch, tmp_path):
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+    monkeypatch.setattr(cuda, "cache_folder", lambda owner: tmp_path / owner)
+    CUDAPlatform().init_device(EngineConfig(), 0)
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+
+
+def test_every_graph_mode_is_offered():
+    assert set(CUDAPlatform.supported_graph_modes) == set(CUDAGraphMode)
+
+
+@pytest.mark.gpu
+class TestConformance(PlatformConformance):
+    platform_class = CUDAPlatform
+
+
+@pytest.fixture
+def real():
+    platform = CUDAPlatform()
+    before = torch.cuda.current_stream()
+    platform.init_device(EngineConfig(), 0)
+    yield platform
+    torch.cuda.set_stream(before)
+
+
+@pytest.mark.gpu
+def test_work_goes_to_a_stream_of_its_own(real):
+    assert torch.cuda.current_stream() != torch.cuda.default_stream()
+    graph = torch.cuda.CUDAGraph()
+    x = torch.ones(8, device="cuda")
+    real.synchronize()
+    graph.capture_begin()  # refused on the default stream
+    y = x * 2
+    graph.capture_end()
+    graph.replay()
+    real.synchronize()
+    assert y.tolist() == [2.0] * 8
+
+
+@pytest.mark.gpu
+def test_float32_products_are_float32(real):
+    a, b = torch.randn(256, 256, device="cuda"), torch.randn(256, 256, device="cuda")
+    exact = a.double() @ b.double()
+    assert ((a @ b).double() - exact).abs().max() < 1e-4  # TF32: about 2e-2
+
+
+@pytest.mark.gpu
+def test_peak_and_what_is_given_back(real):
+    held = torch.cuda.memory_reserved()
+
+    def step():
+        x = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
+        torch.empty_like(x)
+
+    peak = real.measure_peak_bytes(step)
+    assert 128 * 2**20 <= peak <= 160 * 2**20
+    assert torch.cuda.memory_reserved() <= held
+
+
+@pytest.mark.gpu
+def test_pool_and_weights_are_freed_apart(real):
+    """What the platform's docstring says of sleeping."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    weights = [torch.ones(3 * 2**20, device="cuda") for _ in range(8)] + [torch.ones(64, device="cuda")]
+    real.measure_peak_bytes(lambda: torch.ones(2**25, device="cuda"))
+    held = torch.cuda.memory_reserved()
+    pool = [torch.zeros(32 * 2**20, device="cuda") for _ in range(4)]
+    del pool
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == held
+    assert all(bool((weight == 1).all()) for weight in weights)
+
+
+@pytest.mark.gpu
+def test_an_impossible_step_leaves_the_device_usable(real):
+    with pytest.raises(ConfigError, match="does not fit"):
+        real.measure_peak_bytes(lambda: torch.empty(2**50, dtype=torch.uint8, device="cuda"))
+    assert torch.ones(4, device="cuda").sum().item() == 4
