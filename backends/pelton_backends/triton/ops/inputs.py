@@ -1,0 +1,229 @@
+"""One step's inputs from the batch state, in one launch (decode) or two (mixed): `prepare_inputs` of Pelton's core.
+
+Math   for row r with slot s = slots[r], context c = num_computed_tokens[s], n = num_scheduled[r]:
+         query_start_loc[r + 1] = sum of num_scheduled[0..r];  seq_lens[r] = c + n where n > 0, else 0
+       for its i-th token, t = query_start_loc[r] + i, p = c + i:
+         positions[t] = p;  input_ids[t] = token_ids[s, min(p, max_model_len)]
+         slot_mapping[g][t] = block_tables[g][s, p // B_g] * B_g + p % B_g
+       and the first ceil(seq_lens[r] / B_g) blocks of block_tables[g][s], each as the `ratio` kernel blocks it holds.
+       Tokens past the last row's: id 0, position 0, slot -1. What lies behind a row's used blocks stays as it was.
+Paper  Kwon et al., PagedAttention, SOSP 2023 (arXiv:2309.06180), section 4.3 (block tables).
+
+R rows, T tokens, G KV groups
+  slots, num_scheduled      [R]        int64, contiguous
+  groups                    [G, 8]     int64: what the kernels know of a group, addresses included, see `_describe`
+  token_ids                 [S + 1, W] int32, rows contiguous
+  num_computed_tokens       [S + 1]    int64
+  query_start_loc, seq_lens [R + 1], [R] int32; input_ids, positions, slot_mapping [T] int64; written
+
+Integers only: equal to `pelton.worker.inputs.prepare_inputs` to the bit. Latency bound: the chain slots -> num_computed_tokens
+-> token and block is three dependent loads, so the first 512 blocks of a table are fetched beside the second of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pelton.attention.metadata import CommonMetadata
+from pelton.ops.interface import PrepareInputs, PrepareInputsNeeds, PrepareInputsTensors
+from pelton.worker.batch_state import BatchState
+from pelton.worker.inputs import InputBuffers, StepShape
+from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
+
+_TABLE_BLOCK = 512  # block ids at once: 4 a thread
+_ROW_BLOCK = 1024
+_TOKEN_BLOCK = 128
+
+
+@triton.jit
+def _write_table(table, stride, width, slot, buffer, buffer_stride, row, num_used, ratio, BLOCK: tl.constexpr):
+    """Row `slot` of a group's table into row `row` of its buffer: `num_used` blocks, at least the first.
+
+    A padding row has none: its first block is the padding slot's, 0.
+    """
+    source = table.to(tl.pointer_type(tl.int32)) + slot * stride
+    target = buffer.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * buffer_stride
+    place = tl.arange(0, BLOCK)
+    first = tl.load(source + place // ratio, mask=place < width * ratio, other=0)
+    count = tl.minimum(tl.maximum(num_used, 1), width) * ratio
+    tl.store(target + place, first * ratio + place % ratio, mask=place < count)
+    start = BLOCK
+    while start < count:
+        at = start + place
+        block = tl.load(source + at // ratio, mask=at < count, other=0)
+        tl.store(target + at, block * ratio + at % ratio, mask=at < count)
+        start += BLOCK
+
+
+@triton.jit
+def _rows_kernel(
+    slots,
+    num_scheduled,
+    groups,
+    token_ids,
+    num_computed_tokens,
+    query_start_loc,
+    seq_lens,
+    input_ids,
+    positions,
+    token_stride,
+    ONE_TOKEN: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (R, G): what there is once a row. ONE_TOKEN: row r's only token is token r, or padding; tokens too."""
+    row, group = tl.program_id(0), tl.program_id(1)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    slot, scheduled = tl.load(slots + row), tl.load(num_scheduled + row)
+    context = tl.load(num_computed_tokens + slot)
+    is_row = scheduled > 0
+    described = groups + group * 8
+    table, stride, width = tl.load(described), tl.load(described + 1), tl.load(described + 2).to(tl.int32)
+    block_size, ratio = tl.load(described + 6), tl.load(described + 7).to(tl.int32)
+    seq_len = tl.where(is_row, context + scheduled, 0)
+    num_used = tl.cdiv(seq_len, block_size).to(tl.int32)
+    if ONE_TOKEN:
+        position = tl.where(is_row, context, 0)
+        block = tl.load(table.to(tl.pointer_type(tl.int32)) + slot * stride + position // block_size).to(tl.int64)
+        mapped = tl.where(is_row, block * block_size + position % block_size, -1)
+        tl.store(tl.load(described + 5).to(tl.pointer_type(tl.int64)) + row, mapped)
+    _write_table(
+        table, stride, width, slot, tl.load(described + 3), tl.load(described + 4), row, num_used, ratio, TABLE_BLOCK
+    )
+    if group == 0:
+        tl.store(seq_lens + row, seq_len.to(tl.int32))
+        other = tl.arange(0, ROW_BLOCK)
+        total = tl.sum(tl.load(num_scheduled + other, mask=other <= row, other=0))
+        start = ROW_BLOCK
+        while start <= row:
+            other += ROW_BLOCK
+            total += tl.sum(tl.load(num_scheduled + other, mask=other <= row, other=0))
+            start += ROW_BLOCK
+        tl.store(query_start_loc + row + 1, total.to(tl.int32))
+        if ONE_TOKEN:
+            token = tl.load(token_ids + slot * token_stride + tl.minimum(position, token_stride - 1))
+            tl.store(input_ids + row, tl.where(is_row, token, 0).to(tl.int64))
+            tl.store(positions + row, position)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _tokens_kernel(
+    slots,
+    groups,
+    token_ids,
+    num_computed_tokens,
+    query_start_loc,
+    input_ids,
+    positions,
+    token_stride,
+    num_rows,
+    num_tokens,
+    SEARCH_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(T / BLOCK), G): what there is once a token; after `_rows_kernel`. 2^SEARCH_STEPS > num_rows."""
+    group = tl.program_id(1)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = token < num_tokens
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    low = tl.zeros([BLOCK], tl.int32)  # rows that end at or before the token: the token's own row is the next
+    high = tl.full([BLOCK], 0, tl.int32) + num_rows
+    for _ in tl.static_range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        ends_before = tl.load(query_start_loc + 1 + middle, mask=middle < num_rows, other=2147483647) <= token
+        low = tl.where(ends_before & (low < high), middle + 1, low)
+        high = tl.where(ends_before, high, middle)
+    is_token = is_inside & (low < num_rows)
+    slot = tl.load(slots + low, mask=is_token, other=0)
+    start = tl.load(query_start_loc + low, mask=is_token, other=0)
+    context = tl.load(num_computed_tokens + slot, mask=is_token, other=0)
+    position = tl.where(is_token, context + token - start, 0)
+    described = groups + group * 8
+    table, stride = tl.load(described).to(tl.pointer_type(tl.int32)), tl.load(described + 1)
+    block_size = tl.load(described + 6)
+    block = tl.load(table + slot * stride + position // block_size, mask=is_token, other=0).to(tl.int64)
+    mapped = tl.where(is_token, block * block_size + position % block_size, -1)
+    tl.store(tl.load(described + 5).to(tl.pointer_type(tl.int64)) + token, mapped, mask=is_inside)
+    if group == 0:
+        known = token_ids + slot * token_stride + tl.minimum(position, token_stride - 1)
+        tl.store(input_ids + token, tl.load(known, mask=is_token, other=0).to(tl.int64), mask=is_inside)
+        tl.store(positions + token, position, mask=is_inside)
+
+
+def _describe(state: BatchState, buffers: InputBuffers) -> Tensor:
+    """[G, 8]: address, row stride and width of the state's table; address and row stride of the buffer; address of
+    the slot mapping; tokens of a block; kernel blocks of a block. Addresses do not change, so a graph may hold this."""
+    rows = [
+        [
+            table.data_ptr(), table.stride(0), table.shape[1],
+            buffer.data_ptr(), buffer.stride(0), slot_mapping.data_ptr(), block_size, ratio,
+        ]
+        for table, buffer, slot_mapping, block_size, ratio in zip(
+            state.block_tables, buffers.block_tables, buffers.slot_mapping, state.block_sizes,
+            buffers.blocks_per_block, strict=True,
+        )
+    ]  # fmt: skip
+    return torch.tensor(rows, dtype=torch.int64, device=state.device)
+
+
+class TritonPrepareInputs:
+    """`prepare_inputs` for any step; a step of one token a row takes one launch, any other two."""
+
+    @staticmethod
+    def unsupported(needs: PrepareInputsNeeds) -> list[str]:
+        return []
+
+    @staticmethod
+    def bind(needs: PrepareInputsNeeds, tensors: PrepareInputsTensors) -> PrepareInputs:
+        state, buffers = tensors.state, tensors.buffers
+        groups, num_groups = _describe(state, buffers), len(state.block_tables)
+        pdl = has_pdl(state.device)
+        options = launch_options(pdl)
+        search_steps = needs.max_num_seqs.bit_length()
+
+        def prepare(slots: Tensor, num_scheduled: Tensor, shape: StepShape) -> list[CommonMetadata]:
+            num_rows, num_tokens = shape.num_padded_reqs, shape.num_padded_tokens
+            one_token = shape.max_query_len == 1 and num_rows == num_tokens
+            if num_rows:
+                _rows_kernel[(num_rows, num_groups)](
+                    slots, num_scheduled, groups, state.token_ids, state.num_computed_tokens,
+                    buffers.query_start_loc, buffers.seq_lens, buffers.input_ids, buffers.positions,
+                    state.token_ids.stride(0),
+                    ONE_TOKEN=one_token, TABLE_BLOCK=_TABLE_BLOCK, ROW_BLOCK=_ROW_BLOCK, PDL=pdl, num_warps=4, **options,
+                )  # fmt: skip
+            if num_tokens and not one_token:
+                _tokens_kernel[(triton.cdiv(num_tokens, _TOKEN_BLOCK), num_groups)](
+                    slots, groups, state.token_ids, state.num_computed_tokens, buffers.query_start_loc,
+                    buffers.input_ids, buffers.positions, state.token_ids.stride(0), num_rows, num_tokens,
+                    SEARCH_STEPS=search_steps, BLOCK=_TOKEN_BLOCK, PDL=pdl, num_warps=4, **options,
+                )  # fmt: skip
+            return [_metadata(state, buffers, group, shape) for group in range(num_groups)]
+
+        return prepare
+
+
+def _metadata(state: BatchState, buffers: InputBuffers, group: int, shape: StepShape) -> CommonMetadata:
+    num_rows, num_tokens, block_size = shape.num_padded_reqs, shape.num_padded_tokens, state.block_sizes[group]
+    width = min(-(-shape.max_seq_len // block_size), state.block_tables[group].shape[1])
+    common = shape.common_prefix_blocks
+    return CommonMetadata(
+        query_start_loc=buffers.query_start_loc[: num_rows + 1],
+        seq_lens=buffers.seq_lens[:num_rows],
+        block_table=buffers.block_tables[group][:num_rows, : width * buffers.blocks_per_block[group]],
+        slot_mapping=buffers.slot_mapping[group][:num_tokens],
+        num_reqs=num_rows,
+        num_tokens=num_tokens,
+        num_actual_tokens=shape.num_tokens,
+        num_decode_rows=shape.num_decode_rows,
+        num_decode_tokens=shape.num_decode_rows,
+        max_query_len=shape.max_query_len,
+        max_seq_len=shape.max_seq_len,
+        common_prefix_len=common[group] * block_size if common else 0,
+    )
