@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from pelton.builtin import pelton_ops
+from pelton.ops.selector import OpSelector
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.output import ModelOutput, NewRequest, SchedulerOutput
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
+from pelton.worker.step_ops import bind_step_ops
 
 VOCAB = 40
 _CLASSES = 97
@@ -106,7 +109,9 @@ def make_runner(
     model = ContextModel([layer.k_cache[:, :, 0, 0] for layer in layers], block_sizes)
     model.caches = [_Flat(layer.k_cache) for layer in layers]  # type: ignore[misc]
     buffers = InputBuffers(state, max_num_tokens=max_num_tokens, kernel_block_sizes=kernel)
-    return ModelRunner(model, state, buffers, [PassBackend() for _ in block_sizes], KVPool(num_blocks, layers))  # type: ignore[arg-type, list-item]
+    ops = bind_step_ops(OpSelector(pelton_ops()), state, buffers)
+    backends = [PassBackend() for _ in block_sizes]
+    return ModelRunner(model, state, buffers, backends, KVPool(num_blocks, layers), ops)  # type: ignore[arg-type]
 
 
 class _Flat:

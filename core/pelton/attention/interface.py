@@ -10,25 +10,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.attention.support import GraphSupport
+
+__all__ = ["AttentionBackend", "AttentionNeeds", "GraphSupport", "KVLayout"]
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from pelton.attention.layer import AttentionLayer
-
-
-class GraphSupport(IntEnum):
-    """What of a step with this backend can be captured; a model's is the minimum over its backends."""
-
-    NEVER = 0
-    UNIFORM_SINGLE_TOKEN_DECODE = 1
-    UNIFORM_BATCH = 2
-    ALWAYS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

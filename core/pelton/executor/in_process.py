@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -23,22 +24,45 @@ from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.interface import Worker
+from pelton.worker.pending import PendingOutput
 
 _SHUTDOWN_WAIT_S = 5.0
 
 T = TypeVar("T")
 
 
-class FutureStep(StepHandle):
-    """A step on the worker's thread."""
+_POLL_S = 20e-6  # of a device that is waited for with a time limit
 
-    def __init__(self, future: Future[ModelOutput]) -> None:
+
+class FutureStep(StepHandle):
+    """A step on the worker's thread: launched by it, then on the device."""
+
+    def __init__(self, future: Future[ModelOutput | PendingOutput]) -> None:
         self._future = future
+        self._result: ModelOutput | None = None
 
     def ready(self) -> bool:
-        return self._future.done()
+        if self._result is not None:
+            return True
+        if not self._future.done():
+            return False
+        launched = None if self._future.cancelled() or self._future.exception() else self._future.result()
+        return launched.ready() if isinstance(launched, PendingOutput) else True
 
     def result(self, timeout_s: float | None = None) -> ModelOutput:
+        if self._result is None:
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            launched = self._launched(timeout_s)
+            if isinstance(launched, PendingOutput):
+                while deadline is not None and not launched.ready():
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(f"The step did not end within {timeout_s} s.")
+                    time.sleep(_POLL_S)
+                launched = launched.result()
+            self._result = launched
+        return self._result
+
+    def _launched(self, timeout_s: float | None) -> ModelOutput | PendingOutput:
         try:
             return self._future.result(timeout_s)
         except FutureTimeoutError:
@@ -156,7 +180,7 @@ class InProcessExecutor(Executor):
     def execute(self, output: SchedulerOutput) -> StepHandle:
         worker, thread = self._alive(), self._thread
 
-        def step() -> ModelOutput:
+        def step() -> ModelOutput | PendingOutput:
             result = worker.execute(output)
             return worker.sample(thread.wait_for_masks(output.step_id)) if result is None else result
 

@@ -11,6 +11,7 @@ from pelton.config import CUDAGraphMode, EngineConfig
 if TYPE_CHECKING:
     import torch
 
+    from pelton.graphs.recorder import GraphRecorder
     from pelton.worker.interface import Worker
 
 
@@ -48,6 +49,11 @@ class Platform(ABC):
     def measure_peak_bytes(self, run: Callable[[], None]) -> int | None:
         """Run the largest step and say how much memory it took at its peak, beyond what was held before. None, without
         running it, where memory is not counted: the worker then makes an estimate."""
+        return None
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        """What captures work on this device, on the current stream; None where nothing can. Asked once per worker, in its
+        thread, when `supported_graph_modes` has more than NONE."""
         return None
 
     def worker_class(self) -> type[Worker]:

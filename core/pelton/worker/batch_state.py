@@ -73,9 +73,9 @@ class BatchState:
     def apply(self, output: SchedulerOutput) -> None:
         """Take in new requests and appended blocks. Slots in `freed_slots` need nothing: a new owner overwrites them."""
         if output.new:
-            self._add(output.new)
+            self.add(output.new)
         if output.block_appends:
-            self._append_blocks(output.block_appends)
+            self.append_blocks(output.block_appends)
 
     def advance(
         self, slots: Tensor, num_scheduled: Tensor, sample_slots: Tensor, num_rejected: Tensor, next_token_ids: Tensor
@@ -90,7 +90,7 @@ class BatchState:
             place = self.num_computed_tokens[sample_slots].clamp(max=self.max_model_len)
             self.token_ids[sample_slots, place] = next_token_ids.to(torch.int32)
 
-    def _add(self, new: list[NewRequest]) -> None:
+    def add(self, new: list[NewRequest]) -> None:
         """One loop over new requests, in which each row of known tokens is one copy."""
         slots = [request.slot for request in new]
         columns: list[list[int]] = [
@@ -124,7 +124,7 @@ class BatchState:
             for group, ids in enumerate(torch.split(table, [len(ids) for ids in request.block_ids])):
                 self.block_tables[group][request.slot, : ids.numel()] = ids
 
-    def _append_blocks(self, appends: list[tuple[int, int, int, list[int]]]) -> None:
+    def append_blocks(self, appends: list[tuple[int, int, int, list[int]]]) -> None:
         """One scatter a group."""
         by_group: list[tuple[list[int], list[int]]] = [([], []) for _ in self.block_tables]
         for group, slot, start, block_ids in appends:
@@ -149,6 +149,9 @@ class HostColumns:
         self.side_slots = np.full(rows, -1, dtype=np.int64)
         self.num_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
+        self.has_extras = np.zeros(
+            rows, dtype=bool
+        )  # its tokens need more than temperature and filters: tables, logprobs
         self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(rows, dtype=np.int64)  # upper bound; exact until something is sampled
         self.errors: dict[int, str] = {}  # by slot: what is wrong with the request itself
@@ -162,6 +165,7 @@ class HostColumns:
         self.side_slots[slot] = request.side_slot
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        self.has_extras[slot] = request.side_slot >= 0 or params.logprobs is not None
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = request.num_computed_tokens
         self.errors.pop(slot, None)

@@ -16,7 +16,7 @@ from pelton.attention.metadata import CommonMetadata
 from pelton.worker.batch_state import BatchState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepShape:
     """What the host knows of a step's size, without a value."""
 
@@ -38,6 +38,7 @@ class InputBuffers:
     ) -> None:
         """kernel_block_sizes: tokens of a block as each group's backend counts; the manager's when None."""
         device, rows = state.device, state.max_num_seqs
+        self.max_num_tokens = max_num_tokens
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)

@@ -18,6 +18,7 @@ from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from pelton.platform.interface import Platform
+    from pelton.worker.pending import PendingOutput
 
 
 class Worker(ABC):
@@ -49,11 +50,12 @@ class Worker(ABC):
     def initialize_kv_cache(self, plan: KVCachePlan) -> None: ...
 
     @abstractmethod
-    def execute(self, output: SchedulerOutput) -> ModelOutput | None:
-        """Run a step. Returns its result, or None when it has grammar rows: then `sample` gives it."""
+    def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
+        """Run or launch a step. Returns its result or, where the device runs on behind the host, what waits for it; or None
+        when it has grammar rows: then `sample` gives it."""
 
     @abstractmethod
-    def sample(self, masks: GrammarMasks) -> ModelOutput:
+    def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
         """Finish a step that waited for its masks."""
 
     @abstractmethod

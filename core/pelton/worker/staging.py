@@ -45,6 +45,16 @@ class StagingRing:
         part.was_copied.record()
         return list(torch.split(on_device, sizes))
 
+    def stage_into(self, target: Tensor, values: np.ndarray) -> None:
+        """Copy `values` to `target`, int64 of the same size at a fixed address, behind the stream's work."""
+        if not self._parts:
+            target.copy_(torch.from_numpy(values))
+            return
+        part = self._take(values.size)
+        part.values[: values.size] = values
+        target.copy_(part.memory[: values.size], non_blocking=True)
+        part.was_copied.record()
+
     def _take(self, size: int) -> _Part:
         index, self._next = self._next, (self._next + 1) % len(self._parts)
         part = self._parts[index]

@@ -32,6 +32,7 @@ class StepPlan:
     logit_slots: Ints  # [n]
     side_rows: Ints  # [m], rows of logits that read side tables
     logprob_rows: Ints  # rows of logits whose logprobs are wanted
+    num_unsampled: Ints  # [R], num_scheduled, less one where the row samples
     shape: StepShape
 
     @property
@@ -78,6 +79,7 @@ def plan_step(output: SchedulerOutput, host: HostColumns) -> StepPlan:
         logit_slots=logit_slots,
         side_rows=np.flatnonzero(host.side_slots[logit_slots] >= 0),
         logprob_rows=np.flatnonzero(host.num_logprobs[logit_slots] != NO_LOGPROBS),
+        num_unsampled=num_scheduled - np.asarray(output.samples, dtype=np.int64),
         shape=StepShape(
             num_reqs=num_reqs,
             num_tokens=num_tokens,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pelton.attention.kv_cache import bind_kv_cache
 from pelton.attention.metadata import ForwardBatch
+from pelton.config import CUDAGraphMode
 from pelton.errors import ConfigError
 from pelton.executor.interface import DeviceReport
+from pelton.graphs.dispatcher import GraphDispatcher
+from pelton.graphs.modes import lower_mode, requested_mode
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.logging import Progress, phase
 from pelton.model.build import BuildConfig, make_build_config
@@ -24,8 +28,13 @@ from pelton.worker.inputs import InputBuffers
 from pelton.worker.interface import Worker
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
+from pelton.worker.pending import PendingOutput
+from pelton.worker.step_ops import bind_step_ops
 
 _WARM_UP_TOKENS = 16
+_FIRST_GRAPH_TOKENS = (
+    8  # graphs up to this size are captured at the start; larger ones when a step first has their size
+)
 
 
 class DeviceWorker(Worker):
@@ -107,21 +116,56 @@ class DeviceWorker(Worker):
                 num_parts=self._num_parts(),
             )
             buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=kernel_sizes)
-            self.runner = ModelRunner(self.model, state, buffers, backends, pool, num_staging_parts=self._num_parts())
+            ops = bind_step_ops(self.build.ops, state, buffers)
+            self.runner = ModelRunner(
+                self.model, state, buffers, backends, pool, ops, num_staging_parts=4 * self._num_parts()
+            )
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """One small pass: libraries load and pick their code paths here, not in the first request."""
+        """One small pass: libraries load and pick their code paths here, not in the first request. Then the graphs."""
         with phase("warm up", self.phase_s):
             self._run_without_cache(min(_WARM_UP_TOKENS, self.max_num_tokens))
             self.platform.synchronize()
+        mode = self._graph_mode()
+        if mode is not CUDAGraphMode.NONE:
+            self._capture(mode)
+
+    def _graph_mode(self) -> CUDAGraphMode:
+        """What the settings ask for, lowered to what backends and platform can do; a note says why."""
+        compilation, offered = self.config.compilation, self.platform.supported_graph_modes
+        requested = requested_mode(compilation)
+        mode, why = lower_mode(
+            requested, self.build.attention.graph_support(),
+            has_pieces=CUDAGraphMode.PIECEWISE in offered, offered=offered,
+        )  # fmt: skip
+        if mode is not requested and compilation.cudagraph_mode is not None:
+            self.notes.append(f"cudagraph_mode {requested} became {mode}: {why}")
+        return mode
+
+    def _capture(self, mode: CUDAGraphMode) -> None:
+        recorder = self.platform.graph_recorder()
+        if recorder is None:
+            self.notes.append(f"cudagraph_mode {mode} became NONE: platform {self.platform.name!r} gives no recorder")
+            return
+        dispatcher = GraphDispatcher(
+            mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens,
+            sizes=self.config.compilation.cudagraph_capture_sizes,
+        )  # fmt: skip
+        graphs = self.runner.use_graphs(dispatcher, recorder)
+        keys = [(mode, key) for mode, key in dispatcher.valid_keys() if key.num_tokens <= _FIRST_GRAPH_TOKENS]
+        with phase("capture graphs", self.phase_s, total=len(keys), unit=" graphs") as progress:
+            for kind, key in keys:
+                graphs.warm_up(kind, replace(key, sampling="greedy") if key.uniform_query_len else key)
+                progress.advance(1)
+            self.platform.synchronize()
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> ModelOutput | None:
+    def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
         return self.runner.execute(output)
 
     @torch.inference_mode()
-    def sample(self, masks: GrammarMasks) -> ModelOutput:
+    def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
         return self.runner.sample(masks)
 
     def report(self) -> DeviceReport:

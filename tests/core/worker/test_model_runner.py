@@ -292,7 +292,7 @@ def test_logprobs_of_accepted_drafts(driver):
 
 @pytest.mark.parametrize("chunk", [4, 21])
 def test_prompt_logprobs_over_chunks(driver, chunk, monkeypatch):
-    monkeypatch.setattr("pelton.worker.model_runner._PROMPT_LOGPROB_ROWS", 3)
+    monkeypatch.setattr("pelton.worker.step_sampler._PROMPT_LOGPROB_ROWS", 3)
     prompt = PROMPTS[3]
     request, other = driver.add(0, prompt, prompt_logprobs=2), driver.add(1, PROMPTS[1])
     found: list[ModelOutput] = []

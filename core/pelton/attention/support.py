@@ -1,0 +1,14 @@
+"""What of a step an attention backend can have captured."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class GraphSupport(IntEnum):
+    """A model's is the minimum over its backends."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3

@@ -1,0 +1,153 @@
+"""Captured steps by key, and the pieces of one step around its attention calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pelton.config.compilation import CUDAGraphMode
+from pelton.graphs.recorder import Graph, GraphRecorder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.layer import AttentionLayer
+    from pelton.attention.metadata import ForwardBatch
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Captured(Generic[T]):
+    graph: Graph
+    outputs: T
+
+
+class FullGraphs:
+    """Whole steps. Another mode: a plain call. An unknown key: a plain call, which compiles and loads all it needs, then the
+    capture of another; a known key: replay."""
+
+    def __init__(self, recorder: GraphRecorder) -> None:
+        self._recorder = recorder
+        self._captured: dict[Hashable, _Captured[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def run(self, mode: CUDAGraphMode, key: Hashable, call: Callable[[], T]) -> T:
+        """What `call` returns: tensors that a replay fills again. `call` reads its inputs from fixed addresses."""
+        if mode is not CUDAGraphMode.FULL:
+            return call()
+        captured = self._captured.get(key)
+        if captured is None:
+            outputs = call()
+            self._capture(key, call)
+            return outputs
+        captured.graph.replay()
+        return captured.outputs  # type: ignore[no-any-return]
+
+    def _capture(self, key: Hashable, call: Callable[[], Any]) -> None:
+        """Record without running."""
+        self._recorder.begin()
+        try:
+            outputs = call()
+        except BaseException:
+            _drop(self._recorder)
+            raise
+        self._captured[key] = _Captured(self._recorder.end(), outputs)
+
+
+@dataclass(slots=True)
+class _AttentionCall:
+    """One layer's attention between two pieces, on the addresses that these read and write."""
+
+    layer: AttentionLayer
+    qkv: Tensor
+    positions: Tensor
+    output: Tensor
+
+
+@dataclass(slots=True)
+class _Pieces:
+    graphs: list[Graph] = field(default_factory=list)
+    calls: list[_AttentionCall] = field(default_factory=list)
+    outputs: Any = None
+
+
+class PieceCuts:
+    """While a step's pieces are captured: each attention call ends one and starts the next."""
+
+    def __init__(self, recorder: GraphRecorder) -> None:
+        self._recorder = recorder
+        self.pieces = _Pieces()
+
+    def cut(self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, output: Tensor) -> None:
+        """Called by the layer in place of its backend; what is captured before and after it is unordered otherwise."""
+        self.pieces.graphs.append(self._recorder.end())
+        self.pieces.calls.append(_AttentionCall(layer, qkv, positions, output))
+        self._recorder.begin()
+
+
+cutting: ContextVar[PieceCuts | None] = ContextVar("pelton_graph_pieces", default=None)
+"""Set in the worker's thread for the time of a capture in pieces; read by `AttentionLayer.forward`."""
+
+
+class PieceGraphs:
+    """Steps whose attention runs between captured pieces, with the metadata of the step."""
+
+    def __init__(self, recorder: GraphRecorder) -> None:
+        self._recorder = recorder
+        self._captured: dict[Hashable, _Pieces] = {}
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def run(self, mode: CUDAGraphMode, key: Hashable, call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
+        """What `call(batch)` returns. Ids and positions of `batch` lie at fixed addresses; its attention metadata is this step's."""
+        if mode is not CUDAGraphMode.PIECEWISE:
+            return call(batch)
+        pieces = self._captured.get(key)
+        if pieces is None:
+            outputs = call(batch)
+            self._capture(key, call, batch)
+            return outputs
+        for graph, attention in zip(pieces.graphs, pieces.calls, strict=False):
+            graph.replay()
+            layer = attention.layer
+            metadata = batch.attention[layer.group_id]
+            layer.backend.forward_qkv(layer, attention.qkv, attention.positions, metadata, attention.output)
+        pieces.graphs[-1].replay()
+        return pieces.outputs  # type: ignore[no-any-return]
+
+    def _capture(self, key: Hashable, call: Callable[[ForwardBatch], Any], batch: ForwardBatch) -> None:
+        """Record without running; attention is left out."""
+        cuts = PieceCuts(self._recorder)
+        token = cutting.set(cuts)
+        self._recorder.begin()
+        try:
+            cuts.pieces.outputs = call(batch)
+        except BaseException:
+            _drop(self._recorder)
+            raise
+        finally:
+            cutting.reset(token)
+        cuts.pieces.graphs.append(self._recorder.end())
+        self._captured[key] = cuts.pieces
+
+
+def _drop(recorder: GraphRecorder) -> None:
+    """The device must leave capture mode even when the recorded work failed, which is the error that matters."""
+    try:
+        recorder.end()
+    except Exception as error:  # a broken capture cannot be ended cleanly
+        from pelton.logging import get_logger
+
+        get_logger(__name__).debug("ending a failed capture: %s", error)

@@ -1,0 +1,97 @@
+"""`GraphDispatcher`: the only owner of the keys that steps are captured and replayed under.
+
+It answers FULL where a whole step of that shape may be one graph, else PIECEWISE, else NONE; wrappers trust it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from pelton.attention.metadata import BatchDescriptor
+from pelton.config.compilation import CUDAGraphMode
+from pelton.graphs.modes import captures_decode, captures_pieces
+
+_MAX_PIECE_TOKENS = 512  # above, launches hide behind the work of the kernels
+
+
+class GraphDispatcher:
+    """Sizes are tokens; a step is padded to the next one."""
+
+    def __init__(
+        self,
+        mode: CUDAGraphMode,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        sizes: Sequence[int] | None = None,
+        decode_query_len: int = 1,
+    ) -> None:
+        """sizes: of all graphs, from the settings; chosen from the limits when None. decode_query_len: 1 + drafts."""
+        self.mode = mode
+        self.max_num_seqs = max_num_seqs
+        self.decode_query_len = decode_query_len
+        most = min(max_num_seqs * decode_query_len, max_num_tokens)
+        self.decode_sizes = _fitting(
+            (size * decode_query_len for size in default_sizes(max_num_seqs)) if sizes is None else sizes,
+            most, multiple_of=decode_query_len,
+        ) if captures_decode(mode) else []  # fmt: skip
+        mixed = default_sizes(min(max_num_tokens, _MAX_PIECE_TOKENS)) if sizes is None else sizes
+        takes_any = captures_pieces(mode) or mode is CUDAGraphMode.FULL
+        self.mixed_sizes = _fitting(mixed, max_num_tokens) if takes_any else []
+
+    def dispatch(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform_query_len: int = 0,
+        *,
+        has_lora: bool = False,
+        sampling: str = "",
+    ) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """The mode that a step runs under, and its key, padded. uniform_query_len: of all rows, 0 when they differ."""
+        if uniform_query_len == self.decode_query_len:
+            size = _padded(self.decode_sizes, num_tokens)
+            if size is not None:
+                return CUDAGraphMode.FULL, BatchDescriptor(
+                    size, size // uniform_query_len, uniform_query_len, has_lora, sampling
+                )
+        size = _padded(self.mixed_sizes, num_tokens)
+        if size is None:
+            return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs, uniform_query_len, has_lora, sampling)
+        if self.mode is CUDAGraphMode.FULL:
+            return CUDAGraphMode.FULL, BatchDescriptor(size, min(size, self.max_num_seqs), 0, has_lora, sampling)
+        return CUDAGraphMode.PIECEWISE, BatchDescriptor(size, 0, 0, has_lora)
+
+    def valid_keys(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+        """All without adapters, those of small steps first: one row's, which the first request needs, then the rest."""
+        uniform = self.decode_query_len
+        found = [(CUDAGraphMode.FULL, BatchDescriptor(s, s // uniform, uniform)) for s in self.decode_sizes]
+        if self.mode is CUDAGraphMode.FULL:
+            mixed = [BatchDescriptor(size, min(size, self.max_num_seqs), 0) for size in self.mixed_sizes]
+            found += [(CUDAGraphMode.FULL, key) for key in mixed]
+        else:
+            found += [(CUDAGraphMode.PIECEWISE, BatchDescriptor(size, 0)) for size in self.mixed_sizes]
+        return sorted(found, key=lambda item: item[1].num_tokens)
+
+
+def default_sizes(most: int) -> list[int]:
+    """Powers of two to 8, then steps of about an eighth: little padding, few graphs. `most` itself is one."""
+    sizes = [
+        *(1, 2, 4, 8),
+        *range(16, 65, 8),
+        *range(80, 257, 16),
+        *range(288, 513, 32),
+        *range(576, 1025, 64),
+        *range(1152, 4097, 128),
+    ]
+    return [*(size for size in sizes if size < most), most]
+
+
+def _fitting(sizes: Iterable[int], most: int, *, multiple_of: int = 1) -> list[int]:
+    return sorted({size for size in sizes if 0 < size <= most and size % multiple_of == 0})
+
+
+def _padded(sizes: Sequence[int], count: int) -> int | None:
+    place = bisect_left(sizes, count)
+    return sizes[place] if place < len(sizes) and count > 0 else None

@@ -1,0 +1,27 @@
+"""What a platform gives so that work can be captured once and launched again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+
+class Graph(Protocol):
+    """Captured device work on fixed addresses."""
+
+    def replay(self) -> None:
+        """Queue all of it, in order, behind what the current stream holds."""
+        ...
+
+
+class GraphRecorder(ABC):
+    """One per worker, used from its thread. Captures share one memory pool: they are replayed one after the other, and what
+    a graph leaves in memory is read before the next one runs."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Record what the thread launches from now on, without running it."""
+
+    @abstractmethod
+    def end(self) -> Graph:
+        """Stop recording. Also called, and its result dropped, when what was recorded raised."""

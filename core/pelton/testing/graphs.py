@@ -1,0 +1,129 @@
+"""Graphs without a device: a recorder that keeps a tape of torch ops, and attention that can be captured.
+
+A tape's replay runs the same ops on the same tensors and writes into the same results, as a captured graph does: what the
+host decided at capture stays decided, and an address that is not filled again keeps its old values. So engine
+tests of every graph mode run on a CPU, and find what a graph would get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.graphs.recorder import Graph, GraphRecorder
+
+if TYPE_CHECKING:
+    from pelton.attention.layer import AttentionLayer
+
+_HOST_READS = ("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.unique", "aten.masked_select")
+
+
+class Tape:
+    """Ops in the order of their capture."""
+
+    def __init__(self) -> None:
+        self.ops: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for function, args, kwargs, results in self.ops:
+            again = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            for old, new in zip(results, again, strict=True):
+                if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    old.copy_(new)
+
+
+class _Taping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each op once, for the shapes of its results, which a replay fills; `undo` takes back what it wrote."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def undo(self) -> None:
+        for storage, saved in self._before.values():
+            storage.copy_(saved)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(_HOST_READS):
+            raise RuntimeError(f"{func} reads the device's values while a graph is captured")
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+                for tensor in tree_leaves(written):
+                    storage = tensor.untyped_storage()
+                    self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.tape.ops.append((func, args, kwargs or {}, tensors))
+        return result
+
+
+class TapeRecorder(GraphRecorder):
+    """Unlike a device's it runs what it records, and puts back at the end what that changed."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+        self._mode: _Taping | None = None
+
+    def begin(self) -> None:
+        assert self._mode is None, "a capture runs already"
+        self._mode = _Taping(Tape())
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> Graph:
+        assert self._mode is not None, "no capture runs"
+        mode, self._mode = self._mode, None
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        mode.undo()
+        self.tapes.append(mode.tape)
+        return mode.tape
+
+
+class StaticAttention(AttentionBackend):
+    """Every row against every token of its table, masked: shapes alone decide what is run."""
+
+    name: ClassVar[str] = "static"
+    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap"})
+    graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
+
+    @classmethod
+    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
+        return [] if needs.kv_dtype in ("auto", needs.dtype) else [f"kv dtype {needs.kv_dtype}, only the model's own"]
+
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> CommonMetadata:
+        return common
+
+    def slot_mapping(self, metadata: CommonMetadata) -> Tensor:
+        return metadata.slot_mapping
+
+    def forward(self, layer: AttentionLayer, query: Tensor, metadata: CommonMetadata, output: Tensor) -> Tensor:
+        num_rows, num_tokens = metadata.num_reqs, query.shape[0]
+        token = torch.arange(num_tokens)
+        starts = metadata.query_start_loc.long()
+        row = torch.searchsorted(starts[1:], token, right=True).clamp(max=num_rows - 1)
+        length = metadata.seq_lens.long()[row]
+        position = length - starts[row + 1] + token  # of the token in its row
+        blocks = metadata.block_table.long()[row]  # [T, B]
+        keys, values = (cache[blocks].flatten(1, 2).float() for cache in (layer.k_cache, layer.v_cache))  # [T, L, N, D]
+        place = torch.arange(keys.shape[1])
+        is_hidden = place > position[:, None]
+        if layer.sliding_window is not None:
+            is_hidden |= place <= position[:, None] - layer.sliding_window
+        grouped = query.view(num_tokens, layer.num_kv_heads, -1, layer.head_dim).float()
+        scores = torch.einsum("tngd,tlnd->tngl", grouped, keys) * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        weights = scores.masked_fill(is_hidden[:, None, None], -torch.inf).softmax(dim=-1)
+        attended = torch.einsum("tngl,tlnd->tngd", weights, values.nan_to_num()).reshape(output.shape)
+        output.copy_(attended.to(output.dtype))
+        return output

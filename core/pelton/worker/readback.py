@@ -1,0 +1,148 @@
+"""A step's result on its way to the host: copies queued behind the step, read by whoever waits for it.
+
+What the result needs of the batch's host columns is taken when the step is launched: by the time it is read, later steps
+may have given its slots to others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pelton.sampling.logprobs import HostLogprobs
+from pelton.sampling.sampler import ERROR_MESSAGES, NOT_FINITE
+from pelton.scheduler.output import ModelOutput
+from pelton.worker.batch_state import NO_LOGPROBS
+from pelton.worker.pending import PendingOutput
+from pelton.worker.step_plan import Ints
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.worker.step_sampler import Sampled, Step
+
+
+class HostCopies:
+    """Device tensors copied to pinned memory behind the current stream's work; on a CPU the tensors themselves."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.Event | None = None
+        if not tensors or tensors[0].device.type == "cpu":
+            self._copies = list(tensors)
+            return
+        device = tensors[0].device
+        self._copies = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        ]
+        self._event = torch.Event(device)
+        self._event.record()
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def arrays(self) -> list[np.ndarray]:
+        """Waits."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [copy.numpy() for copy in self._copies]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepOutput(PendingOutput):
+    """One step's result, whatever it sampled. r = rows that sample."""
+
+    output: ModelOutput  # filled in by `result`
+    started: float  # s, monotonic
+    num_rows: int
+    sample_rows: Ints  # [r]
+    slots: Sequence[int]  # [R]
+    copies: (
+        HostCopies  # tokens [r, 1 + K], accepted [r], codes [r] | tokens and codes [r, 2]; then logprobs, then drafts
+    )
+    is_plain: bool = True  # the second of the two
+    errors: dict[int, str] = field(default_factory=dict)  # by row: what was wrong with the request itself
+    has_logprobs: bool = False
+    num_logprobs: Ints | None = None  # [r]
+    first_logprob: Ints | None = None  # [r], into the rows of logprobs
+    has_drafts: bool = False
+    scrub: Callable[[int], None] | None = None  # told of each slot whose logits were not finite
+
+    def ready(self) -> bool:
+        return self.copies.ready()
+
+    def result(self) -> ModelOutput:
+        output = self.output
+        arrays = self.copies.arrays()
+        output.row_errors = list(self.errors.items())
+        if arrays and self.is_plain:
+            self._take_plain(arrays[0])
+        elif arrays:
+            self._take_all(arrays)
+        else:
+            output.token_ids = [[] for _ in range(self.num_rows)]
+        output.device_time_s = time.monotonic() - self.started
+        return output
+
+    def _take_plain(self, columns: np.ndarray) -> None:
+        """One token for each row that samples."""
+        output, tokens = self.output, columns[:, 0].tolist()
+        if len(tokens) == self.num_rows and not self.errors and not columns[:, 1].any():
+            output.token_ids = [[token] for token in tokens]
+            return
+        output.token_ids = [[] for _ in range(self.num_rows)]
+        for row, token, code in zip(self.sample_rows.tolist(), tokens, columns[:, 1].tolist(), strict=True):
+            if self._is_good(row, code):
+                output.token_ids[row] = [token]
+
+    def _take_all(self, arrays: list[np.ndarray]) -> None:
+        output = self.output
+        output.token_ids = [[] for _ in range(self.num_rows)]
+        token_ids, num_accepted, codes = (array.tolist() for array in arrays[:3])
+        logprobs = HostLogprobs(*arrays[3:6]) if self.has_logprobs else None
+        for index, row in enumerate(self.sample_rows.tolist()):
+            count = num_accepted[index] + 1
+            if self._is_good(row, codes[index]):
+                output.token_ids[row] = token_ids[index][:count]
+                if logprobs is not None:
+                    self._take_logprobs(logprobs, index, row, count)
+        if self.has_drafts:
+            output.draft_token_ids = [[] for _ in range(self.num_rows)]
+            for row, drafts in zip(self.sample_rows.tolist(), arrays[-1].tolist(), strict=True):
+                output.draft_token_ids[row] = drafts
+
+    def _take_logprobs(self, logprobs: HostLogprobs, index: int, row: int, count: int) -> None:
+        assert self.num_logprobs is not None and self.first_logprob is not None
+        wanted, first = int(self.num_logprobs[index]), int(self.first_logprob[index])
+        if wanted != NO_LOGPROBS:
+            self.output.logprobs[row] = logprobs.columns(slice(first, first + count), wanted)
+
+    def _is_good(self, row: int, code: int) -> bool:
+        if code == NOT_FINITE and self.scrub is not None:
+            self.scrub(self.slots[row])
+        if code and row not in self.errors:
+            self.output.row_errors.append((row, ERROR_MESSAGES[code]))
+        return not code and row not in self.errors
+
+
+def read_back_all(step: Step, sampled: Sampled, num_logprobs: Ints) -> tuple[HostCopies, dict[str, object]]:
+    """Queue the copies of everything that was sampled; further fields of `StepOutput`. num_logprobs [S + 1]: by slot."""
+    plan = step.plan
+    tensors = [sampled.token_ids, sampled.num_accepted, sampled.codes]
+    if sampled.logprobs is not None:
+        tensors += [sampled.logprobs.token_ids, sampled.logprobs.logprobs, sampled.logprobs.ranks]
+    if sampled.draft_token_ids is not None:
+        tensors.append(sampled.draft_token_ids)
+    fields: dict[str, object] = {
+        "is_plain": False,
+        "has_logprobs": sampled.logprobs is not None,
+        "has_drafts": sampled.draft_token_ids is not None,
+        "num_logprobs": num_logprobs[plan.sample_slots],
+        "first_logprob": np.searchsorted(plan.logprob_rows, plan.logit_starts[:-1]),
+    }
+    return HostCopies(tensors), fields

@@ -1,0 +1,169 @@
+"""Captured steps of one runner: decode steps whole, others in pieces around attention.
+
+A decode step sends one block of columns, launches one graph and reads one result: for each of its n rows the slot, the
+number of tokens (1, or 0 for a padding row) and, for each KV group, at most one block to append.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pelton.attention.interface import AttentionBackend
+from pelton.attention.metadata import BatchDescriptor, ForwardBatch
+from pelton.config.compilation import CUDAGraphMode
+from pelton.graphs.captures import FullGraphs, PieceGraphs
+from pelton.graphs.dispatcher import GraphDispatcher
+from pelton.graphs.recorder import GraphRecorder
+from pelton.model.interface import CausalLM
+from pelton.worker.batch_state import BatchState
+from pelton.worker.inputs import InputBuffers, StepShape
+from pelton.worker.staging import StagingRing
+from pelton.worker.step_ops import StepOps
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+LOGITS = ""
+"""Sampling variant of a decode graph that ends at the logits."""
+
+
+class StepGraphs:
+    """Decides with the dispatcher, captures with the platform's recorder, runs with the model."""
+
+    def __init__(
+        self,
+        dispatcher: GraphDispatcher,
+        recorder: GraphRecorder,
+        model: CausalLM,
+        state: BatchState,
+        buffers: InputBuffers,
+        backends: Sequence[AttentionBackend],
+        ops: StepOps,
+        staging: StagingRing,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.full = FullGraphs(recorder)
+        self.pieces = PieceGraphs(recorder)
+        self._model, self._state, self._buffers = model, state, buffers
+        self._backends, self._ops, self._staging = list(backends), ops, staging
+        device, most = state.device, max(dispatcher.decode_sizes, default=0)
+        self._num_columns = 2 + 2 * len(state.block_tables)
+        most_mixed = min(max(dispatcher.mixed_sizes, default=0), state.max_num_seqs)
+        self._columns = torch.zeros(max(self._num_columns * most, 2 * most_mixed), dtype=torch.int64, device=device)
+        self._result = torch.zeros(most, 2, dtype=torch.int32, device=device)
+        self._widths = [table.shape[1] for table in state.block_tables]
+        largest = max(*dispatcher.decode_sizes, *dispatcher.mixed_sizes, 0, 0)
+        if largest:
+            for backend in self._backends:
+                backend.reserve(BatchDescriptor(largest, max(most, most_mixed), dispatcher.decode_query_len))
+
+    def decode_key(self, num_rows: int, variant: str) -> BatchDescriptor | None:
+        """The key of a decode step with one token a row; None when it is not captured whole."""
+        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, sampling=variant)
+        return key if mode is CUDAGraphMode.FULL and key.uniform_query_len == 1 else None
+
+    def decode(
+        self, key: BatchDescriptor, slots: npt.NDArray[np.int64], appends: Sequence[tuple[int, int, int, list[int]]]
+    ) -> Tensor | None:
+        """Run a decode step of `key`: result [n, 2], or logits [n, V] for the variant LOGITS; rows beyond `slots` are padding.
+
+        None when more blocks are appended than there is room for: the caller appends them first, and gives none.
+        """
+        columns = self._decode_columns(key.num_reqs, slots, appends)
+        if columns is None:
+            return None
+        self._staging.stage_into(self._columns[: columns.size], columns.reshape(-1))
+        return self.full.run(CUDAGraphMode.FULL, key, lambda: self._decode(key))
+
+    def mixed(self, key: BatchDescriptor, slots: npt.NDArray[np.int64], num_scheduled: npt.NDArray[np.int64]) -> Any:
+        """Inputs and forward pass of a step of any rows as one graph: what the model's forward returns."""
+        columns = np.zeros((2, key.num_reqs), dtype=np.int64)
+        columns[0] = self._state.padding_slot
+        columns[0, : len(slots)] = slots
+        columns[1, : len(slots)] = num_scheduled
+        self._staging.stage_into(self._columns[: columns.size], columns.reshape(-1))
+        return self.full.run(CUDAGraphMode.FULL, key, lambda: self._mixed(key))
+
+    def forward(self, mode: CUDAGraphMode, key: BatchDescriptor, batch: ForwardBatch) -> Any:
+        """The model's forward pass, in pieces where `mode` says so."""
+        return self.pieces.run(mode, key, self._model.forward, batch)
+
+    def warm_up(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
+        """Run and capture a step of nothing but padding."""
+        nothing = np.zeros(0, dtype=np.int64)
+        if mode is CUDAGraphMode.FULL:
+            if key.uniform_query_len:
+                self.decode(key, nothing, ())
+            else:
+                self.mixed(key, nothing, nothing)
+            return
+        slots, scheduled = self._staging.stage([[self._state.padding_slot], [0]])
+        shape = StepShape(
+            num_reqs=1, num_tokens=0, num_decode_rows=0, max_query_len=key.num_tokens, max_seq_len=key.num_tokens,
+            num_padded_reqs=1, num_padded_tokens=key.num_tokens,
+        )  # fmt: skip
+        self.forward(mode, key, self._batch(slots, scheduled, shape, None))
+
+    def _decode_columns(
+        self, size: int, slots: npt.NDArray[np.int64], appends: Sequence[tuple[int, int, int, list[int]]]
+    ) -> npt.NDArray[np.int64] | None:
+        """[2 + 2 groups, size]: slots, counts; for each group places in its block table, flat, and block ids."""
+        padding = self._state.padding_slot
+        columns = np.zeros((self._num_columns, size), dtype=np.int64)
+        columns[0] = padding
+        columns[0, : len(slots)] = slots
+        columns[1, : len(slots)] = 1
+        counts = [0] * len(self._widths)
+        for group, width in enumerate(self._widths):
+            columns[2 + 2 * group] = padding * width
+        for group, slot, start, block_ids in appends:
+            first, width = counts[group], self._widths[group]
+            last = counts[group] = first + len(block_ids)
+            if last > size:
+                return None
+            columns[2 + 2 * group, first:last] = np.arange(slot * width + start, slot * width + start + len(block_ids))
+            columns[3 + 2 * group, first:last] = block_ids
+        return columns
+
+    def _decode(self, key: BatchDescriptor) -> Tensor:
+        """What is captured. Its inputs lie in `_columns`."""
+        size = key.num_reqs
+        columns = self._columns[: self._num_columns * size].view(self._num_columns, size)
+        for group, table in enumerate(self._state.block_tables):
+            ids = columns[3 + 2 * group].view(torch.int32)[::2]  # the low halves: little-endian
+            table.view(-1).scatter_(0, columns[2 + 2 * group], ids)
+        shape = StepShape(
+            num_reqs=size, num_tokens=size, num_decode_rows=size, max_query_len=1, max_seq_len=self._state.max_model_len,
+            num_padded_reqs=size, num_padded_tokens=size,
+        )  # fmt: skip
+        batch = self._batch(columns[0], columns[1], shape, key)
+        hidden = self._model.forward(batch)
+        logits = self._model.compute_logits(hidden, self._buffers.token_index[:size])
+        if key.sampling == LOGITS:
+            return logits
+        result = self._result[:size]
+        self._ops.sample[key.sampling](logits, columns[0], result)
+        return result
+
+    def _mixed(self, key: BatchDescriptor) -> Any:
+        columns = self._columns[: 2 * key.num_reqs].view(2, key.num_reqs)
+        shape = StepShape(
+            num_reqs=key.num_reqs, num_tokens=key.num_tokens, num_decode_rows=0, max_query_len=key.num_tokens,
+            max_seq_len=self._state.max_model_len, num_padded_reqs=key.num_reqs, num_padded_tokens=key.num_tokens,
+        )  # fmt: skip
+        return self._model.forward(self._batch(columns[0], columns[1], shape, key))
+
+    def _batch(self, slots: Tensor, scheduled: Tensor, shape: StepShape, key: BatchDescriptor | None) -> ForwardBatch:
+        groups = self._ops.prepare_inputs(slots, scheduled, shape)
+        num_tokens = shape.num_padded_tokens
+        return ForwardBatch(
+            input_ids=self._buffers.input_ids[:num_tokens],
+            positions=self._buffers.positions[:num_tokens],
+            attention=tuple(backend.build(common, key) for backend, common in zip(self._backends, groups, strict=True)),
+            num_tokens=num_tokens,
+        )

@@ -1,0 +1,206 @@
+"""From a step's logits to its tokens, with everything a request may ask for: masks, side tables, drafts, logprobs.
+
+Torch ops chosen by what the host knows of the rows; nothing here waits for the device but prompt logprobs. A step whose
+rows ask for none of this takes the `sample` seam instead (`model_runner.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pelton.engine.messages import LogprobColumns
+from pelton.model.interface import CausalLM
+from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logprobs
+from pelton.sampling.metadata import SamplingMetadata, SideRows
+from pelton.sampling.sampler import sample, unpack_bitmask
+from pelton.scheduler.output import GrammarMasks, SchedulerOutput
+from pelton.worker.batch_state import NO_LOGPROBS, BatchState
+from pelton.worker.inputs import InputBuffers
+from pelton.worker.staging import StagingRing
+from pelton.worker.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from pelton.worker.drafts import WorkerDraftProposer
+
+_PROMPT_LOGPROB_ROWS = 256  # logits at once: a whole chunk's would be gigabytes with a large vocabulary
+
+
+@dataclass(slots=True)
+class StepColumns:
+    """What every such step sends to the device, in one copy; all int64."""
+
+    slots: Tensor  # [R]
+    num_scheduled: Tensor  # [R]
+    logit_tokens: Tensor  # [n]
+    logit_slots: Tensor  # [n]
+    sample_slots: Tensor  # [r]
+    num_draft: Tensor  # [r]
+    side_rows: Tensor  # [m], rows of logits that read side tables
+    logprob_rows: Tensor  # rows of logits whose logprobs are wanted
+    num_unsampled: Tensor  # [R], tokens of the row that are counted before it samples: all, less one where it does
+
+
+@dataclass(slots=True)
+class Step:
+    """One step between its forward pass and its result."""
+
+    output: SchedulerOutput
+    started: float
+    plan: StepPlan
+    columns: StepColumns
+    hidden: Any = None
+    logits: Tensor | None = None  # [n, V]
+    prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Of the rows that sampled, on the device."""
+
+    token_ids: Tensor  # [r, 1 + K]
+    num_accepted: Tensor  # [r]
+    codes: Tensor  # [r]
+    logprobs: LogprobTensors | None = None  # of `StepPlan.logprob_rows`
+    draft_token_ids: Tensor | None = None  # [r, max_draft_tokens], for the next step
+
+
+class StepSampler:
+    """Reads and advances the batch state."""
+
+    def __init__(self, model: CausalLM, state: BatchState, buffers: InputBuffers, staging: StagingRing) -> None:
+        self.model = model
+        self.state = state
+        self.buffers = buffers
+        self.draft_proposer: WorkerDraftProposer | None = None
+        self._staging = staging
+
+    def sample(self, step: Step, masks: GrammarMasks | None) -> Sampled:
+        assert step.logits is not None
+        plan, columns, state = step.plan, step.columns, self.state
+        metadata = self._sampling_metadata(plan, columns)
+        raw = step.logits[columns.logprob_rows] if len(plan.logprob_rows) else None
+        mask = self._grammar_mask(step, masks) if masks is not None else None
+        token_ids, codes = sample(step.logits, metadata, mask)
+        sampled = self._verify(plan, columns.logit_tokens, token_ids, codes)
+        if raw is not None:
+            sampled.logprobs = gather_logprobs(raw, token_ids[columns.logprob_rows], self._most_logprobs(plan))
+        self._count_outputs(plan, metadata.side, token_ids, sampled.num_accepted)
+        last = sampled.token_ids.gather(1, sampled.num_accepted.unsqueeze(-1)).squeeze(1)
+        num_rejected = columns.num_draft - sampled.num_accepted
+        state.advance(columns.slots, columns.num_scheduled, columns.sample_slots, num_rejected, last)
+        if self.draft_proposer is not None:
+            last_tokens = columns.logit_tokens[self._index(plan.logit_starts[:-1]) + sampled.num_accepted]
+            drafts = self.draft_proposer.propose(state, columns.sample_slots, step.hidden, last_tokens)
+            state.draft_token_ids[columns.sample_slots, : drafts.shape[1]] = drafts
+            sampled.draft_token_ids = drafts
+        return sampled
+
+    def _sampling_metadata(self, plan: StepPlan, columns: StepColumns) -> SamplingMetadata:
+        state, host, on_host, slots = self.state, self.state.host, plan.logit_slots, columns.logit_slots
+        positions = self.buffers.positions[columns.logit_tokens] + 1
+        is_random = host.temperature[on_host] > 0
+        top_k = host.top_k[on_host][is_random]
+        top_k = top_k[top_k < state.vocab_size]
+        return SamplingMetadata(
+            seeds=state.seeds[slots],
+            positions=positions,
+            temperature=state.temperature[slots],
+            top_k=state.top_k[slots],
+            top_p=state.top_p[slots],
+            min_p=state.min_p[slots],
+            all_greedy=not is_random.any(),
+            max_top_k=int(top_k.max(initial=0)),
+            has_top_p=bool((host.top_p[on_host][is_random] < 1.0).any()),
+            has_min_p=bool((host.min_p[on_host][is_random] > 0.0).any()),
+            side=self._side_rows(plan, columns, positions) if len(plan.side_rows) else None,
+        )
+
+    def _side_rows(self, plan: StepPlan, columns: StepColumns, positions: Tensor) -> SideRows:
+        state, tables, rows = self.state, self.state.side, columns.side_rows
+        used = state.host.side_slots[plan.logit_slots[plan.side_rows]]
+        slots = columns.logit_slots[rows]
+        side = SideRows(
+            tables=tables,
+            rows=rows,
+            side_slots=state.side_slots[slots],
+            slots=slots,
+            positions=positions[rows],
+            num_prompt_tokens=state.num_prompt_tokens[slots],
+            token_ids=state.token_ids,
+            has_penalties=bool(tables.has_penalties[used].any()),
+            has_bias=bool(tables.has_bias[used].any()),
+            has_banned=bool(tables.has_banned[used].any()),
+            has_min_tokens=bool(tables.has_min_tokens[used].any()),
+            has_bad_words=bool(tables.has_bad_words[used].any()),
+        )
+        if plan.has_drafts and side.has_penalties:
+            draft_rows, draft_tokens = self._staging.stage(plan.drafts_before(plan.side_rows))
+            side.draft_rows, side.draft_token_ids = draft_rows, self.buffers.input_ids[draft_tokens]
+        return side
+
+    def _grammar_mask(self, step: Step, masks: GrammarMasks) -> tuple[Tensor, Tensor]:
+        plan, total = step.plan, sum(masks.num_masks)
+        words = np.frombuffer(masks.bitmask, dtype="<i4").reshape(total, -1).copy()
+        is_sampled = np.searchsorted(plan.sample_rows, step.output.grammar_rows)
+        rows = [plan.logit_starts[i] + np.arange(count) for i, count in zip(is_sampled, masks.num_masks, strict=True)]
+        allowed = unpack_bitmask(torch.from_numpy(words).to(self.state.device), self.state.vocab_size)
+        return self._index(np.concatenate(rows)), allowed
+
+    def _verify(self, plan: StepPlan, logit_tokens: Tensor, token_ids: Tensor, codes: Tensor) -> Sampled:
+        """Accept drafts while each equals what was sampled in its place: exact in law, and lossless for greedy rows."""
+        if not plan.has_drafts:
+            return Sampled(token_ids.unsqueeze(-1), torch.zeros_like(token_ids), codes)
+        grid, is_draft = plan.draft_grid()
+        index = self._index(grid.ravel()).view(grid.shape)
+        following = self.buffers.input_ids[(logit_tokens + 1).clamp(max=plan.shape.num_padded_tokens - 1)]
+        is_equal = (token_ids == following)[index] & torch.from_numpy(is_draft).to(self.state.device)
+        num_accepted = is_equal.long().cumprod(dim=1).sum(dim=1)
+        is_taken = torch.arange(grid.shape[1], device=index.device) <= num_accepted.unsqueeze(-1)
+        return Sampled(token_ids[index], num_accepted, torch.where(is_taken, codes[index], 0).amax(dim=1))
+
+    def _count_outputs(self, plan: StepPlan, side: SideRows | None, token_ids: Tensor, num_accepted: Tensor) -> None:
+        if side is None or not side.has_penalties:
+            return
+        if not plan.has_drafts:
+            weights = torch.ones_like(side.side_slots, dtype=torch.int32)
+        else:
+            counts = np.diff(plan.logit_starts)
+            owners = np.repeat(np.arange(len(counts)), counts)
+            places = np.arange(len(owners)) - plan.logit_starts[owners]
+            owner, place = self._staging.stage([owners, places])
+            weights = (place <= num_accepted[owner])[side.rows].to(torch.int32)
+        side.tables.count(side.side_slots, token_ids[side.rows], weights)
+
+    def _most_logprobs(self, plan: StepPlan) -> int:
+        wanted = self.state.host.num_logprobs[plan.logit_slots[plan.logprob_rows]]
+        return -1 if (wanted < 0).any() else int(wanted.max())
+
+    def prompt_logprobs(self, step: Step) -> dict[int, LogprobColumns]:
+        """For rows that asked, every prompt position of this step whose next token is the prompt's too."""
+        host, plan = self.state.host, step.plan
+        found: dict[int, LogprobColumns] = {}
+        for row in np.flatnonzero(host.num_prompt_logprobs[plan.slots] != NO_LOGPROBS).tolist():
+            slot = int(plan.slots[row])
+            first = int(host.num_computed_tokens[slot])
+            count = min(int(plan.num_scheduled[row]), int(host.num_prompt_tokens[slot]) - 1 - first)
+            if count <= 0:
+                continue
+            wanted, start = int(host.num_prompt_logprobs[slot]), int(plan.query_start_loc[row])
+            parts = []
+            for done in range(0, count, _PROMPT_LOGPROB_ROWS):
+                stop = min(done + _PROMPT_LOGPROB_ROWS, count)
+                rows = torch.arange(start + done, start + stop, device=self.state.device)
+                following = self.state.token_ids[slot, first + done + 1 : first + stop + 1].long()
+                logits = self.model.compute_logits(step.hidden, rows)
+                parts.append(gather_logprobs(logits, following, wanted).to_host())
+            found[row] = HostLogprobs.join(parts).columns(slice(None), wanted)
+        return found
+
+    def _index(self, values: np.ndarray) -> Tensor:
+        (staged,) = self._staging.stage([values])
+        return staged

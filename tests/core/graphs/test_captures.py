@@ -1,0 +1,52 @@
+"""Wrappers capture and replay; a tape behaves as a captured graph does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pelton.config.compilation import CUDAGraphMode
+from pelton.graphs.captures import FullGraphs
+from pelton.testing.graphs import TapeRecorder
+
+NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
+
+
+def test_wrapper_calls_captures_and_replays() -> None:
+    recorder, source, calls = TapeRecorder(), torch.zeros(3), []
+    graphs = FullGraphs(recorder)
+
+    def step() -> torch.Tensor:
+        calls.append(1)
+        return source * 2 + 1
+
+    source.fill_(1)
+    assert graphs.run(NONE, "key", step).tolist() == [3.0] * 3  # another mode: a plain call
+    assert not recorder.tapes
+    assert graphs.run(FULL, "key", step).tolist() == [3.0] * 3  # unknown: runs, and is captured
+    assert len(recorder.tapes) == 1 and len(calls) == 3
+    source.fill_(5)
+    first = graphs.run(FULL, "key", step)
+    assert first.tolist() == [11.0] * 3 and len(calls) == 3  # known: replayed, the function is not called
+    source.fill_(6)
+    assert graphs.run(FULL, "key", step) is first and first.tolist() == [13.0] * 3  # on the same addresses
+    graphs.run(FULL, "other", step)
+    assert len(recorder.tapes) == 2 and len(graphs) == 2 and "other" in graphs
+
+
+def test_a_capture_changes_nothing() -> None:
+    state = torch.zeros(2)
+    graphs = FullGraphs(TapeRecorder())
+    graphs.run(FULL, 1, lambda: state.add_(1))
+    assert state.tolist() == [1.0, 1.0]  # once, by the plain call
+    graphs.run(FULL, 1, lambda: state.add_(1))
+    assert state.tolist() == [2.0, 2.0]
+
+
+def test_a_capture_that_reads_values_fails_and_leaves_capture_mode() -> None:
+    recorder, values = TapeRecorder(), torch.ones(2)
+    graphs = FullGraphs(recorder)
+    with pytest.raises(RuntimeError, match="reads the device's values"):
+        graphs.run(FULL, 1, lambda: torch.zeros(int(values.sum())))
+    assert graphs.run(FULL, 2, lambda: values + 1).tolist() == [2.0, 2.0]
+    assert 1 not in graphs and 2 in graphs

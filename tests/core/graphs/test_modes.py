@@ -1,0 +1,115 @@
+"""Worked example 5.8: which mode becomes which, and who is served by what."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from pelton.attention.support import GraphSupport
+from pelton.config.compilation import CompilationConfig, CUDAGraphMode
+from pelton.graphs.dispatcher import GraphDispatcher, default_sizes
+from pelton.graphs.modes import lower_mode, requested_mode
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+NEVER, SINGLE = GraphSupport.NEVER, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+UNIFORM, ALWAYS = GraphSupport.UNIFORM_BATCH, GraphSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("requested", "support", "with_pieces", "without"),
+    [
+        (FULL, UNIFORM, BOTH, DECODE_ONLY),
+        (FULL, SINGLE, BOTH, DECODE_ONLY),
+        (FULL, NEVER, PIECEWISE, NONE),
+        (BOTH, NEVER, PIECEWISE, NONE),
+        (DECODE_ONLY, NEVER, PIECEWISE, NONE),
+        (FULL, ALWAYS, FULL, FULL),
+        (BOTH, ALWAYS, BOTH, DECODE_ONLY),
+        (BOTH, SINGLE, BOTH, DECODE_ONLY),
+        (DECODE_ONLY, ALWAYS, DECODE_ONLY, DECODE_ONLY),
+        (PIECEWISE, ALWAYS, PIECEWISE, NONE),
+        (PIECEWISE, NEVER, PIECEWISE, NONE),
+        (NONE, ALWAYS, NONE, NONE),
+    ],
+)
+def test_lowers_to_what_the_backends_can_do(
+    requested: CUDAGraphMode, support: GraphSupport, with_pieces: CUDAGraphMode, without: CUDAGraphMode
+) -> None:
+    for has_pieces, expected in ((True, with_pieces), (False, without)):
+        mode, why = lower_mode(requested, support, has_pieces=has_pieces)
+        assert mode is expected
+        assert bool(why) == (mode is not requested)
+
+
+@pytest.mark.parametrize("requested", [FULL, BOTH, DECODE_ONLY])
+def test_decode_rows_of_more_tokens_need_a_backend_that_captures_them(requested: CUDAGraphMode) -> None:
+    assert lower_mode(requested, SINGLE, decode_query_len=3)[0] is PIECEWISE
+    assert lower_mode(requested, SINGLE, decode_query_len=3, has_pieces=False)[0] is NONE
+    assert lower_mode(BOTH, UNIFORM, decode_query_len=3)[0] is BOTH
+
+
+def test_a_platform_without_graphs_gets_none_and_a_reason() -> None:
+    mode, why = lower_mode(BOTH, ALWAYS, has_pieces=False, offered=[NONE])
+    assert mode is NONE and why
+
+
+def test_levels_set_defaults_and_explicit_settings_win() -> None:
+    assert [requested_mode(CompilationConfig(level=level)) for level in range(4)] == [NONE, PIECEWISE, BOTH, BOTH]
+    assert requested_mode(CompilationConfig()) is BOTH  # -O2
+    assert requested_mode(CompilationConfig(level=0, cudagraph_mode=FULL)) is FULL
+    assert requested_mode(CompilationConfig(cudagraph_mode=FULL, enforce_eager=True)) is NONE
+    assert requested_mode(CompilationConfig(), is_pooling=True) is PIECEWISE
+
+
+def dispatcher(mode: CUDAGraphMode, **kwargs: object) -> GraphDispatcher:
+    return GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=256, **kwargs)  # type: ignore[arg-type]
+
+
+def test_uniform_decode_is_full_else_pieces_else_nothing() -> None:
+    both = dispatcher(BOTH)
+    mode, key = both.dispatch(3, 3, 1, sampling="greedy")
+    assert (mode, key.num_tokens, key.num_reqs, key.uniform_query_len, key.sampling) == (FULL, 4, 4, 1, "greedy")
+    mode, key = both.dispatch(30, 3)
+    assert (mode, key.num_tokens, key.uniform_query_len) == (PIECEWISE, 32, 0)
+    mode, key = both.dispatch(257, 3)
+    assert (mode, key.num_tokens, key.num_reqs) == (NONE, 257, 3)
+    assert dispatcher(DECODE_ONLY).dispatch(30, 3)[0] is NONE
+    assert dispatcher(DECODE_ONLY).dispatch(3, 3, 1)[0] is FULL
+    assert dispatcher(PIECEWISE).dispatch(3, 3, 1)[0] is PIECEWISE
+    assert dispatcher(NONE).dispatch(3, 3, 1)[0] is NONE
+
+
+def test_the_key_of_pieces_does_not_depend_on_the_number_of_requests() -> None:
+    both = dispatcher(BOTH)
+    assert both.dispatch(30, 3) == both.dispatch(30, 7)
+
+
+def test_full_serves_mixed_batches_and_uniform_decode_of_a_size_it_has() -> None:
+    full = dispatcher(FULL)
+    assert full.dispatch(30, 3)[0] is FULL
+    only_mixed = dispatcher(FULL, sizes=[100])
+    mode, key = only_mixed.dispatch(40, 40, 1)  # no uniform key: the mixed one serves it
+    assert (mode, key.num_tokens, key.uniform_query_len) == (FULL, 100, 0)
+
+
+def test_the_key_holds_the_uniform_query_length() -> None:
+    drafts = dispatcher(BOTH, decode_query_len=3)
+    mode, key = drafts.dispatch(6, 2, 3)
+    assert (mode, key.num_tokens, key.num_reqs, key.uniform_query_len) == (FULL, 6, 2, 3)
+    assert drafts.dispatch(6, 6, 1)[0] is PIECEWISE  # uniform, but not of that length
+
+
+def test_sizes_cover_the_limit_and_pad_little() -> None:
+    sizes = default_sizes(1000)
+    assert sizes[0] == 1 and sizes[-1] == 1000 and sizes == sorted(set(sizes))
+    assert max(b / a for a, b in pairwise(sizes[4:])) <= 1.5
+    assert all(dispatcher(BOTH).dispatch(n, n, 1)[1].num_tokens >= n for n in range(1, 65))
+
+
+def test_valid_keys_start_with_the_smallest_step() -> None:
+    keys = dispatcher(BOTH).valid_keys()
+    assert [key.num_tokens for _, key in keys] == sorted(key.num_tokens for _, key in keys)
+    assert {mode for mode, _ in keys} == {FULL, PIECEWISE}
+    assert all(dispatcher(BOTH).dispatch(k.num_tokens, k.num_reqs, k.uniform_query_len) == (m, k) for m, k in keys)

@@ -1,0 +1,57 @@
+"""Greedy ids equal transformers' in every graph mode: on a CPU, with a tape of ops in place of a device's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pelton_e2e import Reference
+
+from pelton import LLM, SamplingParams
+from pelton.config import CUDAGraphMode
+from pelton.testing.graphs import StaticAttention, TapeRecorder
+
+NUM_TOKENS = 8
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
+    """The CPU platform with graphs, and attention that may be captured."""
+    made: list[TapeRecorder] = []
+
+    def graph_recorder(self: object) -> TapeRecorder:
+        made.append(TapeRecorder())
+        return made[-1]
+
+    monkeypatch.setattr("pelton_platforms.cpu.platform.CPUPlatform.supported_graph_modes", tuple(CUDAGraphMode))
+    monkeypatch.setattr("pelton_platforms.cpu.platform.CPUPlatform.graph_recorder", graph_recorder)
+    monkeypatch.setattr("pelton_backends.sdpa.backend.SDPABackend", StaticAttention)
+    yield made
+
+
+def generate(llm: LLM, reference: Reference, params: SamplingParams) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts[3:9]]
+    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("mode", list(CUDAGraphMode))
+def test_ids_equal_transformers(reference: Reference, tapes: list[TapeRecorder], mode: CUDAGraphMode) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    seeded = SamplingParams(
+        temperature=1.0, top_p=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False
+    )
+    extras = SamplingParams(temperature=0.0, logprobs=1, repetition_penalty=1.2, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(
+        model=reference.path, dtype="float32", skip_tokenizer_init=True, max_model_len=96, max_num_seqs=4,
+        max_num_batched_tokens=40, kv_cache_memory_bytes=8 * 2**20, disable_log_stats=True,
+        compilation_config={"cudagraph_mode": mode},
+    ) as llm:  # fmt: skip
+        expected = [output[:NUM_TOKENS] for output in reference.outputs[3:9]]
+        assert generate(llm, reference, greedy) == expected
+        replays = sum(tape.num_replays for recorder in tapes for tape in recorder.tapes)
+        assert bool(replays) == (mode is not CUDAGraphMode.NONE)
+        assert generate(llm, reference, greedy) == expected  # prefix hits
+        random = generate(llm, reference, seeded)
+        assert random == generate(llm, reference, seeded) and random != expected
+        assert generate(llm, reference, extras) == generate(llm, reference, extras)
+        assert llm.kv_cache_usage() == 0.0
