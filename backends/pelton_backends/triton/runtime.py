@@ -39,6 +39,16 @@ def _let_scalars_bound_loops() -> None:
 if INTERPRETED:
     _let_scalars_bound_loops()
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, accumulator):
+    """accumulator + a b, in float32 without TF32. The interpreter holds bfloat16 as bit patterns, which it cannot multiply."""
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, accumulator, input_precision="ieee")
+
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
