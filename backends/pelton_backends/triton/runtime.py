@@ -23,22 +23,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run in Triton's interpreter, on CPU tensors: for tests."""
 
 
-def _let_scalars_bound_loops() -> None:
-    """The interpreter (triton 3.6) makes a loop's bound with `int` of a one-element array, which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_and_mend
-
-
-if INTERPRETED:
-    _let_scalars_bound_loops()
-
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 

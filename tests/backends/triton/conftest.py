@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,23 @@ import torch
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared: before any of them is imported
+
+
+def _let_scalars_bound_loops() -> None:
+    """The interpreter (triton 3.6) makes a loop's bound with `int` of a one-element array, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+if not HAS_CUDA:
+    _let_scalars_bound_loops()
 
 
 @pytest.fixture(scope="session")
