@@ -89,5 +89,7 @@ def measure(llm: Any, arguments: LatencyArguments, seed: int) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = [("average", number(result["avg_latency"] * 1e3, 4))]
     rows += [(f"p{percent}", number(value * 1e3, 4)) for percent, value in result["percentiles"].items()]
-    what = f"{result['batch_size']} x ({result['input_len']} in, {result['output_len']} out), {result['num_iters']} runs"
+    what = (
+        f"{result['batch_size']} x ({result['input_len']} in, {result['output_len']} out), {result['num_iters']} runs"
+    )
     return f"{what}, {result['device']}\n" + format_table(("latency", "ms"), rows, indent="  ")

@@ -77,5 +77,5 @@ def number(value: float | None, digits: int = 3) -> str:
         return "-"
     if value == 0:
         return "0"
-    decimals = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
+    decimals = max(digits - 1 - math.floor(math.log10(abs(value))), 0) if abs(value) < 1000 else 0
     return f"{value:,.{decimals}f}"

@@ -33,18 +33,20 @@ Rows: {", ".join(WORKLOADS)}.
 
   pelton bench table --results table.json                        all rows but the last two
   pelton bench table --models qwen3-0.6b --rows latency1 batch32 --results table.json
-  pelton bench table --rows none --results table.json            print what was gathered"""
+  pelton bench table --show --results table.json                 print what was gathered"""
 
 
 class TableArguments(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure, and where results gather."""
 
-    rows: list[str] = list(DEFAULT_ROWS)
-    """Rows to measure, also as one comma list; "none" measures nothing."""
-    models: list[str] = list(SHAPES)
+    rows: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_ROWS))
+    """Rows to measure, also as one comma list."""
+    models: list[str] = msgspec.field(default_factory=lambda: list(SHAPES))
     """Shapes to measure, also as one comma list; or folders with a config.json."""
     results: str | None = None
     """A JSON file: what is in it stays, and new rows are put over old ones."""
+    show: bool = False
+    """Measure nothing: print what --results holds."""
     repeats: int | None = None
     """Runs that count, a row; its own number when unset."""
     json: bool = False
@@ -54,7 +56,7 @@ class TableArguments(msgspec.Struct, frozen=True, kw_only=True):
 def run(argv: list[str]) -> int:
     parsed = parse_flags(argv, [TableArguments], positional=None, program="pelton bench table", doc=DOC)
     arguments: TableArguments = parsed.structs["TableArguments"]
-    rows = [] if arguments.rows == ["none"] else check_rows(_split(arguments.rows))
+    rows = [] if arguments.show else check_rows(_split(arguments.rows))
     results = read_results(arguments.results)
     settings = flat_settings(parsed)
     if "model" in settings:
@@ -160,7 +162,11 @@ def render(results: dict[str, dict[str, Any]]) -> str:
         lines = [_line(row, measured, peers.AIMS.get(model, {}).get(row.name, peers.Aim())) for row in peers.ROWS]
         shown = [line for line, row in zip(lines, peers.ROWS, strict=True) if _is_shown(row, model, measured)]
         about = next((row for row in measured.values() if "device" in row), {})
-        parts.append(f"{model}, {about.get('device', 'unknown device')}\n" + format_table(HEADER, shown, indent="  "))
+        errors = [
+            f"  {name}: {why}" for name, row in measured.items() if (why := row.get("error") or row.get("last_error"))
+        ]
+        table = format_table(HEADER, shown, indent="  ")
+        parts.append("\n".join([f"{model}, {about.get('device', 'unknown device')}", table, *errors]))
     parts.append(
         f"{peers.VLLM}, {peers.SGLANG} and the floor: {peers.DEVICE}, {peers.DATE}. "
         "x better peer: above 1 is better, in time as in rate."

@@ -93,5 +93,7 @@ def render(result: dict[str, Any]) -> str:
         ("output tokens/s", number(result["output_tokens_per_second"], 5)),
         ("seconds", number(result["elapsed_time"], 4)),
     ]
-    what = f"{result['num_requests']} requests, {result['num_input_tokens']} tokens in, {result['num_output_tokens']} out"
+    what = (
+        f"{result['num_requests']} requests, {result['num_input_tokens']} tokens in, {result['num_output_tokens']} out"
+    )
     return f"{what}, {result['device']}\n" + format_table(("throughput", ""), rows, indent="  ")

@@ -1,0 +1,53 @@
+"""Memory in use, read from outside: of the device by its driver's tool, of processes from /proc."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+DRIVER_TOOL = "nvidia-smi"
+
+
+async def device_bytes() -> int | None:
+    """Of all devices together; None where the driver has no tool to ask."""
+    if shutil.which(DRIVER_TOOL) is None:
+        return None
+    process = await asyncio.create_subprocess_exec(
+        DRIVER_TOOL, "--query-gpu=memory.used", "--format=csv,noheader,nounits",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    numbers = [int(line) for line in out.decode().split() if line.isdigit()]
+    return sum(numbers) * 2**20 if process.returncode == 0 and numbers else None
+
+
+def host_bytes() -> int | None:
+    """Resident memory of this process and of all that it started; None without /proc."""
+    try:
+        return sum(_resident_bytes(pid) for pid in _family(os.getpid()))
+    except OSError:
+        return None
+
+
+def _family(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):  # it has just ended
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                parents.setdefault(parent, []).append(int(path.name))
+    found = [pid]
+    for one in found:
+        found += parents.get(one, [])
+    return found
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,182 @@
+"""`pelton bench serve`: requests that arrive at random at a server. Figures as vLLM's command defines them.
+
+TTFT is the time to the first token, an ITL the time between two, TPOT a request's mean ITL, E2E its TTFT and all its
+ITLs. Goodput counts the requests that meet every objective.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pelton.cli.table import format_table
+from pelton.config.flags import parse_flags
+from pelton.errors import ConfigError, EngineError
+from pelton_plugins.bench.arrivals import arrival_times
+from pelton_plugins.bench.http_target import HttpTarget
+from pelton_plugins.bench.metrics import RequestTimes, read_slos, summary
+from pelton_plugins.bench.record import circumstances, number, write_json
+from pelton_plugins.bench.targets import Target
+from pelton_plugins.bench.workloads import equal_requests, random_requests
+
+DOC = """Send requests to a running server at random times, and measure what its clients see.
+
+  pelton bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
+  pelton bench serve --request-rate 16 --burstiness 0.5 --max-concurrency 64 --goodput ttft:300 tpot:30"""
+
+
+class ServeArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """The server, and how requests arrive."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Where it listens."""
+    model: str | None = None
+    """Its name for the model; the first that it names when unset."""
+    num_prompts: int = 1000
+    """How many requests."""
+    request_rate: float = math.inf
+    """Mean arrivals a second; all at once when unset."""
+    burstiness: float = 1.0
+    """Shape of the Gamma intervals: 1 is a Poisson process, less comes in bursts, more is steadier."""
+    max_concurrency: int | None = None
+    """Requests in flight; those above wait at the client, and their clock starts when they are sent."""
+    input_len: int | None = None
+    """Tokens of each prompt; log-normal lengths when unset."""
+    output_len: int | None = None
+    """Tokens of each answer."""
+    vocab_size: int = 10_000
+    """Prompts are random token ids below this."""
+    goodput: list[str] = msgspec.field(default_factory=list)
+    """Objectives in milliseconds, such as ttft:200 tpot:20 e2el:4000."""
+    metric_percentiles: list[float] = msgspec.field(default_factory=lambda: [50.0, 90.0, 99.0])
+    """Percentiles to show."""
+    seed: int = 0
+    """Of arrivals, lengths and tokens."""
+    output_json: str | None = None
+    """Write the result here, with every request's times."""
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 1:
+            raise ConfigError(f"num_prompts is {self.num_prompts}; use at least 1.")
+        if (self.input_len is None) != (self.output_len is None):
+            raise ConfigError("input_len and output_len go together; give both, or none for log-normal lengths.")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"max_concurrency is {self.max_concurrency}; use at least 1.")
+
+
+def run(argv: list[str]) -> int:
+    parsed = parse_flags(
+        argv, [ServeArguments], positional=None, program="pelton bench serve", doc=DOC, engine=False, environ={}
+    )
+    arguments: ServeArguments = parsed.structs["ServeArguments"]
+    slos = read_slos(arguments.goodput)
+    target = HttpTarget(arguments.url, model=arguments.model, vocab_size=arguments.vocab_size)
+    done, seconds = asyncio.run(_measure(target, arguments))
+    result = figures(done, seconds, slos, arguments.metric_percentiles)
+    result |= circumstances(target.device, msgspec.to_builtins(arguments))
+    print(render(result))
+    details = [_times_record(times) for times in done]
+    write_json(arguments.output_json, {**result, "requests": details})
+    return 1 if result["failed"] else 0
+
+
+async def _measure(target: Target, arguments: ServeArguments) -> tuple[list[RequestTimes], float]:
+    try:
+        await target.start()
+    except OSError as error:
+        raise EngineError(f"{arguments.url} cannot be reached: {error}. Is the server running?") from error
+    rng = random.Random(arguments.seed)
+    num, vocab_size = arguments.num_prompts, arguments.vocab_size
+    if arguments.input_len is not None and arguments.output_len is not None:
+        requests = equal_requests(num, arguments.input_len, arguments.output_len, vocab_size, rng)
+    else:
+        requests = random_requests(num, vocab_size, rng, max_tokens=target.max_model_len)
+    arrivals = arrival_times(arguments.request_rate, arguments.burstiness, rng)
+    began = time.perf_counter()
+    done = await send(target, requests, arrivals, arguments.max_concurrency)
+    return done, time.perf_counter() - began
+
+
+async def send(
+    target: Target,
+    requests: Sequence[tuple[list[int], int]],
+    arrivals: Iterable[float],
+    max_concurrency: int | None = None,
+) -> list[RequestTimes]:
+    """Send each request at its time, whatever became of those before; returns when all are done."""
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else contextlib.nullcontext()
+    done = [RequestTimes() for _ in requests]
+
+    async def one(index: int) -> None:
+        async with gate:
+            await target.request(*requests[index], None, done[index])
+
+    began = time.perf_counter()
+    tasks = []
+    for index, due in zip(range(len(requests)), arrivals, strict=False):
+        delay = began + due - time.perf_counter()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        tasks.append(asyncio.create_task(one(index)))
+    await asyncio.gather(*tasks)
+    return done
+
+
+def figures(
+    done: Sequence[RequestTimes], seconds: float, slos_ms: Mapping[str, float], percents: Sequence[float]
+) -> dict[str, Any]:
+    good = [times for times in done if times.error is None and times.tokens]
+    num_out = sum(len(times.tokens) for times in good)
+    tpots = [tpot for times in good if (tpot := times.tpot_s) is not None]
+    result: dict[str, Any] = {
+        "duration_s": seconds,
+        "completed": len(good),
+        "failed": len(done) - len(good),
+        "errors": sorted({times.error for times in done if times.error is not None})[:5],
+        "total_input_tokens": sum(times.num_prompt_tokens for times in good),
+        "total_output_tokens": num_out,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": num_out / seconds,
+        "ttft_ms": summary([times.ttft_s for times in good], percents, scale=1e3),
+        "tpot_ms": summary(tpots, percents, scale=1e3),
+        "itl_ms": summary([itl for times in good for itl in times.itls_s], percents, scale=1e3),
+        "e2el_ms": summary([times.e2e_s for times in good], percents, scale=1e3),
+    }
+    if slos_ms:
+        num_good = sum(times.meets(slos_ms) for times in good)
+        result |= {"goodput_slos_ms": dict(slos_ms), "good_completed": num_good, "request_goodput": num_good / seconds}
+    return result
+
+
+def _times_record(times: RequestTimes) -> dict[str, Any]:
+    return {"num_prompt_tokens": times.num_prompt_tokens, "token_times_s": times.tokens, "error": times.error}
+
+
+LATENCIES = {
+    "time to first token": "ttft_ms",
+    "time per output token": "tpot_ms",
+    "inter-token latency": "itl_ms",
+    "end-to-end latency": "e2el_ms",
+}
+
+
+def render(result: dict[str, Any]) -> str:
+    columns = list(result["ttft_ms"])
+    rows = [(label, *(number(result[name][column]) for column in columns)) for label, name in LATENCIES.items()]
+    lines = [
+        f"{result['completed']} requests in {number(result['duration_s'])} s, {result['failed']} failed; "
+        f"{result['total_input_tokens']} tokens in, {result['total_output_tokens']} out, {result['device']}",
+        f"  {number(result['request_throughput'])} requests/s, {number(result['output_throughput'])} output tokens/s",
+    ]
+    if "request_goodput" in result:
+        limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in result["goodput_slos_ms"].items())
+        lines.append(f"  {number(result['request_goodput'])} requests/s of goodput ({limits})")
+    lines.append(format_table(("ms", *columns), rows, indent="  "))
+    return "\n".join([*lines, *(f"  error: {error}" for error in result["errors"])])
