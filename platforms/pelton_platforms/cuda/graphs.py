@@ -1,4 +1,4 @@
-"""Capture through torch's CUDA graphs, all in one memory pool."""
+"""CUDA graphs, recorded on the worker's stream."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pelton.graphs.recorder import Graph, GraphRecorder
 
 
 class CUDAGraphRecorder(GraphRecorder):
-    """Captures on the current stream, which may not be the default one. Other threads may go on using the device."""
+    """All graphs share one pool: what one leaves there is read before the next one runs. Memory of tensors that are dropped
+    in a capture is used again by later ones; what the captured call returns and somebody keeps stays."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
-        assert self._graph is None, "a capture runs already"
         self._graph = torch.cuda.CUDAGraph()
+        # Calls that a capture forbids (a copy that waits, an event query) are forbidden to this thread, not to others.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
-        assert self._graph is not None, "no capture runs"
         graph, self._graph = self._graph, None
+        assert graph is not None, "end without begin"
         graph.capture_end()
         return graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from types import SimpleNamespace
@@ -189,14 +190,33 @@ def real():
 @pytest.mark.gpu
 def test_work_goes_to_a_stream_of_its_own(real):
     assert torch.cuda.current_stream() != torch.cuda.default_stream()
-    graph = torch.cuda.CUDAGraph()
     x = torch.ones(8, device="cuda")
-    real.synchronize()
-    graph.capture_begin()  # refused on the default stream
+    recorder = real.graph_recorder()
+    recorder.begin()  # refused on the default stream
     y = x * 2
-    graph.capture_end()
-    graph.replay()
-    real.synchronize()
+    first = recorder.end()
+    recorder.begin()
+    z = y + 1
+    second = recorder.end()
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        first.replay()
+        second.replay()
+        assert z.tolist() == [2 * value + 1] * 8
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_next_one_well(real):
+    x = torch.ones(8, device="cuda")
+    recorder = real.graph_recorder()
+    recorder.begin()
+    with pytest.raises(RuntimeError):
+        x.sum().item()  # waits for the device: not in a capture
+    with contextlib.suppress(RuntimeError):
+        recorder.end()
+    recorder.begin()
+    y = x + 1
+    recorder.end().replay()
     assert y.tolist() == [2.0] * 8
 
 
