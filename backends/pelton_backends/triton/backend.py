@@ -1,0 +1,143 @@
+"""The Triton attention backend: split-KV decode, fused with the step's norm, rotation and cache write; paged prefill.
+
+Rows with one token come first in a batch and have their own kernel; the others have prefill's. A captured step whose
+rows may be anything (`uniform_query_len` 0) launches both over all rows, and each leaves out on the device what is
+the other's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.triton.attention.decode import NewTokens, PartBuffers, decode_attention
+from pelton_backends.triton.attention.prefill import prefill_attention
+from pelton_backends.triton.runtime import has_pdl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pelton.attention.layer import AttentionLayer
+
+DTYPES = ("float16", "bfloat16", "float32")
+KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+@dataclass(slots=True)
+class TritonMetadata:
+    """One step of one group."""
+
+    common: CommonMetadata
+    decode_rows: int  # the decode kernel's: rows 0 .. decode_rows - 1
+    first_prefill_row: int  # the prefill kernel's: from here on
+    is_mixed: bool  # rows of unknown kinds: both kernels have all rows and look at each one's number of tokens
+
+    @property
+    def is_decode(self) -> bool:
+        return self.first_prefill_row == self.common.num_reqs and not self.is_mixed
+
+
+class TritonBackend(AttentionBackend):
+    """Any block size that is a multiple of 16, heads of 64 to 256 numbers."""
+
+    name: ClassVar[str] = "triton"
+    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks", "has_alibi"})
+    graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
+
+    @classmethod
+    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
+        reasons = []
+        if not 64 <= needs.head_dim <= 256 or needs.head_dim % 8:
+            reasons.append(f"head size {needs.head_dim}, only multiples of 8 from 64 to 256")
+        if needs.dtype not in DTYPES:
+            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+        if needs.kv_dtype not in (*KV_DTYPES, needs.dtype):
+            reasons.append(f"kv dtype {needs.kv_dtype}, only {', '.join(KV_DTYPES)}")
+        if needs.block_size % 16:
+            reasons.append(f"block size {needs.block_size}, only multiples of 16")
+        if needs.num_heads % needs.num_kv_heads:
+            reasons.append(f"{needs.num_heads} heads are no multiple of {needs.num_kv_heads} kv heads")
+        if capability is not None and capability < (8, 0):
+            reasons.append(f"compute capability {capability[0]}.{capability[1]}, only 8.0 and later")
+        return reasons
+
+    @classmethod
+    def kv_layout(cls, needs: AttentionNeeds) -> KVLayout:
+        """A kv head's part of a block is one contiguous piece: 4 KiB at 16 tokens of 128 numbers."""
+        return KVLayout(heads_first=True)
+
+    def __init__(
+        self, needs: AttentionNeeds, device: torch.device, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int
+    ) -> None:
+        super().__init__(
+            needs, device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_model_len=max_model_len
+        )
+        self.pdl = has_pdl(device)
+        self._parts: PartBuffers | None = None
+
+    def reserve(self, max_key: BatchDescriptor) -> None:
+        self._part_buffers(max_key.num_reqs)
+
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> TritonMetadata:
+        rows = common.num_reqs
+        self._part_buffers(rows)
+        query_len = common.max_query_len if key is None else key.uniform_query_len
+        if key is not None and query_len == 0:
+            return TritonMetadata(common, decode_rows=rows, first_prefill_row=0, is_mixed=True)
+        if query_len <= 1:
+            return TritonMetadata(common, decode_rows=rows, first_prefill_row=rows, is_mixed=False)
+        decodes = common.num_decode_rows if key is None else 0
+        return TritonMetadata(common, decode_rows=decodes, first_prefill_row=decodes, is_mixed=False)
+
+    def slot_mapping(self, metadata: TritonMetadata) -> Tensor:
+        return metadata.common.slot_mapping
+
+    def forward(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> Tensor:
+        if metadata.decode_rows:
+            self._decode(layer, query, metadata, output, None)
+        first, common = metadata.first_prefill_row, metadata.common
+        if first < common.num_reqs:
+            prefill_attention(
+                query, layer.k_cache, layer.v_cache, output, common.query_start_loc[first:], common.seq_lens[first:],
+                common.block_table[first:], num_reqs=common.num_reqs - first, max_query_len=common.max_query_len,
+                max_seq_len=common.max_seq_len, scale=layer.scale, sliding_window=layer.sliding_window,
+                soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
+            )  # fmt: skip
+        return output
+
+    def forward_qkv(
+        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: TritonMetadata, output: Tensor
+    ) -> Tensor:
+        if not metadata.is_decode:
+            return super().forward_qkv(layer, qkv, positions, metadata, output)
+        needs, tensors = layer.write_needs, layer.write_tensors
+        new = NewTokens(
+            positions, metadata.common.slot_mapping, needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm,
+            needs.q_norm, needs.k_norm,
+        )  # fmt: skip
+        self._decode(layer, qkv, metadata, output, new)
+        return output
+
+    def _decode(
+        self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor, new: NewTokens | None
+    ) -> None:
+        common = metadata.common
+        decode_attention(
+            query, layer.k_cache, layer.v_cache, output, common.seq_lens, common.block_table,
+            self._part_buffers(common.num_reqs), num_rows=metadata.decode_rows, max_seq_len=common.max_seq_len,
+            scale=layer.scale, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
+            alibi_slopes=layer.alibi_slopes, query_start_loc=common.query_start_loc if metadata.is_mixed else None,
+            new=new, pdl=self.pdl,
+        )  # fmt: skip
+
+    def _part_buffers(self, num_rows: int) -> PartBuffers:
+        """Made once: captured graphs hold its addresses."""
+        if self._parts is None:
+            self._parts = PartBuffers.allocate(
+                self.device, max_rows=max(self.max_num_seqs, num_rows), num_heads=self.needs.num_heads,
+                num_kv_heads=self.needs.num_kv_heads, head_dim=self.needs.head_dim,
+            )  # fmt: skip
+        return self._parts

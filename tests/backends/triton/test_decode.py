@@ -1,0 +1,262 @@
+"""Decode attention against a float64 oracle: every feature, shape and schedule, with NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from pelton.attention.kv_cache import page_views
+from pelton.kv_cache.spec import FullAttentionSpec
+from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
+from pelton.ops.reference import ReferenceQkNormRopeWriteKv
+from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, PartBuffers, decode_attention
+from pelton_backends.triton.runtime import INTERPRETED, has_pdl
+
+TOLERANCES = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2e-2}
+"""Absolute and relative, against float64 on the rounded inputs; fused, the query is rounded at another place too."""
+if INTERPRETED:
+    TOLERANCES["bfloat16"] = 6e-2  # its casts to bfloat16 truncate
+KV_TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
+
+DIRECT = LaunchShape(splits=4, programs=0, chunk=32, parts=4, num_stages=2, num_warps=4)
+STREAMED = LaunchShape(splits=0, programs=7, chunk=32, parts=2, num_stages=2, num_warps=4)
+SHAPES = pytest.mark.parametrize("shape", [DIRECT, STREAMED], ids=["direct", "streamed"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    lengths: tuple[int, ...] = (1, 15, 16, 17, 0, 150)  # 0: padding
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: str = "float32"
+    kv_dtype: str = "auto"
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    heads_first: bool = True
+    rotary_dim: int = 64
+    norms: bool = True
+    unit_offset: bool = False
+
+
+class Step:
+    """Caches whose every number outside the rows' keys is NaN, permuted tables, strided inputs, poisoned outputs."""
+
+    def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
+        self.case, self.device = case, device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = getattr(torch, case.dtype)
+        self.kv_dtype = KV_TORCH.get(case.kv_dtype, self.dtype)
+        self.scale = case.head_dim**-0.5
+        rows, heads, size = len(case.lengths), case.num_heads, case.block_size
+        counts = [-(-length // size) for length in case.lengths]
+        self.width = max(counts) + 2
+        num_blocks = sum(counts) + 3
+        ids = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
+        table = torch.zeros(rows, self.width, dtype=torch.int32)
+        for row, count in enumerate(counts):
+            table[row, :count] = torch.tensor(ids[:count])
+            ids = ids[count:]
+        self.table = table
+        spec = FullAttentionSpec(
+            block_size=size,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            dtype=case.dtype if case.kv_dtype == "auto" else case.kv_dtype,
+        )
+        memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8)
+        from pelton.attention.interface import KVLayout
+
+        layout = KVLayout(heads_first=case.heads_first)
+        self.caches = page_views(memory, num_blocks, spec, layout)
+        wide = [torch.full(cache.shape, float("nan")) for cache in self.caches]
+        for row, length in enumerate(case.lengths):
+            blocks, offsets = self.places(row)
+            for cache in wide:
+                cache[blocks, offsets] = self.random(length, case.num_kv_heads, case.head_dim).float()
+        for cache, values in zip(self.caches, wide, strict=True):
+            cache.copy_(values.to(self.kv_dtype))
+        on_device = page_views(memory.to(device), num_blocks, spec, layout)
+        self.k_cache, self.v_cache = on_device
+        self.sinks = self.random(heads) if case.sinks else None
+        self.slopes = (self.random(heads).abs() * 0.1).float() if case.alibi else None
+        self.output = torch.full((rows, heads, case.head_dim), float("nan"), dtype=self.dtype, device=device)
+        self.parts = PartBuffers.allocate(
+            device, max_rows=rows, num_heads=heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim
+        )
+        self.parts.sums.fill_(float("nan"))
+        self.parts.stats.fill_(float("nan"))
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def places(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        token = torch.arange(self.case.lengths[row])
+        return self.table[row][token // self.case.block_size].long(), token % self.case.block_size
+
+    def run(self, query: torch.Tensor, shape: LaunchShape | None, new: NewTokens | None = None, **options: Any) -> None:
+        case = self.case
+        decode_attention(
+            query, self.k_cache, self.v_cache, self.output,
+            torch.tensor(case.lengths, dtype=torch.int32, device=self.device), self.table.to(self.device), self.parts,
+            num_rows=len(case.lengths), max_seq_len=max(case.lengths), scale=self.scale, sliding_window=case.window,
+            soft_cap=case.soft_cap, sinks=None if self.sinks is None else self.sinks.to(self.device),
+            alibi_slopes=None if self.slopes is None else self.slopes.to(self.device), new=new,
+            pdl=has_pdl(self.device), shape=shape, **options,
+        )  # fmt: skip
+        assert not self.parts.arrivals.any(), "counters are left at zero for the next launch"
+
+    def expected(self, query: torch.Tensor) -> torch.Tensor:
+        """float64, from the caches on the CPU; query [R, H, D] -> [R, H, D], NaN for rows of padding."""
+        case = self.case
+        group = case.num_heads // case.num_kv_heads
+        result = torch.full(query.shape, float("nan"), dtype=torch.float64)
+        for row, length in enumerate(case.lengths):
+            if length == 0:
+                continue
+            first = 0 if case.window is None else max(length - case.window, 0)
+            blocks, offsets = self.places(row)
+            keys, values = (
+                cache.float()[blocks, offsets][first:].double().repeat_interleave(group, 1) for cache in self.caches
+            )
+            logits = torch.einsum("hd,lhd->hl", query[row].double(), keys) * self.scale
+            if case.soft_cap is not None:
+                logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
+            if self.slopes is not None:
+                logits += self.slopes.double()[:, None] * (torch.arange(first, length) - (length - 1))
+            if self.sinks is not None:
+                logits = torch.cat([logits, self.sinks.double()[:, None]], 1)
+            weights = logits.softmax(1)[:, : length - first]
+            result[row] = torch.einsum("hl,lhd->hd", weights, values)
+        return result
+
+    def check(self, query: torch.Tensor) -> None:
+        tolerance = TOLERANCES[self.case.dtype]
+        want = self.expected(query)
+        torch.testing.assert_close(
+            self.output.double().cpu(),
+            want,
+            atol=tolerance,
+            rtol=tolerance,
+            equal_nan=True,
+            msg=lambda m: f"{self.case}: {m}",
+        )
+
+
+def check_decode(
+    case: Case, device: torch.device, shape: LaunchShape | None, *, seed: int = 0, repeats: int = 1
+) -> None:
+    """From a strided query, with everything in the cache."""
+    step = Step(case, device, seed)
+    wide = step.random(len(case.lengths), case.num_heads + 1, case.head_dim)
+    query = wide[:, : case.num_heads]
+    for _ in range(repeats):
+        step.output.fill_(float("nan"))
+        step.run(wide.to(device)[:, : case.num_heads], shape)
+        step.check(query)
+
+
+def check_fused(
+    case: Case, device: torch.device, shape: LaunchShape | None, *, seed: int = 0, skipped: tuple[int, ...] = ()
+) -> None:
+    """From QKV's rows: the reference seam writes the CPU's cache, whose content the oracle then attends to.
+
+    skipped: rows with slot -1, which attend to their new token although the cache does not get it.
+    """
+    step = Step(case, device, seed)
+    rows, heads, kv_heads, dim = len(case.lengths), case.num_heads, case.num_kv_heads, case.head_dim
+    qkv = step.random(rows, (heads + 2 * kv_heads) * dim + 8)[:, :-8]
+    spec = NormSpec(size=dim, eps=1e-6, unit_offset=case.unit_offset) if case.norms else None
+    norms = [step.random(dim) if case.norms else None for _ in range(2)]
+    longest = max(case.lengths) + 1
+    angles = torch.randn(longest, max(case.rotary_dim, 2) // 2, generator=step.generator)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1) if case.rotary_dim else None
+    positions = torch.tensor([max(length - 1, 0) for length in case.lengths])
+    slots = torch.full((rows,), -1)
+    for row, length in enumerate(case.lengths):
+        if length:
+            blocks, offsets = step.places(row)
+            slots[row] = blocks[-1] * case.block_size + offsets[-1]
+            for cache in step.caches:
+                cache[blocks[-1], offsets[-1]] = torch.full((), float("nan")).to(cache.dtype)
+    needs = QkNormRopeWriteKvNeeds(
+        dtype=case.dtype, kv_dtype=case.dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        rotary_dim=case.rotary_dim, q_norm=spec, k_norm=spec,
+    )  # fmt: skip
+    seam = ReferenceQkNormRopeWriteKv.bind(needs, QkNormRopeWriteKvTensors(cos_sin, *norms))
+    plain = [torch.zeros(rows, 1, kv_heads, dim, dtype=step.dtype) for _ in range(2)]
+    query = seam(qkv.clone(), positions, torch.arange(rows), *plain)
+    before = [cache.float().nan_to_num(7.0) for cache in (step.k_cache.cpu(), step.v_cache.cpu())]
+    for row in range(rows):
+        if slots[row] >= 0:
+            block, offset = slots[row] // case.block_size, slots[row] % case.block_size
+            for cache, new in zip(step.caches, plain, strict=True):
+                cache[block, offset] = new[row, 0].to(cache.dtype)
+    slots[list(skipped)] = -1
+    new = NewTokens(
+        positions.to(device), slots.to(device), case.rotary_dim, None if cos_sin is None else cos_sin.to(device),
+        *[None if norm is None else norm.to(device) for norm in norms], spec, spec,
+    )  # fmt: skip
+    wide = torch.empty(rows, qkv.shape[1] + 8, dtype=step.dtype, device=device)
+    wide[:, :-8] = qkv.to(device)
+    step.run(wide[:, :-8], shape, new)
+    step.check(query)
+    tolerance = TOLERANCES[case.dtype] if case.kv_dtype == "auto" else 0.13  # one step of e4m3, two of e5m2
+    if case.kv_dtype == "fp8_e5m2":
+        tolerance = 0.26
+    for got, want, was in zip((step.k_cache, step.v_cache), step.caches, before, strict=True):
+        got, want = got.float().cpu().nan_to_num(7.0), want.float().nan_to_num(7.0)
+        for row in range(rows):
+            if case.lengths[row]:
+                block, offset = (index[-1] for index in step.places(row))
+                if row not in skipped:
+                    torch.testing.assert_close(got[block, offset], want[block, offset], atol=tolerance, rtol=tolerance)
+                    got[block, offset] = was[block, offset]
+        assert torch.equal(got, was), "the cache changed elsewhere"
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 40},
+    "window-of-one": {"window": 1},
+    "window-of-a-chunk": {"window": 32, "block_size": 32},
+    "soft-cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi": True},
+    "all": {"window": 50, "soft_cap": 3.0, "sinks": True, "alibi": True},
+    "heads-last": {"heads_first": False},
+    "blocks-of-48": {"block_size": 48},
+    "blocks-of-64": {"block_size": 64},
+    "heads-of-80": {"head_dim": 80, "rotary_dim": 40},
+    "heads-of-128": {"head_dim": 128, "rotary_dim": 128, "lengths": (33, 70)},
+    "multi-head": {"num_heads": 2},
+    "groups-of-4": {"num_heads": 4, "num_kv_heads": 1},
+    "groups-of-7": {"num_heads": 7, "num_kv_heads": 1},
+    "groups-of-8": {"num_heads": 8, "num_kv_heads": 1, "norms": False},
+    "float16": {"dtype": "float16", "sinks": True},
+    "bfloat16": {"dtype": "bfloat16", "unit_offset": True},
+    "bfloat16-in-float16": {"dtype": "float16", "kv_dtype": "bfloat16", "norms": False},
+    "fp8-e4m3": {"dtype": "float16", "kv_dtype": "fp8_e4m3", "rotary_dim": 0, "norms": False},
+    "fp8-e5m2": {"dtype": "float16", "kv_dtype": "fp8_e5m2", "rotary_dim": 0, "norms": False},
+}
+ALL_FEATURES = pytest.mark.parametrize("feature", FEATURES)
+
+
+@SHAPES
+@ALL_FEATURES
+def test_decode_equals_the_oracle(device: torch.device, feature: str, shape: LaunchShape) -> None:
+    check_decode(Case(**FEATURES[feature]), device, shape)
+
+
+@SHAPES
+@ALL_FEATURES
+def test_fused_decode_equals_the_reference_seam_and_the_oracle(
+    device: torch.device, feature: str, shape: LaunchShape
+) -> None:
+    check_fused(Case(**FEATURES[feature]), device, shape)
