@@ -29,7 +29,12 @@ PLUGINS = Variable(
 )
 LOG_LEVEL = Variable("PELTON_LOG_LEVEL", "log_level", f"One of {', '.join(LOG_LEVELS)}")
 API_KEY = Variable("PELTON_API_KEY", "api_key", "Key that clients of the HTTP server must send")
-VARIABLES = (PLUGINS, LOG_LEVEL, API_KEY)
+DEPENDENT_LAUNCH = Variable(
+    "PELTON_DEPENDENT_LAUNCH",
+    "dependent_launch",
+    "0: a CUDA kernel starts only when the one before it has ended; to measure what starting earlier gains, or to look for a fault",
+)
+VARIABLES = (PLUGINS, LOG_LEVEL, API_KEY, DEPENDENT_LAUNCH)
 
 
 def plugin_names(environ: Mapping[str, str] = os.environ) -> list[str] | None:
@@ -63,6 +68,14 @@ def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
             f"{API_KEY.name} is empty, or has spaces around it or unprintable characters; give a key or unset it."
         )
     return text
+
+
+def dependent_launch(environ: Mapping[str, str] = os.environ) -> bool:
+    """PELTON_DEPENDENT_LAUNCH, 0 or 1; True when it is not set."""
+    text = environ.get(DEPENDENT_LAUNCH.name, "1")
+    if text not in ("0", "1"):
+        raise ConfigError(f"{DEPENDENT_LAUNCH.name} is {text!r}; use 0 or 1.")
+    return text == "1"
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> dict[str, tuple[str, str]]:

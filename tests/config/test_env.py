@@ -26,6 +26,13 @@ def test_a_secret_is_not_shown_in_its_error():
     assert "geheim" not in str(caught.value) and "PELTON_API_KEY" in str(caught.value)
 
 
+def test_dependent_launch():
+    assert env.dependent_launch({}) and env.dependent_launch({"PELTON_DEPENDENT_LAUNCH": "1"})
+    assert not env.dependent_launch({"PELTON_DEPENDENT_LAUNCH": "0"})
+    with pytest.raises(ConfigError, match="PELTON_DEPENDENT_LAUNCH is 'off'; use 0 or 1"):
+        env.dependent_launch({"PELTON_DEPENDENT_LAUNCH": "off"})
+
+
 def test_a_misspelt_variable_is_pointed_out_and_a_container_platforms_one_is_not():
     assert env.misspelt({"PELTON_PLUGIN": "a"}) == [
         "Environment variable PELTON_PLUGIN is not read; did you mean PELTON_PLUGINS?"

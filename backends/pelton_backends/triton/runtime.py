@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pelton import env
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,8 +52,8 @@ def let_next_start(PDL: tl.constexpr):
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """Compute capability 9.0 and later."""
-    if INTERPRETED or device.type != "cuda":
+    """Compute capability 9.0 and later, unless PELTON_DEPENDENT_LAUNCH says no."""
+    if INTERPRETED or device.type != "cuda" or not env.dependent_launch():
         return False
     import torch
 
