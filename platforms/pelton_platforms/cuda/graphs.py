@@ -16,6 +16,7 @@ class CUDAGraphRecorder(GraphRecorder):
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
+        assert self._graph is None, "a capture runs already"
         self._graph = torch.cuda.CUDAGraph()
         # Calls that a capture forbids (a copy that waits, an event query) are forbidden to this thread, not to others.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -159,11 +159,6 @@ class CUDAPlatform(Platform):
 
         return CUDAGraphRecorder()
 
-    def graph_recorder(self) -> GraphRecorder | None:
-        from pelton_platforms.cuda.graphs import CUDAGraphRecorder
-
-        return CUDAGraphRecorder()
-
     def synchronize(self) -> None:
         import torch
 
