@@ -51,8 +51,8 @@ def _add_norm_kernel(
     norm = tl.load(norm_ptr + columns, mask=mask, other=0.0)
     if post_norm_ptr is not None:
         post_norm = tl.load(post_norm_ptr + columns, mask=mask, other=0.0)
-    wait_for_inputs(PDL)
     let_next_start(PDL)
+    wait_for_inputs(PDL)
     x = tl.load(hidden_ptr + row * hidden_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -115,8 +115,8 @@ def _gated_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
-    wait_for_inputs(PDL)
     let_next_start(PDL)
+    wait_for_inputs(PDL)
     gate = tl.load(gate_up_ptr + row * (2 * SIZE) + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * (2 * SIZE) + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + columns, activated(gate, up, ACTIVATION, out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,179 @@
+"""A product of a few rows (9 to 256) with a plain weight matrix on tensor cores, the weights streamed once.
+
+Between a matrix-vector kernel and a library's matrix product: bound by reading the weights, yet with too many rows to
+multiply without tensor cores. See `multiply` for the contract and `choose_tiling` for the sizes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pelton_backends.triton.ops.pieces import activated
+from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, wait_for_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@triton.jit
+def prefetch_rows(pointers, NUM_BYTES: tl.constexpr):
+    """Ask for NUM_BYTES (a multiple of 16) from each pointer (16-byte aligned) to be brought into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], " + NUM_BYTES + "; mov.u32 $0, 0;",
+        "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def multiply_kernel(
+    x, weight, bias, out, partials, counters, num_tokens, stride,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """R rows of the weight by a SPLIT-th of K, for all rows of x."""
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    NUM_STEPS: tl.constexpr = (K + C * SPLIT - 1) // (C * SPLIT)  # of C columns, in each part
+    IS_EVEN: tl.constexpr = K % (C * SPLIT) == 0
+    lane = tl.arange(0, R)
+    if ACTIVATION is None:
+        rows = tile * R + lane
+        rows = tl.minimum(rows, N - 1)
+    else:  # R / 2 rows of the gate, then the rows of up that belong to them
+        rows = tl.minimum(tile * (R // 2) + lane % (R // 2), N // 2 - 1) + (lane // (R // 2)) * (N // 2)
+    first = part * NUM_STEPS * C
+    weight_rows = weight + rows.to(tl.int64) * K + first
+    let_next_start(PDL)
+    if PDL and PREFETCH != "0":
+        prefetch_rows(weight_rows, PREFETCH)
+    wait_for_inputs(PDL)
+    columns = tl.arange(0, C)
+    tokens = tl.arange(0, M)
+    weight_tile = weight_rows[:, None] + columns[None, :]
+    x_tile = x + first + tl.minimum(tokens, num_tokens - 1)[None, :] * stride + columns[:, None]
+    total = tl.zeros((R, M), dtype=tl.float32)
+    for step in tl.range(0, NUM_STEPS, num_stages=STAGES):
+        if IS_EVEN:
+            w = tl.load(weight_tile + step * C, eviction_policy="evict_first")
+            y = tl.load(x_tile + step * C)
+        else:
+            left = K - first - step * C
+            w = tl.load(weight_tile + step * C, mask=columns[None, :] < left, other=0.0)
+            y = tl.load(x_tile + step * C, mask=columns[:, None] < left, other=0.0)
+        total = dot(w, y, total)
+
+    if SPLIT > 1:
+        cells = tl.arange(0, R)[:, None] * M + tokens[None, :]
+        tl.store(partials + (tile * SPLIT + part) * (R * M) + cells, total)
+        tl.debug_barrier()  # all threads' stores come before the one thread's increment, which releases them
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(counters + tile, 0)
+            # In the order of the parts, whichever came last: the same bits each time.
+            total = tl.load(partials + tile * SPLIT * (R * M) + cells, cache_modifier=".cg")
+            for i in tl.static_range(1, SPLIT):
+                total += tl.load(partials + (tile * SPLIT + i) * (R * M) + cells, cache_modifier=".cg")
+            store_result(total, bias, out, rows, tile, tokens, num_tokens, N, ACTIVATION, M, R)
+    else:
+        store_result(total, bias, out, rows, tile, tokens, num_tokens, N, ACTIVATION, M, R)
+
+
+@triton.jit
+def store_result(
+    total, bias, out, rows, tile, tokens, num_tokens,
+    N: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]."""
+    dtype = out.dtype.element_ty
+    if bias is not None:
+        total += tl.load(bias + rows).to(tl.float32)[:, None]
+    is_token = tokens[:, None] < num_tokens
+    if ACTIVATION is None:
+        columns = tile * R + tl.arange(0, R)
+        result = tl.trans(total.to(dtype))
+        tl.store(out + tokens[:, None] * N + columns[None, :], result, mask=is_token & (columns < N)[None, :])
+    else:
+        columns = tile * (R // 2) + tl.arange(0, R // 2)
+        pairs = tl.permute(tl.reshape(total.to(dtype), (2, R // 2, M)), (2, 1, 0))
+        gate, up = tl.split(pairs)
+        result = activated(gate.to(tl.float32), up.to(tl.float32), ACTIVATION, dtype)
+        is_inside = is_token & (columns < N // 2)[None, :]
+        tl.store(out + tokens[:, None] * (N // 2) + columns[None, :], result, mask=is_inside)
+
+
+SMALLEST_TILE = 32  # rows
+
+
+class Tiling(NamedTuple):
+    """How `multiply` cuts its work: weight tiles [rows, columns], K in `split` parts."""
+
+    rows: int
+    columns: int
+    split: int
+    stages: int
+    num_warps: int
+    prefetch: int = 65536  # bytes a program asks for ahead of its inputs
+
+
+def choose_tiling(num_tokens: int, out_features: int, in_features: int, is_gated: bool) -> Tiling:
+    rows = 64
+    tiles = triton.cdiv(out_features, rows)
+    split = 1
+    while tiles * split < 96 and split < 16 and in_features // (split * 2) >= 128:
+        split *= 2
+    return Tiling(rows, 128, split, 4, 4)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    counters: Tensor,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """x @ weight.T + bias, and, with an activation, activation(gate) * up of its halves.
+
+    T = num_tokens (1 to 256), K = in_features, N = out_features, all of any size
+      x         [T, K]  fp16 or bf16; strides (any, 1)
+      weight    [N, K]  dtype of x, contiguous; with an activation gate's rows, then up's
+      bias      [N]     or None
+      counters  [at least ceil(N / 16)] int32, zeros; zeros again when the kernel is done
+    -> [T, N] or [T, N / 2], contiguous
+
+    A program multiplies `Tiling.rows` rows of the weight with all rows of x over one part of K. The weight is the left
+    operand of the dot, so that 64 of its rows fill Hopper's wgmma whatever T is. The parts of K are added by the program that
+    comes last, in the order of the parts: results do not depend on timing.
+    Sums in float32, rounded once; gate and up are rounded before the activation, the activation before its product with
+    up. Ahead of its inputs a program prefetches the start of its weights into the L2 cache.
+    """
+    num_tokens, in_features = x.shape
+    out_features = weight.shape[0]
+    is_gated = activation is not None
+    tiling = tiling or choose_tiling(num_tokens, out_features, in_features, is_gated)
+    num_columns = out_features // 2 if is_gated else out_features
+    num_tiles = triton.cdiv(out_features, tiling.rows)
+    if is_gated:
+        num_tiles = triton.cdiv(num_columns, tiling.rows // 2)
+    out = torch.empty((num_tokens, num_columns), dtype=x.dtype, device=x.device)
+    block = max(triton.next_power_of_2(num_tokens), 16)
+    partials = None
+    if tiling.split > 1:
+        shape = (num_tiles, tiling.split, tiling.rows, block)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    pdl = has_pdl(x.device)
+    steps = triton.cdiv(in_features, tiling.columns * tiling.split)
+    ahead = min(tiling.prefetch // tiling.rows, steps * tiling.columns * 2) // 16 * 16
+    if in_features % (tiling.columns * tiling.split):
+        ahead = 0
+    multiply_kernel[(num_tiles, tiling.split)](
+        x, weight, bias, out, partials, counters, num_tokens, x.stride(0),
+        N=out_features, K=in_features, ACTIVATION=activation,
+        M=block, R=tiling.rows, C=tiling.columns, SPLIT=tiling.split, STAGES=tiling.stages,
+        PREFETCH=str(ahead), PDL=pdl, num_warps=tiling.num_warps, **launch_options(pdl),
+    )  # fmt: skip
+    return out

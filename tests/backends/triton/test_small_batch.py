@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case
+
+from pelton_backends.triton.ops import small_batch, split_k
+from pelton_backends.triton.ops.small_batch import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    SmallBatchAddNormGatedLinear,
+    SmallBatchAddNormLinear,
+    SmallBatchLinear,
+)
+from pelton_backends.triton.ops.split_k import Tiling, multiply
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Outputs and workspaces hold NaN before a kernel writes them."""
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full(*args, torch.nan, **kwargs)
+
+    monkeypatch.setattr(split_k.torch, "empty", empty)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"residual": False}, id="first-layer"),
+        pytest.param({"post_norm": True, "row_gap": 8}, id="post-norm"),
+        pytest.param({"unit_offset": True, "bias": True, "row_gap": 3}, id="unit-offset-bias"),
+    ],
+)
+def test_add_norm_linear_follows_the_oracle(options, dtype, device):
+    for rows, size, out in ((9, 128, 64), (17, 100, 75)):
+        check(make_case(rows, size, out, dtype, device, **options), SmallBatchAddNormLinear)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_add_norm_gated_linear_follows_the_oracle(activation, dtype, device):
+    check(make_case(9, 96, 2 * 75, dtype, device, activation=activation), SmallBatchAddNormGatedLinear)
+    check(make_case(16, 64, 2 * 32, dtype, device, activation=activation, bias=True), SmallBatchAddNormGatedLinear)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_follows_the_oracle(dtype, device):
+    check(make_case(9, 513, 50, dtype, device, norm=False, row_gap=8), SmallBatchLinear)
+    check(make_case(33, 512, 64, dtype, device, norm=False, bias=True), SmallBatchLinear)
+
+
+# Of 100 and 200 columns some parts have a cut last step, and of 100 in four parts of 32 one is empty but for 4 columns.
+@pytest.mark.parametrize("tiling", [Tiling(64, 32, 1, 2, 4), Tiling(64, 32, 4, 2, 4), Tiling(32, 16, 3, 3, 4)], ids=str)
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("in_features", [64, 100, 200])
+def test_every_tiling_gives_the_product(in_features, activation, tiling, device):
+    case = make_case(11, in_features, 150, torch.float16, device, norm=False, bias=True)
+    counters = torch.zeros(8, dtype=torch.int32, device=device)
+    for _ in range(2):  # the second call starts from the counters that the first one left
+        result = multiply(case.hidden, case.weight, case.bias, activation, counters, tiling)
+        assert not counters.any()
+        assert_close(result, replace(case, activation=activation).expected()[0], "result", factor=2.0)
+
+
+def test_refuses_with_reasons(device):
+    case = make_case(9, 64, 64, torch.float32, device, activation="silu")
+    assert "dtype float32" in SmallBatchAddNormGatedLinear.unsupported(case.needs)[0]
+    needs = replace(case.to("cpu").needs, dtype="float16")
+    assert SmallBatchAddNormGatedLinear.unsupported(needs) == []
+    assert "tp_size 2" in SmallBatchAddNormGatedLinear.unsupported(replace(needs, tp_size=2))[0]
+    assert "'relu'" in SmallBatchAddNormGatedLinear.unsupported(replace(needs, activation="relu"))[0]
+    quantized = replace(needs.linear, weight_format="int4")
+    assert "'int4'" in SmallBatchAddNormGatedLinear.unsupported(replace(needs, linear=quantized))[0]
+
+
+def test_serves_a_range_of_rows_that_begins_where_gemv_ends(device):
+    needs = make_case(9, 64, 64, torch.float16, device).needs
+    assert SmallBatchAddNormLinear.token_range(needs) == (MIN_TOKENS, MAX_TOKENS)
+
+
+SHAPES = [  # hidden, QKV, O in, gate and up, down in
+    pytest.param((1024, 4096, 2048, 6144, 3072), id="0.6B"),
+    pytest.param((4096, 6144, 4096, 28672, 14336), id="8B"),
+    pytest.param((1152, 1792, 1000, 2 * 1001, 1001), id="odd"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [9, 16, 24, 33, 64, 65, 96, 128])
+def test_real_sizes(rows, shape, device):
+    hidden, qkv, o_in, gate_up, down_in = shape
+    dtype = torch.bfloat16 if rows % 2 else torch.float16
+    check(make_case(rows, hidden, qkv, dtype, device), SmallBatchAddNormLinear)
+    check(make_case(rows, o_in, hidden, dtype, device, norm=False, row_gap=qkv - o_in, bias=True), SmallBatchLinear)
+    check(make_case(rows, hidden, gate_up, dtype, device, activation="gelu_tanh"), SmallBatchAddNormGatedLinear)
+    check(make_case(rows, down_in, hidden, dtype, device, norm=False), SmallBatchLinear)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [24, 64, 128])
+def test_captured_chain_repeats_bit_for_bit(rows, device):
+    """Dependent launches over shared workspaces: a race would show as other bits, or as a counter left above zero."""
+    hidden, qkv, o_in, gate_up, down_in = 1024, 4096, 2048, 6144, 3072
+    cases = [
+        (
+            make_case(rows, hidden, qkv, torch.bfloat16, device, seed=seed),
+            make_case(rows, o_in, hidden, torch.bfloat16, device, norm=False, seed=seed),
+            make_case(rows, hidden, gate_up, torch.bfloat16, device, activation="silu", seed=seed),
+            make_case(rows, down_in, hidden, torch.bfloat16, device, norm=False, seed=seed),
+        )
+        for seed in range(6)
+    ]
+    made: list[torch.Tensor] = []
+    original = small_batch._counters
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small_batch, "_counters", lambda weights: made.append(original(weights)) or made[-1])
+        kinds = (SmallBatchAddNormLinear, SmallBatchLinear, SmallBatchAddNormGatedLinear, SmallBatchLinear)
+        layers = [[kind.bind(c.needs, c.tensors) for kind, c in zip(kinds, layer, strict=True)] for layer in cases]
+    start, first_residual = cases[0][0].hidden, torch.empty_like(cases[0][0].hidden).copy_(cases[0][0].hidden)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        rows, residual = start.clone(), first_residual.clone()
+        for qkv_product, o_product, gated_product, down_product in layers:
+            qkv_rows, residual = qkv_product(rows, residual)
+            rows, residual = gated_product(o_product(qkv_rows[:, :o_in]), residual)
+            rows = down_product(rows)
+        return rows, residual
+
+    eager = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    for _ in range(200):
+        for tensor in result:
+            tensor.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(new, old) for new, old in zip(result, eager, strict=True))
+    assert len(made) == 24 and not any(counters.any() for counters in made)
