@@ -20,7 +20,7 @@ from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
-from pelton.worker.step_ops import bind_step_ops
+from pelton.worker.step_ops import StepOps
 
 VOCAB = 40
 _CLASSES = 97
@@ -109,7 +109,7 @@ def make_runner(
     model = ContextModel([layer.k_cache[:, :, 0, 0] for layer in layers], block_sizes)
     model.caches = [_Flat(layer.k_cache) for layer in layers]  # type: ignore[misc]
     buffers = InputBuffers(state, max_num_tokens=max_num_tokens, kernel_block_sizes=kernel)
-    ops = bind_step_ops(OpSelector(pelton_ops()), state, buffers)
+    ops = StepOps(OpSelector(pelton_ops()), state, buffers)
     backends = [PassBackend() for _ in block_sizes]
     return ModelRunner(model, state, buffers, backends, KVPool(num_blocks, layers), ops)  # type: ignore[arg-type]
 

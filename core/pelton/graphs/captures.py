@@ -39,6 +39,11 @@ class FullGraphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
 
+    def outputs(self, key: Hashable) -> Any:
+        """What replays of `key` fill; None when it is not captured."""
+        captured = self._captured.get(key)
+        return None if captured is None else captured.outputs
+
     def run(self, mode: CUDAGraphMode, key: Hashable, call: Callable[[], T]) -> T:
         """What `call` returns: tensors that a replay fills again. `call` reads its inputs from fixed addresses."""
         if mode is not CUDAGraphMode.FULL:

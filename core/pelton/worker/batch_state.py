@@ -20,7 +20,7 @@ from pelton.sampling.side_tables import SideTables
 from pelton.scheduler.output import NewRequest, SchedulerOutput
 from pelton.worker.staging import StagingRing
 
-NO_LOGPROBS = -2  # in the logprobs columns; -1 is the whole vocabulary
+NO_LOGPROBS, ALL_LOGPROBS = -2, -1  # in the logprobs columns; all: the whole vocabulary
 
 
 class BatchState:

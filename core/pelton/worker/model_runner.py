@@ -25,14 +25,14 @@ from pelton.config.compilation import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.model.interface import CausalLM
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.worker.batch_state import BatchState
+from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.kv_pool import KVPool
 from pelton.worker.pending import PendingOutput
 from pelton.worker.readback import HostCopies, StepOutput, read_back_all
 from pelton.worker.staging import StagingRing
 from pelton.worker.step_graphs import LOGITS, StepGraphs
-from pelton.worker.step_ops import StepOps
+from pelton.worker.step_ops import FULL, GREEDY, LOGPROBS, MASKED, StepOps
 from pelton.worker.step_plan import StepPlan, plan_drafts, plan_step
 from pelton.worker.step_sampler import Step, StepColumns, StepSampler
 
@@ -138,10 +138,9 @@ class ModelRunner:
         ):  # fmt: skip
             return None
         slots = np.asarray(output.slots, dtype=np.int64)
-        host = self.state.host
-        is_plain = not (output.grammar_rows or host.has_extras[slots].any())
-        variant = LOGITS if not is_plain else "full" if host.temperature[slots].any() else "greedy"
-        key = self.graphs.decode_key(num_rows, variant)
+        tail = self._tail_variant(slots, bool(output.grammar_rows))
+        is_whole = tail is not None and not output.grammar_rows
+        key = self.graphs.decode_key(num_rows, tail if is_whole and tail is not None else LOGITS)
         if key is None:
             return None
         found = self.graphs.decode(key, slots, output.block_appends)
@@ -149,11 +148,51 @@ class ModelRunner:
             self.state.append_blocks(output.block_appends)
             found = self.graphs.decode(key, slots, ())
         assert found is not None
-        if is_plain:
-            host.num_computed_tokens[slots] += 1
-            return self._plain_output(output, started, np.arange(num_rows), HostCopies([found[:num_rows]]))
-        plan = plan_step(output, host)
-        return Step(output, started, plan, self._stage(plan), logits=found[:num_rows])
+        if is_whole and tail is not None:
+            return self._decoded(output, started, slots, tail, found)
+        plan = plan_step(output, self.state.host)
+        return Step(output, started, plan, self._stage(plan), logits=found[:num_rows], tail=tail, key=key, padded=found)
+
+    def _tail_variant(self, slots: npt.NDArray[np.int64], has_masks: bool) -> str | None:
+        """The least variant of the `sample` seam that gives these rows what they ask for; None when none does."""
+        host = self.state.host
+        variant = FULL if has_masks or host.temperature[slots].any() else GREEDY
+        if host.has_extras[slots].any():
+            wanted = host.num_logprobs[slots]
+            if (wanted == ALL_LOGPROBS).any() or wanted.max() > self.ops.num_logprobs:
+                return None
+            variant = FULL if (wanted == NO_LOGPROBS).all() else LOGPROBS
+        return MASKED + variant if has_masks else variant
+
+    def _decoded(
+        self, output: SchedulerOutput, started: float, slots: npt.NDArray[np.int64], variant: str, result: Tensor
+    ) -> StepOutput:
+        """The result of a decode step that one graph, or two, have queued."""
+        num_rows, host = len(slots), self.state.host
+        host.num_computed_tokens[slots] += 1
+        copies, has_logprobs = [result[:num_rows]], variant.endswith(LOGPROBS)
+        if has_logprobs:
+            found = self.ops.logprobs
+            copies += [found.token_ids[:num_rows], found.logprobs[:num_rows], found.ranks[:num_rows]]
+        rows = np.arange(num_rows)
+        launched = self._plain_output(output, started, rows, HostCopies(copies))
+        if has_logprobs:
+            launched.has_logprobs, launched.num_logprobs, launched.first_logprob = True, host.num_logprobs[slots], rows
+        return launched
+
+    def _sample_masked(self, step: Step, masks: GrammarMasks) -> StepOutput:
+        """The second graph of a decode step with grammar rows, whose masks are here now."""
+        assert self.graphs is not None and step.key is not None and step.tail is not None
+        words, has_mask = self.ops.mask
+        slots = step.plan.slots[np.asarray(step.output.grammar_rows)]
+        given = np.frombuffer(masks.bitmask, dtype="<i4").reshape(len(slots), -1)[:, : words.shape[1]]
+        (index,) = self._staging.stage([slots])
+        on_device = torch.from_numpy(given.astype(np.int32)).to(words.device)
+        words[index] = torch.nn.functional.pad(on_device, (0, words.shape[1] - given.shape[1]))
+        has_mask.zero_()
+        has_mask[index] = True
+        result = self.graphs.tail(step.key, step.tail, step.padded)
+        return self._decoded(step.output, step.started, step.plan.slots, step.tail, result)
 
     # Any other step.
 
@@ -247,6 +286,8 @@ class ModelRunner:
 
     def _finish(self, step: Step, masks: GrammarMasks | None) -> ModelOutput | PendingOutput:
         output, plan, host = step.output, step.plan, self.state.host
+        if masks is not None and step.tail is not None:
+            return self._given(self._sample_masked(step, masks))
         if self._is_plain(plan, masks):
             launched = self._finish_plain(step)
         else:
@@ -280,9 +321,9 @@ class ModelRunner:
         state.num_computed_tokens.index_add_(0, columns.slots, columns.num_unsampled)
         copies: list[Tensor] = []
         if step.logits is not None:
-            variant = "full" if state.host.temperature[plan.sample_slots].any() else "greedy"
+            variant = FULL if state.host.temperature[plan.sample_slots].any() else GREEDY
             result = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=state.device)
-            self.ops.sample[variant](step.logits, columns.sample_slots, result)
+            self.ops.sample(variant)(step.logits, columns.sample_slots, result)
             copies.append(result)
         return self._plain_output(step.output, step.started, plan.sample_rows, HostCopies(copies))
 

@@ -81,7 +81,7 @@ class StepOutput(PendingOutput):
         arrays = self.copies.arrays()
         output.row_errors = list(self.errors.items())
         if arrays and self.is_plain:
-            self._take_plain(arrays[0])
+            self._take_plain(*arrays)
         elif arrays:
             self._take_all(arrays)
         else:
@@ -89,16 +89,19 @@ class StepOutput(PendingOutput):
         output.device_time_s = time.monotonic() - self.started
         return output
 
-    def _take_plain(self, columns: np.ndarray) -> None:
+    def _take_plain(self, columns: np.ndarray, *logprobs: np.ndarray) -> None:
         """One token for each row that samples."""
         output, tokens = self.output, columns[:, 0].tolist()
-        if len(tokens) == self.num_rows and not self.errors and not columns[:, 1].any():
+        found = HostLogprobs(*logprobs) if logprobs else None
+        if len(tokens) == self.num_rows and not self.errors and not columns[:, 1].any() and found is None:
             output.token_ids = [[token] for token in tokens]
             return
         output.token_ids = [[] for _ in range(self.num_rows)]
-        for row, token, code in zip(self.sample_rows.tolist(), tokens, columns[:, 1].tolist(), strict=True):
-            if self._is_good(row, code):
-                output.token_ids[row] = [token]
+        for index, row in enumerate(self.sample_rows.tolist()):
+            if self._is_good(row, int(columns[index, 1])):
+                output.token_ids[row] = [tokens[index]]
+                if found is not None:
+                    self._take_logprobs(found, index, row, 1)
 
     def _take_all(self, arrays: list[np.ndarray]) -> None:
         output = self.output

@@ -7,6 +7,7 @@ number of tokens (1, or 0 for a padding row) and, for each KV group, at most one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from pelton.model.interface import CausalLM
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton.worker.staging import StagingRing
-from pelton.worker.step_ops import StepOps
+from pelton.worker.step_ops import GREEDY, StepOps
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -63,8 +64,11 @@ class StepGraphs:
                 backend.reserve(BatchDescriptor(largest, max(most, most_mixed), dispatcher.decode_query_len))
 
     def decode_key(self, num_rows: int, variant: str) -> BatchDescriptor | None:
-        """The key of a decode step with one token a row; None when it is not captured whole."""
-        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, sampling=variant)
+        """The key of a decode step with one token a row; None when it is not captured whole. A variant that reads side
+        tables is captured anew when these have moved."""
+        version = self._state.side.layout_version
+        sampling = f"{variant}@{version}" if version and variant not in (LOGITS, GREEDY) else variant
+        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, sampling=sampling)
         return key if mode is CUDAGraphMode.FULL and key.uniform_query_len == 1 else None
 
     def decode(
@@ -79,6 +83,16 @@ class StepGraphs:
             return None
         self._staging.stage_into(self._columns[: columns.size], columns.reshape(-1))
         return self.full.run(CUDAGraphMode.FULL, key, lambda: self._decode(key))
+
+    def tail(self, key: BatchDescriptor, variant: str, logits: Tensor) -> Tensor:
+        """Sample from the logits that `decode` gave for `key`, of variant LOGITS: result [n, 2]."""
+        outputs = self.full.outputs(key)  # where its replays leave the logits; the first time, they are elsewhere
+        sampling = self.decode_key(key.num_reqs, variant)
+        assert sampling is not None, "what was captured to its logits can be sampled"
+        if outputs is not None and outputs.data_ptr() != logits.data_ptr():
+            outputs.copy_(logits)
+        tail_key = replace(sampling, sampling=f"tail of {sampling.sampling}")
+        return self.full.run(CUDAGraphMode.FULL, tail_key, lambda: self._tail(sampling, outputs))
 
     def mixed(self, key: BatchDescriptor, slots: npt.NDArray[np.int64], num_scheduled: npt.NDArray[np.int64]) -> Any:
         """Inputs and forward pass of a step of any rows as one graph: what the model's forward returns."""
@@ -146,8 +160,13 @@ class StepGraphs:
         logits = self._model.compute_logits(hidden, self._buffers.token_index[:size])
         if key.sampling == LOGITS:
             return logits
+        return self._tail(key, logits)
+
+    def _tail(self, key: BatchDescriptor, logits: Tensor) -> Tensor:
+        size = key.num_reqs
         result = self._result[:size]
-        self._ops.sample[key.sampling](logits, columns[0], result)
+        variant, _, _ = key.sampling.partition("@")
+        self._ops.sample(variant)(logits, self._columns[:size], result)
         return result
 
     def _mixed(self, key: BatchDescriptor) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import torch
+from torch import Tensor
 
 from pelton.ops.interface import (
     PrepareInputs,
@@ -14,33 +14,76 @@ from pelton.ops.interface import (
     SampleTensors,
 )
 from pelton.ops.selector import OpSelector
+from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
 
-VARIANTS = ("greedy", "full")
+NUM_LOGPROBS = 20
+"""Alternatives a row that the seam can give; rows that want more take `StepSampler`."""
+
+GREEDY, FULL, LOGPROBS = "greedy", "full", "logprobs"
+MASKED = "masked+"
+"""Before `FULL` or `LOGPROBS`: with the grammar's masks."""
 
 
-@dataclass(slots=True)
 class StepOps:
-    """Bound to one batch state and its buffers."""
+    """Bound to one batch state and its buffers; the variants of sampling when first asked for."""
 
-    prepare_inputs: PrepareInputs
-    sample: Mapping[str, Sample]  # by variant
-
-
-def bind_step_ops(ops: OpSelector, state: BatchState, buffers: InputBuffers) -> StepOps:
-    needs = PrepareInputsNeeds(
-        max_num_tokens=buffers.max_num_tokens,
-        max_num_seqs=state.max_num_seqs,
-        block_sizes=state.block_sizes,
-        max_model_len=state.max_model_len,
-    )
-    sample = {
-        variant: ops.bind(
-            "sample",
-            SampleNeeds(vocab_size=state.vocab_size, max_num_seqs=state.max_num_seqs, variant=variant),
-            SampleTensors(state),
+    def __init__(self, ops: OpSelector, state: BatchState, buffers: InputBuffers) -> None:
+        self._ops, self._state = ops, state
+        self._sample: dict[str, Sample] = {}
+        self._logprobs: LogprobTensors | None = None
+        self._mask: tuple[Tensor, Tensor] | None = None
+        needs = PrepareInputsNeeds(
+            max_num_tokens=buffers.max_num_tokens,
+            max_num_seqs=state.max_num_seqs,
+            block_sizes=state.block_sizes,
+            max_model_len=state.max_model_len,
         )
-        for variant in VARIANTS
-    }
-    return StepOps(ops.bind("prepare_inputs", needs, PrepareInputsTensors(state, buffers)), sample)
+        self.prepare_inputs: PrepareInputs = ops.bind("prepare_inputs", needs, PrepareInputsTensors(state, buffers))
+        self.sample(GREEDY)
+        self.sample(FULL)
+
+    def sample(self, variant: str) -> Sample:
+        """The seam for rows that want no more than `variant`; greedy for no parameters at all."""
+        if variant not in self._sample:
+            is_masked, kind = variant.startswith(MASKED), variant.removeprefix(MASKED)
+            needs = SampleNeeds(
+                vocab_size=self._state.vocab_size, max_num_seqs=self._state.max_num_seqs,
+                variant=GREEDY if kind == GREEDY else FULL, has_mask=is_masked,
+                num_logprobs=self.num_logprobs if kind == LOGPROBS else 0,
+            )  # fmt: skip
+            tensors = SampleTensors(
+                self._state,
+                mask=self.mask if is_masked else None,
+                logprobs=self.logprobs if kind == LOGPROBS else None,
+            )
+            self._sample[variant] = self._ops.bind("sample", needs, tensors)
+        return self._sample[variant]
+
+    @property
+    def num_logprobs(self) -> int:
+        return min(NUM_LOGPROBS, self._state.vocab_size)
+
+    @property
+    def logprobs(self) -> LogprobTensors:
+        """Filled by variants with LOGPROBS, by row of the step."""
+        if self._logprobs is None:
+            rows, width, device = self._state.max_num_seqs, 1 + self.num_logprobs, self._state.device
+            self._logprobs = LogprobTensors(
+                torch.zeros(rows, width, dtype=torch.int64, device=device),
+                torch.zeros(rows, width, device=device),
+                torch.zeros(rows, dtype=torch.int64, device=device),
+            )
+        return self._logprobs
+
+    @property
+    def mask(self) -> tuple[Tensor, Tensor]:
+        """Read by variants with MASKED, by slot: words [S + 1, ceil(V / 32)] int32, whether there is one [S + 1] bool."""
+        if self._mask is None:
+            rows, num_words, device = self._state.max_num_seqs + 1, -(-self._state.vocab_size // 32), self._state.device
+            self._mask = (
+                torch.zeros(rows, num_words, dtype=torch.int32, device=device),
+                torch.zeros(rows, dtype=torch.bool, device=device),
+            )
+        return self._mask

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pelton.attention.metadata import BatchDescriptor
 from pelton.engine.messages import LogprobColumns
 from pelton.model.interface import CausalLM
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logprobs
@@ -56,6 +57,10 @@ class Step:
     hidden: Any = None
     logits: Tensor | None = None  # [n, V]
     prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
+    # Of a decode step that a graph has run up to its logits:
+    key: BatchDescriptor | None = None
+    padded: Any = None  # logits of padding rows too
+    tail: str | None = None  # variant of the `sample` seam that can finish it
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from pelton.worker.interface import Worker
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.pending import PendingOutput
-from pelton.worker.step_ops import bind_step_ops
+from pelton.worker.step_ops import StepOps
 
 _WARM_UP_TOKENS = 16
 _FIRST_GRAPH_TOKENS = (
@@ -116,7 +116,7 @@ class DeviceWorker(Worker):
                 num_parts=self._num_parts(),
             )
             buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=kernel_sizes)
-            ops = bind_step_ops(self.build.ops, state, buffers)
+            ops = StepOps(self.build.ops, state, buffers)
             self.runner = ModelRunner(
                 self.model, state, buffers, backends, pool, ops, num_staging_parts=4 * self._num_parts()
             )
