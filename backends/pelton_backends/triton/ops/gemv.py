@@ -1,0 +1,214 @@
+"""Linear seams for one to eight rows: one kernel a call, bound by reading the weights once.
+
+This file checks, chooses tiles and launches; the kernels are in `gemv_kernels.py`. More rows: `small_batch.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from pelton.ops.interface import (
+    AddNormGatedLinear,
+    AddNormGatedLinearNeeds,
+    AddNormGatedLinearTensors,
+    AddNormLinear,
+    AddNormLinearNeeds,
+    AddNormLinearTensors,
+    Linear,
+    LinearNeeds,
+    LinearTensors,
+    NormSpec,
+)
+from pelton_backends.triton.ops.gemv_kernels import (
+    add_norm_gated_linear_kernel,
+    add_norm_linear_kernel,
+    linear_kernel,
+)
+from pelton_backends.triton.ops.pieces import ACTIVATIONS
+from pelton_backends.triton.runtime import has_pdl, launch_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_ROWS = 8
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes: R weight rows (of gate, and of up), K in NUM pieces of C x L columns."""
+
+    R: int
+    C: int
+    L: int
+    NUM: int
+    num_warps: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"R": self.R, "C": self.C, "L": self.L, "NUM": self.NUM, "num_warps": self.num_warps}
+
+
+def choose_tile(out_features: int, in_features: int, num_rows: int, element_size: int, num_matrices: int = 1) -> Tile:
+    """The tile of a program. num_matrices: 2 for gate and up, each with out_features rows."""
+    length = min(256 if in_features < 4096 and num_rows == 1 else 1024, max(triton.next_power_of_2(in_features), 32))
+    chunk = 1
+    while in_features % (chunk * length * 2) == 0 and chunk * length < 2048:
+        chunk *= 2
+    num = triton.cdiv(in_features, chunk * length)
+    rows = 8
+    while rows > 1 and rows * num * chunk * length * element_size * num_matrices > 48 * 1024:
+        rows //= 2
+    return Tile(rows, chunk, length, num, num_warps=8)
+
+
+def padded_rows(num_tokens: int) -> int:
+    """Rows that a kernel is compiled for: 1, 2, 4 or 8."""
+    return triton.next_power_of_2(num_tokens)
+
+
+def _inner_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _AddNorm:
+    """What the two seams with a norm share: their arguments, and a new tensor for the residual."""
+
+    def __init__(self, norm: NormSpec, post_norm: NormSpec | None, tensors: Any) -> None:
+        self.weight: Tensor = tensors.linear.tensors["weight"]
+        self.bias: Tensor | None = tensors.linear.bias
+        self.norm, self.post_norm = tensors.norm, tensors.post_norm
+        self.eps, self.post_eps = norm.eps, 0.0 if post_norm is None else post_norm.eps
+        self.pdl = has_pdl(self.weight.device)
+        self.flags = {
+            "HAS_POST": post_norm is not None, "UNIT_OFFSET": norm.unit_offset,
+            "POST_UNIT_OFFSET": post_norm is not None and post_norm.unit_offset, "HAS_BIAS": self.bias is not None,
+            "K": norm.size, "PDL": self.pdl, **launch_options(self.pdl),
+        }  # fmt: skip
+
+    def launch(
+        self, kernel: Any, hidden: Tensor, residual: Tensor | None, out_features: int, tile: Tile, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """-> (out [T, out_features], the new residual)"""
+        hidden = _inner_contiguous(hidden)
+        residual = None if residual is None else _inner_contiguous(residual)
+        num_tokens, size = hidden.shape
+        out = torch.empty((num_tokens, out_features), dtype=hidden.dtype, device=hidden.device)
+        total = hidden
+        if residual is not None or self.post_norm is not None:
+            # Not in place: programs read the old rows while the first one writes the new ones.
+            total = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
+        kernel[(triton.cdiv(out_features, tile.R),)](
+            hidden, residual, self.norm, self.post_norm, self.weight, self.bias, out, total, self.eps, self.post_eps,
+            num_tokens, hidden.stride(0), 0 if residual is None else residual.stride(0),
+            HAS_RESIDUAL=residual is not None, N=out_features, M=padded_rows(num_tokens),
+            **tile.options, **self.flags, **options,
+        )  # fmt: skip
+        return out, total
+
+
+def _refusals(needs: Any) -> list[str]:
+    reasons = []
+    if needs.linear.weight_format != "plain":
+        reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
+    if needs.dtype not in DTYPES:
+        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+    if getattr(needs, "tp_size", 1) > 1:
+        reasons.append("inputs that are partial over ranks")
+    return reasons
+
+
+class GemvAddNormLinear:
+    """residual' = [post_norm](hidden) + residual; linear(norm(residual')): `add_norm_linear_kernel`."""
+
+    @staticmethod
+    def unsupported(needs: AddNormLinearNeeds) -> list[str]:
+        return _refusals(needs)
+
+    @staticmethod
+    def token_range(needs: AddNormLinearNeeds) -> tuple[int, int | None]:
+        return 1, MAX_ROWS
+
+    @staticmethod
+    def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
+        op, out_features = _AddNorm(needs.norm, needs.post_norm, tensors), needs.linear.out_features
+        tiles = tiles_by_rows(out_features, needs.linear.in_features, op.weight.element_size())
+
+        def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            return op.launch(add_norm_linear_kernel, hidden, residual, out_features, tiles[hidden.shape[0]])
+
+        return call
+
+
+class GemvAddNormGatedLinear:
+    """As `GemvAddNormLinear`, with activation(gate) * up: `add_norm_gated_linear_kernel`."""
+
+    @staticmethod
+    def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
+        known = needs.activation in ACTIVATIONS
+        return _refusals(needs) + ([] if known else [f"activation {needs.activation!r}"])
+
+    @staticmethod
+    def token_range(needs: AddNormGatedLinearNeeds) -> tuple[int, int | None]:
+        return 1, MAX_ROWS
+
+    @staticmethod
+    def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
+        op, width, activation = (
+            _AddNorm(needs.norm, needs.post_norm, tensors),
+            needs.linear.out_features // 2,
+            needs.activation,
+        )
+        tiles = tiles_by_rows(width, needs.linear.in_features, op.weight.element_size(), num_matrices=2)
+
+        def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            tile = tiles[hidden.shape[0]]
+            return op.launch(add_norm_gated_linear_kernel, hidden, residual, width, tile, ACTIVATION=activation)
+
+        return call
+
+
+class GemvLinear:
+    """x @ weight.T + bias: `linear_kernel`."""
+
+    @staticmethod
+    def unsupported(needs: LinearNeeds) -> list[str]:
+        return _refusals(needs)
+
+    @staticmethod
+    def token_range(needs: LinearNeeds) -> tuple[int, int | None]:
+        return 1, MAX_ROWS
+
+    @staticmethod
+    def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
+        weight, bias = tensors.linear.tensors["weight"], tensors.linear.bias
+        out_features, in_features = needs.linear.out_features, needs.linear.in_features
+        pdl = has_pdl(weight.device)
+        tiles = tiles_by_rows(out_features, in_features, weight.element_size())
+        flags = {
+            "HAS_BIAS": bias is not None, "N": out_features, "K": in_features, "PDL": pdl, **launch_options(pdl)
+        }  # fmt: skip
+
+        def call(x: Tensor) -> Tensor:
+            x = _inner_contiguous(x)
+            num_tokens = x.shape[0]
+            tile = tiles[num_tokens]
+            out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
+            linear_kernel[(triton.cdiv(out_features, tile.R),)](
+                x, weight, bias, out, num_tokens, x.stride(0), M=padded_rows(num_tokens), **tile.options, **flags
+            )
+            return out
+
+        return call
+
+
+def tiles_by_rows(out_features: int, in_features: int, element_size: int, num_matrices: int = 1) -> dict[int, Tile]:
+    """By number of rows."""
+    return {
+        rows: choose_tile(out_features, in_features, padded_rows(rows), element_size, num_matrices)
+        for rows in range(1, MAX_ROWS + 1)
+    }

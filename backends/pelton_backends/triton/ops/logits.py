@@ -1,0 +1,126 @@
+"""The end of the model: the rows that sample are gathered, added, normed and multiplied by the vocabulary's matrix.
+
+Up to eight rows take one matrix-vector kernel (`gemv_kernels.add_norm_logits_kernel`); more take one kernel for the rows
+and torch's matmul (cuBLAS).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from pelton.ops.interface import AddNormLogits, AddNormLogitsNeeds, AddNormLogitsTensors
+from pelton_backends.triton.ops.gemv import DTYPES, MAX_ROWS, padded_rows, tiles_by_rows
+from pelton_backends.triton.ops.gemv_kernels import add_norm_logits_kernel, added, load_row, normed_rows
+from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@triton.jit
+def gather_add_norm_kernel(
+    hidden, residual, index, norm, post_norm, out, eps, post_eps, hidden_stride, residual_stride,
+    HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    norm_pieces = load_row(norm, K, 1, BLOCK, 1)
+    post_pieces = norm_pieces
+    if HAS_POST:
+        post_pieces = load_row(post_norm, K, 1, BLOCK, 1)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row = tl.load(index + i)
+    x = load_row(hidden + row * hidden_stride, K, 1, BLOCK, 1)
+    if HAS_POST:
+        x = normed_rows(x, post_pieces, post_eps, POST_UNIT_OFFSET, K, 1, 1)
+    if HAS_RESIDUAL:
+        x = added(x, load_row(residual + row * residual_stride, K, 1, BLOCK, 1), 1)
+    x = normed_rows(x, norm_pieces, eps, UNIT_OFFSET, K, 1, 1)
+    cols = tl.arange(0, BLOCK)[None, :]
+    tl.store(out + i * K + cols, x[0], mask=cols < K)
+
+
+class _Head:
+    """One bound head: its tensors, and the arguments that do not change."""
+
+    def __init__(self, needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> None:
+        post = needs.post_norm
+        self.weight, self.bias = tensors.linear.tensors["weight"], tensors.linear.bias
+        self.norm, self.post_norm = tensors.norm, tensors.post_norm
+        self.eps, self.post_eps = needs.norm.eps, 0.0 if post is None else post.eps
+        self.hidden_size, self.soft_cap = needs.norm.size, needs.soft_cap
+        self.vocab_size = min(needs.vocab_size, needs.linear.out_features)
+        self.tiles = tiles_by_rows(self.vocab_size, needs.linear.in_features, self.weight.element_size())
+        pdl = has_pdl(self.weight.device)
+        self.flags = {
+            "HAS_POST": post is not None, "UNIT_OFFSET": needs.norm.unit_offset,
+            "POST_UNIT_OFFSET": post is not None and post.unit_offset, "K": needs.norm.size,
+            "PDL": pdl, **launch_options(pdl),
+        }  # fmt: skip
+
+    def few(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        """Logits of one to eight rows."""
+        num_rows = rows.shape[0]
+        tile = self.tiles[num_rows]
+        logits = torch.empty((num_rows, self.vocab_size), dtype=torch.float32, device=hidden.device)
+        add_norm_logits_kernel[(triton.cdiv(self.vocab_size, tile.R),)](
+            hidden, residual, rows, self.norm, self.post_norm, self.weight, self.bias, logits, self.eps, self.post_eps,
+            num_rows, hidden.stride(0), 0 if residual is None else residual.stride(0), self.soft_cap or 0.0,
+            HAS_RESIDUAL=residual is not None, HAS_BIAS=self.bias is not None, HAS_CAP=self.soft_cap is not None,
+            N=self.vocab_size, M=padded_rows(num_rows), **tile.options, **self.flags,
+        )  # fmt: skip
+        return logits
+
+    def many(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        """Logits of any number of rows."""
+        normed = torch.empty((rows.shape[0], self.hidden_size), dtype=hidden.dtype, device=hidden.device)
+        block = triton.next_power_of_2(self.hidden_size)
+        gather_add_norm_kernel[(rows.shape[0],)](
+            hidden, residual, rows, self.norm, self.post_norm, normed, self.eps, self.post_eps,
+            hidden.stride(0), 0 if residual is None else residual.stride(0), HAS_RESIDUAL=residual is not None,
+            BLOCK=block, num_warps=min(max(block // 512, 1), 16), **self.flags,
+        )  # fmt: skip
+        logits = _float32_product(normed, self.weight[: self.vocab_size])
+        if self.bias is not None:
+            logits += self.bias[: self.vocab_size].float()
+        if self.soft_cap is not None:
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits
+
+
+def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, not rounded to their dtype where torch can leave it in float32."""
+    if x.dtype != torch.float32 and x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return torch.mm(x, weight.T).float()
+
+
+class TritonAddNormLogits:
+    """See `AddNormLogits`. The products are float32, where the reference rounds them to the model's dtype first."""
+
+    @staticmethod
+    def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
+        reasons = []
+        if needs.linear.weight_format != "plain":
+            reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
+        if needs.dtype not in DTYPES:
+            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+        if needs.tp_size > 1:
+            reasons.append("a vocabulary split over ranks")
+        return reasons
+
+    @staticmethod
+    def bind(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:
+        head = _Head(needs, tensors)
+
+        def call(hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+            if rows.shape[0] == 0:
+                return torch.empty((0, head.vocab_size), dtype=torch.float32, device=hidden.device)
+            return (head.few if rows.shape[0] <= MAX_ROWS else head.many)(hidden, residual, rows)
+
+        return call

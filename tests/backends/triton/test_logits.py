@@ -1,0 +1,101 @@
+"""The head against a float64 oracle: one to eight rows by our kernel, more by torch's matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pelton_linear_oracle import TOLERANCES, make_case, rms_norm
+
+from pelton.ops.interface import AddNormLogitsNeeds, AddNormLogitsTensors, LinearSpec, LinearWeights
+from pelton_backends.triton.ops.logits import TritonAddNormLogits
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def bound(case: Any, **options: Any) -> Any:
+    vocab_size, hidden_size = case.weight.shape
+    spec = LinearSpec(in_features=hidden_size, out_features=vocab_size, has_bias=case.bias is not None)
+    needs = AddNormLogitsNeeds(
+        dtype=str(case.weight.dtype).removeprefix("torch."), norm=case.norm_spec, linear=spec, vocab_size=vocab_size,
+        post_norm=case.post_spec, **options,
+    )  # fmt: skip
+    assert TritonAddNormLogits.unsupported(needs) == []
+    weights = LinearWeights(spec, {"weight": case.weight}, case.bias)
+    return TritonAddNormLogits.bind(needs, AddNormLogitsTensors(case.norm, weights, case.post_norm))
+
+
+def expected(case: Any, rows: torch.Tensor, soft_cap: float | None = None) -> torch.Tensor:
+    case, rows = case.to("cpu"), rows.cpu()
+    x = case.hidden[rows]
+    if case.post_norm is not None:
+        x = rms_norm(x, case.post_norm, case.post_spec)
+    if case.residual is not None:
+        x = (x.double() + case.residual[rows].double()).to(x.dtype)
+    logits = rms_norm(x, case.norm, case.norm_spec).double() @ case.weight.double().T
+    if case.bias is not None:
+        logits += case.bias.double()
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+
+def check(case: Any, rows: torch.Tensor, soft_cap: float | None = None) -> None:
+    inputs = [t for t in (case.hidden, case.residual) if t is not None]
+    before = [t.clone() for t in inputs]
+    logits = bound(case, soft_cap=soft_cap)(case.hidden, case.residual, rows)
+    for after, old in zip(inputs, before, strict=True):
+        torch.testing.assert_close(after, old, rtol=0, atol=0, equal_nan=True)  # left as they are
+    assert logits.dtype == torch.float32
+    # Products stay in float32: what is left is a normed row that is rounded the other way.
+    relative, absolute = TOLERANCES[case.hidden.dtype]
+    factor = 3 if case.hidden.dtype == torch.bfloat16 and not logits.is_cuda else 1
+    torch.testing.assert_close(
+        logits.cpu().double(), expected(case, rows, soft_cap), rtol=factor * relative, atol=factor * absolute
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 9, 20])
+def test_matches_float64(num_rows, dtype, device):
+    case = make_case(24, 72, 101, dtype, device)
+    check(case, torch.randperm(24, device=device)[:num_rows])
+
+
+@pytest.mark.parametrize("num_rows", [2, 11])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"residual": False}, id="no-residual"),
+        pytest.param({"post_norm": True, "unit_offset": True, "row_gap": 7}, id="post-norm-strided"),
+        pytest.param({"post_norm": True, "residual": False, "bias": True}, id="post-norm-bias"),
+    ],
+)
+def test_options(num_rows, options, device):
+    case = make_case(12, 65, 33, torch.float32, device, **options)
+    check(case, torch.arange(num_rows, device=device))
+
+
+@pytest.mark.parametrize("num_rows", [1, 10])
+def test_soft_cap(num_rows, device):
+    case = make_case(10, 64, 48, torch.float32, device)
+    case.weight *= 30  # some logits far above the cap
+    check(case, torch.arange(num_rows, device=device), soft_cap=3.0)
+
+
+@pytest.mark.parametrize("num_rows", [3, 12])
+def test_rows_may_repeat_and_be_last(num_rows, device):
+    check(make_case(5, 64, 48, torch.float32, device), torch.full((num_rows,), 4, device=device))
+
+
+def test_no_rows(device):
+    case = make_case(3, 64, 48, torch.float32, device)
+    logits = bound(case)(case.hidden, case.residual, torch.empty(0, dtype=torch.int64, device=device))
+    assert logits.shape == (0, 48) and logits.dtype == torch.float32
+
+
+def test_refuses_what_it_cannot_do(device):
+    spec = LinearSpec(in_features=8, out_features=8)
+    norm = make_case(1, 8, 8, torch.float32, device).norm_spec
+    for options in ({"tp_size": 2}, {"dtype": "float8"}):
+        needs = AddNormLogitsNeeds(**{"dtype": "float32", "norm": norm, "linear": spec, "vocab_size": 8} | options)
+        assert TritonAddNormLogits.unsupported(needs)
