@@ -41,7 +41,7 @@ class TritonMetadata:
 
 
 class TritonBackend(AttentionBackend):
-    """Any block size that is a multiple of 16, heads of 64 to 256 numbers."""
+    """Any block size that is a multiple of 16, heads of 16 to 256 numbers (those that are no power of two in padded tiles)."""
 
     name: ClassVar[str] = "triton"
     handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks", "has_alibi"})
@@ -50,8 +50,8 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
         reasons = []
-        if not 64 <= needs.head_dim <= 256 or needs.head_dim % 8:
-            reasons.append(f"head size {needs.head_dim}, only multiples of 8 from 64 to 256")
+        if not 16 <= needs.head_dim <= 256 or needs.head_dim % 8:
+            reasons.append(f"head size {needs.head_dim}, only multiples of 8 from 16 to 256")
         if needs.dtype not in DTYPES:
             reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
         if needs.kv_dtype not in (*KV_DTYPES, needs.dtype):
@@ -98,13 +98,14 @@ class TritonBackend(AttentionBackend):
     def forward(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> Tensor:
         if metadata.decode_rows:
             self._decode(layer, query, metadata, output, None)
-        first, common = metadata.first_prefill_row, metadata.common
-        if first < common.num_reqs:
+        common = metadata.common
+        if metadata.first_prefill_row < common.num_reqs:
             prefill_attention(
-                query, layer.k_cache, layer.v_cache, output, common.query_start_loc[first:], common.seq_lens[first:],
-                common.block_table[first:], num_reqs=common.num_reqs - first, max_query_len=common.max_query_len,
-                max_seq_len=common.max_seq_len, scale=layer.scale, sliding_window=layer.sliding_window,
-                soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
+                query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens,
+                common.block_table, num_reqs=common.num_reqs, first_row=metadata.first_prefill_row,
+                skip_single=metadata.is_mixed, max_query_len=common.max_query_len, max_seq_len=common.max_seq_len,
+                scale=layer.scale, causal=common.causal, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap,
+                sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
             )  # fmt: skip
         return output
 

@@ -449,7 +449,7 @@ def decode_kernel(
             tl.store(arrivals + pair, 0)  # for the next launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def streamed_decode_kernel(
     qkv,
     positions,
