@@ -5,25 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pelton_e2e import NUM_NEW_TOKENS, Reference
+from pelton_e2e import NUM_NEW_TOKENS, Reference, generate, greedy, make_llm, small_pool
 
-from pelton import LLM, SamplingParams
+from pelton import SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, detokenize=False)
-
-
-def make_llm(reference: Reference, **settings: Any) -> LLM:
-    defaults: dict[str, Any] = {
-        "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 16,
-        "kv_cache_memory_bytes": 64 * 2**20, "disable_log_stats": True,
-    }  # fmt: skip
-    return LLM(model=reference.path, **(defaults | settings))
-
-
-def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    assert [o.prompt_token_ids for o in outputs] == prompts
-    return [list(o.outputs[0].token_ids) for o in outputs]
+GREEDY = greedy()
 
 
 def test_reference_has_no_ties(reference: Reference) -> None:
@@ -44,13 +30,13 @@ def test_reference_has_no_ties(reference: Reference) -> None:
     ],
 )
 def test_ids_equal_transformers(reference: Reference, settings: dict[str, Any], overlap: bool) -> None:
-    with make_llm(reference, async_scheduling=overlap, **settings) as llm:
+    with make_llm(reference.path, async_scheduling=overlap, **settings) as llm:
         assert generate(llm, reference.prompts) == reference.outputs
         assert llm.kv_cache_usage() == 0.0
 
 
 def test_prefix_hits_change_nothing(reference: Reference) -> None:
-    with make_llm(reference) as llm:
+    with make_llm(reference.path) as llm:
         assert generate(llm, reference.prompts) == reference.outputs
         # All of it again: whole prompts and outputs are in the cache now; and prompts that continue an earlier answer.
         again = llm.generate([{"prompt_token_ids": p} for p in reference.prompts], GREEDY, use_tqdm=False)
@@ -59,17 +45,16 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
             sum(o.num_cached_tokens or 0 for o in again) >= 16 * sum((len(p) - 1) // 16 for p in reference.prompts) // 2
         )
         longer = [p + out[:40] for p, out in zip(reference.prompts, reference.outputs, strict=True)]
-        short = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS - 40, ignore_eos=True, detokenize=False)
-        assert generate(llm, longer, short) == [out[40:] for out in reference.outputs]
-
-
-SMALL_POOL = {"mistral": 1 + 2 * 10, "gemma3": 1 + 24 + 5 * 8 + 24}
-"""Blocks: the longest request fits, all do not. A window keeps few; 384 tokens of full attention take 24 (all others)."""
+        assert generate(llm, longer, greedy(NUM_NEW_TOKENS - 40)) == [out[40:] for out in reference.outputs]
 
 
 def test_forced_preemption_changes_nothing(reference: Reference) -> None:
-    blocks = SMALL_POOL.get(reference.family, 1 + 2 * 24)
-    with make_llm(reference, max_model_len=384, max_num_batched_tokens=64, num_gpu_blocks_override=blocks) as llm:
+    with make_llm(
+        reference.path,
+        max_model_len=384,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=small_pool(reference.family),
+    ) as llm:
         assert generate(llm, reference.prompts) == reference.outputs
         assert llm.num_preemptions() > 0
         assert llm.kv_cache_usage() == 0.0
@@ -79,8 +64,10 @@ def test_eos_in_the_middle_of_a_batch(reference: Reference) -> None:
     eos = reference.outputs[3][20]
     expected = [out[: out.index(eos) + 1] if eos in out else out for out in reference.outputs]
     assert any(len(out) < NUM_NEW_TOKENS for out in expected)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, detokenize=False)
-    with make_llm(reference, hf_overrides={"eos_token_id": eos}, generation_config="pelton", max_num_seqs=5) as llm:
+    params = greedy(ignore_eos=False)
+    with make_llm(
+        reference.path, hf_overrides={"eos_token_id": eos}, generation_config="pelton", max_num_seqs=5
+    ) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in reference.prompts], params, use_tqdm=False)
     assert [list(o.outputs[0].token_ids) for o in outputs] == expected
     for output, ids in zip(outputs, expected, strict=True):
@@ -90,7 +77,7 @@ def test_eos_in_the_middle_of_a_batch(reference: Reference) -> None:
 def test_four_samples_of_one_prompt(reference: Reference) -> None:
     """top_k 1 is greedy in law, and n may be more than one."""
     params = SamplingParams(n=4, temperature=1.0, top_k=1, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, detokenize=False)
-    with make_llm(reference) as llm:
+    with make_llm(reference.path) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in reference.prompts], params, use_tqdm=False)
     for output, ids in zip(outputs, reference.outputs, strict=True):
         assert [list(c.token_ids) for c in output.outputs] == [ids] * 4
@@ -100,12 +87,12 @@ def test_four_samples_of_one_prompt(reference: Reference) -> None:
 def test_one_prefix_of_64_requests_is_computed_once(llama: Reference) -> None:
     prefix = llama.prompts[-1][:256]
     prompts = [[*prefix, 10 + i, 11] for i in range(64)]
-    one = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
-    with make_llm(llama, max_num_seqs=64, max_num_batched_tokens=2048) as llm:
+    one = greedy(4)
+    with make_llm(llama.path, max_num_seqs=64, max_num_batched_tokens=2048) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], one, use_tqdm=False)
         assert sorted(o.num_cached_tokens or 0 for o in outputs) == [0] + [256] * 63
         together = [list(o.outputs[0].token_ids) for o in outputs]
-    with make_llm(llama, max_num_seqs=1, enable_prefix_caching=False) as llm:
+    with make_llm(llama.path, max_num_seqs=1, enable_prefix_caching=False) as llm:
         assert generate(llm, prompts, one) == together
 
 
@@ -115,12 +102,12 @@ def test_seeded_sampling_does_not_depend_on_the_batch(llama: Reference) -> None:
             temperature=0.9, top_p=0.95, top_k=50, seed=1000 + i, max_tokens=32, ignore_eos=True, detokenize=False
         )
 
-    with make_llm(llama) as llm:
+    with make_llm(llama.path) as llm:
         prompts = [{"prompt_token_ids": p} for p in llama.prompts]
         together = llm.generate(prompts, [params(i) for i in range(16)], use_tqdm=False)
         ids = [list(o.outputs[0].token_ids) for o in together]
         assert len({tuple(x) for x in ids}) == 16
-    with make_llm(llama, max_num_seqs=1, max_num_batched_tokens=64) as llm:
+    with make_llm(llama.path, max_num_seqs=1, max_num_batched_tokens=64) as llm:
         for i in reversed(range(16)):
             [alone] = llm.generate([prompts[i]], params(i), use_tqdm=False)
             assert list(alone.outputs[0].token_ids) == ids[i]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import signal
 import socket
@@ -14,10 +15,19 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    from pelton import LLM
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 NUM_NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 64, 100, 129, 200, 255, 300)
+
+
+TIE = 1e-4
+"""A gap between the best two float32 logits under which either may win: rounding decides, and engines round differently."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,122 @@ def greedy_reference(path: str, prompts: list[list[int]], num_tokens: int) -> tu
                 ids = torch.tensor([[out[-1]]])
             outputs.append(out)
     return outputs, gap
+
+
+@dataclass(frozen=True)
+class GapReference:
+    """One checkpoint, transformers' float32 greedy continuations, and at each token the gap between its best two logits."""
+
+    family: str
+    path: str
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+    gaps: list[list[float]]
+
+    @property
+    def ties(self) -> list[str]:
+        return [
+            f"prompt {i}, token {t}: {gap:.1e}"
+            for i, row in enumerate(self.gaps) for t, gap in enumerate(row) if gap < TIE
+        ]  # fmt: skip
+
+    def check(self, outputs: list[list[int]], start: int = 0) -> None:
+        """`outputs` are transformers' ids from `start` on, each up to its first tie."""
+        assert len(outputs) == len(self.outputs)
+        for i, (got, expected, gaps) in enumerate(zip(outputs, self.outputs, self.gaps, strict=True)):
+            tie = next((t for t, gap in enumerate(gaps) if gap < TIE), len(gaps))
+            assert len(got) == len(expected) - start
+            if got[: tie - start] != expected[start:tie]:
+                wrong = next(t for t in range(start, tie) if got[t - start] != expected[t])
+                raise AssertionError(
+                    f"{self.family}: prompt {i} of {len(self.prompts[i])} tokens differs from transformers at token {wrong}, "
+                    f"where the gap is {gaps[wrong]:.1e}: {got[wrong - start :][:8]}, not {expected[wrong:][:8]}"
+                )
+
+
+def gap_reference(family: str, path: str, prompts: list[list[int]], num_tokens: int, device: str) -> GapReference:
+    """transformers in float32 on `device`, prompts of one length at a time in a batch without padding, EOS ignored."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_float32_matmul_precision("highest")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model.to(device)
+    with _soft_capped(model):
+        outputs, gaps = _greedy_with_gaps(model, prompts, num_tokens)
+    return GapReference(family, path, prompts, outputs, gaps)
+
+
+@contextlib.contextmanager
+def _soft_capped(model: Any) -> Iterator[None]:
+    """transformers' Gemma 3 has a soft cap of attention in its configuration and in its attention function, and does not
+    pass the one to the other."""
+    cap = getattr(model.config, "attn_logit_softcapping", None)
+    if cap is None:
+        yield
+        return
+    module = sys.modules[type(model).__module__]
+    plain = module.eager_attention_forward
+    with mock.patch.object(module, "eager_attention_forward", functools.partial(plain, softcap=cap)):
+        yield
+
+
+def _greedy_with_gaps(
+    model: Any, prompts: list[list[int]], num_tokens: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    import torch
+
+    outputs: list[list[int]] = [[] for _ in prompts]
+    gaps: list[list[float]] = [[] for _ in prompts]
+    for length in sorted({len(prompt) for prompt in prompts}):
+        rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.tensor([prompts[i] for i in rows], device=model.device)
+        steps, cache = [], None
+        with torch.inference_mode():
+            for _ in range(num_tokens):
+                step = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = step.past_key_values
+                best = step.logits[:, -1].float().topk(2)
+                steps.append((best.indices[:, 0], best.values[:, 0] - best.values[:, 1]))
+                ids = best.indices[:, :1]
+        tokens, differences = (torch.stack(part, 1).tolist() for part in zip(*steps, strict=True))
+        for i, own_tokens, own_gaps in zip(rows, tokens, differences, strict=True):
+            outputs[i], gaps[i] = own_tokens, own_gaps
+    return outputs, gaps
+
+
+def make_llm(path: str, **settings: Any) -> LLM:
+    """The engine on a tiny checkpoint, in float32, with a small pool."""
+    from pelton import LLM
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 64 * 2**20, "disable_log_stats": True,
+    }  # fmt: skip
+    return LLM(model=path, **(defaults | settings))
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: Any = None) -> list[list[int]]:
+    """Output ids; NUM_NEW_TOKENS greedy ones unless `params` say other."""
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params or greedy(), use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def greedy(num_tokens: int = NUM_NEW_TOKENS, **more: Any) -> Any:
+    from pelton import SamplingParams
+
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, "detokenize": False} | more
+    )
+
+
+SMALL_POOL = {"mistral": 1 + 2 * 10, "gemma3": 1 + 24 + 5 * 8 + 24}
+"""Blocks: the longest request fits, all do not. A window keeps few; 384 tokens of full attention take 24 (all others)."""
+
+
+def small_pool(family: str) -> int:
+    return SMALL_POOL.get(family, 1 + 2 * 24)
 
 
 def free_port() -> int:

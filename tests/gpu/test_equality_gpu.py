@@ -1,0 +1,166 @@
+"""Greedy ids on the GPU equal transformers' float32 greedy ids on the GPU, in every graph mode and level, whatever happens
+to the batch (DESIGN section 10, rule 1). Excepted is what follows a token whose best two logits lie within 1e-4 of each
+other in transformers; such ties are listed.
+
+    pytest tests/gpu -p no:xdist
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from pelton_e2e import NUM_NEW_TOKENS, GapReference, gap_reference, generate, greedy, make_llm, make_prompts, small_pool
+
+from pelton import LLM, SamplingParams
+from pelton.config import CUDAGraphMode
+from pelton.graphs.captures import FullGraphs, PieceGraphs
+
+pytestmark = pytest.mark.gpu
+
+MODES = list(CUDAGraphMode)
+WHOLE = (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
+PIECES = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE)
+
+
+def engine(reference: GapReference, **settings: Any) -> LLM:
+    return make_llm(reference.path, **({"device": "cuda"} | settings))
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many steps were replayed whole, and how many in pieces."""
+    counts: Counter[str] = Counter()
+    for kind, name in ((FullGraphs, "whole"), (PieceGraphs, "pieces")):
+        monkeypatch.setattr(kind, "run", _counted(kind.run, name, counts))
+    return counts
+
+
+def _counted(run: Any, name: str, counts: Counter[str]) -> Any:
+    def counted(self: Any, mode: CUDAGraphMode, *args: Any) -> Any:
+        counts[name] += mode is not CUDAGraphMode.NONE
+        return run(self, mode, *args)
+
+    return counted
+
+
+def check_everything(llm: LLM, reference: GapReference, num_alone: int = 3) -> None:
+    """Together, again with all of it in the prefix cache, continued, and some alone."""
+    prompts = reference.prompts
+    reference.check(generate(llm, prompts))
+    again = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(), use_tqdm=False)
+    reference.check([list(o.outputs[0].token_ids) for o in again])
+    assert sum(o.num_cached_tokens or 0 for o in again) >= 16 * sum((len(p) - 1) // 16 for p in prompts) // 2
+    longer = [p + out[:40] for p, out in zip(prompts, reference.outputs, strict=True)]
+    reference.check(generate(llm, longer, greedy(NUM_NEW_TOKENS - 40)), start=40)
+    llm.reset_prefix_cache()
+    for index in range(1, len(prompts), len(prompts) // num_alone):
+        [ids] = generate(llm, [prompts[index]])
+        reference.check([ids if i == index else out for i, out in enumerate(reference.outputs)])
+    assert llm.kv_cache_usage() == 0.0
+
+
+def test_ties_of_the_reference_are_few(reference: GapReference) -> None:
+    assert len(reference.ties) <= 2, reference.ties
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_graph_mode(reference: GapReference, mode: CUDAGraphMode, replays: Counter[str]) -> None:
+    with engine(reference, cudagraph_mode=mode) as llm:
+        started = replays.copy()
+        check_everything(llm, reference)
+    replays -= started
+    assert (replays["whole"] > 100) == (mode in WHOLE)
+    assert (replays["pieces"] > 0) == (mode in PIECES)
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_every_level(reference: GapReference, level: int, replays: Counter[str]) -> None:
+    with engine(reference, compilation_config={"level": level}, async_scheduling=False) as llm:
+        reference.check(generate(llm, reference.prompts))
+    assert (replays["whole"] > 50) == (level >= 2)
+    assert (replays["pieces"] > 0) == (level >= 1)
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_chunks_and_preemption(reference: GapReference, mode: CUDAGraphMode, overlap: bool) -> None:
+    settings = {"cudagraph_mode": mode, "async_scheduling": overlap, "max_model_len": 384}
+    with engine(reference, **settings, max_num_batched_tokens=24) as llm:
+        reference.check(generate(llm, reference.prompts))
+    blocks = small_pool(reference.family)
+    with engine(reference, **settings, max_num_batched_tokens=64, num_gpu_blocks_override=blocks) as llm:
+        reference.check(generate(llm, reference.prompts))
+        assert llm.num_preemptions() > 0
+        assert llm.kv_cache_usage() == 0.0
+
+
+def test_head_sizes_windows_and_soft_caps(variant: GapReference) -> None:
+    with engine(variant) as llm:
+        check_everything(llm, variant)
+    with engine(variant, cudagraph_mode="NONE", block_size=48, max_num_batched_tokens=100) as llm:
+        variant.check(generate(llm, variant.prompts))
+
+
+def test_long_contexts_and_large_batches(tmp_path: Any) -> None:
+    """Split KV over thousands of tokens beside short rows; more rows than any tile has."""
+    from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+
+    path = make_tiny_checkpoint(tmp_path, "llama", head_dim=64, max_position_embeddings=8192)
+    prompts = make_prompts(VOCAB_SIZE, (4097, 2500, 3000, 1000, *(range(3, 153, 3))), seed=1)
+    reference = gap_reference("llama", str(path), prompts, 24, "cuda")
+    settings = {"max_model_len": 8192, "max_num_seqs": 64, "kv_cache_memory_bytes": 2**28}
+    with engine(reference, **settings) as llm:
+        reference.check(generate(llm, prompts, greedy(24)))
+    with engine(reference, **settings, max_num_batched_tokens=1000, cudagraph_mode="FULL") as llm:
+        reference.check(generate(llm, prompts, greedy(24)))
+
+
+def test_eos_and_many_samples(llama: GapReference) -> None:
+    eos = llama.outputs[3][20]
+    cut = [out[: out.index(eos) + 1] if eos in out else out for out in llama.outputs]
+    with engine(llama, hf_overrides={"eos_token_id": eos}, generation_config="pelton", max_num_seqs=5) as llm:
+        assert generate(llm, llama.prompts, greedy(ignore_eos=False)) == cut
+        params = greedy(temperature=1.0, top_k=1, n=3)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in llama.prompts], params, use_tqdm=False)
+    assert [[list(c.token_ids) for c in o.outputs] for o in outputs] == [[ids] * 3 for ids in llama.outputs]
+
+
+def test_a_prefix_of_all_requests(llama: GapReference) -> None:
+    """It may be read once for all of them (cascade)."""
+    prefix = llama.prompts[-1][:256]
+    prompts = [[*prefix, 10 + i, 11] for i in range(64)]
+    with engine(llama, max_num_seqs=64, max_num_batched_tokens=2048) as llm:
+        generate(llm, prompts[:1], greedy(1))
+        together = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(16), use_tqdm=False)
+    assert {o.num_cached_tokens for o in together} == {256}
+    reference = gap_reference("llama", llama.path, prompts, 16, "cuda")
+    reference.check([list(o.outputs[0].token_ids) for o in together])
+
+
+SAMPLED = [
+    pytest.param({"temperature": 0.9, "top_p": 0.95, "top_k": 50}, id="top-p-and-k"),
+    pytest.param({"temperature": 1.3, "min_p": 0.02, "repetition_penalty": 1.2, "presence_penalty": 0.3}, id="penalties"),
+    pytest.param({"temperature": 1.0, "logit_bias": {17: 3.0}, "logprobs": 2, "frequency_penalty": 0.2}, id="bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("params", SAMPLED)
+def test_seeded_samples_depend_on_neither_batch_mode_nor_device(llama: GapReference, params: dict[str, Any]) -> None:
+    prompts = [{"prompt_token_ids": p} for p in llama.prompts]
+    each = [
+        SamplingParams(seed=100 + i, max_tokens=24, ignore_eos=True, detokenize=False, **params)
+        for i in range(len(prompts))
+    ]
+    results = []
+    for settings in (
+        {"cudagraph_mode": "NONE"},
+        {"cudagraph_mode": "FULL_AND_PIECEWISE"},
+        {"cudagraph_mode": "FULL", "max_num_seqs": 3, "max_num_batched_tokens": 64},
+        {"device": "cpu"},
+    ):
+        with engine(llama, **settings) as llm:
+            outputs = llm.generate(prompts, each, use_tqdm=False)
+        results.append([list(o.outputs[0].token_ids) for o in outputs])
+    assert results[1:] == results[:1] * 3

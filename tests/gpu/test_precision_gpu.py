@@ -1,0 +1,73 @@
+"""Log-probabilities in reduced precision lie as near to transformers' float32 model as transformers' own do in that precision,
+for prompts and for generated tokens, in captured and in eager steps.
+
+All models have the same rounded weights, so what is compared is the rounding of activations, of the KV cache and of
+logits. These tiny models are made to be sensitive (strong sub-layers, logits far apart): bfloat16 moves their
+log-probabilities by some hundredths in the mean, whoever computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pelton_e2e import GapReference, make_llm
+
+from pelton import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+FLOAT32_TOLERANCE = 2e-3  # largest difference
+MEAN_RATIO = 1.25  # of mean differences from float32, ours to transformers' in the same dtype
+FP8_TOLERANCE = 0.5  # mean difference with an fp8 KV cache, which transformers does not have
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(
+    "dtype, kv_dtype", [("float32", "auto"), ("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "fp8")]
+)
+def test_logprobs_are_near_float32(reference: GapReference, dtype: str, kv_dtype: str, mode: str) -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False, logprobs=5, prompt_logprobs=1
+    )
+    settings = {"device": "cuda", "dtype": dtype, "kv_cache_dtype": kv_dtype, "cudagraph_mode": mode}
+    with make_llm(reference.path, **settings) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in reference.prompts], params, use_tqdm=False)
+    exact, rounded = rounded_model(reference.path, dtype).float(), rounded_model(reference.path, dtype)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for output in outputs:
+        completion = output.outputs[0]
+        ids = [*output.prompt_token_ids, *completion.token_ids]
+        expected, other = logprobs(exact, ids), logprobs(rounded, ids)
+        rows = [*(output.prompt_logprobs or [])[1:], *(completion.logprobs or [])]
+        assert len(rows) == len(ids) - 1
+        for place, row in enumerate(rows):
+            for token, entry in row.items():
+                ours.append(abs(entry.logprob - expected[place][token]))
+                theirs.append(abs(other[place][token] - expected[place][token]))
+    mean, bound = sum(ours) / len(ours), sum(theirs) / len(theirs)
+    print(
+        f"{reference.family} {dtype}, kv {kv_dtype}, {mode}: mean {mean:.1e}, transformers {bound:.1e}, worst {max(ours):.1e}"
+    )
+    if dtype == "float32":
+        assert max(ours) < FLOAT32_TOLERANCE
+    elif kv_dtype == "fp8":
+        assert mean < FP8_TOLERANCE
+    else:
+        assert mean < MEAN_RATIO * bound
+
+
+def rounded_model(path: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager")
+    return model.eval().to("cuda")
+
+
+def logprobs(model: Any, ids: list[int]) -> list[list[float]]:
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([ids], device="cuda"), use_cache=False).logits[0]
+    values: list[list[float]] = logits.float().log_softmax(-1).tolist()
+    return values
