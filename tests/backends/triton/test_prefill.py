@@ -1,0 +1,130 @@
+"""Paged prefill against float64: every feature, odd lengths, scattered blocks, poisoned neighbours."""
+
+import pytest
+from pelton_paged_case import PagedCase
+
+MIXED = [(1, 0), (1, 40), (2, 0), (17, 16), (5, 30)]
+
+
+def run(case, **changes):
+    from pelton_backends.triton.attention.prefill import prefill_attention
+    from pelton_backends.triton.runtime import has_pdl
+
+    arguments = {
+        "num_reqs": len(case.seq_lens), "max_query_len": max(new for new, _ in case.rows),
+        "max_seq_len": case.max_seq_len, "scale": case.scale, "causal": case.causal, "sliding_window": case.window,
+        "soft_cap": case.soft_cap, "sinks": case.sinks, "alibi_slopes": case.alibi_slopes,
+        "pdl": has_pdl(case.device), **changes,
+    }  # fmt: skip
+    return prefill_attention(
+        case.query, case.k_cache, case.v_cache, case.output, case.query_start_loc, case.seq_lens, case.block_table,
+        **arguments,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [0, 1, 17, 100])
+@pytest.mark.parametrize("new", [1, 2, 15, 16, 17, 63, 65, 130])
+def test_one_row(device, new, before):
+    case = PagedCase(device, [(new, before)], heads=2, kv_heads=1)
+    case.check(run(case))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"padding": 3},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16", "heads_first": True},
+        {"kv_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "kv_dtype": "fp8_e4m3"},
+        {"dtype": "float16", "kv_dtype": "fp8_e5m2"},
+        {"heads": 3, "kv_heads": 1},
+        {"heads": 7, "kv_heads": 1, "head_dim": 64},
+        {"heads": 40, "kv_heads": 1, "head_dim": 16},
+        {"heads": 2, "kv_heads": 2, "head_dim": 80},
+        {"head_dim": 24},
+        {"head_dim": 192, "heads": 2, "kv_heads": 1},
+        {"head_dim": 256, "heads": 1, "kv_heads": 1, "dtype": "bfloat16"},
+        {"block_size": 64},
+        {"block_size": 48},
+        {"block_size": 1},
+        {"block_size": 7, "heads_first": True},
+        {"window": 1},
+        {"window": 9},
+        {"window": 16, "padding": 1},
+        {"window": 33, "dtype": "float16"},
+        {"window": 4096},
+        {"soft_cap": 2.0},
+        {"soft_cap": 2.0, "window": 9},
+        {"sinks": True},
+        {"sinks": True, "window": 9, "dtype": "bfloat16"},
+        {"alibi": True},
+        {"alibi": True, "soft_cap": 5.0, "sinks": True},
+        {"causal": False},
+        {"causal": False, "block_size": 64, "padding": 2},
+    ],
+    ids=str,
+)
+def test_several_rows(device, change):
+    case = PagedCase(device, MIXED, **change)
+    case.check(run(case))
+
+
+def test_a_window_that_starts_inside_a_long_row(device):
+    """Blocks before the window point at the null block; some key blocks are masked at both ends, some at none."""
+    case = PagedCase(device, [(70, 0), (9, 190), (1, 77)], window=75, heads=2, kv_heads=1)
+    case.check(run(case))
+
+
+def test_single_tokens_are_left_to_the_decode_kernel(device):
+    case = PagedCase(device, [(1, 3), (1, 20), (4, 0), (1, 9)], padding=1)
+    case.check(run(case, skip_single=True), only=[2])
+
+
+def test_rows_before_the_first_are_left_out(device):
+    case = PagedCase(device, [(1, 3), (2, 20), (40, 0), (1, 9)], padding=2)
+    case.check(run(case, first_row=2), only=[2, 3])
+
+
+def test_every_row_is_found_among_many(device):
+    rows = [(1 + 7 * (i % 3), 3 * i % 11) for i in range(37)]
+    case = PagedCase(device, rows, heads=1, kv_heads=1, head_dim=16)
+    case.check(run(case))
+
+
+def test_no_host_reads_of_lengths(device):
+    """One launch serves other lengths of the same shapes: what a captured graph needs."""
+    case = PagedCase(device, [(3, 30), (9, 2)], padding=1)
+    case.check(run(case, max_query_len=9, max_seq_len=4096))
+
+
+LARGE = [(1, 0), (1, 3000), (2, 1), (130, 0), (63, 1000), (1025, 17), (300, 4096)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16", "head_dim": 64},
+        {"dtype": "bfloat16", "heads": 16, "kv_heads": 2},
+        {"dtype": "bfloat16", "heads": 7, "kv_heads": 1},
+        {"dtype": "bfloat16", "head_dim": 80},
+        {"dtype": "bfloat16", "head_dim": 192},
+        {"dtype": "bfloat16", "head_dim": 256},
+        {"dtype": "float16", "block_size": 256, "heads_first": True},
+        {"dtype": "bfloat16", "kv_dtype": "fp8_e4m3"},
+        {"dtype": "bfloat16", "kv_dtype": "fp8_e5m2", "head_dim": 64},
+        {"dtype": "bfloat16", "window": 512},
+        {"dtype": "float16", "window": 100, "soft_cap": 30.0, "sinks": True},
+        {"dtype": "bfloat16", "alibi": True},
+        {"dtype": "bfloat16", "causal": False},
+        {"kv_dtype": "float16", "head_dim": 256},
+    ],
+    ids=str,
+)
+def test_on_the_device(device, change):
+    case = PagedCase(device, LARGE, **{"heads": 8, "kv_heads": 2, "head_dim": 128, "padding": 5, **change})
+    case.check(run(case))
