@@ -42,7 +42,7 @@ class LogprobColumns(msgspec.Struct, array_like=True):
     """Rank of the chosen token, from 1."""
 
 
-class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step did to one request."""
 
     request_id: str

@@ -85,7 +85,12 @@ class BlockHasher:
         cache_salt: str | None = None,
     ) -> None:
         """Append what is missing; a few operations while no new block is full."""
-        if len(token_ids) < (len(hashes) + 1) * self.block_size:
+        size, start = self.block_size, len(hashes) * self.block_size
+        if len(token_ids) < start + size:
+            return
+        if start and len(token_ids) < start + 2 * size and not adapter_id and not block_extra_hashes:
+            # The next block of a request in decode.
+            hashes.append(self._hash_fn(hashes[-1], token_ids[start : start + size], 0, (), None))
             return
         extend_block_hashes(
             hashes, token_ids, self.block_size, hash_fn=self._hash_fn,

@@ -15,7 +15,7 @@ from pelton.kv_cache.block_pool import NULL_BLOCK, BlockPool, ResidencySampler
 from pelton.kv_cache.coordinator import make_coordinator
 from pelton.kv_cache.interface import BlockIds, CacheableRequest, KVCacheManager
 from pelton.kv_cache.single_type import NEVER, ManagerEntry, SingleTypeManager, TypeBlocks, make_managers
-from pelton.kv_cache.spec import KVCachePlan
+from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan
 
 
 class _Held:
@@ -58,6 +58,9 @@ class PagedKVCacheManager(KVCacheManager):
         self._caches_blocks = self._coordinator.caches_blocks
         self._held: dict[str, _Held] = {}
         self._nothing: BlockIds = tuple([] for _ in specs)
+        # Of most models: one group that keeps every token. A request then grows by a block now and then, and that is all.
+        is_simple = len(specs) == 1 and type(specs[0]) is FullAttentionSpec
+        self._simple_block_size = specs[0].block_size if is_simple else 0
 
     def lookup(self, request: CacheableRequest) -> tuple[BlockIds, int]:
         if request.skip_prefix_lookup or not self._caches_blocks:
@@ -91,7 +94,10 @@ class PagedKVCacheManager(KVCacheManager):
         if held is not None:
             if reach <= held.room and num_confirmed < held.next_passed and num_full < held.next_full:
                 return self._nothing
-            appended = self._extend(held, reach, num_confirmed)
+            if held.room < reach <= held.room + self._simple_block_size:
+                appended = self._add_block(held)
+            else:
+                appended = self._extend(held, reach, num_confirmed)
         else:
             held = _Held([])
             appended = self._start(held, reach, num_confirmed, cached_blocks or self._nothing)
@@ -143,6 +149,15 @@ class PagedKVCacheManager(KVCacheManager):
             manager.let_pass(blocks, first)
         return self._grow(held, reach)
 
+    def _add_block(self, held: _Held) -> BlockIds | None:
+        """`_extend` by one block, of a request in one group that keeps every token."""
+        if not self.pool.num_free:
+            return None
+        new = self.pool.allocate(1)
+        held.by_type[0].tables[0].append(new[0])
+        held.room += self._simple_block_size
+        return (new,)
+
     def _grow(self, held: _Held, reach: int) -> BlockIds:
         """Append the blocks that were counted, and set the thresholds anew."""
         appended = list(self._nothing)
@@ -160,6 +175,11 @@ class PagedKVCacheManager(KVCacheManager):
         return tuple(appended)
 
     def _make_findable(self, held: _Held, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        if self._simple_block_size:
+            blocks = held.by_type[0]
+            self._managers[0].make_findable(blocks, block_hashes, num_tokens)
+            held.next_full = self._managers[0].tokens_until_full(blocks) if self._caches_blocks else NEVER
+            return
         for manager, blocks in zip(self._managers, held.by_type, strict=True):
             manager.make_findable(blocks, block_hashes, num_tokens)
         self._set_next_full(held)

@@ -111,11 +111,13 @@ class SingleTypeManager(ABC):
         """Put the full blocks of the first `num_tokens` tokens into the index."""
         per_block = self._hashes_per_block
         last = min(num_tokens // self.block_size, len(block_hashes) // per_block, len(blocks.tables[0]))
+        if last <= blocks.num_indexed:
+            return
         for place in range(blocks.num_indexed, last):
             block_hash = block_hashes[(place + 1) * per_block - 1]
             for group_id, table in zip(self.group_ids, blocks.tables, strict=True):
                 self.pool.make_findable(table[place], block_hash, group_id)
-        blocks.num_indexed = max(blocks.num_indexed, last)
+        blocks.num_indexed = last
 
     def tokens_until_full(self, blocks: TypeBlocks) -> int:
         """Known tokens at which the next block becomes findable."""

@@ -38,8 +38,8 @@ class ScheduledRequest:
         "arrival", "block_hashes", "capacity", "connector_tokens", "deadline", "drafts", "eos_ids", "events",
         "grammar", "grammar_job", "is_remote_ready", "last_step_id", "look_at", "max_total_tokens", "min_tokens",
         "num_cached_blocks", "num_cached_tokens", "num_computed_tokens", "num_found_tokens", "num_prompt_tokens",
-        "num_reach", "num_unconfirmed_tokens", "prompt_logprobs", "request", "request_id", "restarts", "side_slot",
-        "skip_connector", "skip_prefix_lookup", "slot", "status", "stop_ids", "tables", "token_ids",
+        "num_reach", "num_unconfirmed_tokens", "plain_until", "prompt_logprobs", "request", "request_id", "restarts",
+        "side_slot", "skip_connector", "skip_prefix_lookup", "slot", "status", "stop_ids", "tables", "token_ids",
         "void_logprobs_through", "void_through",
     )  # fmt: skip
 
@@ -71,7 +71,8 @@ class ScheduledRequest:
         self.capacity = 0  # tokens that the held blocks have room for
         self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
         self.block_hashes: list[bytes] = []
-        self.look_at = 0  # number of known tokens at which more is to be done than to append
+        self.plain_until = 0  # below this many known and pending tokens, a step gives it one token and no thought
+        self.look_at = 0  # below this many known tokens, one more is appended and told, and that is all
         self.num_cached_blocks = 0  # full blocks of known tokens made findable so far
         self.num_found_tokens = 0  # found in the prefix cache this time
         self.num_cached_tokens = -1  # found, or brought by a connector, at the first scheduling; -1 before it
@@ -116,6 +117,7 @@ class ScheduledRequest:
             self.void_logprobs_through = self.last_step_id
         self.num_computed_tokens = 0
         self.num_unconfirmed_tokens = 0
+        self.plain_until = 0
         self.look_at = 0
         self.num_cached_blocks = 0
         self.capacity = 0

@@ -12,6 +12,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from pelton.config import SchedulerConfig
 from pelton.engine.messages import EngineEvent, EngineOutput, EventType, FinishReason, LogprobColumns
@@ -264,39 +265,64 @@ class DefaultScheduler(Scheduler):
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""
         running = self._running
         is_plain = self._is_ordered and not self._may_draft
-        step_id, max_seq_len = step.step_id, 0
-        ones = step.ones
-        index = num_plain = 0
-        budget = step.budget  # less what the plain rows take: `step.budget` is set when others look at it
-        while index < len(running) and budget > 0:
-            request = running[index]
-            reach = request.num_reach
-            if reach >= request.max_total_tokens:  # its last token is in flight
-                index += 1
-                continue
-            computed = request.num_computed_tokens
-            if is_plain and computed < request.capacity and reach - computed == 1:
-                # A token whose block has room: nearly all rows of nearly all steps.
+        step_id, ones, max_seq_len = step.step_id, step.ones, 0
+        index = 0
+        while index < len(running) and step.budget > 0:
+            first, num_ones = index, len(ones)
+            # A token whose block has room: nearly all rows of nearly all steps.
+            for request in islice(running, first, first + step.budget) if is_plain else ():
+                reach = request.num_reach
+                if reach >= request.plain_until:
+                    break
                 request.num_computed_tokens = reach
                 request.num_reach = reach + 1
                 request.last_step_id = step_id
                 ones.append(request)
-                num_plain += 1
-                budget -= 1
                 if reach > max_seq_len:
                     max_seq_len = reach
+            num_plain = len(ones) - num_ones
+            step.ones_samples += [True] * num_plain
+            step.budget -= num_plain
+            index += num_plain
+            if index == len(running) or step.budget <= 0:
+                break
+            request = running[index]
+            if request.num_reach >= request.max_total_tokens:  # its last token is in flight
                 index += 1
                 continue
-            step.ones_samples += [True] * num_plain
-            num_plain = 0
-            step.budget = budget
+            if is_plain and request.plain_until and self._serve_with_new_block(request, step):
+                index += 1
+                continue
             is_served = self._serve(request, index, step)
-            budget = step.budget
             # One that was preempted, or ended, has left its place to the next.
             index += is_served or (index < len(running) and running[index] is request)
-        step.ones_samples += [True] * num_plain
-        step.budget = budget
         step.max_seq_len = max(step.max_seq_len, max_seq_len)
+
+    def _serve_with_new_block(self, request: ScheduledRequest, step: StepBuilder) -> bool:
+        """The row of a request in decode whose last block is full: `_serve` without what such a row has none of. False,
+        and nothing done, when there is no block."""
+        new_ids = self.kv.allocate(request, 1)
+        if new_ids is None:
+            return False
+        reach = request.num_reach
+        if len(new_ids) == 1 and len(new_ids[0]) == 1:
+            table = request.tables[0]
+            step.appends.append((0, request.slot, len(table), new_ids[0]))
+            table.append(new_ids[0][0])
+            request.capacity += self._block_sizes[0]
+            if self._hasher is not None:
+                request.num_cached_blocks = min(reach, len(request.token_ids)) // self._hash_block_size
+        else:
+            self._note_appended(request, new_ids, 1, 0, step)
+        request.num_computed_tokens = reach
+        request.num_reach = reach + 1
+        request.plain_until = min(request.capacity + 1, request.max_total_tokens)
+        request.last_step_id = step.step_id
+        step.ones.append(request)
+        step.ones_samples.append(True)
+        step.budget -= 1
+        step.max_seq_len = max(step.max_seq_len, reach)
+        return True
 
     def _serve(self, request: ScheduledRequest, index: int, step: StepBuilder) -> bool:
         """A running request's row, where drafts, chunks or blocks have to be thought of. False: none in this step."""
@@ -325,6 +351,8 @@ class DefaultScheduler(Scheduler):
         request.num_unconfirmed_tokens += num_draft if self._is_ordered else num_new + num_draft
         if samples:
             request.num_reach += 1 + num_draft
+            # Read where nothing drafts and steps are ordered only: one token more to compute, and room for it.
+            request.plain_until = min(request.capacity + 1, request.max_total_tokens)
         request.last_step_id = step.step_id
         self._stats.spec_num_draft_tokens += num_draft
         step.add_row(request, num_new, samples, num_draft, drafts)
@@ -630,18 +658,20 @@ class DefaultScheduler(Scheduler):
         self._may_draft = self._may_draft or bool(result.draft_token_ids)
         has_extras = bool(errors or result.logprobs or result.prompt_logprobs or self._may_draft)
         is_plain = self._is_ordered and not has_extras
-        for row, (request, samples, tokens) in enumerate(
-            zip(step.requests, output.samples, result.token_ids, strict=True)
-        ):
-            status = request.status
-            if is_plain and samples and status is RUNNING and not request.events and len(tokens) == 1:
-                # A token that ends nothing and fills no block: nearly all rows of nearly all steps.
+        for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
+            if is_plain and len(tokens) == 1 and tokens[0] not in request.stop_ids:
+                # A token that ends nothing: nearly all rows of nearly all steps.
                 known = request.token_ids
-                if len(known) + 1 < request.look_at and tokens[0] not in request.stop_ids:
+                if len(known) < request.look_at:
                     known.append(tokens[0])
                     outputs.append(EngineOutput(request.request_id, tokens))
                     continue
-            if status is FINISHED:
+                if request.look_at and len(known) + 1 < request.max_total_tokens:  # it fills a block
+                    known.append(tokens[0])
+                    self._look_again(request)
+                    outputs.append(EngineOutput(request.request_id, tokens))
+                    continue
+            if request.status is FINISHED:
                 continue
             try:
                 told = self._update_row(output, result, row, request, errors.get(row))
@@ -682,9 +712,9 @@ class DefaultScheduler(Scheduler):
             tokens, reason, stop_reason = self._append(request, tokens, num_draft)
             has_drafts = bool(result.draft_token_ids) and not request.num_pending
             request.drafts = result.draft_token_ids[row] if has_drafts else []
-        request.look_at = request.max_total_tokens if request.grammar is None else 0
-        if self._hasher is not None:
-            self._cache_full_blocks(request, self._hasher)
+        self._look_again(request)
+        if not samples or request.grammar is not None:
+            request.look_at = 0
         if not samples:
             return None
         if reason is not None:
@@ -693,15 +723,20 @@ class DefaultScheduler(Scheduler):
             return EngineOutput(request.request_id, tokens)
         return self._full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
 
-    def _cache_full_blocks(self, request: ScheduledRequest, hasher: BlockHasher) -> None:
-        """Make findable what became full: blocks of sampled tokens, and of what arrived from elsewhere."""
-        size, num_known = self._hash_block_size, len(request.token_ids)
-        request.extend_hashes(hasher)
-        num_full = min(request.num_computed_tokens, num_known) // size
-        if num_full > request.num_cached_blocks:
-            request.num_cached_blocks = num_full
-            self.kv.cache_blocks(request, num_full * size)
-        request.look_at = min(request.look_at, (request.num_cached_blocks + 1) * size)
+    def _look_again(self, request: ScheduledRequest) -> None:
+        """Make findable what became full: blocks of sampled tokens, and of what arrived from elsewhere. Then say when to
+        look at the request again: with the token that ends it, or fills its next block."""
+        look_at = request.max_total_tokens
+        if self._hasher is not None:
+            size, num_known = self._hash_block_size, len(request.token_ids)
+            if num_known >= (len(request.block_hashes) + 1) * size:
+                request.extend_hashes(self._hasher)
+            num_full = min(request.num_computed_tokens, num_known) // size
+            if num_full > request.num_cached_blocks:
+                request.num_cached_blocks = num_full
+                self.kv.cache_blocks(request, num_full * size)
+            look_at = min(look_at, (request.num_cached_blocks + 1) * size)
+        request.look_at = look_at - 1
 
     def _settle_drafts(self, request: ScheduledRequest, num_draft: int, tokens: list[int]) -> None:
         """Take back what was counted as computed for drafts that were rejected."""
@@ -826,6 +861,7 @@ class DefaultScheduler(Scheduler):
         del self._requests[request.request_id]
         self._release(request, is_over=True)
         request.status = FINISHED
+        request.look_at = 0
 
     def _drop_finished_rows(self) -> None:
         if self._has_finished_rows:
