@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pelton.builtin import pelton_ops
 from pelton.ops.selector import OpSelector
@@ -25,6 +26,11 @@ from pelton.worker.step_ops import StepOps
 VOCAB = 40
 _CLASSES = 97
 _TABLE = torch.randn(_CLASSES, VOCAB, generator=torch.Generator().manual_seed(7)) * 3
+
+
+def is_captured() -> bool:
+    """A tape is being written: values must not be looked at."""
+    return bool(_get_current_dispatch_mode_stack())
 
 
 def oracle_logits(token_ids: Sequence[int]) -> torch.Tensor:
@@ -44,6 +50,9 @@ def oracle_greedy(prompt: Sequence[int], count: int) -> list[int]:
 class PassBackend:
     """Metadata is the common metadata itself."""
 
+    def reserve(self, max_key: Any) -> None:
+        pass
+
     def build(self, common: Any, key: Any = None) -> Any:
         return common
 
@@ -51,7 +60,7 @@ class PassBackend:
 class ContextModel:
     """One cache a group; every group has to tell the same context. `poison`: token ids that make their row's logits NaN."""
 
-    def __init__(self, caches: list[torch.Tensor], block_sizes: Sequence[int]) -> None:
+    def __init__(self, caches: Sequence[Any], block_sizes: Sequence[int]) -> None:
         self.caches = caches  # each [blocks, block_size] of token + 1; 0: nothing written
         self.block_sizes = block_sizes
         self.poison: set[int] = set()
@@ -65,31 +74,34 @@ class ContextModel:
             raise RuntimeError("the device fell over")
         results = []
         for cache, common in zip(self.caches, batch.attention, strict=True):
-            is_token = common.slot_mapping >= 0
-            cache.view(-1)[common.slot_mapping[is_token]] = (batch.input_ids[is_token] + 1).to(cache.dtype)
+            slots, tokens = common.slot_mapping.clamp(min=0), (batch.input_ids + 1).to(cache.dtype)
+            cache.write(slots, torch.where(common.slot_mapping >= 0, tokens, cache.read(slots)))
             results.append(self._contexts(cache, common))
         for other in results[1:]:
-            assert torch.equal(other, results[0])
+            assert is_captured() or torch.equal(other, results[0])
         return results[0]
 
     def _contexts(self, cache: torch.Tensor, common: Any) -> torch.Tensor:
-        hashes = torch.zeros(common.num_tokens, dtype=torch.int64)
-        for row in range(common.num_reqs):
-            start, stop = common.query_start_loc[row : row + 2].tolist()
-            length = int(common.seq_lens[row])
-            tokens = cache[common.block_table[row].long()].flatten()[:length].long() - 1
-            assert bool((tokens >= 0).all()), "a token of the context was never written"
-            assert length <= common.max_seq_len and stop - start <= common.max_query_len
-            sums = ((torch.arange(length) + 1) * (tokens + 3)).cumsum(0)
-            hashes[start:stop] = sums[length - (stop - start) :] % _CLASSES
-            if self.poison & set(tokens.tolist()):
-                hashes[start:stop] = -1
-        return hashes
+        """[T], by shapes alone: a tape of graphs may hold it."""
+        token, starts = torch.arange(common.num_tokens), common.query_start_loc.long()
+        row = torch.searchsorted(starts[1:], token, right=True).clamp(max=common.num_reqs - 1)
+        position = common.seq_lens.long()[row] - starts[row + 1] + token
+        tokens = cache[common.block_table.long()[row]].flatten(1).long() - 1  # [T, L]
+        place = torch.arange(tokens.shape[1])
+        is_context = (place <= position[:, None]) & (token < starts[-1])[:, None]
+        if not is_captured():
+            assert bool((tokens[is_context] >= 0).all()), "a token of the context was never written"
+            assert int(common.seq_lens.max()) <= common.max_seq_len
+            assert int((starts[1:] - starts[:-1]).max()) <= common.max_query_len
+        hashes = torch.where(is_context, (place + 1) * (tokens + 3), 0).sum(dim=1) % _CLASSES
+        is_poisoned = torch.zeros_like(is_context)
+        for token_id in self.poison:
+            is_poisoned |= is_context & (tokens == token_id)
+        return torch.where(is_poisoned.any(dim=1), -1, hashes)
 
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        logits = _TABLE[hidden[rows]]
-        logits[hidden[rows] < 0] = torch.nan
-        return logits
+        found = hidden[rows]
+        return torch.where((found < 0)[:, None], torch.nan, _TABLE[found])
 
 
 def make_runner(
@@ -121,15 +133,16 @@ class _Flat:
         self.k_cache = k_cache
         self.dtype = k_cache.dtype
 
-    def view(self, _: int) -> _Flat:
-        return self
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        size = self.k_cache.shape[1]
+        return self.k_cache[slots // size, slots % size, 0, 0]
 
-    def __setitem__(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         size = self.k_cache.shape[1]
         self.k_cache[slots // size, slots % size, 0, 0] = values
 
     def __getitem__(self, blocks: torch.Tensor) -> torch.Tensor:
-        return self.k_cache[blocks][:, :, 0, 0]
+        return self.k_cache[blocks][..., 0, 0]
 
 
 @dataclass
@@ -217,6 +230,7 @@ class Driver:
             output.samples.append(request.num_computed + count >= len(request.token_ids))
             output.num_draft.append(len(own))
             output.draft_token_ids.append(own)
+        output.total_num_scheduled_tokens = sum(output.num_scheduled)
         if not drafts:
             output.num_draft, output.draft_token_ids = [], []
         for name, value in extra.items():

@@ -91,6 +91,7 @@ def _metadata(state: BatchState, slots: Tensor, positions: Tensor, vocab_size: i
         max_top_k=vocab_size,
         has_top_p=True,
         has_min_p=True,
+        is_captured=True,
         side=_side_rows(state, slots, positions) if is_full and state.side.counts.shape[0] else None,
     )
 

@@ -29,15 +29,15 @@ def keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
     return logits.masked_fill(logits < least, -torch.inf)
 
 
-def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+def keep_top_p(probs: Tensor, top_p: Tensor, *, is_captured: bool = False) -> Tensor:
     """Zero all but the nucleus: the likeliest tokens whose sum reaches top_p [n]; probs [n, V] float32, not renormalised."""
-    return probs.masked_fill(probs < nucleus_threshold(probs, top_p).unsqueeze(-1), 0.0)
+    return probs.masked_fill(probs < nucleus_threshold(probs, top_p, is_captured=is_captured).unsqueeze(-1), 0.0)
 
 
-def nucleus_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
+def nucleus_threshold(probs: Tensor, top_p: Tensor, *, is_captured: bool = False) -> Tensor:
     """[n]: the greatest t such that the tokens with probability >= t sum to top_p; 0 where top_p is 1."""
     keeps_all = top_p >= 1.0
-    if probs.device.type == "cpu":
+    if probs.device.type == "cpu" and not is_captured:
         threshold, is_found = _threshold_among_best(probs, top_p)
         if not bool((is_found | keeps_all).all()):  # costs nothing on a CPU; elsewhere it would wait for the device
             threshold = torch.where(is_found, threshold, _threshold_by_bisection(probs, top_p))

@@ -47,3 +47,4 @@ class SamplingMetadata:
     has_top_p: bool = False
     has_min_p: bool = False
     side: SideRows | None = None
+    is_captured: bool = False  # no value may be looked at on the way, a CPU's neither

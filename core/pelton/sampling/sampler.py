@@ -61,7 +61,7 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     if metadata.max_top_k:
         logits = keep_top_k(logits, metadata.top_k, metadata.max_top_k)
     probs = logits.softmax(dim=-1)
-    return keep_top_p(probs, metadata.top_p) if metadata.has_top_p else probs
+    return keep_top_p(probs, metadata.top_p, is_captured=metadata.is_captured) if metadata.has_top_p else probs
 
 
 def pick(probs: Tensor, numbers: Tensor) -> Tensor:

@@ -9,17 +9,30 @@ import pytest
 import torch
 from pelton_worker_fakes import VOCAB, Driver, make_runner, oracle_greedy, oracle_logits
 
+from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
+from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.kv_transfer.interface import WorkerConnector
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.testing.graphs import TapeRecorder
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 
 
-@pytest.fixture(params=[pytest.param(((4,), None), id="one-group"), pytest.param(((4, 8), (2, 8)), id="two-groups")])
+@pytest.fixture(
+    params=[
+        pytest.param(((4,), None, None), id="one-group"),
+        pytest.param(((4, 8), (2, 8), None), id="two-groups"),
+        pytest.param(((4, 8), (2, 8), CUDAGraphMode.FULL_DECODE_ONLY), id="decode-graphs"),
+        pytest.param(((4,), None, CUDAGraphMode.FULL), id="graphs-of-all-steps"),
+    ]
+)
 def driver(request) -> Driver:
-    blocks, kernel = request.param
-    return Driver(make_runner(block_sizes=blocks, kernel_block_sizes=kernel, num_blocks=128))
+    blocks, kernel, mode = request.param
+    runner = make_runner(block_sizes=blocks, kernel_block_sizes=kernel, num_blocks=128)
+    if mode is not None:
+        runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), TapeRecorder())
+    return Driver(runner)
 
 
 def test_batch_decodes_as_each_prompt_alone(driver):
