@@ -71,8 +71,8 @@ class _Sequence:
 
     __slots__ = (
         "cumulative_logprob", "detokenizer", "engine_id", "finish_reason", "index", "logprobs", "matcher",
-        "num_cached_tokens", "reported_finish", "request", "sent_text", "sent_tokens", "stop_reason", "text", "times",
-        "token_ids",
+        "num_cached_tokens", "only_counts", "reported_finish", "request", "sent_text", "sent_tokens", "stop_reason",
+        "text", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +95,10 @@ class _Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_cached_tokens: int | None = None
+        params = request.params
+        self.only_counts = (
+            detokenizer is None and params.logprobs is None and params.output_kind == RequestOutputKind.FINAL_ONLY
+        )
         self.sent_tokens = 0
         self.sent_text = 0
         self.reported_finish = False
@@ -350,11 +354,22 @@ class OutputProcessor:
         if self._ended_outside:
             stats.finished_requests, self._ended_outside = self._ended_outside, []
         sequences, stamp, log_stats = self._sequences, batch.timestamp, self._log_stats
+        latencies, num_plain = stats.inter_token_latencies_s, 0
         touched: list[_Request] = []
         for output in batch.outputs:
             sequence = sequences.get(output.request_id)
             if sequence is None:
                 continue  # ended here already: aborted, or cut at a stop string
+            if sequence.only_counts and not output.events and output.finish_reason is None:
+                # A token that nobody is told of before the end: nearly all outputs of an offline run.
+                tokens, times = output.new_token_ids, sequence.times
+                if tokens and times.last_token is not None:
+                    sequence.token_ids += tokens
+                    num_plain += len(tokens)
+                    if log_stats:
+                        latencies.append(stamp - times.last_token)
+                    times.last_token = stamp
+                    continue
             request = sequence.request
             if output.events:
                 stats.num_preempted_reqs += sequence.times.note(output.events)
@@ -370,7 +385,7 @@ class OutputProcessor:
                     times.first_token = stamp
                     self._note_first_token(sequence, stats, now)
                 elif log_stats:
-                    stats.inter_token_latencies_s.append(stamp - times.last_token)
+                    latencies.append(stamp - times.last_token)
                 times.last_token = stamp
                 if output.logprobs is not None and sequence.logprobs is not None:
                     self._add_logprobs(sequence, output.logprobs, kept)
@@ -385,6 +400,7 @@ class OutputProcessor:
             ):
                 request.is_touched = True
                 touched.append(request)
+        stats.num_generation_tokens += num_plain
         for request in touched:
             request.is_touched = False
             result = request.output(self._interval, now)
