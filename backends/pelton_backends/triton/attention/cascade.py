@@ -1,0 +1,278 @@
+"""Decode attention behind a prefix that all rows share: the prefix's keys and values are read once, not once a row.
+
+Two launches. The first computes parts: the prefix for tiles of many rows' queries at once, in splits, and what each row has
+behind it; every part leaves its result and the logarithm of its softmax's denominator. The second merges a row's parts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from pelton_backends.triton.attention.prefill import LOG2E, attend_keys
+from pelton_backends.triton.runtime import INTERPRETED, launch_options, let_next_start, num_sms, wait_for_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import CommonMetadata
+
+_LOG2E = tl.constexpr(LOG2E)
+_TINY = tl.constexpr(1e-38)
+LEAST_ROWS = 8
+LEAST_PREFIX = 256
+
+
+def pays(common: CommonMetadata) -> bool:
+    """Whether the step's rows of one token are worth two launches and a merge; from numbers that the host has."""
+    return common.common_prefix_len >= LEAST_PREFIX and common.num_decode_rows >= LEAST_ROWS
+
+
+@triton.jit
+def _store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator, highest, H, D: tl.constexpr):
+    """parts [part, row, head, :] = acc / denominator and its base-2 logarithm; -inf where nothing was seen."""
+    d = tl.arange(0, acc.shape[1])
+    at = (part * num_rows + row).to(tl.int64) * H + head
+    empty = denominator == 0.0
+    acc = acc / tl.where(empty, 1.0, denominator)[:, None]
+    tl.store(parts + (at * D)[:, None] + d[None, :], acc, is_row[:, None] & (d < D)[None, :])
+    log = tl.where(empty, -float("inf"), highest + tl.log2(tl.maximum(denominator, _TINY)))
+    tl.store(logs + at, log, is_row)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "num_rows", "prefix_len", "prefix_tiles", "prefix_splits", "prefix_chunk", "suffix_splits"
+    ]
+)  # fmt: skip
+def _parts_kernel(
+    query,
+    k_cache,
+    v_cache,
+    parts,
+    logs,
+    seq_lens,
+    block_table,
+    alibi_slopes,
+    q_stride,
+    table_stride,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    num_rows,
+    prefix_len,
+    prefix_tiles,
+    prefix_splits,
+    prefix_chunk,
+    suffix_splits,
+    scale,
+    soft_cap,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Programs 0 .. tiles splits - 1: a split of the prefix for BLOCK_M // G rows. Then one for each (row, split of the rest)."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    kv_head, program = tl.program_id(0), tl.program_id(1)
+    H: tl.constexpr = N * G
+    d = tl.arange(0, BLOCK_D)
+    factor = scale if SOFT_CAP else scale * _LOG2E
+    k_head, v_head = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
+    if program < prefix_tiles * prefix_splits:
+        split, tile = program // prefix_tiles, program % prefix_tiles
+        m = tl.arange(0, BLOCK_M)
+        row, head = tile * (BLOCK_M // G) + m // G, kv_head * G + m % G
+        is_row = (m < BLOCK_M // G * G) & (row < num_rows)
+        at = (row.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :]
+        q = tl.load(query + at, is_row[:, None] & (d < D)[None, :], 0.0)
+        q_position = row
+        slope = tl.zeros([BLOCK_M], tl.float32)
+        if ALIBI:
+            q_position = tl.load(seq_lens + row, is_row, 1) - 1
+            slope = tl.load(alibi_slopes + head, is_row, 0.0).to(tl.float32) * _LOG2E
+        first = split * prefix_chunk
+        last = tl.minimum(first + prefix_chunk, prefix_len)
+        whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        denominator = tl.zeros([BLOCK_M], tl.float32)
+        highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        acc, denominator, highest = attend_keys(
+            acc, denominator, highest, q, k_head, v_head, block_table, first, whole, last, q_position, slope, factor,
+            soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, False,
+        )  # fmt: skip
+        acc, denominator, highest = attend_keys(
+            acc, denominator, highest, q, k_head, v_head, block_table, whole, last, last, q_position, slope, factor,
+            soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, True,
+        )  # fmt: skip
+        _store_part(parts, logs, split, num_rows, row, head, is_row, acc, denominator, highest, H, D)
+    else:
+        program -= prefix_tiles * prefix_splits
+        split, one_row = program // num_rows, program % num_rows
+        seq_len = tl.load(seq_lens + one_row)
+        g = tl.arange(0, BLOCK_G)
+        row, head, is_row = one_row + tl.zeros([BLOCK_G], tl.int32), kv_head * G + g, g < G
+        at = (row.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :]
+        q = tl.load(query + at, is_row[:, None] & (d < D)[None, :], 0.0)
+        q_position = tl.zeros([BLOCK_G], tl.int32) + seq_len - 1
+        slope = tl.zeros([BLOCK_G], tl.float32)
+        if ALIBI:
+            slope = tl.load(alibi_slopes + head, is_row, 0.0).to(tl.float32) * _LOG2E
+        # Equal shares of the row's own length, in whole tiles of keys.
+        chunk = tl.cdiv(tl.cdiv(tl.maximum(seq_len - prefix_len, 0), suffix_splits), BLOCK_N) * BLOCK_N
+        first = prefix_len + split * chunk
+        last = tl.minimum(first + chunk, seq_len)
+        whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
+        table = block_table + one_row.to(tl.int64) * table_stride
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        denominator = tl.zeros([BLOCK_G], tl.float32)
+        highest = tl.full([BLOCK_G], -float("inf"), tl.float32)
+        acc, denominator, highest = attend_keys(
+            acc, denominator, highest, q, k_head, v_head, table, first, whole, last, q_position, slope, factor,
+            soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, False,
+        )  # fmt: skip
+        acc, denominator, highest = attend_keys(
+            acc, denominator, highest, q, k_head, v_head, table, whole, last, last, q_position, slope, factor,
+            soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, True,
+        )  # fmt: skip
+        part = prefix_splits + split
+        _store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator, highest, H, D)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def _merge_kernel(
+    parts,
+    logs,
+    output,
+    seq_lens,
+    sinks,
+    output_stride,
+    num_rows,
+    num_parts,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row and kv head a program: the parts' mean, weighted by 2^log. Padding rows are left as they are."""
+    wait_for_inputs(PDL)
+    kv_head, row = tl.program_id(0), tl.program_id(1)
+    if tl.load(seq_lens + row) == 0:
+        return
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    head, is_head = kv_head * G + g, g < G
+    is_number = is_head[:, None] & (d < D)[None, :]
+    highest = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    denominator = tl.zeros([BLOCK_G], tl.float32)
+    if SINKS:
+        highest = tl.load(sinks + head, is_head, 0.0).to(tl.float32) * _LOG2E
+        denominator += 1.0
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for part in range(num_parts):
+        at = (part * num_rows + row).to(tl.int64) * H + head
+        log = tl.load(logs + at, is_head, 0.0)
+        numbers = tl.load(parts + (at * D)[:, None] + d[None, :], is_number, 0.0)
+        now_highest = tl.maximum(highest, log)
+        finite = tl.where(now_highest == -float("inf"), 0.0, now_highest)
+        shrink, weight = tl.exp2(highest - finite), tl.exp2(log - finite)
+        acc = acc * shrink[:, None] + numbers * weight[:, None]
+        denominator = denominator * shrink + weight
+        highest = now_highest
+    acc = acc / tl.where(is_head, denominator, 1.0)[:, None]
+    at = output + row.to(tl.int64) * output_stride + (head * D)[:, None] + d[None, :]
+    tl.store(at, acc.to(output.dtype.element_ty), is_number)
+
+
+def cascade_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    output: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    num_rows: int,
+    prefix_len: int,
+    max_seq_len: int,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Attend from rows of one token, whose first `prefix_len` keys lie in the blocks that row 0's table starts with.
+
+    Math   As `prefill_attention` with one query a row: o = sum_p 2^(l_p) o_p / sum_p 2^(l_p) over parts p of the keys, with
+           l_p the base-2 logarithm of part p's sum of exponentials; a sink is one more term of the denominator.
+    Paper  Juravsky et al., Hydragen (arXiv:2402.05099); Ye et al., FlashInfer (arXiv:2501.01005), section 3.
+
+    R = num_rows; H heads, N kv heads, D head_dim, P blocks, S block_size, B blocks of the widest table
+      query, output     [R.., H, D]   row r is token r; float32, bfloat16, float16; strides (any, D, 1)
+      k_cache, v_cache  [P, S, N, D]  that dtype, another float or fp8; strides (any, any, any, 1)
+      seq_lens          [R..]         int32; more than prefix_len, or 0 for padding, whose output stays as it is
+      block_table       [R.., B]      int32; last axis contiguous
+      prefix_len        a multiple of S; known on the host, so a captured graph serves one prefix length only
+      max_seq_len       a bound; chooses the number of splits
+
+    Parts and their merge in float32; tolerances as `prefill_attention`.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
+    assert prefix_len % block_size == 0, f"prefix_len is {prefix_len}; expected a multiple of {block_size}"
+    block_m, block_n, num_warps, num_stages = _tiles(query.dtype, head_dim, group, num_rows)
+    places = 2 * num_sms(query.device)  # programs that run at once
+    tiles = triton.cdiv(num_rows, block_m // group)
+    prefix_splits = max(1, min(places // (tiles * num_kv_heads), prefix_len // (2 * block_n)))
+    prefix_chunk = triton.cdiv(triton.cdiv(prefix_len, prefix_splits), block_n) * block_n
+    prefix_splits = triton.cdiv(prefix_len, prefix_chunk)
+    rest = max(max_seq_len - prefix_len, 1)
+    suffix_splits = max(1, min(2 * places // (num_rows * num_kv_heads), rest // (4 * block_n), 16))
+    num_parts = prefix_splits + suffix_splits
+    parts = torch.empty(num_parts, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
+    logs = torch.empty(num_parts, num_rows, num_heads, dtype=torch.float32, device=query.device)
+    block_d, least_rows = max(triton.next_power_of_2(head_dim), 16), max(triton.next_power_of_2(group), 16)
+    _parts_kernel[(num_kv_heads, tiles * prefix_splits + num_rows * suffix_splits)](
+        query, k_cache, v_cache, parts, logs, seq_lens, block_table, alibi_slopes, query.stride(0),
+        block_table.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], num_rows, prefix_len, tiles, prefix_splits,
+        prefix_chunk, suffix_splits, scale, soft_cap or 0.0,
+        N=num_kv_heads, G=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_G=least_rows, BLOCK_N=block_n,
+        BLOCK_SIZE=block_size, SOFT_CAP=soft_cap is not None, ALIBI=alibi_slopes is not None, PDL=pdl,
+        num_warps=num_warps, num_stages=num_stages, **launch_options(pdl),
+    )  # fmt: skip
+    _merge_kernel[(num_kv_heads, num_rows)](
+        parts, logs, output, seq_lens, sinks, output.stride(0), num_rows, num_parts,
+        H=num_heads, G=group, D=head_dim, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d, SINKS=sinks is not None,
+        PDL=pdl, num_warps=1 if group * head_dim <= 256 else 4, **launch_options(pdl),
+    )  # fmt: skip
+    return output
+
+
+def _tiles(dtype: torch.dtype, head_dim: int, group: int, num_rows: int) -> tuple[int, int, int, int]:
+    """BLOCK_M, BLOCK_N, warps, stages. 64 rows leave room for two programs on a multiprocessor of an H200."""
+    least = max(triton.next_power_of_2(group), 16)
+    if INTERPRETED or dtype == torch.float32:
+        return max(least, 32), 32, 4, 1
+    return max(least, 64), 64, 4, 2
