@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pelton_linear_oracle as oracle
 import pytest
 import torch
-from pelton.ops.interface import LinearNeeds, LinearSpec
+
 from pelton_backends.triton.ops.gemv import GemvAddNormGatedLinear, GemvAddNormLinear, GemvLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

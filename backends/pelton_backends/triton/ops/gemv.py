@@ -40,30 +40,29 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes: R weight rows (of gate, and of up), K in NUM pieces of C x L columns."""
+    """What one program computes, in the words of `gemv_kernels.py`: 8 J rows by NUM pieces of W C 32 columns."""
 
-    R: int
+    W: int  # warps
+    J: int
     C: int
-    L: int
     NUM: int
-    num_warps: int
+    AHEAD: int  # pieces in registers at a time
 
     @property
     def options(self) -> dict[str, int]:
-        return {"R": self.R, "C": self.C, "L": self.L, "NUM": self.NUM, "num_warps": self.num_warps}
+        return {
+            "W": self.W, "J": self.J, "C": self.C, "NUM": self.NUM, "AHEAD": self.AHEAD, "num_warps": self.W
+        }  # fmt: skip
 
 
 def choose_tile(out_features: int, in_features: int, num_rows: int, element_size: int, num_matrices: int = 1) -> Tile:
     """The tile of a program. num_matrices: 2 for gate and up, each with out_features rows."""
-    length = min(256 if in_features < 4096 and num_rows == 1 else 1024, max(triton.next_power_of_2(in_features), 32))
-    chunk = 1
-    while in_features % (chunk * length * 2) == 0 and chunk * length < 2048:
-        chunk *= 2
-    num = triton.cdiv(in_features, chunk * length)
-    rows = 8
-    while rows > 1 and rows * num * chunk * length * element_size * num_matrices > 48 * 1024:
-        rows //= 2
-    return Tile(rows, chunk, length, num, num_warps=8)
+    J = 2
+    C = 1
+    while C < 4 and in_features > 8 * 32 * C:
+        C *= 2
+    num = triton.cdiv(in_features, 8 * 32 * C)
+    return Tile(8, J, C, num, min(num, 4))
 
 
 def padded_rows(num_tokens: int) -> int:
@@ -91,7 +90,14 @@ class _AddNorm:
         }  # fmt: skip
 
     def launch(
-        self, kernel: Any, hidden: Tensor, residual: Tensor | None, out_features: int, tile: Tile, **options: Any
+        self,
+        kernel: Any,
+        hidden: Tensor,
+        residual: Tensor | None,
+        out_features: int,
+        tile: Tile,
+        parts: int = 1,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """-> (out [T, out_features], the new residual)"""
         hidden = _inner_contiguous(hidden)
@@ -102,7 +108,7 @@ class _AddNorm:
         if residual is not None or self.post_norm is not None:
             # Not in place: programs read the old rows while the first one writes the new ones.
             total = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
-        kernel[(triton.cdiv(out_features, tile.R),)](
+        kernel[(triton.cdiv(out_features, 8 * tile.J // parts),)](
             hidden, residual, self.norm, self.post_norm, self.weight, self.bias, out, total, self.eps, self.post_eps,
             num_tokens, hidden.stride(0), 0 if residual is None else residual.stride(0),
             HAS_RESIDUAL=residual is not None, N=out_features, M=padded_rows(num_tokens),
@@ -167,7 +173,7 @@ class GemvAddNormGatedLinear:
 
         def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             tile = tiles[hidden.shape[0]]
-            return op.launch(add_norm_gated_linear_kernel, hidden, residual, width, tile, ACTIVATION=activation)
+            return op.launch(add_norm_gated_linear_kernel, hidden, residual, width, tile, 2, ACTIVATION=activation)
 
         return call
 
@@ -198,8 +204,17 @@ class GemvLinear:
             num_tokens = x.shape[0]
             tile = tiles[num_tokens]
             out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-            linear_kernel[(triton.cdiv(out_features, tile.R),)](
-                x, weight, bias, out, num_tokens, x.stride(0), M=padded_rows(num_tokens), **tile.options, **flags
+            linear_kernel[(triton.cdiv(out_features, 8 * tile.J),)](
+                x,
+                weight,
+                bias,
+                out,
+                num_tokens,
+                x.stride(0),
+                M=padded_rows(num_tokens),
+                X_AHEAD=min(tile.NUM, 2),
+                **tile.options,
+                **flags,
             )
             return out
 

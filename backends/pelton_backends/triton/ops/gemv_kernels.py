@@ -1,10 +1,11 @@
 """Matrix-vector kernels: one to eight rows times a plain weight matrix, bound by reading the weights once.
 
 Shapes   T = num_tokens <= M (a power of two), K = in_features, N = out_features.
-Tile     R rows of the weight by all of K, cut into NUM pieces of [R, C, L] with C * L columns each. A thread holds eight
-         neighbours of a row (16 bytes of a 16-bit type), a warp 256 neighbours of a row; warps lie along L first (L / 256
-         of them), then along R. So L says over how many warps a row's sum runs: few for short rows (fewer barriers and
-         shuffles), many for long ones (fewer registers for the input rows).
+Tile     A program has 8 J rows of the weight by all of K, cut into NUM pieces of W C 32 columns: W warps with C times 32
+         columns each. A thread loads 16 bytes, eight neighbours of one row, as often as there are (j, c).
+Product  On tensor cores (16-bit dtypes), the weights as the left operand, straight from the registers they were loaded to:
+         columns are summed in whatever order, so the eight neighbours of a thread stand for the columns that the
+         instruction wants from it (see `left_operand`). Each warp sums over its columns, then the warps are summed.
 Order    All weights of the tile are loaded into registers before `wait_for_inputs`: a program that starts while the
          kernel before it still runs has its weights when its inputs arrive.
 Numbers  Products are accumulated in float32 and rounded once to the model's dtype, after the bias.
@@ -18,118 +19,84 @@ import triton.language as tl
 from pelton_backends.triton.ops.pieces import activated, normed
 from pelton_backends.triton.runtime import INTERPRETED, let_next_start, wait_for_inputs
 
-ONE_BY_ONE: tl.constexpr = tl.constexpr(INTERPRETED)  # Triton's interpreter takes a Python loop for a joint reduction
+INTERPRETED_DOT: tl.constexpr = tl.constexpr(INTERPRETED)  # Triton's interpreter multiplies bfloat16 as integers
+
+
+@triton.jit
+def load_piece(
+    weight, first, i: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+    W: tl.constexpr, J: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Piece i of a program's tile, [8, W, J, C, 32], of weight [PARTS N, K]; zeros outside.
+
+    Rows first .. first + 8 J / PARTS - 1 of each part: along J the parts follow each other.
+    """
+    g = tl.arange(0, 8)[:, None, None, None, None]
+    w = tl.arange(0, W)[None, :, None, None, None]
+    j = tl.arange(0, J)[None, None, :, None, None]
+    c = tl.arange(0, C)[None, None, None, :, None]
+    cols = (w * C + c) * 32 + tl.arange(0, 32)[None, None, None, None, :]
+    row = first + j % (J // PARTS) * 8 + g
+    offset: tl.constexpr = i * W * C * 32
+    piece = weight + (row + j // (J // PARTS) * N).to(tl.int64) * K + cols + offset
+    if offset + W * C * 32 > K:
+        return tl.load(piece, mask=(row < N) & (cols + offset < K), other=0.0, eviction_policy="evict_first")
+    elif N % (8 * J // PARTS) != 0:
+        return tl.load(piece, mask=row < N, other=0.0, eviction_policy="evict_first")
+    else:
+        return tl.load(piece, eviction_policy="evict_first")
 
 
 @triton.jit
 def load_tile(
-    weight, row, N: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr,
+    weight, first, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+    W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Rows row .. row + R - 1 of weight [N, K], contiguous: a tuple of NUM pieces [R, C, L]; zeros outside."""
-    rows = row + tl.arange(0, R)[:, None, None]
-    cols = tl.arange(0, C)[None, :, None] * L + tl.arange(0, L)[None, None, :]
-    start = weight + rows.to(tl.int64) * K + cols
+    """The first AHEAD pieces."""
     pieces = ()
-    for i in tl.static_range(NUM):
-        if K % (C * L) == 0:
-            if N % R == 0:
-                piece = tl.load(start + i * C * L, eviction_policy="evict_first")
-            else:
-                piece = tl.load(start + i * C * L, mask=rows < N, other=0.0, eviction_policy="evict_first")
-        else:
-            mask = (rows < N) & (cols + i * C * L < K)
-            piece = tl.load(start + i * C * L, mask=mask, other=0.0, eviction_policy="evict_first")
-        pieces += (piece,)
+    for i in tl.static_range(AHEAD):
+        pieces += (load_piece(weight, first, i, N, K, PARTS, W, J, C),)
     return pieces
 
 
 @triton.jit
-def load_row(row, K: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr):
-    """row [K], contiguous: a tuple of NUM pieces [C, L]; zeros outside."""
-    cols = tl.arange(0, C)[:, None] * L + tl.arange(0, L)[None, :]
-    pieces = ()
-    for i in tl.static_range(NUM):
-        if K % (C * L) == 0:
-            piece = tl.load(row + cols + i * C * L)
-        else:
-            piece = tl.load(row + cols + i * C * L, mask=cols + i * C * L < K, other=0.0)
-        pieces += (piece,)
-    return pieces
-
-
-@triton.jit
-def load_rows(
-    x, stride, num_rows, K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr
-):
-    """M rows of x [num_rows, K], the last one again for those beyond it: NUM pieces of row 0, of row 1, ..."""
-    pieces = ()
-    for m in tl.static_range(M):
-        pieces += load_row(x + tl.minimum(m, num_rows - 1) * stride, K, C, L, NUM)
-    return pieces
-
-
-@triton.jit
-def store_rows(
-    x, pieces, num_rows, K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr
-):
-    """The rows in pieces to x [num_rows, K], contiguous."""
-    cols = tl.arange(0, C)[:, None] * L + tl.arange(0, L)[None, :]
-    for m in tl.static_range(M):
-        for i in tl.static_range(NUM):
-            mask = (cols + i * C * L < K) & (m < num_rows)
-            tl.store(x + m * K + cols + i * C * L, pieces[m * NUM + i], mask=mask)
-
-
-@triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
-
-
-@triton.jit
-def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
-
-
-@triton.jit
-def sums(tensors, AXIS: tl.constexpr, M: tl.constexpr):
-    """The sum of each of M tensors over AXIS (None: over all), in one reduction: its barriers are paid once."""
-    if M == 1:
-        return (tl.sum(tensors[0], axis=AXIS),)
-    elif ONE_BY_ONE:
-        result = ()
-        for m in tl.static_range(M):
-            result += (tl.sum(tensors[m], axis=AXIS),)
-        return result
-    elif M == 2:
-        return tl.reduce(tensors, AXIS, _add2)
-    elif M == 4:
-        return tl.reduce(tensors, AXIS, _add4)
+def load_rows_piece(start, i: tl.constexpr, K: tl.constexpr, P: tl.constexpr):
+    """Piece i [M, P] of the rows that begin at start [M, 1]; zeros outside."""
+    cols = tl.arange(0, P)[None, :] + i * P
+    if (i + 1) * P <= K:
+        return tl.load(start + cols)
     else:
-        return tl.reduce(tensors, AXIS, _add8)
+        return tl.load(start + cols, mask=cols < K, other=0.0)
 
 
 @triton.jit
-def normed_rows(pieces, norm, eps, UNIT_OFFSET: tl.constexpr, K: tl.constexpr, M: tl.constexpr, NUM: tl.constexpr):
-    """RMS norm of M rows, in float32, rounded to their dtype."""
-    squares = ()
-    for m in tl.static_range(M):
-        total = pieces[m * NUM].to(tl.float32) * pieces[m * NUM].to(tl.float32)
-        for i in tl.static_range(1, NUM):
-            total += pieces[m * NUM + i].to(tl.float32) * pieces[m * NUM + i].to(tl.float32)
-        squares += (total,)
-    squares = sums(squares, None, M)
+def load_rows(start, K: tl.constexpr, P: tl.constexpr, NUM: tl.constexpr):
+    """The first NUM pieces."""
+    pieces = ()
+    for i in tl.static_range(NUM):
+        pieces += (load_rows_piece(start, i, K, P),)
+    return pieces
+
+
+@triton.jit
+def store_rows(x, pieces, num_rows, K: tl.constexpr, M: tl.constexpr, P: tl.constexpr, NUM: tl.constexpr):
+    """The first num_rows rows in pieces to x [num_rows, K], contiguous."""
+    cols = tl.arange(0, P)[None, :]
+    m = tl.arange(0, M)[:, None]
+    for i in tl.static_range(NUM):
+        tl.store(x + m * K + cols + i * P, pieces[i], mask=(m < num_rows) & (cols + i * P < K))
+
+
+@triton.jit
+def normed_rows(pieces, norm, eps, UNIT_OFFSET: tl.constexpr, K: tl.constexpr, NUM: tl.constexpr):
+    """RMS norm of rows in pieces, in float32, rounded to their dtype."""
+    squares = pieces[0].to(tl.float32) * pieces[0].to(tl.float32)
+    for i in tl.static_range(1, NUM):
+        squares += pieces[i].to(tl.float32) * pieces[i].to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
     result = ()
-    for m in tl.static_range(M):
-        scale = tl.rsqrt(squares[m] / K + eps)
-        for i in tl.static_range(NUM):
-            x = pieces[m * NUM + i]
-            result += (normed(x.to(tl.float32), scale, norm[i], UNIT_OFFSET, x.dtype),)
+    for i in tl.static_range(NUM):
+        result += (normed(pieces[i].to(tl.float32), scale, norm[i], UNIT_OFFSET, pieces[i].dtype),)
     return result
 
 
@@ -143,15 +110,59 @@ def added(hidden, residual, NUM: tl.constexpr):
 
 
 @triton.jit
-def product(tile, x, M: tl.constexpr, NUM: tl.constexpr):
-    """tile [R, K] and rows x [M, K], both in pieces: a tuple of M columns [R] float32."""
-    totals = ()
-    for m in tl.static_range(M):
-        total = tl.sum(tile[0].to(tl.float32) * x[m * NUM].to(tl.float32)[None, :, :], axis=1)
-        for i in tl.static_range(1, NUM):
-            total += tl.sum(tile[i].to(tl.float32) * x[m * NUM + i].to(tl.float32)[None, :, :], axis=1)
-        totals += (total,)
-    return sums(totals, 1, M)
+def left_operand(piece, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr):
+    """[8, W, J, C, 32] -> [W, 8 J, 32 C] without moving a number between threads.
+
+    Lane 4 g + t has numbers 8 t .. 8 t + 7 of row g. The instruction (16 rows, 16 columns) wants from it columns 2 t, 2 t + 1,
+    2 t + 8, 2 t + 9: so number 8 t + 4 s + 2 h + b is taken for column 16 s + 8 h + 2 t + b.
+    """
+    piece = tl.reshape(piece, [8, W, J, C, 4, 2, 2, 2])  # g w j c t s h b
+    return tl.reshape(tl.permute(piece, [1, 2, 0, 3, 5, 6, 4, 7]), [W, 8 * J, 32 * C])
+
+
+@triton.jit
+def right_operand(piece, M: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """Rows [M, W 32 C] -> [W, 32 C, M], columns in the order of `left_operand`."""
+    piece = tl.reshape(piece, [M, W, C, 4, 2, 2, 2])  # m w c t s h b
+    return tl.reshape(tl.permute(piece, [1, 2, 4, 5, 3, 6, 0]), [W, 32 * C, M])
+
+
+@triton.jit
+def product(
+    tile, x, weight, first, x_start, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
+    W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr,
+):  # fmt: skip
+    """A program's tile times rows x [M, K] -> [8 J, M] float32.
+
+    tile and x hold the first AHEAD and X_AHEAD of the NUM pieces; each further one is loaded when an earlier one is used up.
+    """
+    total = tl.zeros([W, 8 * J, M], tl.float32)
+    for i in tl.static_range(NUM):
+        if tile[i].dtype == tl.float32:
+            total += exact_product(tile[i], x[i], M, W, J, C)
+        else:
+            left, right = left_operand(tile[i], W, J, C), right_operand(x[i], M, W, C)
+            if INTERPRETED_DOT:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            total = tl.dot(left, right, total)
+        if i + AHEAD < NUM:
+            tile += (load_piece(weight, first, i + AHEAD, N, K, PARTS, W, J, C),)
+        if i + X_AHEAD < NUM:
+            x += (load_rows_piece(x_start, i + X_AHEAD, K, W * C * 32),)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def exact_product(piece, x, M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr):
+    """Of one piece, without tensor cores, which round float32: [W, 8 J, M]."""
+    m = tl.arange(0, M)
+    result = tl.zeros([W, 8 * J, M], tl.float32)
+    for row in tl.static_range(M):
+        x_row = tl.reshape(tl.sum(tl.where(m[:, None] == row, x, 0.0), axis=0), [1, W, 1, C, 32])
+        column = tl.sum(tl.sum(piece * x_row, axis=4), axis=3)  # [8, W, J]
+        column = tl.reshape(tl.permute(column, [1, 2, 0]), [W, 8 * J, 1])
+        result += tl.where(m[None, None, :] == row, column, 0.0)
+    return result
 
 
 @triton.jit
@@ -159,47 +170,35 @@ def add_norm_rows(
     hidden, residual, new_residual, norm, post_norm, eps, post_eps, num_tokens, hidden_stride, residual_stride,
     is_first, HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr,
     UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
-    K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr, P: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
     """norm([post_norm](hidden) + residual), in pieces; the first program stores the sum."""
-    x = load_rows(hidden, hidden_stride, num_tokens, K, M, C, L, NUM)
+    rows = tl.minimum(tl.arange(0, M), num_tokens - 1)[:, None]
+    x = load_rows(hidden + rows * hidden_stride, K, P, NUM)
     if HAS_RESIDUAL:
-        old = load_rows(residual, residual_stride, num_tokens, K, M, C, L, NUM)
+        old = load_rows(residual + rows * residual_stride, K, P, NUM)
     if HAS_POST:
-        x = normed_rows(x, post_norm, post_eps, POST_UNIT_OFFSET, K, M, NUM)
+        x = normed_rows(x, post_norm, post_eps, POST_UNIT_OFFSET, K, NUM)
     if HAS_RESIDUAL:
-        x = added(x, old, M * NUM)
+        x = added(x, old, NUM)
     if (HAS_RESIDUAL or HAS_POST) and is_first:
-        store_rows(new_residual, x, num_tokens, K, M, C, L, NUM)
-    return normed_rows(x, norm, eps, UNIT_OFFSET, K, M, NUM)
+        store_rows(new_residual, x, num_tokens, K, M, P, NUM)
+    return normed_rows(x, norm, eps, UNIT_OFFSET, K, NUM)
 
 
 @triton.jit
-def store_output(out, columns, row, num_tokens, N: tl.constexpr, M: tl.constexpr, R: tl.constexpr):
-    """M columns [R] to out [num_tokens, N] at row .. row + R - 1 of its last axis."""
-    rows = row + tl.arange(0, R)
-    for m in tl.static_range(M):
-        tl.store(out + m * N + rows, columns[m].to(out.dtype.element_ty), mask=(rows < N) & (m < num_tokens))
+def add_bias(y, bias, first, N: tl.constexpr, R: tl.constexpr):
+    """y [R, M] + bias of rows first .. first + R - 1."""
+    rows = first + tl.arange(0, R)
+    return y + tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
-def add_bias(columns, bias, row, N: tl.constexpr, M: tl.constexpr, R: tl.constexpr):
-    rows = row + tl.arange(0, R)
-    values = tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
-    result = ()
-    for m in tl.static_range(M):
-        result += (columns[m] + values,)
-    return result
-
-
-@triton.jit
-def gated(gate, up, ACTIVATION: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
-    """activation(gate) * up, each step rounded to the model's dtype."""
-    result = ()
-    for m in tl.static_range(M):
-        rounded = gate[m].to(dtype).to(tl.float32), up[m].to(dtype).to(tl.float32)
-        result += (activated(rounded[0], rounded[1], ACTIVATION, dtype),)
-    return result
+def store_output(out, y, first, num_tokens, N: tl.constexpr, M: tl.constexpr, R: tl.constexpr):
+    """y [R, M] to out [num_tokens, N] at first .. first + R - 1 of its last axis."""
+    rows = first + tl.arange(0, R)[:, None]
+    tokens = tl.arange(0, M)[None, :]
+    tl.store(out + tokens * N + rows, y.to(out.dtype.element_ty), mask=(rows < N) & (tokens < num_tokens))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -208,39 +207,45 @@ def add_norm_linear_kernel(
     num_tokens, hidden_stride, residual_stride,
     HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    P: tl.constexpr = W * C * 32
     pid = tl.program_id(0)
-    tile = load_tile(weight, pid * R, N, K, R, C, L, NUM)
-    norm_pieces = load_row(norm, K, C, L, NUM)
+    first = pid * 8 * J
+    tile = load_tile(weight, first, N, K, 1, W, J, C, AHEAD)
+    norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     post_pieces = norm_pieces
     if HAS_POST:
-        post_pieces = load_row(post_norm, K, C, L, NUM)
+        post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     x = add_norm_rows(
         hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
-        residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, C, L, NUM,
+        residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
     )  # fmt: skip
-    y = product(tile, x, M, NUM)
+    y = product(tile, x, weight, first, weight, N, K, 1, M, W, J, C, NUM, AHEAD, NUM)
     if HAS_BIAS:
-        y = add_bias(y, bias, pid * R, N, M, R)
-    store_output(out, y, pid * R, num_tokens, N, M, R)
+        y = add_bias(y, bias, first, N, 8 * J)
+    store_output(out, y, first, num_tokens, N, M, 8 * J)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     x, weight, bias, out, num_tokens, stride, HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    X_AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tile = load_tile(weight, pid * R, N, K, R, C, L, NUM)
+    first = tl.program_id(0) * 8 * J
+    tile = load_tile(weight, first, N, K, 1, W, J, C, AHEAD)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    y = product(tile, load_rows(x, stride, num_tokens, K, M, C, L, NUM), M, NUM)
+    start = x + tl.minimum(tl.arange(0, M), num_tokens - 1)[:, None] * stride
+    x_pieces = load_rows(start, K, W * C * 32, X_AHEAD)
+    y = product(tile, x_pieces, weight, first, start, N, K, 1, M, W, J, C, NUM, AHEAD, X_AHEAD)
     if HAS_BIAS:
-        y = add_bias(y, bias, pid * R, N, M, R)
-    store_output(out, y, pid * R, num_tokens, N, M, R)
+        y = add_bias(y, bias, first, N, 8 * J)
+    store_output(out, y, first, num_tokens, N, M, 8 * J)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -249,41 +254,33 @@ def add_norm_gated_linear_kernel(
     num_tokens, hidden_stride, residual_stride,
     HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """N rows of gate, then N of up; a program has the same 4 J rows of both."""
+    P: tl.constexpr = W * C * 32
+    R: tl.constexpr = 4 * J
     pid = tl.program_id(0)
-    gate_tile = load_tile(weight, pid * R, N, K, R, C, L, NUM)
-    up_tile = load_tile(weight + N * K, pid * R, N, K, R, C, L, NUM)
-    norm_pieces = load_row(norm, K, C, L, NUM)
+    first = pid * R
+    tile = load_tile(weight, first, N, K, 2, W, J, C, AHEAD)
+    norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     post_pieces = norm_pieces
     if HAS_POST:
-        post_pieces = load_row(post_norm, K, C, L, NUM)
+        post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     x = add_norm_rows(
         hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
-        residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, C, L, NUM,
+        residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
     )  # fmt: skip
-    gate = product(gate_tile, x, M, NUM)
-    up = product(up_tile, x, M, NUM)
+    y = product(tile, x, weight, first, weight, N, K, 2, M, W, J, C, NUM, AHEAD, NUM)
+    gate, up = tl.split(tl.permute(tl.reshape(y, [2, R, M]), [1, 2, 0]))
     if HAS_BIAS:
-        gate = add_bias(gate, bias, pid * R, N, M, R)
-        up = add_bias(up, bias + N, pid * R, N, M, R)
-    y = gated(gate, up, ACTIVATION, M, out.dtype.element_ty)
-    store_output(out, y, pid * R, num_tokens, N, M, R)
-
-
-@triton.jit
-def capped(columns, soft_cap, M: tl.constexpr):
-    """soft_cap * tanh(x / soft_cap)."""
-    result = ()
-    for m in tl.static_range(M):
-        # Of the magnitude, so that exp does not overflow; the error is some 1e-7 soft_cap.
-        z = tl.abs(columns[m]) / soft_cap
-        e = tl.exp(-2.0 * z)
-        tanh = (1.0 - e) / (1.0 + e)
-        result += (tl.where(columns[m] < 0, -tanh, tanh) * soft_cap,)
-    return result
+        gate = add_bias(gate, bias, first, N, R)
+        up = add_bias(up, bias + N, first, N, R)
+    dtype = out.dtype.element_ty
+    y = activated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
+    store_output(out, y, first, num_tokens, N, M, R)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -292,29 +289,34 @@ def add_norm_logits_kernel(
     num_tokens, hidden_stride, residual_stride, soft_cap,
     HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, L: tl.constexpr, NUM: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows index [num_tokens] of hidden and residual; out [num_tokens, N] float32, not rounded before."""
-    pid = tl.program_id(0)
-    tile = load_tile(weight, pid * R, N, K, R, C, L, NUM)
-    norm_pieces = load_row(norm, K, C, L, NUM)
+    """Rows index [num_tokens] of hidden and residual; out [num_tokens, N] float32, never rounded to the model's dtype."""
+    P: tl.constexpr = W * C * 32
+    first = tl.program_id(0) * 8 * J
+    tile = load_tile(weight, first, N, K, 1, W, J, C, AHEAD)
+    norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     post_pieces = norm_pieces
     if HAS_POST:
-        post_pieces = load_row(post_norm, K, C, L, NUM)
+        post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    x = ()
-    for m in tl.static_range(M):
-        row = tl.load(index + tl.minimum(m, num_tokens - 1))
-        one = load_row(hidden + row * hidden_stride, K, C, L, NUM)
-        if HAS_POST:
-            one = normed_rows(one, post_pieces, post_eps, POST_UNIT_OFFSET, K, 1, NUM)
-        if HAS_RESIDUAL:
-            one = added(one, load_row(residual + row * residual_stride, K, C, L, NUM), NUM)
-        x += one
-    columns = product(tile, normed_rows(x, norm_pieces, eps, UNIT_OFFSET, K, M, NUM), M, NUM)
+    rows = tl.load(index + tl.minimum(tl.arange(0, M), num_tokens - 1))[:, None]
+    x = load_rows(hidden + rows * hidden_stride, K, P, NUM)
+    if HAS_RESIDUAL:
+        old = load_rows(residual + rows * residual_stride, K, P, NUM)
+    if HAS_POST:
+        x = normed_rows(x, post_pieces, post_eps, POST_UNIT_OFFSET, K, NUM)
+    if HAS_RESIDUAL:
+        x = added(x, old, NUM)
+    x = normed_rows(x, norm_pieces, eps, UNIT_OFFSET, K, NUM)
+    y = product(tile, x, weight, first, weight, N, K, 1, M, W, J, C, NUM, AHEAD, NUM)
     if HAS_BIAS:
-        columns = add_bias(columns, bias, pid * R, N, M, R)
+        y = add_bias(y, bias, first, N, 8 * J)
     if HAS_CAP:
-        columns = capped(columns, soft_cap, M)
-    store_output(out, columns, pid * R, num_tokens, N, M, R)
+        # tanh of the magnitude, so that exp does not overflow; off by some 1e-7 soft_cap.
+        e = tl.exp(-2.0 * tl.abs(y) / soft_cap)
+        tanh = (1.0 - e) / (1.0 + e)
+        y = tl.where(y < 0, -tanh, tanh) * soft_cap
+    store_output(out, y, first, num_tokens, N, M, 8 * J)

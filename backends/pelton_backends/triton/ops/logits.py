@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pelton.ops.interface import AddNormLogits, AddNormLogitsNeeds, AddNormLogitsTensors
 from pelton_backends.triton.ops.gemv import DTYPES, MAX_ROWS, padded_rows, tiles_by_rows
-from pelton_backends.triton.ops.gemv_kernels import add_norm_logits_kernel, added, load_row, normed_rows
+from pelton_backends.triton.ops.gemv_kernels import add_norm_logits_kernel, added, load_rows, normed_rows, store_rows
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -28,21 +28,21 @@ def gather_add_norm_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
-    norm_pieces = load_row(norm, K, 1, BLOCK, 1)
+    one = tl.zeros([1, 1], tl.int32)
+    norm_pieces = load_rows(norm + one, K, BLOCK, 1)
     post_pieces = norm_pieces
     if HAS_POST:
-        post_pieces = load_row(post_norm, K, 1, BLOCK, 1)
+        post_pieces = load_rows(post_norm + one, K, BLOCK, 1)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    row = tl.load(index + i)
-    x = load_row(hidden + row * hidden_stride, K, 1, BLOCK, 1)
+    row = tl.load(index + i) + one
+    x = load_rows(hidden + row * hidden_stride, K, BLOCK, 1)
     if HAS_POST:
-        x = normed_rows(x, post_pieces, post_eps, POST_UNIT_OFFSET, K, 1, 1)
+        x = normed_rows(x, post_pieces, post_eps, POST_UNIT_OFFSET, K, 1)
     if HAS_RESIDUAL:
-        x = added(x, load_row(residual + row * residual_stride, K, 1, BLOCK, 1), 1)
-    x = normed_rows(x, norm_pieces, eps, UNIT_OFFSET, K, 1, 1)
-    cols = tl.arange(0, BLOCK)[None, :]
-    tl.store(out + i * K + cols, x[0], mask=cols < K)
+        x = added(x, load_rows(residual + row * residual_stride, K, BLOCK, 1), 1)
+    x = normed_rows(x, norm_pieces, eps, UNIT_OFFSET, K, 1)
+    store_rows(out + i * K, x, 1, K, 1, BLOCK, 1)
 
 
 class _Head:
@@ -68,7 +68,7 @@ class _Head:
         num_rows = rows.shape[0]
         tile = self.tiles[num_rows]
         logits = torch.empty((num_rows, self.vocab_size), dtype=torch.float32, device=hidden.device)
-        add_norm_logits_kernel[(triton.cdiv(self.vocab_size, tile.R),)](
+        add_norm_logits_kernel[(triton.cdiv(self.vocab_size, 8 * tile.J),)](
             hidden, residual, rows, self.norm, self.post_norm, self.weight, self.bias, logits, self.eps, self.post_eps,
             num_rows, hidden.stride(0), 0 if residual is None else residual.stride(0), self.soft_cap or 0.0,
             HAS_RESIDUAL=residual is not None, HAS_BIAS=self.bias is not None, HAS_CAP=self.soft_cap is not None,
