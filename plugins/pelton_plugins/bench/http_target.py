@@ -174,7 +174,7 @@ async def _plain_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 def _gauge(text: str, name: str) -> float:
     """The sum over engines of a Prometheus gauge, whatever its prefix."""
-    values = re.findall(rf"^\w+:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    values = re.findall(rf"^[\w:]*{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
     if not values:
         raise EngineError(f"/metrics has no {name}: is it a server of Pelton or vLLM, with statistics on?")
     return sum(map(float, values))

@@ -1,0 +1,306 @@
+"""Each measurement from the command line, over an executor without a model or a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+from pelton_e2e import serving
+
+from pelton.cli.main import main
+from pelton_plugins.bench.load import LoadArguments, measure
+from pelton_plugins.bench.serve import send
+from pelton_plugins.bench.targets import Target, TargetState
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def test_latency_writes_what_vllms_command_writes(model, fake_flags, tmp_path, capsys):
+    out = tmp_path / "latency.json"
+    argv = [
+        "--input-len",
+        "16",
+        "--output-len",
+        "4",
+        "--batch-size",
+        "3",
+        "--num-iters",
+        "5",
+        "--num-iters-warmup",
+        "1",
+    ]
+    assert main(["bench", "latency", model, *argv, "--output-json", str(out), *fake_flags]) == 0
+    result = read(out)
+    assert len(result["latencies"]) == 5 and min(result["latencies"]) > 0
+    assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 5)
+    assert [*result["percentiles"]] == ["10", "25", "50", "75", "90", "99"]
+    assert result["percentiles"]["50"] == sorted(result["latencies"])[2]
+    assert result["settings"]["enable_prefix_caching"] is False and result["device"] == "fake"
+    assert capsys.readouterr().out.startswith("3 x (16 in, 4 out), 5 runs, fake\n  LATENCY  MS\n")
+
+
+def test_latency_has_vllms_defaults():
+    from pelton_plugins.bench.latency import LatencyArguments
+
+    one = LatencyArguments()
+    sizes = (one.input_len, one.output_len, one.batch_size, one.num_iters_warmup, one.num_iters)
+    assert sizes == (32, 128, 8, 10, 30)
+
+
+def test_throughput_of_equal_and_of_random_lengths(model, fake_flags, tmp_path):
+    out = tmp_path / "throughput.json"
+    argv = ["--num-prompts", "20", "--input-len", "16", "--output-len", "4", "--output-json", str(out)]
+    assert main(["bench", "throughput", model, *argv, *fake_flags]) == 0
+    result = read(out)
+    assert (result["num_requests"], result["num_input_tokens"], result["num_output_tokens"]) == (20, 320, 80)
+    assert result["requests_per_second"] == pytest.approx(20 / result["elapsed_time"])
+    assert result["tokens_per_second"] == pytest.approx(400 / result["elapsed_time"])
+    argv = ["--num-prompts", "10", "--max-model-len", "200", "--output-json", str(out)]
+    assert main(["bench", "throughput", model, *argv, *fake_flags]) == 0
+    assert read(out)["total_num_tokens"] <= 2000
+
+
+def test_throughput_of_a_sharegpt_file(model, fake_flags, tmp_path, capsys):
+    talk = [{"from": "human", "value": "a question"}, {"from": "gpt", "value": "an answer"}]
+    data = [{"conversations": talk} for _ in range(4)]
+    data += [{"conversations": talk[:1]}, {"conversations": [{"value": "abc"}, {"value": "too short a question"}]}]
+    (tmp_path / "talks.json").write_text(json.dumps(data))
+    out = tmp_path / "throughput.json"
+    argv = ["bench", "throughput", model, "--dataset-path", str(tmp_path / "talks.json"), *fake_flags]
+    assert main([*argv, "--num-prompts", "4", "--output-json", str(out)]) == 0
+    result = read(out)  # a token is a byte
+    assert (result["num_input_tokens"], result["num_output_tokens"]) == (4 * 10, 4 * 9)
+    assert main([*argv, "--num-prompts", "5"]) == 2
+    assert "has 4 usable conversations; --num-prompts asks for 5" in capsys.readouterr().err
+    (tmp_path / "talks.json").write_text('{"not": "a list"}')
+    assert main([*argv, "--num-prompts", "1"]) == 2
+    assert "is no ShareGPT file" in capsys.readouterr().err
+
+
+def test_latency_of_a_tiny_model(model, tmp_path):
+    out = tmp_path / "latency.json"
+    argv = ["--output-len", "3", "--batch-size", "2", "--num-iters", "1", "--num-iters-warmup", "1", "--output-json"]
+    engine = [
+        "--load-format",
+        "dummy",
+        "--max-model-len",
+        "64",
+        "--kv-cache-memory-bytes",
+        "4M",
+        "--log-level",
+        "error",
+    ]
+    assert main(["bench", "latency", model, *argv, str(out), *engine]) == 0
+    assert read(out)["device"] != "fake"
+
+
+def test_serve_at_a_server(model, fake_flags, tmp_path, capsys):
+    """Every token of every request has its time, whatever text it has."""
+    out = tmp_path / "serve.json"
+    with serving(model, *fake_flags, log=tmp_path / "log") as (url, _):
+        argv = ["--input-len", "20", "--output-len", "6", "--vocab-size", "300", "--goodput", "e2el:60000"]
+        rate = ["--num-prompts", "12", "--request-rate", "60", "--burstiness", "0.7", "--max-concurrency", "4"]
+        assert main(["bench", "serve", "--url", url, *argv, *rate, "--output-json", str(out)]) == 0
+        # The same server, loaded with aborts and looked at afterwards.
+        load = tmp_path / "load.json"
+        argv = ["--duration-s", "1.5", "--saturation-s", "0.6", "--saturation-concurrency", "4", "--sample-s", "0.2"]
+        bounds = ["--max-itl-growth", "1000", "--max-total-len", "64", "--abort-fraction", "0.3"]
+        assert main(["bench", "load", "--url", url, *argv, *bounds, "--output-json", str(load)]) == 0
+    result = read(out)
+    assert (result["completed"], result["failed"], result["good_completed"]) == (12, 0, 12)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (240, 72)
+    for one in result["requests"]:
+        times = one["token_times_s"]
+        assert len(times) == 6 and times == sorted(times)
+    assert result["ttft_ms"]["p50"] > 0 and "p99" in result["itl_ms"]
+    assert "requests/s of goodput (e2el <= 60000 ms)" in capsys.readouterr().out
+    loaded = read(load)
+    assert loaded["num_aborted"] > 0 and loaded["num_completed"] > 0 and not loaded["errors"]
+    assert {check["name"]: check["ok"] for check in loaded["checks"]}["KV blocks held, share"]
+
+
+def test_serve_without_a_server_says_so(capsys):
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--num-prompts", "1"]) == 1
+    assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
+
+
+def test_load_of_an_engine_of_its_own(model, fake_flags, tmp_path, capsys):
+    out = tmp_path / "load.json"
+    argv = ["--duration-s", "1.5", "--saturation-s", "0.6", "--saturation-concurrency", "8", "--sample-s", "0.2"]
+    bounds = ["--max-itl-growth", "1000", "--max-total-len", "48", "--abort-fraction", "0.3", "--load-fraction", "0.5"]
+    assert main(["bench", "load", model, *argv, *bounds, "--output-json", str(out), *fake_flags]) == 0
+    result = read(out)
+    assert result["num_sent"] == result["num_completed"] + result["num_aborted"]
+    assert result["num_aborted"] > 0 and result["device"] == "fake"
+    assert result["requests_per_s"] == pytest.approx(result["saturation"]["requests_per_s"] / 2)
+    assert len(result["thirds"]) == 3 and all(third["host_mib"] > 0 for third in result["thirds"])
+    assert "ok  requests failed" in capsys.readouterr().out
+
+
+class BadTarget(Target):
+    """An engine that fails some requests, gets slower, and keeps blocks."""
+
+    vocab_size, max_model_len, max_num_seqs = 1000, 128, 4
+
+    def __init__(self, *, fails: bool = False, leaks: bool = False, slows: bool = False, cuts: bool = False) -> None:
+        self.fails, self.leaks, self.slows, self.cuts = fails, leaks, slows, cuts
+        self.num_requests = 0
+        self.is_closed = False
+
+    async def start(self) -> None:
+        pass
+
+    async def request(self, prompt, num_tokens, stop_after, times) -> None:
+        self.num_requests += 1
+        await asyncio.sleep(0.002)
+        times.num_prompt_tokens = len(prompt)
+        gap = 0.001 * (self.num_requests if self.slows else 1)
+        num = max(num_tokens - 1, 1) if self.cuts else num_tokens
+        times.tokens = [0.001 + gap * index for index in range(num)]
+        times.was_aborted = stop_after is not None
+        if self.fails and self.num_requests % 5 == 0:
+            times.error = "the device fell over"
+
+    async def state(self) -> TargetState:
+        return TargetState(0.25 if self.leaks else 0.0, 0)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    "fault, broken",
+    [
+        ({}, set()),
+        ({"fails": True}, {"requests failed"}),
+        ({"leaks": True}, {"KV blocks held, share"}),
+        ({"slows": True}, {"p99 ITL, last third over first"}),
+        ({"cuts": True}, {"requests with too few tokens"}),
+    ],
+    ids=["nothing", "failing", "leaking", "slowing", "cutting"],
+)
+async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
+    from pelton_plugins.bench import load
+
+    settle = load._settle
+    monkeypatch.setattr(load, "_settle", lambda target: settle(target, 0.05))
+    target = BadTarget(**fault)
+    arguments = LoadArguments(
+        duration_s=0.6, saturation_s=0.1, saturation_concurrency=4, load_fraction=0.5, sample_s=0.1, max_total_len=64,
+        abort_fraction=0.2, max_host_growth_mib=1000,
+    )  # fmt: skip
+    result = await measure(target, arguments)
+    assert {check["name"] for check in result["checks"] if not check["ok"]} == broken
+    assert result["num_sent"] > 20 and target.is_closed
+    if "fails" in fault:
+        assert result["errors"].keys() == {"the device fell over"}
+
+
+async def test_sending_keeps_to_the_times_and_the_concurrency():
+    class Counting(BadTarget):
+        in_flight = most = 0
+
+        async def request(self, prompt, num_tokens, stop_after, times) -> None:
+            self.in_flight += 1
+            self.most = max(self.most, self.in_flight)
+            await asyncio.sleep(0.02)
+            self.in_flight -= 1
+            times.tokens = [0.02]
+
+    loop = asyncio.get_running_loop()
+    target, began = Counting(), loop.time()
+    requests = [([1], 1)] * 6
+    done = await send(target, requests, [0.0] * 5 + [0.3])
+    assert target.most == 5 and 0.3 <= loop.time() - began < 0.6
+    assert all(times.tokens for times in done)
+    target = Counting()
+    await send(target, requests, [0.0] * 6, max_concurrency=2)
+    assert target.most == 2
+
+
+def test_host_counts_every_stage(tmp_path, capsys):
+    out = tmp_path / "host.json"
+    assert main(["bench", "host", "--num-seqs", "32", "--num-steps", "40", "--output-json", str(out)]) == 0
+    result = read(out)
+    assert result["num_steps"] == 40 and result["num_seqs"] == 32
+    stages = result["stages_us"]
+    assert stages.keys() >= {"schedule", "execute", "update", "output", "front end"}
+    assert all(0 < stages[name]["p50"] <= stages[name]["p99"] for name in ("schedule", "execute", "update", "output"))
+    # A step's host work is that of its stages, of which none is larger.
+    assert max(stages[name]["p50"] for name in ("schedule", "update")) < result["step_us"]["p50"] < 20_000
+    assert "a step, without the front end" in capsys.readouterr().out
+
+
+def test_host_with_a_model(model, tmp_path, capsys):
+    out = tmp_path / "host.json"
+    engine = ["--load-format", "dummy", "--kv-cache-memory-bytes", "4M", "--log-level", "error"]
+    argv = ["--num-seqs", "4", "--num-steps", "5", "--input-len", "8", "--output-json", str(out)]
+    assert main(["bench", "host", model, *argv, *engine]) == 0
+    assert read(out)["stages_us"]["wait"]["p50"] > 0
+    assert "(wait for the device)" in capsys.readouterr().out
+
+
+def test_chain_times_every_seam(model, tmp_path, capfd):
+    out = tmp_path / "chain.json"
+    argv = [
+        "--models",
+        model,
+        "--batch-sizes",
+        "1",
+        "3",
+        "--context-len",
+        "20",
+        "--replays",
+        "1",
+        "--output-json",
+        str(out),
+    ]
+    assert main(["bench", "chain", *argv]) == 0
+    found = read(out)["models"]["tiny"]
+    seams = ["qkv", "attention", "o", "gate_up", "down", "a layer, in the chain", "logits", "embed to logits"]
+    assert [(row["batch"], row["seam"]) for row in found["rows"]] == [(n, seam) for n in (1, 3) for seam in seams]
+    by_seam = {row["seam"]: row for row in found["rows"] if row["batch"] == 3}
+    # float32, hidden 8, one head of 8, intermediate 8: bytes of the weights, and of 20 tokens of K and V for 3 rows.
+    assert by_seam["qkv"]["bytes"] == 24 * 8 * 4 and by_seam["gate_up"]["bytes"] == 16 * 8 * 4
+    assert by_seam["attention"]["bytes"] == 3 * 20 * 2 * 8 * 4
+    assert by_seam["logits"]["bytes"] == 49_000 * 8 * 4
+    assert all(row["us"] > 0 for row in found["rows"]) and found["bandwidth_gb_s"] > 0
+    assert "tiny, 1 layers, context 20" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], None),
+        (["latncy"], "Unknown measurement 'latncy'. Did you mean 'latency'? There are latency, throughput,"),
+        (["latency", "--batch-size", "0"], "batch_size is 0; use at least 1."),
+        (["throughput", "--input-len", "5"], "input_len and output_len go together"),
+        (["serve", "--goodput", "speed:1"], "--goodput is 'speed:1'"),
+        (["serve", "--url", "http://"], "--url is 'http://'; use an address such as http://127.0.0.1:8000."),
+        (["load", "--abort-fraction", "1"], "abort_fraction 1.0"),
+        (["chain", "--batch-sizes", "0"], "use at least 1"),
+        (["host", "--num-steps", "0"], "use at least 1"),
+    ],
+)
+def test_help_and_mistakes(argv, message, capsys):
+    status = main(["bench", *argv])
+    captured = capsys.readouterr()
+    if message is None:
+        assert status == 0 and "usage: pelton bench MEASUREMENT" in captured.out
+    else:
+        assert status == 2 and message in captured.err and captured.out == ""
+
+
+def test_the_source_of_requests_cuts_the_share_it_should():
+    from pelton_plugins.bench.load import _Source
+
+    source = _Source(BadTarget(), LoadArguments(abort_fraction=0.25, max_total_len=64), random.Random(2))
+    drawn = [source.next() for _ in range(4000)]
+    cut = [(stop, count) for _, count, stop in drawn if stop is not None]
+    assert len(cut) / len(drawn) == pytest.approx(0.25, abs=0.03)
+    assert all(1 <= stop < count for stop, count in cut)
+    assert all(len(prompt) + count <= 64 for prompt, count, _ in drawn)
