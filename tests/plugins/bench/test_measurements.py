@@ -158,7 +158,7 @@ class BadTarget(Target):
         self.num_requests += 1
         await asyncio.sleep(0.002)
         times.num_prompt_tokens = len(prompt)
-        gap = 0.001 * (self.num_requests if self.slows else 1)
+        gap = 1e-6 * (self.num_requests if self.slows else 1)
         num = max(num_tokens - 1, 1) if self.cuts else num_tokens
         times.tokens = [0.001 + gap * index for index in range(num)]
         times.was_aborted = stop_after is not None

@@ -153,6 +153,6 @@ def test_repeats_share_no_prefix_unless_the_row_is_about_one():
 
 def test_random_requests_fit_the_context():
     requests = random_requests(300, 5000, random.Random(0), max_tokens=256)
-    assert all(1 <= len(prompt) and 1 <= count and len(prompt) + count <= 256 for prompt, count in requests)
+    assert all(len(prompt) >= 1 and count >= 1 and len(prompt) + count <= 256 for prompt, count in requests)
     assert all(10 <= token < 5000 for prompt, _ in requests for token in prompt)
     assert len({len(prompt) for prompt, _ in requests}) > 20
