@@ -59,6 +59,13 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton.cli.plugins import PluginsArguments
     from pelton.cli.sampling import SamplingFlags
     from pelton.config.flags import make_flags
+    from pelton_plugins.bench.chain import ChainArguments
+    from pelton_plugins.bench.host import HostArguments
+    from pelton_plugins.bench.latency import LatencyArguments
+    from pelton_plugins.bench.load import LoadArguments
+    from pelton_plugins.bench.serve import ServeArguments
+    from pelton_plugins.bench.table import TableArguments
+    from pelton_plugins.bench.throughput import ThroughputArguments
     from pelton_plugins.server.config import ServerConfig
 
     known = {"--help", "--config", "--plugin-config", "--max_num_seqs", "--flag"}
@@ -67,8 +74,15 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [ChatArguments, SamplingFlags],
         [GenerateArguments, SamplingFlags],
         [PluginsArguments],
+        [ChainArguments],
+        [HostArguments],
+        [LatencyArguments],
+        [LoadArguments],
+        [TableArguments],
+        [ThroughputArguments],
     ):
         known |= {name for flag in make_flags(structs).values() for name in flag.names}
+    known |= {name for flag in make_flags([ServeArguments], engine=False).values() for name in flag.names}
     text = re.sub(r"```(toml|mermaid).*?```", "", page.read_text(), flags=re.DOTALL)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)):
         is_section = flag.removeprefix("--").endswith("-config")
@@ -80,6 +94,28 @@ def test_flags_and_modules_that_a_page_names_exist(page):
             for n in range(len(parts), 1, -1)
         ) or hasattr(__import__("pelton"), parts[1])  # fmt: skip
         assert found, f"{page.name} names {module}"
+
+
+def test_the_performance_page_has_every_measurement_and_what_the_table_aims_at():
+    from pelton_plugins.bench import peers
+    from pelton_plugins.bench.command import MEASUREMENTS
+    from pelton_plugins.bench.table import WORKLOADS
+
+    text = (ROOT / "docs/performance.md").read_text()
+    for name in MEASUREMENTS:
+        assert f"pelton bench {name}" in text and f"**{name}**" in text
+    lines = {line.split("|")[1].split(",")[0].strip(): line for line in text.splitlines() if line.startswith("|")}
+    for name in WORKLOADS:
+        assert name in " ".join(lines), name
+    aims = text[text.index("## What is aimed at") :]
+    for model in peers.AIMS.values():
+        for row in peers.ROWS:
+            aim = model.get(row.name)
+            if aim is not None:
+                best = peers.better_peer(row, aim)
+                for figure in filter(None, (aim.target, aim.stretch)):
+                    assert re.search(rf"(?<![\d.,]){figure:,g}0?(?![\d,.]*\d)", aims), f"{row.name}: {figure:,g}"
+                assert f"({best:,g})" in aims or f"({best:,.0f})" in aims, f"{row.name}: {best}"
 
 
 def test_the_http_page_lists_the_routes_there_are():

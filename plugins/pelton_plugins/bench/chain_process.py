@@ -57,13 +57,13 @@ class Timer:
                 run()
             self.synchronize()
             return (time.perf_counter() - began) / self.replays
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(self.replays):
             run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / self.replays
+        return float(start.elapsed_time(end)) / 1e3 / self.replays
 
 
 def make_worker(settings: dict[str, Any]) -> DeviceWorker:
@@ -220,7 +220,7 @@ def main() -> int:
 def run_main() -> int:
     """On a stream of its own where there are streams: a capture may not be on the default one."""
     if torch.cuda.is_available():
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             return main()
     return main()
 

@@ -154,7 +154,7 @@ async def _saturate(target: Target, arguments: LoadArguments, source: _Source) -
     began = time.perf_counter()
     counted_from = began + arguments.saturation_s / 3
     end = began + arguments.saturation_s
-    num_done = num_tokens = 0
+    num_done, num_tokens = 0.0, 0
 
     async def client() -> None:
         nonlocal num_done, num_tokens

@@ -119,7 +119,7 @@ def measure_model(
         raise ConfigError(f"--models has {model!r}; use {', '.join(SHAPES)}, or a folder with a config.json.")
     longest = json.loads((path / "config.json").read_text()).get("max_position_embeddings", 8192)
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": min(8192, longest)}
-    job = {"settings": {**defaults, **settings, "model": str(path)}, "rows": [], "repeats": repeats}
+    job: dict[str, Any] = {"settings": {**defaults, **settings, "model": str(path)}, "rows": [], "repeats": repeats}
     if START in rows:
         print(f"{model_name(model)}: first start", file=sys.stderr)
         for _ in _lines(job):
@@ -161,7 +161,7 @@ def render(results: dict[str, dict[str, Any]]) -> str:
         measured = results[model]
         lines = [_line(row, measured, peers.AIMS.get(model, {}).get(row.name, peers.Aim())) for row in peers.ROWS]
         shown = [line for line, row in zip(lines, peers.ROWS, strict=True) if _is_shown(row, model, measured)]
-        about = next((row for row in measured.values() if "device" in row), {})
+        about: dict[str, Any] = next((row for row in measured.values() if "device" in row), {})
         errors = [
             f"  {name}: {why}" for name, row in measured.items() if (why := row.get("error") or row.get("last_error"))
         ]
