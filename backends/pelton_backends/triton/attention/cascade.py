@@ -32,13 +32,66 @@ def pays(common: CommonMetadata) -> bool:
 
 
 @triton.jit
-def _store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator, highest, H, D: tl.constexpr):
-    """parts [part, row, head, :] = acc / denominator and its base-2 logarithm; -inf where nothing was seen."""
-    d = tl.arange(0, acc.shape[1])
+def _attend_part(
+    query,
+    k_head,
+    v_head,
+    parts,
+    logs,
+    seq_lens,
+    alibi_slopes,
+    table,
+    row,
+    head,
+    is_row,
+    first,
+    last,
+    part,
+    num_rows,
+    q_stride,
+    k_block_stride,
+    k_slot_stride,
+    v_block_stride,
+    v_slot_stride,
+    scale,
+    soft_cap,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """Keys first .. last - 1 for the queries (row, head) [M], whose results go to place `part`; all keys are seen.
+
+    parts [part, row, head, :] = result, logs [part, row, head] = base-2 logarithm of its denominator, -inf without keys.
+    """
+    d = tl.arange(0, BLOCK_D)
+    is_number = is_row[:, None] & (d < D)[None, :]
+    q = tl.load(query + (row.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :], is_number, 0.0)
+    q_position, slope = row, tl.zeros(row.shape, tl.float32)
+    if ALIBI:
+        q_position = tl.load(seq_lens + row, is_row, 1) - 1
+        slope = tl.load(alibi_slopes + head, is_row, 0.0).to(tl.float32) * _LOG2E
+    factor = scale if SOFT_CAP else scale * _LOG2E
+    acc = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    denominator = tl.zeros(row.shape, tl.float32)
+    highest = tl.full(row.shape, -float("inf"), tl.float32)
+    whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
+    acc, denominator, highest = attend_keys(
+        acc, denominator, highest, q, k_head, v_head, table, first, whole, last, q_position, slope, factor,
+        soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, False,
+    )  # fmt: skip
+    acc, denominator, highest = attend_keys(
+        acc, denominator, highest, q, k_head, v_head, table, whole, last, last, q_position, slope, factor,
+        soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, True,
+    )  # fmt: skip
     at = (part * num_rows + row).to(tl.int64) * H + head
     empty = denominator == 0.0
-    acc = acc / tl.where(empty, 1.0, denominator)[:, None]
-    tl.store(parts + (at * D)[:, None] + d[None, :], acc, is_row[:, None] & (d < D)[None, :])
+    tl.store(parts + (at * D)[:, None] + d[None, :], acc / tl.where(empty, 1.0, denominator)[:, None], is_number)
     log = tl.where(empty, -float("inf"), highest + tl.log2(tl.maximum(denominator, _TINY)))
     tl.store(logs + at, log, is_row)
 
@@ -90,71 +143,34 @@ def _parts_kernel(
     let_next_start(PDL)
     kv_head, program = tl.program_id(0), tl.program_id(1)
     H: tl.constexpr = N * G
-    d = tl.arange(0, BLOCK_D)
-    factor = scale if SOFT_CAP else scale * _LOG2E
     k_head, v_head = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
     if program < prefix_tiles * prefix_splits:
         split, tile = program // prefix_tiles, program % prefix_tiles
         m = tl.arange(0, BLOCK_M)
-        row, head = tile * (BLOCK_M // G) + m // G, kv_head * G + m % G
-        is_row = (m < BLOCK_M // G * G) & (row < num_rows)
-        at = (row.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :]
-        q = tl.load(query + at, is_row[:, None] & (d < D)[None, :], 0.0)
-        q_position = row
-        slope = tl.zeros([BLOCK_M], tl.float32)
-        if ALIBI:
-            q_position = tl.load(seq_lens + row, is_row, 1) - 1
-            slope = tl.load(alibi_slopes + head, is_row, 0.0).to(tl.float32) * _LOG2E
+        rows = tile * (BLOCK_M // G) + m // G
         first = split * prefix_chunk
         last = tl.minimum(first + prefix_chunk, prefix_len)
-        whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        denominator = tl.zeros([BLOCK_M], tl.float32)
-        highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        acc, denominator, highest = attend_keys(
-            acc, denominator, highest, q, k_head, v_head, block_table, first, whole, last, q_position, slope, factor,
-            soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-            D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, False,
+        _attend_part(
+            query, k_head, v_head, parts, logs, seq_lens, alibi_slopes, block_table, rows, kv_head * G + m % G,
+            (m < BLOCK_M // G * G) & (rows < num_rows), first, last, split, num_rows, q_stride,
+            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, scale, soft_cap,
+            H, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIBI,
         )  # fmt: skip
-        acc, denominator, highest = attend_keys(
-            acc, denominator, highest, q, k_head, v_head, block_table, whole, last, last, q_position, slope, factor,
-            soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-            D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, True,
-        )  # fmt: skip
-        _store_part(parts, logs, split, num_rows, row, head, is_row, acc, denominator, highest, H, D)
     else:
-        program -= prefix_tiles * prefix_splits
-        split, one_row = program // num_rows, program % num_rows
-        seq_len = tl.load(seq_lens + one_row)
-        g = tl.arange(0, BLOCK_G)
-        row, head, is_row = one_row + tl.zeros([BLOCK_G], tl.int32), kv_head * G + g, g < G
-        at = (row.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :]
-        q = tl.load(query + at, is_row[:, None] & (d < D)[None, :], 0.0)
-        q_position = tl.zeros([BLOCK_G], tl.int32) + seq_len - 1
-        slope = tl.zeros([BLOCK_G], tl.float32)
-        if ALIBI:
-            slope = tl.load(alibi_slopes + head, is_row, 0.0).to(tl.float32) * _LOG2E
+        behind = program - prefix_tiles * prefix_splits
+        share, row = behind // num_rows, behind % num_rows
+        seq_len = tl.load(seq_lens + row)
         # Equal shares of the row's own length, in whole tiles of keys.
         chunk = tl.cdiv(tl.cdiv(tl.maximum(seq_len - prefix_len, 0), suffix_splits), BLOCK_N) * BLOCK_N
-        first = prefix_len + split * chunk
-        last = tl.minimum(first + chunk, seq_len)
-        whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
-        table = block_table + one_row.to(tl.int64) * table_stride
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        denominator = tl.zeros([BLOCK_G], tl.float32)
-        highest = tl.full([BLOCK_G], -float("inf"), tl.float32)
-        acc, denominator, highest = attend_keys(
-            acc, denominator, highest, q, k_head, v_head, table, first, whole, last, q_position, slope, factor,
-            soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-            D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, False,
+        begin = prefix_len + share * chunk
+        end = tl.minimum(begin + chunk, seq_len)
+        g = tl.arange(0, BLOCK_G)
+        _attend_part(
+            query, k_head, v_head, parts, logs, seq_lens, alibi_slopes, block_table + row.to(tl.int64) * table_stride,
+            row + g * 0, kv_head * G + g, g < G, begin, end, prefix_splits + share, num_rows, q_stride,
+            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, scale, soft_cap,
+            H, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIBI,
         )  # fmt: skip
-        acc, denominator, highest = attend_keys(
-            acc, denominator, highest, q, k_head, v_head, table, whole, last, last, q_position, slope, factor,
-            soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-            D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, True,
-        )  # fmt: skip
-        part = prefix_splits + split
-        _store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator, highest, H, D)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
