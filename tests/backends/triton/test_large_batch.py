@@ -7,6 +7,7 @@ import torch
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case, rms_norm
 
 from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
+from pelton_backends.triton.ops.gated_matmul import gated_matmul
 from pelton_backends.triton.ops.large_batch import (
     MAX_HIDDEN_SIZE,
     LargeBatchAddNormGatedLinear,
@@ -46,6 +47,15 @@ def test_add_norm_gated_linear_follows_the_oracle(activation, dtype, device):
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_follows_the_oracle(bias, dtype, device):
     check(make_case(5, 96, 50, dtype, device, norm=False, bias=bias, row_gap=8), LargeBatchLinear)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_gated_matmul_follows_the_oracle(activation, dtype, device):
+    for rows, size, out in ((130, 72, 136), (5, 64, 128)):  # cut tiles of rows, K and I; a single tile
+        case = make_case(rows, size, 2 * out, dtype, device, norm=False)
+        result = gated_matmul(case.hidden, case.weight, activation)
+        assert_close(result, replace(case, activation=activation).expected()[0], "result", factor=2.0)
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

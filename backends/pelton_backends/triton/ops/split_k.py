@@ -28,6 +28,17 @@ def prefetch_rows(pointers, NUM_BYTES: tl.constexpr):
     )  # fmt: skip
 
 
+@triton.jit
+def tile_rows(tile, N: tl.constexpr, ACTIVATION: tl.constexpr, R: tl.constexpr):
+    """Rows of the weight that a tile has; with an activation R / 2 rows of the gate, then their rows of up. Past the last
+    row, the last row again."""
+    lane = tl.arange(0, R)
+    if ACTIVATION is None:
+        return tl.minimum(tile * R + lane, N - 1)
+    HALF: tl.constexpr = R // 2
+    return tl.minimum(tile * HALF + lane % HALF, N // 2 - 1) + (lane // HALF) * (N // 2)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def multiply_kernel(
     x, weight, bias, out, partials, counters, num_tokens, stride,
@@ -38,14 +49,10 @@ def multiply_kernel(
     """R rows of the weight by a SPLIT-th of K, for all rows of x."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
+    slot = (tile * tl.num_programs(2) + tl.program_id(2)) * SPLIT  # of the first part
     NUM_STEPS: tl.constexpr = (K + C * SPLIT - 1) // (C * SPLIT)  # of C columns, in each part
     IS_EVEN: tl.constexpr = K % (C * SPLIT) == 0
-    lane = tl.arange(0, R)
-    if ACTIVATION is None:
-        rows = tile * R + lane
-        rows = tl.minimum(rows, N - 1)
-    else:  # R / 2 rows of the gate, then the rows of up that belong to them
-        rows = tl.minimum(tile * (R // 2) + lane % (R // 2), N // 2 - 1) + (lane // (R // 2)) * (N // 2)
+    rows = tile_rows(tile, N, ACTIVATION, R)
     first = part * NUM_STEPS * C
     weight_rows = weight + rows.to(tl.int64) * K + first
     let_next_start(PDL)
@@ -53,7 +60,7 @@ def multiply_kernel(
         prefetch_rows(weight_rows, PREFETCH)
     wait_for_inputs(PDL)
     columns = tl.arange(0, C)
-    tokens = tl.arange(0, M)
+    tokens = tl.program_id(2) * M + tl.arange(0, M)
     weight_tile = weight_rows[:, None] + columns[None, :]
     x_tile = x + first + tl.minimum(tokens, num_tokens - 1)[None, :] * stride + columns[:, None]
     total = tl.zeros((R, M), dtype=tl.float32)
@@ -68,15 +75,15 @@ def multiply_kernel(
         total = dot(w, y, total)
 
     if SPLIT > 1:
-        cells = tl.arange(0, R)[:, None] * M + tokens[None, :]
-        tl.store(partials + (tile * SPLIT + part) * (R * M) + cells, total)
+        cells = tl.arange(0, R)[:, None] * M + tl.arange(0, M)[None, :]
+        tl.store(partials + (slot + part) * (R * M) + cells, total)
         tl.debug_barrier()  # all threads' stores come before the one thread's increment, which releases them
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-            tl.store(counters + tile, 0)
+        if tl.atomic_add(counters + slot // SPLIT, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(counters + slot // SPLIT, 0)
             # In the order of the parts, whichever came last: the same bits each time.
-            total = tl.load(partials + tile * SPLIT * (R * M) + cells, cache_modifier=".cg")
+            total = tl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
             for i in tl.static_range(1, SPLIT):
-                total += tl.load(partials + (tile * SPLIT + i) * (R * M) + cells, cache_modifier=".cg")
+                total += tl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
             store_result(total, bias, out, rows, tile, tokens, num_tokens, N, ACTIVATION, M, R)
     else:
         store_result(total, bias, out, rows, tile, tokens, num_tokens, N, ACTIVATION, M, R)
@@ -109,14 +116,22 @@ SMALLEST_TILE = 32  # rows
 
 
 class Tiling(NamedTuple):
-    """How `multiply` cuts its work: weight tiles [rows, columns], K in `split` parts."""
+    """How `multiply` cuts its work: tiles of `rows` of the weight by `tokens` of x, K in `split` parts and steps of
+    `columns`."""
 
     rows: int
     columns: int
     split: int
     stages: int
     num_warps: int
-    prefetch: int = 65536  # bytes a program asks for ahead of its inputs
+    tokens: int = 256  # at most
+    prefetch: int = 65536  # bytes that a program asks for ahead of its inputs
+
+    def bytes_ahead(self, in_features: int) -> str:
+        """Of each of its rows; 0 where rows or parts do not begin at multiples of 16 bytes."""
+        width = triton.cdiv(in_features, self.columns * self.split) * self.columns
+        is_even = in_features % (self.columns * self.split) == 0
+        return str(min(self.prefetch // self.rows, 2 * width) // 16 * 16 if is_even else 0)
 
 
 def choose_tiling(num_tokens: int, out_features: int, in_features: int, is_gated: bool) -> Tiling:
@@ -160,20 +175,17 @@ def multiply(
     if is_gated:
         num_tiles = triton.cdiv(num_columns, tiling.rows // 2)
     out = torch.empty((num_tokens, num_columns), dtype=x.dtype, device=x.device)
-    block = max(triton.next_power_of_2(num_tokens), 16)
+    block = min(max(triton.next_power_of_2(num_tokens), 16), tiling.tokens)
+    num_blocks = triton.cdiv(num_tokens, block)
     partials = None
     if tiling.split > 1:
-        shape = (num_tiles, tiling.split, tiling.rows, block)
+        shape = (num_tiles, num_blocks, tiling.split, tiling.rows, block)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     pdl = has_pdl(x.device)
-    steps = triton.cdiv(in_features, tiling.columns * tiling.split)
-    ahead = min(tiling.prefetch // tiling.rows, steps * tiling.columns * 2) // 16 * 16
-    if in_features % (tiling.columns * tiling.split):
-        ahead = 0
-    multiply_kernel[(num_tiles, tiling.split)](
+    multiply_kernel[(num_tiles, tiling.split, num_blocks)](
         x, weight, bias, out, partials, counters, num_tokens, x.stride(0),
         N=out_features, K=in_features, ACTIVATION=activation,
         M=block, R=tiling.rows, C=tiling.columns, SPLIT=tiling.split, STAGES=tiling.stages,
-        PREFETCH=str(ahead), PDL=pdl, num_warps=tiling.num_warps, **launch_options(pdl),
+        PREFETCH=tiling.bytes_ahead(in_features), PDL=pdl, num_warps=tiling.num_warps, **launch_options(pdl),
     )  # fmt: skip
     return out
