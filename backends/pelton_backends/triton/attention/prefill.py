@@ -270,7 +270,7 @@ def choose_tiles(dtype: torch.dtype, head_dim: int, group: int, max_query_len: i
     if max_query_len * group <= 32:
         return Tiles(max(32, least), 64, 4, 3 if head_dim <= 128 else 2)
     if head_dim <= 128:
-        return Tiles(max(128, least), 64, 8, 3)
+        return Tiles(max(128, least), 128, 8, 3)
     return Tiles(max(128, least), 64, 8, 2)
 
 

@@ -240,7 +240,7 @@ class TritonQkNormRopeWriteKv:
             "Q_UNIT_OFFSET": q_norm is not None and q_norm.unit_offset,
             "K_UNIT_OFFSET": k_norm is not None and k_norm.unit_offset,
             "ROPE": needs.rotary_dim > 0, "WRITES_KV": needs.writes_kv,
-            "num_warps": 8 if (heads + 2 * kv_heads) * head_dim > 8192 else 4,
+            "num_warps": 8 if (heads + 2 * kv_heads) * head_dim >= 4096 else 4,
         }  # fmt: skip
         q_eps, k_eps = q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0
         cos_sin, q_weight, k_weight = tensors.cos_sin, tensors.q_norm, tensors.k_norm
