@@ -18,6 +18,7 @@ from torch import Tensor
 from pelton.attention.kv_cache import bind_kv_cache
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata, ForwardBatch
 from pelton.config import EngineConfig
+from pelton.graphs.recorder import Graph
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.model.resolve import resolve_model
 from pelton.platform.select import select_platform
@@ -36,6 +37,7 @@ class Timer:
         self.synchronize = worker.platform.synchronize
         self.is_cuda = worker.device.type == "cuda"
         self.replays = replays
+        self._graphs: list[Graph] = []  # the recorder's memory lives as long as one of its graphs
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Of one run: the median of some means."""
@@ -45,7 +47,8 @@ class Timer:
         if self.recorder is not None:
             self.recorder.begin()
             kept.append(call())
-            run = self.recorder.end().replay
+            self._graphs.append(self.recorder.end())
+            run = self._graphs[-1].replay
         for _ in range(3):
             run()
         return statistics.median(self._mean(run) for _ in range(ROUNDS))
