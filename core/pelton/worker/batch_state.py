@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -91,7 +92,7 @@ class BatchState:
             self.token_ids[sample_slots, place] = next_token_ids.to(torch.int32)
 
     def add(self, new: list[NewRequest]) -> None:
-        """One loop over new requests, in which each row of known tokens is one copy."""
+        """One scatter for each column and table, whatever the number of requests."""
         slots = [request.slot for request in new]
         columns: list[list[int]] = [
             slots,
@@ -105,24 +106,29 @@ class BatchState:
             if request.side_slot >= 0:
                 self.side.add(request)
         columns.append(self.host.top_k[slots].tolist())
-        lengths = [len(request.token_ids) for request in new]
-        flat = np.fromiter(chain.from_iterable(request.token_ids for request in new), np.int64, sum(lengths))
-        blocks = [np.fromiter(chain.from_iterable(r.block_ids), np.int64, sum(map(len, r.block_ids))) for r in new]
-        staged = self._staging.stage([*columns, flat.clip(0, self.vocab_size - 1), *blocks])
-        rows, computed, num_prompt, seeds, side_slots, top_k, tokens = staged[:7]
-        for column, values in (
+        lengths = np.array([len(request.token_ids) for request in new])
+        flat = np.fromiter(chain.from_iterable(request.token_ids for request in new), np.int64, int(lengths.sum()))
+        places = [_places(np.array(slots), lengths, self.token_ids.shape[1])]
+        values = [flat.clip(0, self.vocab_size - 1)]
+        for group, table in enumerate(self.block_tables):
+            counts = np.array([len(request.block_ids[group]) for request in new])
+            places.append(_places(np.array(slots), counts, table.shape[1]))
+            ids = chain.from_iterable(request.block_ids[group] for request in new)
+            values.append(np.fromiter(ids, np.int64, int(counts.sum())))
+        staged = self._staging.stage([*columns, *places, *values])
+        rows, computed, num_prompt, seeds, side_slots, top_k = staged[:6]
+        for column, numbers in (
             (self.num_computed_tokens, computed), (self.num_prompt_tokens, num_prompt), (self.seeds, seeds),
             (self.side_slots, side_slots), (self.top_k, top_k),
         ):  # fmt: skip
-            column[rows] = values
+            column[rows] = numbers
         for column, array in (
             (self.temperature, self.host.temperature), (self.top_p, self.host.top_p), (self.min_p, self.host.min_p),
         ):  # fmt: skip
-            column[rows] = torch.from_numpy(array[slots]).to(self.device)
-        for request, known, table in zip(new, torch.split(tokens, lengths), staged[7:], strict=True):
-            self.token_ids[request.slot, : known.numel()] = known
-            for group, ids in enumerate(torch.split(table, [len(ids) for ids in request.block_ids])):
-                self.block_tables[group][request.slot, : ids.numel()] = ids
+            column[rows] = torch.from_numpy(array[slots]).to(self.device, non_blocking=True)
+        half = 6 + len(places)
+        for table, at, numbers in zip((self.token_ids, *self.block_tables), staged[6:half], staged[half:], strict=True):
+            table.view(-1)[at] = numbers.to(torch.int32)
 
     def append_blocks(self, appends: list[tuple[int, int, int, list[int]]]) -> None:
         """One scatter a group."""
@@ -135,6 +141,12 @@ class BatchState:
         staged = iter(self._staging.stage([column for pair in by_group for column in pair]))
         for table, at, values in zip(self.block_tables, staged, staged, strict=True):
             table.view(-1)[at] = values.to(torch.int32)
+
+
+def _places(slots: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
+    """Flat indices of the first `counts` columns of the rows `slots`."""
+    starts = slots * width - (counts.cumsum() - counts)
+    return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(starts, counts)
 
 
 class HostColumns:
