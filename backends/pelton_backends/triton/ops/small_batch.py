@@ -55,7 +55,7 @@ def _token_range(needs: Any) -> tuple[int, int | None]:
 
 def _counters(weights: LinearWeights) -> Tensor:
     """One a weight tile, for the last of its parts to be known; zeros whenever no kernel runs."""
-    num_tiles = triton.cdiv(weights.spec.out_features, SMALLEST_TILE)
+    num_tiles = triton.cdiv(weights.spec.out_features, SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, SMALLEST_TILE)
     return torch.zeros(num_tiles, dtype=torch.int32, device=weights.tensors["weight"].device)
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def prefetch_rows(pointers, NUM_BYTES: tl.constexpr):
     """Ask for NUM_BYTES (a multiple of 16) from each pointer (16-byte aligned) to be brought into the L2 cache."""
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], " + NUM_BYTES + "; mov.u32 $0, 0;",
-        "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r", [pointers.to(tl.int64), NUM_BYTES], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def multiply_kernel(
     x, weight, bias, out, partials, counters, num_tokens, stride,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, IS_LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """R rows of the weight by a SPLIT-th of K, for all rows of x."""
     tile = tl.program_id(0)
@@ -55,9 +55,13 @@ def multiply_kernel(
     rows = tile_rows(tile, N, ACTIVATION, R)
     first = part * NUM_STEPS * C
     weight_rows = weight + rows.to(tl.int64) * K + first
-    let_next_start(PDL)
-    if PDL and PREFETCH != "0":
-        prefetch_rows(weight_rows, PREFETCH)
+    if not IS_LATE:
+        let_next_start(PDL)
+    if PDL and PREFETCH > 0:
+        PIECES: tl.constexpr = 128 // R  # a thread each
+        prefetch_rows(
+            weight_rows[:, None] + tl.arange(0, PIECES)[None, :] * (PREFETCH // 2 // PIECES), PREFETCH // PIECES
+        )
     wait_for_inputs(PDL)
     columns = tl.arange(0, C)
     tokens = tl.program_id(2) * M + tl.arange(0, M)
@@ -73,6 +77,8 @@ def multiply_kernel(
             w = tl.load(weight_tile + step * C, mask=columns[None, :] < left, other=0.0)
             y = tl.load(x_tile + step * C, mask=columns[:, None] < left, other=0.0)
         total = dot(w, y, total)
+    if IS_LATE:
+        let_next_start(PDL)
 
     if SPLIT > 1:
         cells = tl.arange(0, R)[:, None] * M + tl.arange(0, M)[None, :]
@@ -126,21 +132,36 @@ class Tiling(NamedTuple):
     num_warps: int
     tokens: int = 256  # at most
     prefetch: int = 65536  # bytes that a program asks for ahead of its inputs
+    is_late: bool = False  # let the next kernel start after the loop, not at the beginning
 
-    def bytes_ahead(self, in_features: int) -> str:
-        """Of each of its rows; 0 where rows or parts do not begin at multiples of 16 bytes."""
+    def bytes_ahead(self, in_features: int) -> int:
+        """Of each of its rows; 0 where rows or parts do not begin at multiples of 64 bytes."""
         width = triton.cdiv(in_features, self.columns * self.split) * self.columns
         is_even = in_features % (self.columns * self.split) == 0
-        return str(min(self.prefetch // self.rows, 2 * width) // 16 * 16 if is_even else 0)
+        return min(self.prefetch // self.rows, 2 * width) // 64 * 64 if is_even else 0
 
 
-def choose_tiling(num_tokens: int, out_features: int, in_features: int, is_gated: bool) -> Tiling:
-    rows = 64
+def choose_tiling(num_tokens: int, out_features: int, in_features: int) -> Tiling:
+    """By measurement on an H200 (132 multiprocessors, 227 KB of shared memory each); see docs/performance.md.
+
+    Best are about 64 programs with all of a multiprocessor's memory as buffers: enough bytes are on their way, and each
+    further part of K costs a round trip through L2. Rows of x are shared out first where weights are few.
+    """
+    rows, tokens = 64, min(max(triton.next_power_of_2(num_tokens), 16), 128)
+    if tokens == 128 and out_features > 264 * rows:
+        rows = 128
     tiles = triton.cdiv(out_features, rows)
-    split = 1
-    while tiles * split < 96 and split < 16 and in_features // (split * 2) >= 128:
+    while tokens > 32 and tiles * triton.cdiv(num_tokens, tokens) < 64:
+        tokens //= 2
+    programs, split = tiles * triton.cdiv(num_tokens, tokens), 1
+    wanted = 96 if in_features >= (8192 if tokens < 64 else 4096) else 64
+    while programs * split < wanted and in_features >= 512 * split:
         split *= 2
-    return Tiling(rows, 128, split, 4, 4)
+    columns = 64 if tokens == 128 else 128
+    memory = 200_000 if programs * split <= 132 else 110_000
+    steps = triton.cdiv(in_features, columns * split)
+    stages = max(min(8, memory // ((rows + tokens) * columns * 2), steps + 1), 2)
+    return Tiling(rows, columns, split, stages, 4, tokens)
 
 
 def multiply(
@@ -157,7 +178,7 @@ def multiply(
       x         [T, K]  fp16 or bf16; strides (any, 1)
       weight    [N, K]  dtype of x, contiguous; with an activation gate's rows, then up's
       bias      [N]     or None
-      counters  [at least ceil(N / 16)] int32, zeros; zeros again when the kernel is done
+      counters  [at least ceil(N / 32) ceil(T / 32)] int32, zeros; zeros again when the kernel is done
     -> [T, N] or [T, N / 2], contiguous
 
     A program multiplies `Tiling.rows` rows of the weight with all rows of x over one part of K. The weight is the left
@@ -169,7 +190,7 @@ def multiply(
     num_tokens, in_features = x.shape
     out_features = weight.shape[0]
     is_gated = activation is not None
-    tiling = tiling or choose_tiling(num_tokens, out_features, in_features, is_gated)
+    tiling = tiling or choose_tiling(num_tokens, out_features, in_features)
     num_columns = out_features // 2 if is_gated else out_features
     num_tiles = triton.cdiv(out_features, tiling.rows)
     if is_gated:
@@ -186,6 +207,6 @@ def multiply(
         x, weight, bias, out, partials, counters, num_tokens, x.stride(0),
         N=out_features, K=in_features, ACTIVATION=activation,
         M=block, R=tiling.rows, C=tiling.columns, SPLIT=tiling.split, STAGES=tiling.stages,
-        PREFETCH=tiling.bytes_ahead(in_features), PDL=pdl, num_warps=tiling.num_warps, **launch_options(pdl),
+        PREFETCH=tiling.bytes_ahead(in_features), IS_LATE=tiling.is_late, PDL=pdl, num_warps=tiling.num_warps, **launch_options(pdl),
     )  # fmt: skip
     return out
