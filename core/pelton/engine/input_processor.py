@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -61,6 +61,7 @@ class InputProcessor:
         self._structured_output_backends = structured_output_backends
         self._seeds = random.Random(config.model.seed)
         self._defaults = _defaults_from(model.generation_config)
+        self._id_list: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=model.vocab_size)]]
 
     def engine_started(self, info: EngineInfo) -> None:
         """The engine may have shrunk the context to what fits."""
@@ -180,7 +181,7 @@ class InputProcessor:
         else:
             ids = prompt
         if ids is not None:
-            return (text if isinstance(text, str) else None), _as_ids(ids), "input_tokens"
+            return (text if isinstance(text, str) else None), self._read_ids(ids), "input_tokens"
         if not isinstance(text, str):
             raise RequestError(
                 f"The prompt is a {type(prompt).__name__} with neither text nor token ids; give a string, a list of "
@@ -192,21 +193,34 @@ class InputProcessor:
                 "The prompt is text, but there is no tokenizer (skip_tokenizer_init); give prompt_token_ids.",
                 param="prompt",
             )
-        return text, self.tokenizer.encode(text), "prompt"
+        found = self.tokenizer.encode(text)
+        self._check_vocabulary(found, "prompt")
+        return text, found, "prompt"
+
+    def _read_ids(self, ids: Any) -> list[int]:
+        try:  # a list that is right is checked and copied in one go; what is wrong with another is found out slowly
+            found: list[int] = msgspec.convert(ids, self._id_list)
+            return found
+        except msgspec.ValidationError:
+            found = _as_ids(ids)
+            self._check_vocabulary(found, "input_tokens")
+            return found
 
     def _check_prompt(self, token_ids: list[int], param: str) -> None:
         if not token_ids:
             raise RequestError("The prompt is empty; give at least one token.", param=param)
-        lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= self.vocab_size:
-            raise RequestError(
-                f"Token id {lowest if lowest < 0 else highest} is not in the vocabulary; use 0 to {self.vocab_size - 1}.",
-                param=param,
-            )
         if len(token_ids) >= self.max_model_len:
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
                 f"{len(token_ids)} tokens, and the output needs at least one. Shorten the prompt.",
+                param=param,
+            )
+
+    def _check_vocabulary(self, token_ids: list[int], param: str) -> None:
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if lowest < 0 or highest >= self.vocab_size:
+            raise RequestError(
+                f"Token id {lowest if lowest < 0 else highest} is not in the vocabulary; use 0 to {self.vocab_size - 1}.",
                 param=param,
             )
 

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 
 from pelton.errors import ConfigError
 
@@ -29,7 +29,7 @@ def get_hash_fn(algo: str) -> BlockHashFn:
     name, _, encoding = algo.partition("_")
     if name not in ("sha256", "xxhash") or encoding not in ("", "cbor"):
         raise ConfigError(f"prefix_caching_hash_algo is {algo!r}; use one of sha256, sha256_cbor, xxhash, xxhash_cbor.")
-    digest = _sha256 if name == "sha256" else _xxhash_digest(algo)
+    digest = _digest_of(algo)
     encode = encode_cbor if encoding else encode_binary
 
     def hash_block(
@@ -74,6 +74,7 @@ class BlockHasher:
     def __init__(self, algo: str, block_size: int) -> None:
         self.block_size = block_size
         self._hash_fn = get_hash_fn(algo)
+        self._digest = None if algo.endswith("_cbor") else _digest_of(algo)
 
     def extend(
         self,
@@ -85,17 +86,31 @@ class BlockHasher:
         cache_salt: str | None = None,
     ) -> None:
         """Append what is missing; a few operations while no new block is full."""
-        size, start = self.block_size, len(hashes) * self.block_size
-        if len(token_ids) < start + size:
+        if len(token_ids) < (len(hashes) + 1) * self.block_size:
             return
-        if start and len(token_ids) < start + 2 * size and not adapter_id and not block_extra_hashes:
-            # The next block of a request in decode.
-            hashes.append(self._hash_fn(hashes[-1], token_ids[start : start + size], 0, (), None))
+        # The salt is in the first block only.
+        if self._digest is not None and not adapter_id and not block_extra_hashes and (hashes or cache_salt is None):
+            _extend_plain(hashes, token_ids, self.block_size, self._digest)
             return
         extend_block_hashes(
             hashes, token_ids, self.block_size, hash_fn=self._hash_fn,
             adapter_id=adapter_id, extra_hashes=block_extra_hashes, cache_salt=cache_salt,
         )  # fmt: skip
+
+
+def _extend_plain(
+    hashes: list[bytes], token_ids: Sequence[int], block_size: int, digest: Callable[[bytes], bytes]
+) -> None:
+    """`extend_block_hashes` with `encode_binary` and no extras: all tokens are packed at once."""
+    first, last = len(hashes), len(token_ids) // block_size
+    count = (last - first) * block_size
+    tokens = memoryview(_packer(count - 1)(*token_ids[first * block_size : last * block_size]))
+    length = _packer(0)(block_size)
+    parent = hashes[-1] if hashes else b""
+    for start in range(0, 8 * count, 8 * block_size):
+        head = (_VERSION, bytes((len(parent),)), parent, length, tokens[start : start + 8 * block_size])
+        parent = digest(b"".join(head))
+        hashes.append(parent)
 
 
 def placeholder_hashes(placeholders: Sequence[tuple[int, int, str]], block_size: int) -> dict[int, list[str]]:
@@ -176,9 +191,13 @@ def _cbor_text(out: bytearray, text: str) -> None:
     out += data
 
 
-@cache
+@lru_cache(maxsize=256)
 def _packer(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"<{count + 1}q").pack
+
+
+def _digest_of(algo: str) -> Callable[[bytes], bytes]:
+    return _sha256 if algo.startswith("sha256") else _xxhash_digest(algo)
 
 
 def _sha256(data: bytes) -> bytes:

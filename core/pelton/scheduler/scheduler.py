@@ -131,8 +131,6 @@ class DefaultScheduler(Scheduler):
         self._check_admission(request)
         now = self._clock()
         record = ScheduledRequest(request, self._num_arrivals, max_model_len=self.max_model_len, now=now)
-        if self._hasher is not None:
-            record.extend_hashes(self._hasher)
         constraint = request.sampling_params.structured_outputs
         if constraint is not None:
             assert self._grammar_source is not None  # `_check_admission` has refused it
@@ -511,6 +509,8 @@ class DefaultScheduler(Scheduler):
         """
         cached: BlockIds | None = None
         num_local = num_external = 0
+        if self._hasher is not None:  # not when it came: those behind it are hashed while this step runs
+            request.extend_hashes(self._hasher)
         if not request.is_remote_ready:
             if self._hasher is not None and not request.skip_prefix_lookup:
                 cached, num_local = self.kv.lookup(request)
