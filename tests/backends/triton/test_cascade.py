@@ -66,6 +66,14 @@ def test_a_loose_bound_of_the_lengths_is_no_matter(device):
     case.check(run(case, 32, max_seq_len=40_000))
 
 
+@pytest.mark.parametrize("prefix_len", [0, 16, 96])
+def test_one_launch_shape_serves_every_prefix(device, prefix_len):
+    """As captured: the length is on the device, and nothing that the host chooses depends on it."""
+    case = PagedCase(device, ODD, shared=prefix_len, padding=2)
+    on_device = torch.tensor([prefix_len], dtype=torch.int32, device=device)
+    case.check(run(case, on_device, max_seq_len=40_000))
+
+
 def test_a_prefix_ends_with_a_block(device):
     case = PagedCase(device, ODD, shared=32)
     with pytest.raises(AssertionError, match="prefix_len is 24; expected a multiple of 16"):
@@ -106,3 +114,5 @@ def test_on_the_device(device, change, num_rows, prefix_len):
     arguments = {"heads": 8, "kv_heads": 2, "head_dim": 128, "padding": 3, **change}
     case = PagedCase(device, rows, shared=prefix_len, **arguments)
     case.check(run(case, prefix_len))
+    case.output.fill_(torch.nan)
+    case.check(run(case, torch.tensor([prefix_len], dtype=torch.int32, device=device), max_seq_len=40_000))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LOG2E = tl.constexpr(LOG2E)
 _TINY = tl.constexpr(1e-38)
+MOST_SPLITS = 16
 LEAST_ROWS = 8
 LEAST_PREFIX = 256
 
@@ -65,7 +66,8 @@ def _attend_part(
 ):
     """Keys first .. last - 1 for the queries (row, head) [M], whose results go to place `part`; all keys are seen.
 
-    parts [part, row, head, :] = result, logs [part, row, head] = base-2 logarithm of its denominator, -inf without keys.
+    parts [part, row, head, :] = result, logs [part, row, head] = base-2 logarithm of its denominator; -inf and no result without
+    keys.
     """
     d = tl.arange(0, BLOCK_D)
     is_number = is_row[:, None] & (d < D)[None, :]
@@ -91,14 +93,15 @@ def _attend_part(
     )  # fmt: skip
     at = (part * num_rows + row).to(tl.int64) * H + head
     empty = denominator == 0.0
-    tl.store(parts + (at * D)[:, None] + d[None, :], acc / tl.where(empty, 1.0, denominator)[:, None], is_number)
+    if last > first:
+        tl.store(parts + (at * D)[:, None] + d[None, :], acc / tl.where(empty, 1.0, denominator)[:, None], is_number)
     log = tl.where(empty, -float("inf"), highest + tl.log2(tl.maximum(denominator, _TINY)))
     tl.store(logs + at, log, is_row)
 
 
 @triton.jit(
     do_not_specialize=[
-        "table_stride", "num_rows", "prefix_len", "prefix_tiles", "prefix_splits", "prefix_chunk", "suffix_splits"
+        "table_stride", "num_rows", "prefix_len", "prefix_tiles", "prefix_splits", "suffix_splits"
     ]
 )  # fmt: skip
 def _parts_kernel(
@@ -122,7 +125,6 @@ def _parts_kernel(
     prefix_len,
     prefix_tiles,
     prefix_splits,
-    prefix_chunk,
     suffix_splits,
     scale,
     soft_cap,
@@ -136,6 +138,7 @@ def _parts_kernel(
     BLOCK_SIZE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs 0 .. tiles splits - 1: a split of the prefix for BLOCK_M // G rows. Then one for each (row, split of the rest)."""
@@ -143,13 +146,16 @@ def _parts_kernel(
     let_next_start(PDL)
     kv_head, program = tl.program_id(0), tl.program_id(1)
     H: tl.constexpr = N * G
+    if ON_DEVICE:
+        prefix_len = tl.load(prefix_len)
     k_head, v_head = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
     if program < prefix_tiles * prefix_splits:
         split, tile = program // prefix_tiles, program % prefix_tiles
         m = tl.arange(0, BLOCK_M)
         rows = tile * (BLOCK_M // G) + m // G
-        first = split * prefix_chunk
-        last = tl.minimum(first + prefix_chunk, prefix_len)
+        part_len = tl.cdiv(tl.cdiv(prefix_len, prefix_splits), BLOCK_N) * BLOCK_N
+        first = split * part_len
+        last = tl.minimum(first + part_len, prefix_len)
         _attend_part(
             query, k_head, v_head, parts, logs, seq_lens, alibi_slopes, block_table, rows, kv_head * G + m % G,
             (m < BLOCK_M // G * G) & (rows < num_rows), first, last, split, num_rows, q_stride,
@@ -208,7 +214,8 @@ def _merge_kernel(
     for part in range(num_parts):
         at = (part * num_rows + row).to(tl.int64) * H + head
         log = tl.load(logs + at, is_head, 0.0)
-        numbers = tl.load(parts + (at * D)[:, None] + d[None, :], is_number, 0.0)
+        has_keys = (log > -float("inf"))[:, None]
+        numbers = tl.load(parts + (at * D)[:, None] + d[None, :], is_number & has_keys, 0.0)
         now_highest = tl.maximum(highest, log)
         finite = tl.where(now_highest == -float("inf"), 0.0, now_highest)
         shrink, weight = tl.exp2(highest - finite), tl.exp2(log - finite)
@@ -229,7 +236,7 @@ def cascade_attention(
     block_table: Tensor,
     *,
     num_rows: int,
-    prefix_len: int,
+    prefix_len: int | Tensor,
     max_seq_len: int,
     scale: float,
     soft_cap: float | None = None,
@@ -246,9 +253,10 @@ def cascade_attention(
     R = num_rows; H heads, N kv heads, D head_dim, P blocks, S block_size, B blocks of the widest table
       query, output     [R.., H, D]   row r is token r; float32, bfloat16, float16; strides (any, D, 1)
       k_cache, v_cache  [P, S, N, D]  that dtype, another float or fp8; strides (any, any, any, 1)
-      seq_lens          [R..]         int32; more than prefix_len, or 0 for padding, whose output stays as it is
+      seq_lens          [R..]         int32; at least prefix_len, or 0 for padding, whose output stays as it is
       block_table       [R.., B]      int32; last axis contiguous
-      prefix_len        a multiple of S; known on the host, so a captured graph serves one prefix length only
+      prefix_len        a multiple of S, on the host; or [1] int32 on the device, which may be 0, for captured graphs: the
+                        number of splits then follows from R alone
       max_seq_len       a bound; chooses the number of splits
 
     Parts and their merge in float32; tolerances as `prefill_attention`.
@@ -257,15 +265,17 @@ def cascade_attention(
     num_kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
     group = num_heads // num_kv_heads
     assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
-    assert prefix_len % block_size == 0, f"prefix_len is {prefix_len}; expected a multiple of {block_size}"
     block_m, block_n, num_warps, num_stages = _tiles(query.dtype, head_dim, group, num_rows)
     places = 2 * num_sms(query.device)  # programs that run at once
     tiles = triton.cdiv(num_rows, block_m // group)
-    prefix_splits = max(1, min(places // (tiles * num_kv_heads), prefix_len // (2 * block_n)))
-    prefix_chunk = triton.cdiv(triton.cdiv(prefix_len, prefix_splits), block_n) * block_n
-    prefix_splits = triton.cdiv(prefix_len, prefix_chunk)
-    rest = max(max_seq_len - prefix_len, 1)
-    suffix_splits = max(1, min(2 * places // (num_rows * num_kv_heads), rest // (4 * block_n), 16))
+    prefix_splits = min(places // (tiles * num_kv_heads), MOST_SPLITS)
+    suffix_splits = min(2 * places // (num_rows * num_kv_heads), MOST_SPLITS)
+    is_on_device = isinstance(prefix_len, torch.Tensor)
+    if not is_on_device:
+        assert prefix_len % block_size == 0, f"prefix_len is {prefix_len}; expected a multiple of {block_size}"
+        prefix_splits = min(prefix_splits, prefix_len // (2 * block_n))
+        suffix_splits = min(suffix_splits, (max_seq_len - prefix_len) // (4 * block_n))
+    prefix_splits, suffix_splits = max(prefix_splits, 1), max(suffix_splits, 1)
     num_parts = prefix_splits + suffix_splits
     parts = torch.empty(num_parts, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
     logs = torch.empty(num_parts, num_rows, num_heads, dtype=torch.float32, device=query.device)
@@ -273,10 +283,10 @@ def cascade_attention(
     _parts_kernel[(num_kv_heads, tiles * prefix_splits + num_rows * suffix_splits)](
         query, k_cache, v_cache, parts, logs, seq_lens, block_table, alibi_slopes, query.stride(0),
         block_table.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], num_rows, prefix_len, tiles, prefix_splits,
-        prefix_chunk, suffix_splits, scale, soft_cap or 0.0,
+        suffix_splits, scale, soft_cap or 0.0,
         N=num_kv_heads, G=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_G=least_rows, BLOCK_N=block_n,
-        BLOCK_SIZE=block_size, SOFT_CAP=soft_cap is not None, ALIBI=alibi_slopes is not None, PDL=pdl,
-        num_warps=num_warps, num_stages=num_stages, **launch_options(pdl),
+        BLOCK_SIZE=block_size, SOFT_CAP=soft_cap is not None, ALIBI=alibi_slopes is not None,
+        ON_DEVICE=is_on_device, PDL=pdl, num_warps=num_warps, num_stages=num_stages, **launch_options(pdl),
     )  # fmt: skip
     _merge_kernel[(num_kv_heads, num_rows)](
         parts, logs, output, seq_lens, sinks, output.stride(0), num_rows, num_parts,
