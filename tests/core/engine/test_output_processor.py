@@ -447,3 +447,27 @@ def test_the_step_path_of_a_request_that_wants_ids_at_the_end_is_short() -> None
     batch = EngineOutputs(outputs=[EngineOutput(request_id=str(index), new_token_ids=[1]) for index in range(128)])
     best = min(_seconds(lambda: bench.processor.process(batch, 0.0)) for _ in range(50))
     assert best / 128 < 4e-6
+
+
+def test_tokens_that_nobody_is_told_of_yet_count_in_all_statistics(tokenizer):
+    """One output at the end, no text: the same figures as of a request that tells every token."""
+    figures = {}
+    for kind in (FINAL_ONLY, CUMULATIVE):
+        bench = Bench(None)
+        bench.add(output_kind=kind, detokenize=False)
+        queued = [EngineEvent(EventType.QUEUED, 0.0), EngineEvent(EventType.SCHEDULED, 1.0)]
+        first = bench.step(EngineOutput("r", [4], events=queued, num_cached_tokens=2), stamp=2.0)
+        second = bench.step(EngineOutput("r", [5, 6]), stamp=3.5)
+        preempted = bench.step(EngineOutput("r", [7], events=[EngineEvent(EventType.PREEMPTED, 4.0)]), stamp=6.0)
+        last = bench.step(EngineOutput("r", [8], FinishReason.LENGTH), stamp=7.0, now=9.0)
+        assert list(only(last).token_ids) == [4, 5, 6, 7, 8] and only(last).finish_reason == "length"
+        steps = [done.stats for done in (first, second, preempted, last)]
+        figures[kind] = (
+            [step.num_generation_tokens for step in steps],
+            [latency for step in steps for latency in step.inter_token_latencies_s],
+            [step.num_preempted_reqs for step in steps],
+            last.stats.finished_requests,
+        )
+        assert [len(done.outputs) for done in (first, second, preempted)] == [kind is CUMULATIVE] * 3
+    assert figures[FINAL_ONLY] == figures[CUMULATIVE]
+    assert figures[FINAL_ONLY][:3] == ([1, 2, 1, 1], [1.5, 2.5, 1.0], [0, 0, 1, 0])

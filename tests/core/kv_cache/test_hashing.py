@@ -203,6 +203,30 @@ def test_a_lone_surrogate_in_a_salt_is_hashed_like_any_text(algo):
     assert len({chain(range(4), algo=algo, cache_salt=salt)[0] for salt in salts}) == 3
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 2**62), max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=3),
+    block_size=st.integers(1, 7),
+    adapter_id=st.integers(0, 1),
+    salt=st.sampled_from([None, "", "s"]),
+    extra=st.sampled_from([None, {1: ["x"]}]),
+)
+def test_the_short_way_of_plain_blocks_gives_the_same_hashes(tokens, cuts, block_size, adapter_id, salt, extra):
+    """However the tokens come in: at once, or some at a time."""
+    expected: list[bytes] = []
+    extend_block_hashes(
+        expected, tokens, block_size, hash_fn=get_hash_fn("sha256"), adapter_id=adapter_id, extra_hashes=extra,
+        cache_salt=salt,
+    )  # fmt: skip
+    found: list[bytes] = []
+    for cut in [*sorted(cuts), len(tokens)]:
+        BlockHasher("sha256", block_size).extend(
+            found, tokens[:cut], adapter_id=adapter_id, block_extra_hashes=extra, cache_salt=salt
+        )
+    assert found == expected
+
+
 def test_the_algorithms_differ():
     assert chain(range(4)) != chain(range(4), algo="sha256_cbor")
 
