@@ -112,12 +112,12 @@ class TritonBackend(AttentionBackend):
     def forward_qkv(
         self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: TritonMetadata, output: Tensor
     ) -> Tensor:
-        if not metadata.is_decode:
-            return super().forward_qkv(layer, qkv, positions, metadata, output)
         needs, tensors = layer.write_needs, layer.write_tensors
+        if not metadata.is_decode or needs.q_norm != needs.k_norm:
+            return super().forward_qkv(layer, qkv, positions, metadata, output)
         new = NewTokens(
             positions, metadata.common.slot_mapping, needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm,
-            needs.q_norm, needs.k_norm,
+            needs.q_norm,
         )  # fmt: skip
         self._decode(layer, qkv, metadata, output, new)
         return output

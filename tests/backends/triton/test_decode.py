@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,9 +21,10 @@ if INTERPRETED:
     TOLERANCES["bfloat16"] = 6e-2  # its casts to bfloat16 truncate
 KV_TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
 
-DIRECT = LaunchShape(splits=4, programs=0, chunk=32, parts=4, num_stages=2, num_warps=4)
-STREAMED = LaunchShape(splits=0, programs=7, chunk=32, parts=2, num_stages=2, num_warps=4)
-SHAPES = pytest.mark.parametrize("shape", [DIRECT, STREAMED], ids=["direct", "streamed"])
+DIRECT = LaunchShape(splits=3, programs=0, keys=16, num_warps=2, num_stages=2)
+PEELED = LaunchShape(splits=2, programs=0, keys=16, num_warps=2, num_stages=2, least=2, is_peeled=True)
+STREAMED = LaunchShape(splits=0, programs=7, keys=16, num_warps=2, num_stages=3)
+SHAPES = pytest.mark.parametrize("shape", [DIRECT, PEELED, STREAMED], ids=["direct", "peeled", "streamed"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,7 @@ def check_fused(
     slots[list(skipped)] = -1
     new = NewTokens(
         positions.to(device), slots.to(device), case.rotary_dim, None if cos_sin is None else cos_sin.to(device),
-        *[None if norm is None else norm.to(device) for norm in norms], spec, spec,
+        *[None if norm is None else norm.to(device) for norm in norms], spec,
     )  # fmt: skip
     wide = torch.empty(rows, qkv.shape[1] + 8, dtype=step.dtype, device=device)
     wide[:, :-8] = qkv.to(device)
