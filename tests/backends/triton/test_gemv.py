@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pelton_linear_oracle as oracle
 import pytest
 import torch
 
-from pelton_backends.triton.ops.gemv import GemvAddNormGatedLinear, GemvAddNormLinear, GemvLinear
+from pelton_backends.triton.ops.gemv import GemvAddNormGatedLinear, GemvAddNormLinear, GemvLinear, choose_tile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEAMS = {
@@ -39,3 +41,141 @@ def test_matches_float64(seam, dtype, num_rows, device):
 def test_odd_sizes(seam, num_rows, in_features, out_features, device):
     implementation, kind = SEAMS[seam]
     oracle.check(oracle.make_case(num_rows, in_features, out_features, torch.float32, device, **kind), implementation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"residual": False}, id="first-layer"),
+        pytest.param({"bias": True}, id="bias"),
+        pytest.param({"unit_offset": True, "row_gap": 8}, id="unit-offset-strided"),
+        pytest.param({"post_norm": True, "row_gap": 3}, id="post-norm-strided"),
+        pytest.param({"post_norm": True, "residual": False, "unit_offset": True}, id="post-norm-first-layer"),
+    ],
+)
+def test_options(options, dtype, device):
+    for seam in ("add_norm_linear", "add_norm_gated_linear"):
+        implementation, kind = SEAMS[seam]
+        oracle.check(oracle.make_case(3, 96, 20, dtype, device, **kind, **options), implementation)
+
+
+@pytest.mark.parametrize("activation", sorted(oracle.ACTIVATIONS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations(activation, dtype, device):
+    case = oracle.make_case(2, 64, 34, dtype, device, activation=activation, bias=True)
+    case.bias *= 4  # into the tails
+    oracle.check(case, GemvAddNormGatedLinear)
+
+
+def test_linear_with_bias_of_strided_rows(device):
+    oracle.check(oracle.make_case(3, 64, 40, torch.float32, device, norm=False, bias=True, row_gap=5), GemvLinear)
+
+
+@seams
+def test_inputs_are_left_as_they_are(seam, device):
+    """Programs read the old residual while the first of them stores the new one."""
+    implementation, kind = SEAMS[seam]
+    case = oracle.make_case(4, 64, 40, torch.float32, device, **kind)
+    before = [t.clone() for t in (case.hidden, case.residual, case.weight) if t is not None]
+    call = implementation.bind(case.needs, case.tensors)
+    call(case.hidden) if seam == "linear" else call(case.hidden, case.residual)
+    for after, old in zip([t for t in (case.hidden, case.residual, case.weight) if t is not None], before, strict=True):
+        assert torch.equal(after, old)
+
+
+@seams
+def test_serves_one_to_eight_rows_of_one_rank(seam, device):
+    implementation, kind = SEAMS[seam]
+    needs = oracle.make_case(1, 64, 40, torch.bfloat16, device, **kind).needs
+    assert implementation.token_range(needs) == (1, 8)
+    assert implementation.unsupported(needs) == []
+    assert implementation.unsupported(replace(needs, dtype="float64"))
+    assert implementation.unsupported(replace(needs, linear=replace(needs.linear, weight_format="fp8")))
+    if seam != "linear":
+        assert implementation.unsupported(replace(needs, tp_size=2)) == ["inputs that are partial over ranks"]
+    if seam == "add_norm_gated_linear":
+        assert implementation.unsupported(replace(needs, activation="relu")) == ["activation 'relu'"]
+
+
+@pytest.mark.parametrize("in_features", [896, 1024, 2048, 3072, 4096, 5120, 8192, 14336, 16384, 53248])
+@pytest.mark.parametrize("num_rows", range(1, 9))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_cover_the_columns_once(dtype, num_rows, in_features):
+    for out_features in (64, 1024, 4096, 14336, 151936):
+        for num_matrices in (1, 2):
+            tile = choose_tile(out_features, in_features, num_rows, dtype.itemsize, num_matrices)
+            chunk = tile.W * tile.C * 32
+            assert (tile.NUM - 1) * chunk < in_features <= tile.NUM * chunk
+            assert 1 <= tile.AHEAD <= tile.NUM
+            assert tile.J % num_matrices == 0
+
+
+LARGE = [  # hidden size, q + k + v, O's input, intermediate size
+    pytest.param(1024, 4096, 2048, 3072, id="0.6B"),
+    pytest.param(4096, 6144, 4096, 14336, id="8B"),
+    pytest.param(8192, 10240, 8192, 28672, id="70B"),
+    pytest.param(2304, 4096, 2048, 9216, id="gemma-2b"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden_size, qkv, heads, width", LARGE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
+def test_large_shapes(num_rows, dtype, hidden_size, qkv, heads, width, device):
+    post = {"post_norm": True, "unit_offset": True} if hidden_size == 2304 else {}
+    for implementation, sizes, options in (
+        (GemvAddNormLinear, (hidden_size, qkv), post),
+        (GemvLinear, (heads, hidden_size), {"norm": False}),
+        (GemvAddNormGatedLinear, (hidden_size, 2 * width), {"activation": "silu"} | post),
+        (GemvLinear, (width, hidden_size), {"norm": False}),
+    ):
+        oracle.check(oracle.make_case(num_rows, *sizes, dtype, device, **options), implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+def test_a_captured_chain_repeats_bit_for_bit(num_rows, device):
+    """Four kernels a layer in a CUDA graph with dependent launch: a read or write too early would show as a change."""
+    layers = []
+    for index in range(12):
+        options = {"num_rows": num_rows, "dtype": torch.bfloat16, "device": device, "seed": index}
+        cases = (
+            oracle.make_case(in_features=1024, out_features=2048, **options),
+            oracle.make_case(in_features=2048, out_features=1024, norm=False, **options),
+            oracle.make_case(in_features=1024, out_features=6144, activation="silu", **options),
+            oracle.make_case(in_features=3072, out_features=1024, norm=False, **options),
+        )
+        kinds = (GemvAddNormLinear, GemvLinear, GemvAddNormGatedLinear, GemvLinear)
+        layers.append([kind.bind(case.needs, case.tensors) for kind, case in zip(kinds, cases, strict=True)])
+    start = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device=device)
+
+    def step():
+        hidden, residual = start, None
+        for qkv, o, gate_up, down in layers:
+            mixed, residual = qkv(hidden, residual)
+            gated, residual = gate_up(o(mixed), residual)
+            hidden = down(gated)
+        return hidden, residual
+
+    expected = []
+    hidden, residual = start, None
+    for qkv, o, gate_up, down in layers:  # one kernel at a time
+        mixed, residual = qkv(hidden, residual)
+        torch.cuda.synchronize()
+        attended = o(mixed)
+        torch.cuda.synchronize()
+        gated, residual = gate_up(attended, residual)
+        torch.cuda.synchronize()
+        hidden = down(gated)
+        torch.cuda.synchronize()
+    expected = [hidden.clone(), residual.clone()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for _ in range(200):
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(result, wanted) for result, wanted in zip(results, expected, strict=True))
