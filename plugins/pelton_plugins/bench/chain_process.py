@@ -180,10 +180,10 @@ def module_bytes(module: Any) -> int:
 
 
 def chosen_ops(worker: DeviceWorker) -> dict[str, str]:
-    """Seam to the entries that serve it."""
+    """Seam to the entries that serve it: several share the batch sizes, those of few rows first."""
     names: dict[str, str] = {}
     for choice in worker.build.ops.choices:
-        names.setdefault(choice.seam, ", ".join(choice.names))
+        names.setdefault(choice.seam, ", ".join(name.removesuffix(f".{choice.seam}") for name in choice.names))
     names["attention"] = ", ".join(dict.fromkeys(one.name for one in worker.build.attention.selections()))
     return names
 

@@ -16,7 +16,7 @@ from pelton.cli.table import format_table
 from pelton.config import EngineConfig
 from pelton.config.flags import parse_flags
 from pelton.engine.client import EngineClient
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.instant import instant_client
 from pelton_plugins.bench.metrics import percentile
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
@@ -127,7 +127,10 @@ def measure(client: EngineClient, front_end: _FrontEnd, arguments: HostArguments
             num_decoding += 1
             if num_decoding > WARM_UP_STEPS:
                 steps.append({**batch.stats.host_time_s, FRONT_END: spent})
-        elif num_decoding and not batch.outputs:
+        failed = next((output for output in batch.outputs if output.error is not None), None)
+        if failed is not None:
+            raise EngineError(f"A step failed: {failed.error.message}" if failed.error else "A step failed.")
+        if not client.has_work:
             raise ConfigError("The requests ended early; lower --num-steps.")
     client.finish_requests([str(index) for index in range(num)])
     while client.has_work:

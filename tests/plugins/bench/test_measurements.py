@@ -244,6 +244,13 @@ def test_host_with_a_model(model, tmp_path, capsys):
     assert "(wait for the device)" in capsys.readouterr().out
 
 
+def test_host_ends_when_a_step_fails(model, fake_flags, capsys):
+    """Rather than wait for steps that never come."""
+    argv = ["--num-seqs", "4", "--num-steps", "40", "--plugin-config.fake_engine.fail_at_step", "20"]
+    assert main(["bench", "host", model, *argv, *fake_flags[:4], "--num-gpu-blocks-override", "2000"]) == 1
+    assert "A step failed: The step that ran this request failed: FakeDeviceError: as the script says" in capsys.readouterr().err
+
+
 def test_chain_times_every_seam(model, tmp_path, capfd):
     out = tmp_path / "chain.json"
     argv = [
