@@ -18,9 +18,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"head_dim": 256}),  # windows of 32 tokens in five layers of six
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"heads-of-{size}": ("qwen3", {"head_dim": size, "num_key_value_heads": 2}) for size in (64, 128, 256)},
     "soft-caps": ("gemma3", {"head_dim": 64, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0}),
-    "window": ("mistral", {"head_dim": 64, "sliding_window": 100}),
     "odd-sizes": (
         "llama",
         {

@@ -76,27 +76,35 @@ def test_every_graph_mode(reference: GapReference, mode: CUDAGraphMode, replays:
 
 
 @pytest.mark.parametrize("level", range(4))
-def test_every_level(reference: GapReference, level: int, replays: Counter[str]) -> None:
-    with engine(reference, compilation_config={"level": level}, async_scheduling=False) as llm:
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_level(references: Any, family: str, level: int, replays: Counter[str]) -> None:
+    reference = references(family)
+    with engine(reference, compilation_config={"level": level}) as llm:
         reference.check(generate(llm, reference.prompts))
     assert (replays["whole"] > 50) == (level >= 2)
     assert (replays["pieces"] > 0) == (level >= 1)
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize(
+    "mode, overlap",
+    [
+        pytest.param(CUDAGraphMode.NONE, True, id="NONE"),
+        pytest.param(CUDAGraphMode.FULL, True, id="FULL"),
+        pytest.param(CUDAGraphMode.FULL_AND_PIECEWISE, True, id="FULL_AND_PIECEWISE"),
+        pytest.param(CUDAGraphMode.FULL_AND_PIECEWISE, False, id="FULL_AND_PIECEWISE-no-overlap"),
+    ],
+)
 def test_chunks_and_preemption(reference: GapReference, mode: CUDAGraphMode, overlap: bool) -> None:
-    settings = {"cudagraph_mode": mode, "async_scheduling": overlap, "max_model_len": 384}
-    with engine(reference, **settings, max_num_batched_tokens=24) as llm:
-        reference.check(generate(llm, reference.prompts))
-    blocks = small_pool(reference.family)
-    with engine(reference, **settings, max_num_batched_tokens=64, num_gpu_blocks_override=blocks) as llm:
+    with engine(
+        reference, cudagraph_mode=mode, async_scheduling=overlap, max_model_len=384, max_num_batched_tokens=40,
+        num_gpu_blocks_override=small_pool(reference.family),
+    ) as llm:  # fmt: skip
         reference.check(generate(llm, reference.prompts))
         assert llm.num_preemptions() > 0
         assert llm.kv_cache_usage() == 0.0
 
 
-def test_head_sizes_windows_and_soft_caps(variant: GapReference) -> None:
+def test_soft_caps_and_odd_sizes(variant: GapReference) -> None:
     with engine(variant) as llm:
         check_everything(llm, variant)
     with engine(variant, cudagraph_mode="NONE", block_size=48, max_num_batched_tokens=100) as llm:

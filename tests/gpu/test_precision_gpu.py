@@ -23,11 +23,19 @@ MEAN_RATIO = 1.25  # of mean differences from float32, ours to transformers' in 
 FP8_TOLERANCE = 0.5  # mean difference with an fp8 KV cache, which transformers does not have
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize(
-    "dtype, kv_dtype", [("float32", "auto"), ("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "fp8")]
-)
-def test_logprobs_are_near_float32(reference: GapReference, dtype: str, kv_dtype: str, mode: str) -> None:
+EVERYWHERE = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+CASES = [
+    *((family, "float32", "auto", "FULL_AND_PIECEWISE") for family in EVERYWHERE),
+    *((family, "bfloat16", "auto", mode) for family in EVERYWHERE for mode in ("NONE", "FULL_AND_PIECEWISE")),
+    ("qwen3", "float16", "auto", "FULL_AND_PIECEWISE"),
+    *((family, "bfloat16", "fp8", "FULL_AND_PIECEWISE") for family in ("llama", "gemma3")),
+    ("llama", "bfloat16", "fp8_e5m2", "FULL_AND_PIECEWISE"),
+]
+
+
+@pytest.mark.parametrize("family, dtype, kv_dtype, mode", CASES)
+def test_logprobs_are_near_float32(references: Any, family: str, dtype: str, kv_dtype: str, mode: str) -> None:
+    reference: GapReference = references(family)
     params = SamplingParams(
         temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False, logprobs=5, prompt_logprobs=1
     )
@@ -53,7 +61,7 @@ def test_logprobs_are_near_float32(reference: GapReference, dtype: str, kv_dtype
     )
     if dtype == "float32":
         assert max(ours) < FLOAT32_TOLERANCE
-    elif kv_dtype == "fp8":
+    elif kv_dtype != "auto":
         assert mean < FP8_TOLERANCE
     else:
         assert mean < MEAN_RATIO * bound
