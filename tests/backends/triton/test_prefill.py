@@ -1,6 +1,7 @@
 """Paged prefill against float64: every feature, odd lengths, scattered blocks, poisoned neighbours."""
 
 import pytest
+import torch
 from pelton_paged_case import PagedCase
 
 MIXED = [(1, 0), (1, 40), (2, 0), (17, 16), (5, 30)]
@@ -128,3 +129,38 @@ LARGE = [(1, 0), (1, 3000), (2, 1), (130, 0), (63, 1000), (1025, 17), (300, 4096
 def test_on_the_device(device, change):
     case = PagedCase(device, LARGE, **{"heads": 8, "kv_heads": 2, "head_dim": 128, "padding": 5, **change})
     case.check(run(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": "float16", "head_dim": 64},
+        {"heads": 3, "kv_heads": 3},
+        {"heads": 14, "kv_heads": 2},
+        {"heads": 64, "kv_heads": 1, "head_dim": 64},
+        {"block_size": 48},
+        {"block_size": 128},
+        {"window": 1},
+        {"window": 200},
+        {"window": 1000, "sinks": True, "head_dim": 64},
+        {"sinks": True},
+        {"causal": False},
+        {"causal": False, "window": 300},
+    ],
+    ids=str,
+)
+def test_the_kernel_for_hopper(device, change, heads_first):
+    from pelton_backends.triton.attention.prefill import _hopper
+
+    arguments = {"dtype": "bfloat16", "heads": 8, "kv_heads": 2, "head_dim": 128, "padding": 2, **change}
+    case = PagedCase(device, [*LARGE, (129, 127), (128, 128)], heads_first=heads_first, **arguments)
+    hopper = _hopper(device)
+    if hopper is None:
+        pytest.skip("compute capability 9.0 only")
+    assert hopper.serves(case.query, case.k_cache, case.v_cache)
+    case.check(run(case, max_query_len=1025))
+    case.output.fill_(torch.nan)
+    case.check(run(case, max_query_len=1025, skip_single=True), only=[2, 3, 4, 5, 6, 7, 8])

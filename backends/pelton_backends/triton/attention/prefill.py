@@ -6,6 +6,7 @@ are read once for the group. `attend_keys` is the loop over keys; `cascade.py` u
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ import triton.language as tl
 from pelton_backends.triton.runtime import INTERPRETED, dot, launch_options, wait_for_inputs
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
 LOG2E = 1.4426950408889634
@@ -251,6 +254,21 @@ def _kernel(
     tl.store(at, acc.to(output.dtype.element_ty), is_number)
 
 
+SHORT = 32  # rows of a tile that have no use for a larger one
+
+
+@cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The kernel for compute capability 9.0, where the device and Triton's version have it."""
+    if INTERPRETED or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from pelton_backends.triton.attention import prefill_hopper
+    except ImportError:  # Gluon is experimental: another Triton may lack it
+        return None
+    return prefill_hopper
+
+
 class Tiles(NamedTuple):
     """Rows and keys of a tile, and how Triton builds the loop."""
 
@@ -267,7 +285,7 @@ def choose_tiles(dtype: torch.dtype, head_dim: int, group: int, max_query_len: i
         return Tiles(max(32, least), 32, 4, 1)
     if dtype == torch.float32:  # FMA, no tensor cores
         return Tiles(max(32, least), 32, 4, 1)
-    if max_query_len * group <= 32:
+    if max_query_len * group <= SHORT:
         return Tiles(max(32, least), 64, 4, 3 if head_dim <= 128 else 2)
     if head_dim <= 128:
         return Tiles(max(128, least), 128, 8, 3)
@@ -323,6 +341,15 @@ def prefill_attention(
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
+    if tiles is None and soft_cap is None and alibi_slopes is None and max_query_len * group > SHORT:
+        hopper = _hopper(query.device)
+        if hopper is not None and hopper.serves(query, k_cache, v_cache):
+            hopper.hopper_prefill(
+                query, k_cache, v_cache, output, query_start_loc, seq_lens, block_table, num_reqs=num_reqs,
+                first_row=first_row, scale=scale, causal=causal, sliding_window=sliding_window, sinks=sinks,
+                skip_single=skip_single, pdl=pdl,
+            )  # fmt: skip
+            return output
     block_m, block_n, num_warps, num_stages = tiles or choose_tiles(query.dtype, head_dim, group, max_query_len)
     # A row needs at most one program more than its share of the tokens.
     grid = (num_kv_heads, num_tokens // (block_m // group) + num_reqs - first_row)
