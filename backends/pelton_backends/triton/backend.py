@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.triton.attention.cascade import LEAST_PREFIX, LEAST_ROWS, cascade_attention
 from pelton_backends.triton.attention.decode import NewTokens, PartBuffers, decode_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.runtime import has_pdl
@@ -34,6 +35,7 @@ class TritonMetadata:
     decode_rows: int  # the decode kernel's: rows 0 .. decode_rows - 1
     first_prefill_row: int  # the prefill kernel's: from here on
     is_mixed: bool  # rows of unknown kinds: both kernels have all rows and look at each one's number of tokens
+    prefix_len: int | Tensor | None = None  # tokens that all decode rows share, read once; on the device when captured
 
     @property
     def is_decode(self) -> bool:
@@ -78,6 +80,9 @@ class TritonBackend(AttentionBackend):
         self.pdl = has_pdl(device)
         self._parts: PartBuffers | None = None
 
+    def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
+        return self.needs.sliding_window is None and num_rows >= LEAST_ROWS and prefix_len >= LEAST_PREFIX
+
     def reserve(self, max_key: BatchDescriptor) -> None:
         self._part_buffers(max_key.num_reqs)
 
@@ -88,17 +93,33 @@ class TritonBackend(AttentionBackend):
         if key is not None and query_len == 0:
             return TritonMetadata(common, decode_rows=rows, first_prefill_row=0, is_mixed=True)
         if query_len <= 1:
-            return TritonMetadata(common, decode_rows=rows, first_prefill_row=rows, is_mixed=False)
+            prefix_len = self._prefix_len(common, key)
+            return TritonMetadata(
+                common, decode_rows=rows, first_prefill_row=rows, is_mixed=False, prefix_len=prefix_len
+            )
         decodes = common.num_decode_rows if key is None else 0
         return TritonMetadata(common, decode_rows=decodes, first_prefill_row=decodes, is_mixed=False)
+
+    def _prefix_len(self, common: CommonMetadata, key: BatchDescriptor | None) -> int | Tensor | None:
+        if key is not None:
+            return common.common_prefix if key.has_common_prefix and self.needs.sliding_window is None else None
+        is_used = self.uses_common_prefix(common.num_decode_rows, common.common_prefix_len)
+        return common.common_prefix_len if is_used else None
 
     def slot_mapping(self, metadata: TritonMetadata) -> Tensor:
         return metadata.common.slot_mapping
 
     def forward(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> Tensor:
+        common = metadata.common
+        if metadata.prefix_len is not None:
+            return cascade_attention(
+                query, layer.k_cache, layer.v_cache, output, common.seq_lens, common.block_table,
+                num_rows=metadata.decode_rows, prefix_len=metadata.prefix_len, max_seq_len=common.max_seq_len,
+                scale=layer.scale, soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes,
+                pdl=self.pdl,
+            )  # fmt: skip
         if metadata.decode_rows:
             self._decode(layer, query, metadata, output, None)
-        common = metadata.common
         if metadata.first_prefill_row < common.num_reqs:
             prefill_attention(
                 query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens,
@@ -113,7 +134,7 @@ class TritonBackend(AttentionBackend):
         self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: TritonMetadata, output: Tensor
     ) -> Tensor:
         needs, tensors = layer.write_needs, layer.write_tensors
-        if not metadata.is_decode or needs.q_norm != needs.k_norm:
+        if not metadata.is_decode or metadata.prefix_len is not None or needs.q_norm != needs.k_norm:
             return super().forward_qkv(layer, qkv, positions, metadata, output)
         new = NewTokens(
             positions, metadata.common.slot_mapping, needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm,

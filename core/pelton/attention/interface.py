@@ -104,6 +104,11 @@ class AttentionBackend(ABC):
         self.max_num_tokens = max_num_tokens
         self.max_model_len = max_model_len
 
+    def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
+        """Whether a decode step of `num_rows` that share their first `prefix_len` tokens is served better by reading these
+        once. Asked before such a step: its graph has a key of its own."""
+        return False
+
     def reserve(self, max_key: BatchDescriptor) -> None:  # noqa: B027
         """Allocate the fixed buffers that captured steps up to `max_key` write their metadata into."""
 

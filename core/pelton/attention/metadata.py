@@ -28,7 +28,8 @@ class CommonMetadata:
     num_decode_tokens: int
     max_query_len: int
     max_seq_len: int  # upper bound
-    common_prefix_len: int = 0  # tokens
+    common_prefix_len: int = 0  # tokens that all rows of one token share, in the blocks that row 0's table starts with
+    common_prefix: Tensor | None = None  # [1] int32, the same on the device, 0 for none: where a captured step reads it
     causal: bool = True
 
 
@@ -41,6 +42,7 @@ class BatchDescriptor:
     uniform_query_len: int = 0  # 0: not uniform
     has_lora: bool = False
     sampling: str = ""
+    has_common_prefix: bool = False  # attention reads `CommonMetadata.common_prefix`
 
 
 @dataclass(slots=True)

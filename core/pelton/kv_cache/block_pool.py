@@ -241,15 +241,18 @@ class BlockPool:
 
     def common_prefix(self, tables: Sequence[Sequence[int]]) -> int:
         """Leading blocks that all tables share; a null block is not shared."""
-        first, num_tables = tables[0], len(tables)
-        for place in range(min(map(len, tables))):
-            block_id = first[place]
+        num_tables, count = len(tables), 0
+        for block_id in tables[0]:
             # The count is a cheap no for most batches; it may include holders that were not asked about.
             if block_id == NULL_BLOCK or self.blocks[block_id].ref_cnt < num_tables:
-                return place
-            if any(table[place] != block_id for table in tables):
-                return place
-        return min(map(len, tables))
+                break
+            count += 1
+        head = tables[0][:count]
+        for table in tables:
+            if table[:count] != head:
+                count = next(place for place, block_id in enumerate(head) if table[place : place + 1] != [block_id])
+                head = head[:count]
+        return count
 
     def _evict(self, block: Block) -> None:
         self._unindex(block)

@@ -42,6 +42,8 @@ from pelton.structured.manager import GrammarSource
 
 logger = logging.getLogger(__name__)
 
+LEAST_ROWS_OF_A_PREFIX = 8
+"""Of a decode step: fewer are not asked for a common prefix, reading it once would gain nothing."""
 RUNNING = RequestStatus.RUNNING
 FINISHED = RequestStatus.FINISHED
 NO_ROOM = (
@@ -117,6 +119,8 @@ class DefaultScheduler(Scheduler):
         self._outputs: list[EngineOutput] = []
         self._stats = SchedulerStats()
         self._next_step_id = 0
+        self._prefix_slots: list[int] = []  # rows of the decode step that `_prefix_blocks` was found for
+        self._prefix_blocks: list[int] = []
         self._retired = -1
         self._num_arrivals = 0
         self._num_queued_reqs = 0  # waiting and never scheduled
@@ -255,9 +259,21 @@ class DefaultScheduler(Scheduler):
         self._next_step_id += 1
         if self._connector is not None:
             self._add_connector_metadata(opened)
+        if output.new:
+            self._prefix_slots = []
+        elif len(output.slots) == output.total_num_scheduled_tokens >= LEAST_ROWS_OF_A_PREFIX:
+            output.common_prefix_blocks = self._common_prefix(opened)
         self._stats.num_steps += 1
         self._stats.num_scheduled_tokens += output.total_num_scheduled_tokens
         return output
+
+    def _common_prefix(self, opened: OpenStep) -> list[int]:
+        """Per group, the leading blocks that all rows of a decode step share; found again when the rows change."""
+        if opened.output.slots != self._prefix_slots:
+            self._prefix_slots = opened.output.slots
+            counts = self.kv.num_common_prefix_blocks([request.request_id for request in opened.requests])
+            self._prefix_blocks = counts if any(counts) else []
+        return self._prefix_blocks
 
     def _serve_running(self, step: StepBuilder) -> None:
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""

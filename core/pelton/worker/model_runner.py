@@ -140,13 +140,17 @@ class ModelRunner:
         slots = np.asarray(output.slots, dtype=np.int64)
         tail = self._tail_variant(slots, bool(output.grammar_rows))
         is_whole = tail is not None and not output.grammar_rows
-        key = self.graphs.decode_key(num_rows, tail if is_whole and tail is not None else LOGITS)
+        prefix = output.common_prefix_blocks
+        key = self.graphs.decode_key(
+            num_rows, tail if is_whole and tail is not None else LOGITS,
+            has_common_prefix=bool(prefix) and self.graphs.uses_common_prefix(num_rows, prefix),
+        )  # fmt: skip
         if key is None:
             return None
-        found = self.graphs.decode(key, slots, output.block_appends)
+        found = self.graphs.decode(key, slots, output.block_appends, prefix)
         if found is None:
             self.state.append_blocks(output.block_appends)
-            found = self.graphs.decode(key, slots, ())
+            found = self.graphs.decode(key, slots, (), prefix)
         assert found is not None
         if is_whole and tail is not None:
             return self._decoded(output, started, slots, tail, found)

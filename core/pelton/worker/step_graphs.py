@@ -55,7 +55,10 @@ class StepGraphs:
         device, most = state.device, max(dispatcher.decode_sizes, default=0)
         self._num_columns = 2 + 2 * len(state.block_tables)
         most_mixed = min(max(dispatcher.mixed_sizes, default=0), state.max_num_seqs)
-        self._columns = torch.zeros(max(self._num_columns * most, 2 * most_mixed), dtype=torch.int64, device=device)
+        num_groups = len(state.block_tables)
+        self._columns = torch.zeros(
+            max(self._num_columns * most + num_groups, 2 * most_mixed), dtype=torch.int64, device=device
+        )
         self._result = torch.zeros(most, 2, dtype=torch.int32, device=device)
         self._widths = [table.shape[1] for table in state.block_tables]
         largest = max(*dispatcher.decode_sizes, *dispatcher.mixed_sizes, 0, 0)
@@ -63,16 +66,29 @@ class StepGraphs:
             for backend in self._backends:
                 backend.reserve(BatchDescriptor(largest, max(most, most_mixed), dispatcher.decode_query_len))
 
-    def decode_key(self, num_rows: int, variant: str) -> BatchDescriptor | None:
+    def decode_key(self, num_rows: int, variant: str, *, has_common_prefix: bool = False) -> BatchDescriptor | None:
         """The key of a decode step with one token a row; None when it is not captured whole. A variant that reads side
         tables is captured anew when these have moved."""
         version = self._state.side.layout_version
         sampling = f"{variant}@{version}" if version and variant not in (LOGITS, GREEDY) else variant
         mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, sampling=sampling)
-        return key if mode is CUDAGraphMode.FULL and key.uniform_query_len == 1 else None
+        if mode is not CUDAGraphMode.FULL or key.uniform_query_len != 1:
+            return None
+        return replace(key, has_common_prefix=True) if has_common_prefix else key
+
+    def uses_common_prefix(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> bool:
+        """Whether some group's backend reads so long a common prefix once."""
+        return any(
+            count and backend.uses_common_prefix(num_rows, count * size)
+            for backend, count, size in zip(self._backends, common_prefix_blocks, self._state.block_sizes, strict=True)
+        )
 
     def decode(
-        self, key: BatchDescriptor, slots: npt.NDArray[np.int64], appends: Sequence[tuple[int, int, int, list[int]]]
+        self,
+        key: BatchDescriptor,
+        slots: npt.NDArray[np.int64],
+        appends: Sequence[tuple[int, int, int, list[int]]],
+        common_prefix_blocks: Sequence[int] = (),
     ) -> Tensor | None:
         """Run a decode step of `key`: result [n, 2], or logits [n, V] for the variant LOGITS; rows beyond `slots` are padding.
 
@@ -81,7 +97,11 @@ class StepGraphs:
         columns = self._decode_columns(key.num_reqs, slots, appends)
         if columns is None:
             return None
-        self._staging.stage_into(self._columns[: columns.size], columns.reshape(-1))
+        values = columns.reshape(-1)
+        if key.has_common_prefix:
+            counts = common_prefix_blocks or [0] * len(self._widths)
+            values = np.concatenate([values, np.multiply(counts, self._state.block_sizes)])
+        self._staging.stage_into(self._columns[: values.size], values)
         return self.full.run(CUDAGraphMode.FULL, key, lambda: self._decode(key))
 
     def tail(self, key: BatchDescriptor, variant: str, logits: Tensor) -> Tensor:
@@ -179,6 +199,11 @@ class StepGraphs:
 
     def _batch(self, slots: Tensor, scheduled: Tensor, shape: StepShape, key: BatchDescriptor | None) -> ForwardBatch:
         groups = self._ops.prepare_inputs(slots, scheduled, shape)
+        if key is not None and key.has_common_prefix:
+            first = self._num_columns * key.num_reqs
+            lengths = self._columns[first : first + len(groups)].view(torch.int32)[::2]
+            for group, common in enumerate(groups):
+                common.common_prefix = lengths[group : group + 1]
         num_tokens = shape.num_padded_tokens
         return ForwardBatch(
             input_ids=self._buffers.input_ids[:num_tokens],
