@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.runtime import INTERPRETED, dot, launch_options, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -254,6 +255,8 @@ def _kernel(
     tl.store(at, acc.to(output.dtype.element_ty), is_number)
 
 
+_launch = Launcher(_kernel)
+
 SHORT = 32  # rows of a tile that have no use for a larger one
 
 
@@ -353,13 +356,22 @@ def prefill_attention(
     block_m, block_n, num_warps, num_stages = tiles or choose_tiles(query.dtype, head_dim, group, max_query_len)
     # A row needs at most one program more than its share of the tokens.
     grid = (num_kv_heads, num_tokens // (block_m // group) + num_reqs - first_row)
-    _kernel[grid](
-        query, k_cache, v_cache, output, query_start_loc, seq_lens, block_table, sinks, alibi_slopes,
-        query.stride(0), output.stride(0), block_table.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        first_row, num_reqs, scale, soft_cap or 0.0, sliding_window or 0,
-        G=group, D=head_dim, BLOCK_D=max(triton.next_power_of_2(head_dim), 16), BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_SIZE=k_cache.shape[1], CAUSAL=causal, WINDOW=sliding_window is not None, SOFT_CAP=soft_cap is not None,
-        SINKS=sinks is not None, ALIBI=alibi_slopes is not None, SKIP_SINGLE=skip_single, PDL=pdl,
-        num_warps=num_warps, num_stages=num_stages, **launch_options(pdl),
+    constants = {
+        "G": group, "D": head_dim, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16), "BLOCK_M": block_m,
+        "BLOCK_N": block_n, "BLOCK_SIZE": k_cache.shape[1], "CAUSAL": causal, "WINDOW": sliding_window is not None,
+        "SOFT_CAP": soft_cap is not None, "SINKS": sinks is not None, "ALIBI": alibi_slopes is not None,
+        "SKIP_SINGLE": skip_single, "PDL": pdl,
+    }  # fmt: skip
+    strides = (query.stride(0), output.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3])
+    key = (
+        *constants.values(), num_warps, num_stages, *strides, sliding_window, query.dtype, k_cache.dtype, query.device.index,
+        sinks is not None and sinks.dtype, alibi_slopes is not None and alibi_slopes.dtype,
+        alignment(query, k_cache, v_cache, output, query_start_loc, seq_lens, block_table, sinks, alibi_slopes),
     )  # fmt: skip
+    arguments = (
+        query, k_cache, v_cache, output, query_start_loc, seq_lens, block_table, sinks, alibi_slopes,
+        *strides[:2], block_table.stride(0), *strides[2:], first_row, num_reqs, scale, soft_cap or 0.0, sliding_window or 0,
+    )  # fmt: skip
+    options = launch_options(pdl)
+    _launch(key, grid, arguments, constants, num_warps=num_warps, num_stages=num_stages, **options)
     return output

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.runtime import launch_options
 
 if TYPE_CHECKING:
@@ -310,6 +311,9 @@ def _kernel(
     )  # fmt: skip
 
 
+_launch = Launcher(_kernel)
+
+
 class _Memory(NamedTuple):
     """What a descriptor needs of a tensor; it keeps no pool alive."""
 
@@ -388,11 +392,20 @@ def hopper_prefill(
     k_pages, k_block_rows, k_head_rows, k_head_columns = _page_rows(k_cache)
     v_pages, v_block_rows, v_head_rows, v_head_columns = _page_rows(v_cache)
     grid = (num_kv_heads, num_tokens // (2 * (ROWS // group)) + num_reqs - first_row)
-    _kernel[grid](
-        query, k_pages, v_pages, output, query_start_loc, seq_lens, block_table, sinks,
+    constants = {
+        "G": group, "D": head_dim, "BLOCK_N": BLOCK_N, "STAGES": stages, "BLOCK_SIZE": k_cache.shape[1], "CAUSAL": causal,
+        "WINDOW": sliding_window is not None, "SINKS": sinks is not None, "SKIP_SINGLE": skip_single, "PDL": pdl,
+    }  # fmt: skip
+    strides = (
         query.stride(0), output.stride(0), block_table.stride(0), k_block_rows, v_block_rows, k_head_rows, v_head_rows,
-        k_head_columns, v_head_columns, first_row, num_reqs, scale, sliding_window or 0,
-        G=group, D=head_dim, BLOCK_N=BLOCK_N, STAGES=stages, BLOCK_SIZE=k_cache.shape[1], CAUSAL=causal,
-        WINDOW=sliding_window is not None, SINKS=sinks is not None, SKIP_SINGLE=skip_single, PDL=pdl, num_warps=4,
-        **launch_options(pdl),
+        k_head_columns, v_head_columns,
     )  # fmt: skip
+    key = (
+        *constants.values(), *strides[:2], *strides[3:], sliding_window, query.dtype, query.device.index,
+        sinks is not None and sinks.dtype, alignment(query, output, query_start_loc, seq_lens, block_table, sinks),
+    )  # fmt: skip
+    arguments = (
+        query, k_pages, v_pages, output, query_start_loc, seq_lens, block_table, sinks,
+        *strides, first_row, num_reqs, scale, sliding_window or 0,
+    )  # fmt: skip
+    _launch(key, grid, arguments, constants, num_warps=4, **launch_options(pdl))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import QkNormRopeWriteKv, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
+from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -240,8 +241,9 @@ class TritonQkNormRopeWriteKv:
             "Q_UNIT_OFFSET": q_norm is not None and q_norm.unit_offset,
             "K_UNIT_OFFSET": k_norm is not None and k_norm.unit_offset,
             "ROPE": needs.rotary_dim > 0, "WRITES_KV": needs.writes_kv,
-            "num_warps": 8 if (heads + 2 * kv_heads) * head_dim >= 4096 else 4,
         }  # fmt: skip
+        num_warps = 8 if (heads + 2 * kv_heads) * head_dim >= 4096 else 4
+        launch = Launcher(_kernel)
         q_eps, k_eps = q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0
         cos_sin, q_weight, k_weight = tensors.cos_sin, tensors.q_norm, tensors.k_norm
         q_size = heads * head_dim
@@ -252,11 +254,17 @@ class TritonQkNormRopeWriteKv:
             num_tokens = qkv.shape[0]
             if num_tokens:
                 pdl = has_pdl(qkv.device)
-                _kernel[(num_tokens,)](
-                    qkv, positions, slot_mapping, k_cache, v_cache, cos_sin, q_weight, k_weight, qkv.stride(0),
-                    *k_cache.stride()[:3], *v_cache.stride()[:3], q_eps, k_eps,
-                    BLOCK_SIZE=k_cache.shape[1], PDL=pdl, **constants, **launch_options(pdl),
+                strides = (qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3])
+                block_size = k_cache.shape[1]
+                key = (
+                    *strides, block_size, qkv.dtype, k_cache.dtype, qkv.device.index,
+                    alignment(qkv, positions, slot_mapping, k_cache, v_cache),
                 )  # fmt: skip
+                arguments = (
+                    qkv, positions, slot_mapping, k_cache, v_cache, cos_sin, q_weight, k_weight, *strides, q_eps, k_eps,
+                )  # fmt: skip
+                values = {**constants, "BLOCK_SIZE": block_size, "PDL": pdl}
+                launch(key, (num_tokens,), arguments, values, num_warps=num_warps, **launch_options(pdl))
             return qkv[:, :q_size].unflatten(1, (heads, head_dim))
 
         return qk_norm_rope_write_kv
