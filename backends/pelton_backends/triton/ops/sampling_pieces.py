@@ -1,0 +1,92 @@
+"""What the sampling kernels share: order of floats, random numbers, the end of a row, picking by one number.
+
+Values are compared by integer keys that have the floats' order: NaN above everything, -0 equal to 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(32)  # tokens of a group: one line of 128 B
+LOWEST_KEY = tl.constexpr(-2147483648)  # below every float's key
+MINUS_INF_KEY = tl.constexpr(-2139095041)
+INF_KEY = tl.constexpr(2139095040)
+
+OK = tl.constexpr(0)  # as in pelton.sampling.sampler
+NOT_FINITE = tl.constexpr(1)
+NOTHING_ALLOWED = tl.constexpr(2)
+
+
+@triton.jit
+def order_key(x):
+    """float32 -> int32, of the same order."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(x != x, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def key_value(key):
+    """The float32 of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mix(value):
+    """splitmix64's (Steele, Lea, Flood, OOPSLA 2014), on int64 as pelton.sampling.random has it."""
+    value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return value ^ ((value >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def uniform(seed, position):
+    """int64, int64 -> float64 in (0, 1): the number of `pelton.sampling.random.uniform`, to the bit."""
+    bits = _mix(_mix(seed - 7046029254386353131) ^ _mix(position * -7046029254386353131 - 4658895280553007687))
+    return (((bits >> 16) & 0xFFFFFFFFFFFF).to(tl.float64) + 0.5) * 3.552713678800501e-15
+
+
+@triton.jit
+def finish_row(row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V):
+    """Write a row's result and advance its request; `counts` of a side row takes the token."""
+    position = tl.load(num_computed_tokens + slot) + 1
+    tl.store(result + 2 * row, token)
+    tl.store(result + 2 * row + 1, code)
+    tl.store(token_ids + slot * token_stride + tl.minimum(position, token_stride - 1), token)
+    tl.store(num_computed_tokens + slot, position)
+    side_slot = tl.load(side_slots + slot)
+    if side_slot >= 0:
+        counted = counts + side_slot * V + token
+        tl.store(counted, tl.load(counted) + 1)
+
+
+@triton.jit
+def pick_chunk(sums, number, CHUNKS: tl.constexpr):
+    """sums [CHUNKS] float64 -> (chunk in which the running sum passes number * total, what is left of it there)."""
+    place = tl.arange(0, CHUNKS)
+    running = tl.cumsum(sums, 0)
+    target = number * tl.max(running, 0)
+    chunk = tl.sum((running <= target).to(tl.int32), 0)
+    chunk = tl.minimum(chunk, tl.max(tl.where(sums > 0, place, 0), 0))
+    return chunk, target - tl.max(tl.where(place < chunk, running, 0.0), 0)
+
+
+@triton.jit
+def pick_token(weights, ids, target, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """weights [GROUPS, GROUP_SIZE] float32, groups in the order of tokens; ids [GROUPS] of the groups -> token.
+
+    The first token at which the running sum (float64) is above `target`; never one of weight 0, unless all are.
+    """
+    sums = tl.sum(weights.to(tl.float64), 1)
+    place = tl.arange(0, GROUPS)
+    running = tl.cumsum(sums, 0)
+    row = tl.sum((running <= target).to(tl.int32), 0)
+    row = tl.minimum(row, tl.max(tl.where(sums > 0, place, 0), 0))
+    left = target - tl.max(tl.where(place < row, running, 0.0), 0)
+    is_row = place == row
+    inside = tl.sum(tl.where(is_row[:, None], weights, 0.0), 0).to(tl.float64)
+    lane = tl.arange(0, GROUP_SIZE)
+    column = tl.sum((tl.cumsum(inside, 0) <= left).to(tl.int32), 0)
+    column = tl.minimum(column, tl.max(tl.where(inside > 0, lane, 0), 0))
+    return tl.sum(tl.where(is_row, ids, 0), 0) * GROUP_SIZE + column

@@ -1,0 +1,312 @@
+"""Kernels of sampling: one pass over the logits, then one program a row that picks the token.
+
+n rows of logits, V tokens, cut into groups of 32 tokens and chunks of `CHUNK_GROUPS` groups; C chunks, N groups a row.
+
+`greedy_kernel`, grid (n, C): best of each chunk; a row's last program to arrive compares them and ends the row.
+
+`scan_kernel`, grid (n, C): writes for each chunk the key of its best logit and the sum of exp((l - best of the chunk) /
+temperature); for rows with filters also the key of each group's best logit.
+
+`pick_kernel`, grid (n): a row without filters finds its chunk by the running sum of the chunks, then its token in it. A row
+with filters takes the tokens that may stay from the groups with the largest bests: t, such that at most `ROOM` groups
+have a best >= t, is found by bisection over group keys, and then {l >= t} lies in these groups, is gathered, and cut
+down to min_p, top_k and top_p by bisection over float keys: exact, in registers. When that set is too small to know the
+threshold (a nucleus of more than a few hundred tokens, a large top_k), the row is left to `sampling_wide.wide_kernel`.
+
+No sort, no value is read by the host, one number u = uniform(seed, position) decides: the token is the first whose running
+sum (in token order) of the kept weights exceeds u times their total.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pelton_backends.triton.ops.sampling_pieces import (
+    GROUP,
+    INF_KEY,
+    LOWEST_KEY,
+    MINUS_INF_KEY,
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    OK,
+    finish_row,
+    key_value,
+    order_key,
+    pick_chunk,
+    pick_token,
+    uniform,
+)
+from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def greedy_kernel(
+    logits,
+    slots,
+    result,
+    best,
+    arrived,
+    token_ids,
+    num_computed_tokens,
+    side_slots,
+    counts,
+    row_stride,
+    token_stride,
+    padding_slot,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """best [n, CHUNKS] int64: key of the best logit, then the lowest token of that key; arrived [n] int32, zeros before and after."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    slot = tl.load(slots + row)
+    if slot == padding_slot:
+        if chunk == 0:
+            tl.store(result + 2 * row, 0)
+            tl.store(result + 2 * row + 1, 0)
+    else:
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
+        values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
+        keys = order_key(values)
+        top = tl.max(keys, 0)
+        token = tl.min(tl.where(keys == top, place, V), 0)
+        packed = (top.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+        tl.store(best + row * CHUNKS + chunk, packed)
+        if tl.atomic_add(arrived + row, 1, sem="acq_rel") == CHUNKS - 1:
+            other = tl.arange(0, CHUNKS_BLOCK)
+            found = tl.load(
+                best + row * CHUNKS + other, mask=other < CHUNKS, other=-9223372036854775807, cache_modifier=".cg"
+            )
+            largest = tl.max(found, 0)
+            top = (largest >> 32).to(tl.int32)
+            token = tl.minimum(0x7FFFFFFF - (largest & 0x7FFFFFFF), V - 1).to(tl.int32)
+            code = tl.where((top >= INF_KEY) | (top <= MINUS_INF_KEY), NOT_FINITE, OK)
+            finish_row(
+                row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V
+            )
+            tl.store(arrived + row, 0)
+
+
+@triton.jit
+def scan_kernel(
+    logits,
+    slots,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    chunk_best,
+    chunk_sum,
+    group_best,
+    row_stride,
+    padding_slot,
+    V: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK_GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """chunk_best [n, CHUNKS] int32 keys; chunk_sum [n, CHUNKS] float64; group_best [n, GROUPS] int32 keys."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    slot = tl.load(slots + row)
+    if slot != padding_slot:
+        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
+        place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
+        keys = tl.max(order_key(values), 1)
+        best = tl.max(keys, 0)
+        tl.store(chunk_best + row * CHUNKS + chunk, best)
+        warmth = tl.load(temperature + slot)
+        if warmth > 0:
+            top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
+            weights = tl.exp2((values - top) * (LOG2_E / warmth))
+            tl.store(chunk_sum + row * CHUNKS + chunk, tl.sum(tl.sum(weights, 1).to(tl.float64), 0))
+            is_filtered = (tl.load(top_k + slot) < V) | (tl.load(top_p + slot) < 1.0) | (tl.load(min_p + slot) > 0.0)
+            if is_filtered:
+                tl.store(group_best + row.to(tl.int64) * GROUPS + group, keys, mask=group < GROUPS)
+
+
+@triton.jit
+def _room_threshold(keys, least, best, wanted, ROOM: tl.constexpr):
+    """keys of groups -> (t, groups at or above it): at most ROOM, and where that can be, `wanted` at least; t >= `least`."""
+    count = tl.sum((keys >= least).to(tl.int32), 0)
+    low, high = least.to(tl.int64), best.to(tl.int64) + 1
+    above = tl.sum((keys > best).to(tl.int32), 0)
+    if count <= ROOM:
+        high = low
+        above = count
+    while (high - low > 1) & (above < wanted):
+        middle = low + (high - low) // 2
+        count = tl.sum((keys.to(tl.int64) >= middle).to(tl.int32), 0)
+        if count > ROOM:
+            low = middle
+        else:
+            high = middle
+            above = count
+    return high.to(tl.int32), above
+
+
+@triton.jit
+def _kth_key(keys, wanted, count, lowest, highest):
+    """The greatest t at which `wanted` of the keys are >= t; `count` of them are >= lowest, none is > highest."""
+    low, high = lowest.to(tl.int64), highest.to(tl.int64) + 1
+    while (high - low > 1) & (count > wanted):
+        middle = low + (high - low) // 2
+        found = tl.sum(tl.sum((keys.to(tl.int64) >= middle).to(tl.int32), 1), 0)
+        if found >= wanted:
+            low = middle
+            count = found
+        else:
+            high = middle
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _nucleus_key(keys, weights, needed, lowest, highest):
+    """The greatest t at which the weights of the keys >= t sum to `needed`; those of all that are >= lowest do."""
+    low, high = lowest.to(tl.int64), highest.to(tl.int64) + 1
+    num_low = tl.sum(tl.sum((keys >= lowest).to(tl.int32), 1), 0)
+    num_high = tl.sum(tl.sum((keys > highest).to(tl.int32), 1), 0)
+    while (high - low > 1) & (num_low - num_high > 1):  # one key between the two: low is as good as that key
+        middle = low + (high - low) // 2
+        is_above = keys.to(tl.int64) >= middle
+        mass = tl.sum(tl.sum(tl.where(is_above, weights, 0.0).to(tl.float64), 1), 0)
+        found = tl.sum(tl.sum(is_above.to(tl.int32), 1), 0)
+        if mass >= needed:
+            low = middle
+            num_low = found
+        else:
+            high = middle
+            num_high = found
+    return low.to(tl.int32)
+
+
+@triton.jit
+def pick_kernel(
+    logits,
+    slots,
+    result,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    chunk_best,
+    raw_best,
+    chunk_sum,
+    group_best,
+    group_ids,
+    is_wide,
+    token_ids,
+    num_computed_tokens,
+    side_slots,
+    counts,
+    row_stride,
+    token_stride,
+    padding_slot,
+    V: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    CHUNK_GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    ROOM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """group_ids [n, ROOM] int32: scratch; is_wide [n] int32: 1 for a row that is left to `wide_kernel`."""
+    row = tl.program_id(0)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    slot = tl.load(slots + row)
+    if slot == padding_slot:
+        tl.store(result + 2 * row, 0)
+        tl.store(result + 2 * row + 1, 0)
+        tl.store(is_wide + row, 0)
+    else:
+        row_logits = logits + row.to(tl.int64) * row_stride
+        chunks = tl.arange(0, CHUNKS_BLOCK)
+        bests = tl.load(chunk_best + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=LOWEST_KEY)
+        best = tl.max(bests, 0)
+        code = tl.where((best >= INF_KEY) | (best <= MINUS_INF_KEY), NOT_FINITE, OK)
+        if SPLITS > 0:
+            raw = tl.max(tl.load(raw_best + row * SPLITS + tl.arange(0, SPLITS)), 0)
+            is_raw_bad = (raw >= INF_KEY) | (raw <= MINUS_INF_KEY)
+            changed_code = tl.where(is_raw_bad, NOT_FINITE, tl.where(code == OK, OK, NOTHING_ALLOWED))
+            code = tl.where(raw > LOWEST_KEY, changed_code, code)
+        warmth = tl.load(temperature + slot)
+        is_random = (warmth > 0) & (code == OK)
+        warmth = tl.where(is_random, warmth, 1.0)
+        number = uniform(tl.load(seeds + slot), tl.load(num_computed_tokens + slot) + 1)
+        least_p, most_p, most_k = tl.load(min_p + slot), tl.load(top_p + slot), tl.load(top_k + slot)
+        is_filtered = is_random & ((most_k < V) | (most_p < 1.0) | (least_p > 0.0))
+        top = tl.div_rn(key_value(best), warmth)
+        is_known = tl.full([], 1, tl.int1)
+
+        scale = tl.exp(tl.where(bests <= MINUS_INF_KEY, -float("inf"), tl.div_rn(key_value(bests), warmth) - top))
+        sums = tl.load(chunk_sum + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=0.0)
+        sums = tl.where(is_random, sums * scale, (bests == best).to(tl.float64))
+        slot_of_group = tl.arange(0, ROOM)
+        threshold = tl.full([], MINUS_INF_KEY, tl.int32)
+        least_key = threshold
+        least = top
+        if is_filtered:
+            groups = tl.arange(0, GROUPS_BLOCK)
+            keys = tl.load(group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)
+            # Below what min_p keeps, by more than the rounding of products and logarithm: the filter itself follows.
+            least = tl.where(least_p > 0, top + tl.log(least_p), -float("inf"))
+            margin = 1e-5 * (tl.abs(least) + tl.abs(top))
+            least_key = tl.where(least_p > 0, order_key((least - margin) * warmth), MINUS_INF_KEY)
+            wanted = tl.where(most_k < V, tl.minimum(tl.maximum(most_k, ROOM * 5 // 8), ROOM), ROOM * 5 // 8)
+            threshold, count = _room_threshold(keys, least_key, best, wanted.to(tl.int32), ROOM)
+            is_taken = keys >= threshold
+            at = tl.cumsum(is_taken.to(tl.int32), 0) - 1
+            tl.store(group_ids + row * ROOM + at, groups, mask=is_taken)
+            tl.debug_barrier()
+            ids = tl.load(group_ids + row * ROOM + slot_of_group, mask=slot_of_group < count, other=GROUPS)
+            target = number
+        else:
+            chunk, target = pick_chunk(sums, tl.where(is_random, number, 0.0), CHUNKS_BLOCK)
+            ids = tl.where(slot_of_group < CHUNK_GROUPS, chunk * CHUNK_GROUPS + slot_of_group, GROUPS)
+        place = ids[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
+        raw_keys = order_key(values)
+        scaled = tl.div_rn(values, warmth)
+        weights = tl.where(is_random, tl.exp(scaled - top), (raw_keys == best).to(tl.float32))
+        if is_filtered:
+            is_kept = (raw_keys >= threshold) & (raw_keys > MINUS_INF_KEY) & (scaled >= least)
+            keys_of_kept = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
+            highest = order_key(top)
+            lowest = tl.min(tl.min(tl.where(is_kept, keys_of_kept, highest), 1), 0)
+            num_kept = tl.sum(tl.sum(is_kept.to(tl.int32), 1), 0)
+            has_all = threshold <= least_key
+            if (most_k < V) & (num_kept >= most_k):
+                lowest = _kth_key(keys_of_kept, most_k.to(tl.int32), num_kept, lowest, highest)
+                has_all = tl.full([], 1, tl.int1)
+            weights = tl.where(keys_of_kept >= lowest, weights, 0.0)
+            total = tl.sum(tl.sum(weights.to(tl.float64), 1), 0)
+            is_known = has_all
+            if most_p < 1.0:
+                # Without top_k and min_p the nucleus may be known although not every token is.
+                needed = most_p.to(tl.float64) * tl.where(has_all, total, tl.sum(sums, 0))
+                is_known = has_all | ((most_k >= V) & (least_p <= 0) & (total >= needed))
+                if is_known:
+                    lowest = _nucleus_key(keys_of_kept, weights, needed, lowest, highest)
+                    weights = tl.where(keys_of_kept >= lowest, weights, 0.0)
+                    total = tl.sum(tl.sum(weights.to(tl.float64), 1), 0)
+            target = number * total
+        tl.store(is_wide + row, tl.where(is_known, 0, 1))
+        if is_known:
+            token = tl.minimum(pick_token(weights, ids, target, ROOM, GROUP), V - 1)
+            finish_row(
+                row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V
+            )
