@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
-from pelton_backends.triton.attention.cascade import LEAST_PREFIX, LEAST_ROWS, cascade_attention
+from pelton_backends.triton.attention.cascade import cascade_attention, pays
 from pelton_backends.triton.attention.decode import NewTokens, PartBuffers, decode_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.runtime import has_pdl
@@ -81,7 +81,7 @@ class TritonBackend(AttentionBackend):
         self._parts: PartBuffers | None = None
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
-        return self.needs.sliding_window is None and num_rows >= LEAST_ROWS and prefix_len >= LEAST_PREFIX
+        return self.needs.sliding_window is None and pays(num_rows, prefix_len)
 
     def reserve(self, max_key: BatchDescriptor) -> None:
         self._part_buffers(max_key.num_reqs)

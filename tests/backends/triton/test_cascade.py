@@ -4,8 +4,6 @@ import pytest
 import torch
 from pelton_paged_case import PagedCase
 
-from pelton.attention.metadata import CommonMetadata
-
 ODD = [(1, 96), (1, 97), (1, 130), (1, 111), (1, 300)]
 
 
@@ -78,21 +76,6 @@ def test_a_prefix_ends_with_a_block(device):
     case = PagedCase(device, ODD, shared=32)
     with pytest.raises(AssertionError, match="prefix_len is 24; expected a multiple of 16"):
         run(case, 24)
-
-
-@pytest.mark.parametrize(
-    "rows, prefix_len, expected", [(64, 2048, True), (64, 0, False), (1, 8192, False), (256, 16, False)]
-)
-def test_pays_for_many_rows_behind_a_long_prefix(rows, prefix_len, expected):
-    from pelton_backends.triton.attention.cascade import pays
-
-    nothing = torch.empty(0)
-    common = CommonMetadata(
-        query_start_loc=nothing, seq_lens=nothing, block_table=nothing, slot_mapping=nothing, num_reqs=rows,
-        num_tokens=rows, num_actual_tokens=rows, num_decode_rows=rows, num_decode_tokens=rows, max_query_len=1,
-        max_seq_len=10_000, common_prefix_len=prefix_len,
-    )  # fmt: skip
-    assert pays(common) is expected
 
 
 @pytest.mark.gpu

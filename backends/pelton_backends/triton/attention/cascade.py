@@ -18,8 +18,6 @@ from pelton_backends.triton.runtime import INTERPRETED, launch_options, let_next
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.attention.metadata import CommonMetadata
-
 _LOG2E = tl.constexpr(LOG2E)
 _TINY = tl.constexpr(1e-38)
 MOST_SPLITS = 16
@@ -27,9 +25,9 @@ LEAST_ROWS = 8
 LEAST_PREFIX = 256
 
 
-def pays(common: CommonMetadata) -> bool:
-    """Whether the step's rows of one token are worth two launches and a merge; from numbers that the host has."""
-    return common.common_prefix_len >= LEAST_PREFIX and common.num_decode_rows >= LEAST_ROWS
+def pays(num_rows: int, prefix_len: int) -> bool:
+    """Whether a step of decode rows gains by it; what it replaces is one launch that norms, rotates and writes as well."""
+    return num_rows >= LEAST_ROWS and prefix_len >= LEAST_PREFIX
 
 
 @triton.jit

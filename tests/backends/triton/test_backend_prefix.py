@@ -1,0 +1,79 @@
+"""Decode steps whose rows share a prefix, eager and as captured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pelton.attention.metadata import BatchDescriptor
+from pelton.testing.attention import AttentionCase, AttentionStep
+from pelton_backends.triton import backend as backend_module
+from pelton_backends.triton.attention.cascade import pays
+from pelton_backends.triton.backend import TritonBackend
+from pelton_backends.triton.runtime import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PREFIX = 512
+CASE = AttentionCase(rows=tuple((1, PREFIX + 5 * row) for row in range(16)), num_heads=2, num_kv_heads=1, num_padding=2)
+
+
+def shared_step(case: AttentionCase, prefix: int) -> AttentionStep:
+    """Every row starts with row 0's blocks."""
+    step = AttentionStep(TritonBackend, case, DEVICE)
+    for row in range(1, len(case.rows)):
+        count = prefix // case.block_size
+        step.tables[row][:count] = step.tables[0][:count]
+        step.keys[row][:prefix], step.values[row][:prefix] = step.keys[0][:prefix], step.values[0][:prefix]
+    step.common = step._common()
+    step.common.common_prefix_len = prefix
+    step.common.common_prefix = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
+    step.write()
+    return step
+
+
+@pytest.fixture
+def cascades(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The prefix lengths that cascade attention was called with."""
+    calls: list[object] = []
+    real = backend_module.cascade_attention
+
+    def spy(*args, prefix_len, **rest):
+        calls.append(prefix_len)
+        return real(*args, prefix_len=prefix_len, **rest)
+
+    monkeypatch.setattr(backend_module, "cascade_attention", spy)
+    return calls
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, 16])
+def test_an_eager_step_reads_a_long_prefix_once(cascades: list[object], prefix: int) -> None:
+    step = shared_step(CASE, prefix)
+    torch.testing.assert_close(step.run().double().cpu(), step.expected(), atol=2e-5, rtol=2e-5)
+    assert cascades == ([PREFIX] if prefix == PREFIX else [])
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, 32, 0])
+def test_a_captured_step_reads_the_length_on_the_device(cascades: list[object], prefix: int) -> None:
+    step = shared_step(CASE, prefix)
+    key = BatchDescriptor(num_tokens=18, num_reqs=18, uniform_query_len=1, has_common_prefix=True)
+    metadata = step.backend.build(step.common, key)
+    output = step.backend.forward(step.layer, step.query, metadata, torch.full_like(step.query, torch.nan))
+    torch.testing.assert_close(output[:16].double().cpu(), step.expected(), atol=2e-5, rtol=2e-5)
+    assert cascades == [step.common.common_prefix]
+
+
+def test_a_window_has_no_use_for_it(cascades: list[object]) -> None:
+    step = shared_step(replace(CASE, sliding_window=100), 16)
+    step.common.common_prefix_len = PREFIX
+    torch.testing.assert_close(step.run().double().cpu(), step.expected(), atol=2e-5, rtol=2e-5)
+    assert not cascades
+
+
+@pytest.mark.parametrize(
+    "rows, prefix, expected", [(64, 2048, True), (64, 0, False), (1, 8192, False), (256, 16, False)]
+)
+def test_pays_for_many_rows_behind_a_long_prefix(rows: int, prefix: int, expected: bool) -> None:
+    step = AttentionStep(TritonBackend, AttentionCase(rows=((1, 3),)), DEVICE)
+    assert pays(rows, prefix) is step.backend.uses_common_prefix(rows, prefix) is expected
