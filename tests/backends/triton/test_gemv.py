@@ -108,30 +108,32 @@ def test_tiles_cover_the_columns_once(dtype, num_rows, in_features):
             chunk = tile.W * tile.C * 32
             assert (tile.NUM - 1) * chunk < in_features <= tile.NUM * chunk
             assert 1 <= tile.AHEAD <= tile.NUM
-            assert tile.J % num_matrices == 0
+            assert tile.R % num_matrices == 0
+            assert tile.R % 8 == 0 or not tile.DOT
 
 
-LARGE = [  # hidden size, q + k + v, O's input, intermediate size
-    pytest.param(1024, 4096, 2048, 3072, id="0.6B"),
-    pytest.param(4096, 6144, 4096, 14336, id="8B"),
-    pytest.param(8192, 10240, 8192, 28672, id="70B"),
-    pytest.param(2304, 4096, 2048, 9216, id="gemma-2b"),
+LARGE = [
+    pytest.param(GemvAddNormLinear, 1024, 4096, {}, id="0.6B-qkv"),
+    pytest.param(GemvLinear, 2048, 1024, {"norm": False}, id="0.6B-o"),
+    pytest.param(GemvAddNormGatedLinear, 1024, 6144, {"activation": "silu"}, id="0.6B-gate-up"),
+    pytest.param(GemvLinear, 3072, 1024, {"norm": False}, id="0.6B-down"),
+    pytest.param(GemvAddNormLinear, 4096, 6144, {}, id="8B-qkv"),
+    pytest.param(GemvLinear, 4096, 4096, {"norm": False}, id="8B-o"),
+    pytest.param(GemvAddNormGatedLinear, 4096, 28672, {"activation": "silu"}, id="8B-gate-up"),
+    pytest.param(GemvLinear, 14336, 4096, {"norm": False}, id="8B-down"),
+    pytest.param(GemvAddNormLinear, 8192, 10240, {"bias": True}, id="70B-qkv"),
+    pytest.param(GemvAddNormLinear, 2304, 4096, {"post_norm": True, "unit_offset": True}, id="gemma-2b-qkv"),
+    pytest.param(GemvAddNormGatedLinear, 896, 9728, {"activation": "gelu_tanh", "row_gap": 64}, id="0.5B-gate-up"),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden_size, qkv, heads, width", LARGE)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
-def test_large_shapes(num_rows, dtype, hidden_size, qkv, heads, width, device):
-    post = {"post_norm": True, "unit_offset": True} if hidden_size == 2304 else {}
-    for implementation, sizes, options in (
-        (GemvAddNormLinear, (hidden_size, qkv), post),
-        (GemvLinear, (heads, hidden_size), {"norm": False}),
-        (GemvAddNormGatedLinear, (hidden_size, 2 * width), {"activation": "silu"} | post),
-        (GemvLinear, (width, hidden_size), {"norm": False}),
-    ):
-        oracle.check(oracle.make_case(num_rows, *sizes, dtype, device, **options), implementation)
+@pytest.mark.parametrize("implementation, in_features, out_features, options", LARGE)
+@pytest.mark.parametrize(
+    "num_rows, dtype", [(1, torch.bfloat16), (2, torch.bfloat16), (3, torch.float16), (8, torch.bfloat16)]
+)
+def test_large_shapes(implementation, in_features, out_features, options, num_rows, dtype, device):
+    oracle.check(oracle.make_case(num_rows, in_features, out_features, dtype, device, **options), implementation)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,15 @@
 """Matrix-vector kernels: one to eight rows times a plain weight matrix, bound by reading the weights once.
 
 Shapes   T = num_tokens <= M (a power of two), K = in_features, N = out_features.
-Tile     A program has 8 J rows of the weight by all of K, cut into NUM pieces of W C 32 columns: W warps with C times 32
-         columns each. A thread loads 16 bytes, eight neighbours of one row, as often as there are (j, c).
-Product  On tensor cores (16-bit dtypes), the weights as the left operand, straight from the registers they were loaded to:
-         columns are summed in whatever order, so the eight neighbours of a thread stand for the columns that the
-         instruction wants from it (see `left_operand`). Each warp sums over its columns, then the warps are summed.
-Order    All weights of the tile are loaded into registers before `wait_for_inputs`: a program that starts while the
-         kernel before it still runs has its weights when its inputs arrive.
+Tile     A program has R rows of the weight by all of K, cut into NUM pieces of P = W C 32 columns, W warps. AHEAD of the
+         pieces are in registers at a time; a thread loads 16 bytes at once, eight neighbours of a row of a 16-bit type.
+Product  DOT: on tensor cores, the weights as the left operand, straight from the registers they were loaded to: columns are
+         summed in whatever order, so the eight neighbours of a thread stand for the columns that the instruction wants from
+         it (see `left_operand`). R is a multiple of 8; each warp sums over C 32 columns of a piece, then the warps are summed.
+         Without DOT: multiplied and added in float32. For float32 (tensor cores would round it), and for one row and large
+         matrices: a warp reads 512 neighbouring bytes where DOT reads 64 of eight rows, which memory likes better.
+Order    The first pieces are loaded before `wait_for_inputs`: a program that starts while the kernel before it still runs
+         has its weights when its inputs arrive.
 Numbers  Products are accumulated in float32 and rounded once to the model's dtype, after the bias.
 """
 
@@ -25,23 +27,26 @@ INTERPRETED_DOT: tl.constexpr = tl.constexpr(INTERPRETED)  # Triton's interprete
 @triton.jit
 def load_piece(
     weight, first, i: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    W: tl.constexpr, J: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Piece i of a program's tile, [8, W, J, C, 32], of weight [PARTS N, K]; zeros outside.
+    """Piece i of a program's tile of weight [PARTS N, K]; zeros outside. [8, W, R / 8, C, 32] with DOT, else [R, P].
 
-    Rows first .. first + 8 J / PARTS - 1 of each part: along J the parts follow each other.
+    Rows first .. first + R / PARTS - 1 of each part: along R the parts follow each other.
     """
-    g = tl.arange(0, 8)[:, None, None, None, None]
-    w = tl.arange(0, W)[None, :, None, None, None]
-    j = tl.arange(0, J)[None, None, :, None, None]
-    c = tl.arange(0, C)[None, None, None, :, None]
-    cols = (w * C + c) * 32 + tl.arange(0, 32)[None, None, None, None, :]
-    row = first + j % (J // PARTS) * 8 + g
+    if DOT:
+        w = tl.arange(0, W)[None, :, None, None, None]
+        c = tl.arange(0, C)[None, None, None, :, None]
+        cols = (w * C + c) * 32 + tl.arange(0, 32)[None, None, None, None, :]
+        r = tl.arange(0, R // 8)[None, None, :, None, None] * 8 + tl.arange(0, 8)[:, None, None, None, None]
+    else:
+        cols = tl.arange(0, W * C * 32)[None, :]
+        r = tl.arange(0, R)[:, None]
+    row = first + r % (R // PARTS)
     offset: tl.constexpr = i * W * C * 32
-    piece = weight + (row + j // (J // PARTS) * N).to(tl.int64) * K + cols + offset
+    piece = weight + (row + r // (R // PARTS) * N).to(tl.int64) * K + cols + offset
     if offset + W * C * 32 > K:
         return tl.load(piece, mask=(row < N) & (cols + offset < K), other=0.0, eviction_policy="evict_first")
-    elif N % (8 * J // PARTS) != 0:
+    elif N % (R // PARTS) != 0:
         return tl.load(piece, mask=row < N, other=0.0, eviction_policy="evict_first")
     else:
         return tl.load(piece, eviction_policy="evict_first")
@@ -50,12 +55,12 @@ def load_piece(
 @triton.jit
 def load_tile(
     weight, first, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The first AHEAD pieces."""
     pieces = ()
     for i in tl.static_range(AHEAD):
-        pieces += (load_piece(weight, first, i, N, K, PARTS, W, J, C),)
+        pieces += (load_piece(weight, first, i, N, K, PARTS, W, R, C, DOT),)
     return pieces
 
 
@@ -110,14 +115,14 @@ def added(hidden, residual, NUM: tl.constexpr):
 
 
 @triton.jit
-def left_operand(piece, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr):
-    """[8, W, J, C, 32] -> [W, 8 J, 32 C] without moving a number between threads.
+def left_operand(piece, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """[8, W, R / 8, C, 32] -> [W, R, 32 C] without moving a number between threads.
 
     Lane 4 g + t has numbers 8 t .. 8 t + 7 of row g. The instruction (16 rows, 16 columns) wants from it columns 2 t, 2 t + 1,
     2 t + 8, 2 t + 9: so number 8 t + 4 s + 2 h + b is taken for column 16 s + 8 h + 2 t + b.
     """
-    piece = tl.reshape(piece, [8, W, J, C, 4, 2, 2, 2])  # g w j c t s h b
-    return tl.reshape(tl.permute(piece, [1, 2, 0, 3, 5, 6, 4, 7]), [W, 8 * J, 32 * C])
+    piece = tl.reshape(piece, [8, W, R // 8, C, 4, 2, 2, 2])  # g w j c t s h b
+    return tl.reshape(tl.permute(piece, [1, 2, 0, 3, 5, 6, 4, 7]), [W, R, 32 * C])
 
 
 @triton.jit
@@ -130,38 +135,62 @@ def right_operand(piece, M: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def product(
     tile, x, weight, first, x_start, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
-    W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program's tile times rows x [M, K] -> [8 J, M] float32.
+    """A program's tile times rows x [M, K] -> [R, M] float32.
 
     tile and x hold the first AHEAD and X_AHEAD of the NUM pieces; each further one is loaded when an earlier one is used up.
     """
-    total = tl.zeros([W, 8 * J, M], tl.float32)
+    if DOT:
+        total = tl.zeros([W, R, M], tl.float32)
+    else:
+        total = no_sums(R, W * C * 32, M)
     for i in tl.static_range(NUM):
-        if tile[i].dtype == tl.float32:
-            total += exact_product(tile[i], x[i], M, W, J, C)
-        else:
-            left, right = left_operand(tile[i], W, J, C), right_operand(x[i], M, W, C)
+        if DOT:
+            left, right = left_operand(tile[i], W, R, C), right_operand(x[i], M, W, C)
             if INTERPRETED_DOT:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total)
+        else:
+            total = added_products(total, tile[i].to(tl.float32), x[i].to(tl.float32), M)
         if i + AHEAD < NUM:
-            tile += (load_piece(weight, first, i + AHEAD, N, K, PARTS, W, J, C),)
+            tile += (load_piece(weight, first, i + AHEAD, N, K, PARTS, W, R, C, DOT),)
         if i + X_AHEAD < NUM:
             x += (load_rows_piece(x_start, i + X_AHEAD, K, W * C * 32),)
-    return tl.sum(total, axis=0)
+    if DOT:
+        return tl.sum(total, axis=0)
+    else:
+        return columns_of_sums(total, R, M)
 
 
 @triton.jit
-def exact_product(piece, x, M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr):
-    """Of one piece, without tensor cores, which round float32: [W, 8 J, M]."""
-    m = tl.arange(0, M)
-    result = tl.zeros([W, 8 * J, M], tl.float32)
-    for row in tl.static_range(M):
-        x_row = tl.reshape(tl.sum(tl.where(m[:, None] == row, x, 0.0), axis=0), [1, W, 1, C, 32])
-        column = tl.sum(tl.sum(piece * x_row, axis=4), axis=3)  # [8, W, J]
-        column = tl.reshape(tl.permute(column, [1, 2, 0]), [W, 8 * J, 1])
-        result += tl.where(m[None, None, :] == row, column, 0.0)
+def no_sums(R: tl.constexpr, P: tl.constexpr, M: tl.constexpr):
+    """A zero [R, P] for each of M rows."""
+    totals = ()
+    for _ in tl.static_range(M):
+        totals += (tl.zeros([R, P], tl.float32),)
+    return totals
+
+
+@triton.jit
+def added_products(totals, piece, x, M: tl.constexpr):
+    """totals[m] + piece [R, P] * row m of x [M, P], for each m."""
+    result = ()
+    for m in tl.static_range(M):
+        row = x
+        if M > 1:
+            row = tl.sum(tl.where(tl.arange(0, M)[:, None] == m, x, 0.0), axis=0)[None, :]
+        result += (totals[m] + piece * row,)
+    return result
+
+
+@triton.jit
+def columns_of_sums(totals, R: tl.constexpr, M: tl.constexpr):
+    """totals[m] [R, P] summed over P -> [R, M]."""
+    result = tl.sum(totals[0], axis=1)[:, None]
+    for m in tl.static_range(1, M):
+        result = tl.where(tl.arange(0, M)[None, :] == m, tl.sum(totals[m], axis=1)[:, None], result)
     return result
 
 
@@ -207,13 +236,13 @@ def add_norm_linear_kernel(
     num_tokens, hidden_stride, residual_stride,
     HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = W * C * 32
     pid = tl.program_id(0)
-    first = pid * 8 * J
-    tile = load_tile(weight, first, N, K, 1, W, J, C, AHEAD)
+    first = pid * R
+    tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
     norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     post_pieces = norm_pieces
     if HAS_POST:
@@ -224,28 +253,28 @@ def add_norm_linear_kernel(
         hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
         residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
     )  # fmt: skip
-    y = product(tile, x, weight, first, weight, N, K, 1, M, W, J, C, NUM, AHEAD, NUM)
+    y = product(tile, x, weight, first, weight, N, K, 1, M, W, R, C, NUM, AHEAD, NUM, DOT)
     if HAS_BIAS:
-        y = add_bias(y, bias, first, N, 8 * J)
-    store_output(out, y, first, num_tokens, N, M, 8 * J)
+        y = add_bias(y, bias, first, N, R)
+    store_output(out, y, first, num_tokens, N, M, R)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     x, weight, bias, out, num_tokens, stride, HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
-    X_AHEAD: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    X_AHEAD: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * 8 * J
-    tile = load_tile(weight, first, N, K, 1, W, J, C, AHEAD)
+    first = tl.program_id(0) * R
+    tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     start = x + tl.minimum(tl.arange(0, M), num_tokens - 1)[:, None] * stride
     x_pieces = load_rows(start, K, W * C * 32, X_AHEAD)
-    y = product(tile, x_pieces, weight, first, start, N, K, 1, M, W, J, C, NUM, AHEAD, X_AHEAD)
+    y = product(tile, x_pieces, weight, first, start, N, K, 1, M, W, R, C, NUM, AHEAD, X_AHEAD, DOT)
     if HAS_BIAS:
-        y = add_bias(y, bias, first, N, 8 * J)
-    store_output(out, y, first, num_tokens, N, M, 8 * J)
+        y = add_bias(y, bias, first, N, R)
+    store_output(out, y, first, num_tokens, N, M, R)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -254,15 +283,15 @@ def add_norm_gated_linear_kernel(
     num_tokens, hidden_stride, residual_stride,
     HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N rows of gate, then N of up; a program has the same 4 J rows of both."""
+    """N rows of gate, then N of up; a program has the same R / 2 rows of both."""
     P: tl.constexpr = W * C * 32
-    R: tl.constexpr = 4 * J
+    H: tl.constexpr = R // 2
     pid = tl.program_id(0)
-    first = pid * R
-    tile = load_tile(weight, first, N, K, 2, W, J, C, AHEAD)
+    first = pid * H
+    tile = load_tile(weight, first, N, K, 2, W, R, C, AHEAD, DOT)
     norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     post_pieces = norm_pieces
     if HAS_POST:
@@ -273,14 +302,14 @@ def add_norm_gated_linear_kernel(
         hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
         residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
     )  # fmt: skip
-    y = product(tile, x, weight, first, weight, N, K, 2, M, W, J, C, NUM, AHEAD, NUM)
-    gate, up = tl.split(tl.permute(tl.reshape(y, [2, R, M]), [1, 2, 0]))
+    y = product(tile, x, weight, first, weight, N, K, 2, M, W, R, C, NUM, AHEAD, NUM, DOT)
+    gate, up = tl.split(tl.permute(tl.reshape(y, [2, H, M]), [1, 2, 0]))
     if HAS_BIAS:
-        gate = add_bias(gate, bias, first, N, R)
-        up = add_bias(up, bias + N, first, N, R)
+        gate = add_bias(gate, bias, first, N, H)
+        up = add_bias(up, bias + N, first, N, H)
     dtype = out.dtype.element_ty
     y = activated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
-    store_output(out, y, first, num_tokens, N, M, R)
+    store_output(out, y, first, num_tokens, N, M, H)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -289,13 +318,13 @@ def add_norm_logits_kernel(
     num_tokens, hidden_stride, residual_stride, soft_cap,
     HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, W: tl.constexpr, J: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows index [num_tokens] of hidden and residual; out [num_tokens, N] float32, never rounded to the model's dtype."""
     P: tl.constexpr = W * C * 32
-    first = tl.program_id(0) * 8 * J
-    tile = load_tile(weight, first, N, K, 1, W, J, C, AHEAD)
+    first = tl.program_id(0) * R
+    tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
     norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     post_pieces = norm_pieces
     if HAS_POST:
@@ -311,12 +340,12 @@ def add_norm_logits_kernel(
     if HAS_RESIDUAL:
         x = added(x, old, NUM)
     x = normed_rows(x, norm_pieces, eps, UNIT_OFFSET, K, NUM)
-    y = product(tile, x, weight, first, weight, N, K, 1, M, W, J, C, NUM, AHEAD, NUM)
+    y = product(tile, x, weight, first, weight, N, K, 1, M, W, R, C, NUM, AHEAD, NUM, DOT)
     if HAS_BIAS:
-        y = add_bias(y, bias, first, N, 8 * J)
+        y = add_bias(y, bias, first, N, R)
     if HAS_CAP:
         # tanh of the magnitude, so that exp does not overflow; off by some 1e-7 soft_cap.
         e = tl.exp(-2.0 * tl.abs(y) / soft_cap)
         tanh = (1.0 - e) / (1.0 + e)
         y = tl.where(y < 0, -tanh, tanh) * soft_cap
-    store_output(out, y, first, num_tokens, N, M, 8 * J)
+    store_output(out, y, first, num_tokens, N, M, R)

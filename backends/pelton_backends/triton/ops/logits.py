@@ -68,7 +68,7 @@ class _Head:
         num_rows = rows.shape[0]
         tile = self.tiles[num_rows]
         logits = torch.empty((num_rows, self.vocab_size), dtype=torch.float32, device=hidden.device)
-        add_norm_logits_kernel[(triton.cdiv(self.vocab_size, 8 * tile.J),)](
+        add_norm_logits_kernel[(triton.cdiv(self.vocab_size, tile.R),)](
             hidden, residual, rows, self.norm, self.post_norm, self.weight, self.bias, logits, self.eps, self.post_eps,
             num_rows, hidden.stride(0), 0 if residual is None else residual.stride(0), self.soft_cap or 0.0,
             HAS_RESIDUAL=residual is not None, HAS_BIAS=self.bias is not None, HAS_CAP=self.soft_cap is not None,
