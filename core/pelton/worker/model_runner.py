@@ -29,7 +29,7 @@ from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.kv_pool import KVPool
 from pelton.worker.pending import PendingOutput
-from pelton.worker.readback import HostCopies, StepOutput, read_back_all
+from pelton.worker.readback import HostCopies, HostPool, StepOutput, read_back_all
 from pelton.worker.staging import StagingRing
 from pelton.worker.step_graphs import LOGITS, StepGraphs
 from pelton.worker.step_ops import FULL, GREEDY, LOGPROBS, MASKED, StepOps
@@ -68,6 +68,7 @@ class ModelRunner:
         self.connectors: dict[str, WorkerConnector] = {}
         self.graphs: StepGraphs | None = None
         self._staging = StagingRing(num_staging_parts, 4096, state.device)
+        self._host_pool = HostPool()
         self._sampler = StepSampler(model, state, buffers, self._staging)
         self._pending: Step | None = None
         self._to_scrub: list[int] = []  # slots; added to by whoever reads results
@@ -179,7 +180,7 @@ class ModelRunner:
             found = self.ops.logprobs
             copies += [found.token_ids[:num_rows], found.logprobs[:num_rows], found.ranks[:num_rows]]
         rows = np.arange(num_rows)
-        launched = self._plain_output(output, started, rows, HostCopies(copies))
+        launched = self._plain_output(output, started, rows, HostCopies(copies, self._host_pool))
         if has_logprobs:
             launched.has_logprobs, launched.num_logprobs, launched.first_logprob = True, host.num_logprobs[slots], rows
         return launched
@@ -297,7 +298,7 @@ class ModelRunner:
         else:
             assert step.logits is not None
             sampled = self._sampler.sample(step, masks)
-            copies, fields = read_back_all(step, sampled, host.num_logprobs)
+            copies, fields = read_back_all(step, sampled, host.num_logprobs, self._host_pool)
             launched = self._plain_output(output, step.started, plan.sample_rows, copies)
             for name, value in fields.items():
                 setattr(launched, name, value)
@@ -329,7 +330,7 @@ class ModelRunner:
             result = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=state.device)
             self.ops.sample(variant)(step.logits, columns.sample_slots, result)
             copies.append(result)
-        return self._plain_output(step.output, step.started, plan.sample_rows, HostCopies(copies))
+        return self._plain_output(step.output, step.started, plan.sample_rows, HostCopies(copies, self._host_pool))
 
     def _plain_output(
         self, output: SchedulerOutput, started: float, sample_rows: npt.NDArray[np.int64], copies: HostCopies

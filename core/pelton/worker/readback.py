@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,21 +27,50 @@ if TYPE_CHECKING:
 
     from pelton.worker.step_sampler import Sampled, Step
 
+_LEAST_BYTES = 4096
+_ALIGNMENT = 16
+
+
+class HostPool:
+    """Pinned memory for results. It is used again and never freed while steps run: torch marks a pinned block that is freed by
+    an event on the streams that wrote it, and such an event in the middle of a capture spoils it and the block. The
+    worker's thread takes, whoever reads a result gives back."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._all: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """At least `num_bytes` of them."""
+        size = 1 << max(num_bytes - 1, _LEAST_BYTES - 1).bit_length()
+        free = self._free.setdefault(size, [])
+        if free:
+            return free.pop()
+        self._all.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        return self._all[-1]
+
+    def give(self, memory: Tensor) -> None:
+        self._free[memory.numel()].append(memory)
+
 
 class HostCopies:
     """Device tensors copied to pinned memory behind the current stream's work; on a CPU the tensors themselves."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], pool: HostPool) -> None:
         self._event: torch.Event | None = None
+        self._arrays: list[np.ndarray] | None = None
         if not tensors or tensors[0].device.type == "cpu":
-            self._copies = list(tensors)
+            self._arrays = [tensor.numpy() for tensor in tensors]
             return
-        device = tensors[0].device
+        ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
+        self._pool, self._memory = pool, pool.take(ends[-1])
         self._copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            for tensor in tensors
+            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(tensors, [0, *ends], strict=False)
         ]
-        self._event = torch.Event(device)
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        self._event = torch.Event(tensors[0].device)
         self._event.record()
 
     def ready(self) -> bool:
@@ -48,9 +78,12 @@ class HostCopies:
 
     def arrays(self) -> list[np.ndarray]:
         """Waits."""
-        if self._event is not None:
+        if self._arrays is None:
+            assert self._event is not None
             self._event.synchronize()
-        return [copy.numpy() for copy in self._copies]
+            self._arrays = [copy.numpy().copy() for copy in self._copies]
+            self._pool.give(self._memory)
+        return self._arrays
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,7 +166,9 @@ class StepOutput(PendingOutput):
         return not code and row not in self.errors
 
 
-def read_back_all(step: Step, sampled: Sampled, num_logprobs: Ints) -> tuple[HostCopies, dict[str, object]]:
+def read_back_all(
+    step: Step, sampled: Sampled, num_logprobs: Ints, pool: HostPool
+) -> tuple[HostCopies, dict[str, object]]:
     """Queue the copies of everything that was sampled; further fields of `StepOutput`. num_logprobs [S + 1]: by slot."""
     plan = step.plan
     tensors = [sampled.token_ids, sampled.num_accepted, sampled.codes]
@@ -148,4 +183,4 @@ def read_back_all(step: Step, sampled: Sampled, num_logprobs: Ints) -> tuple[Hos
         "num_logprobs": num_logprobs[plan.sample_slots],
         "first_logprob": np.searchsorted(plan.logprob_rows, plan.logit_starts[:-1]),
     }
-    return HostCopies(tensors), fields
+    return HostCopies(tensors, pool), fields

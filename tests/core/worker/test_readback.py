@@ -1,0 +1,56 @@
+"""Pinned memory of results is used again, at once, and never by two results at a time."""
+
+import numpy as np
+import pytest
+import torch
+
+from pelton.worker.readback import HostCopies, HostPool
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """Without a device nothing can be pinned."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+    return HostPool()
+
+
+def test_memory_is_used_again_by_size(pool):
+    first, second = pool.take(100), pool.take(100)
+    assert first.numel() == second.numel() == 4096 and first.data_ptr() != second.data_ptr()
+    large = pool.take(5000)
+    assert large.numel() == 8192
+    pool.give(first)
+    assert pool.take(4096).data_ptr() == first.data_ptr()
+    assert pool.take(4096).data_ptr() not in (first.data_ptr(), second.data_ptr())
+
+
+def test_nothing_of_a_dropped_result_is_freed(pool):
+    """Its copies may still be under way, and freeing is what a capture does not stand."""
+    address = pool.take(1).data_ptr()
+    assert pool.take(1).data_ptr() != address
+
+
+def test_on_a_cpu_results_are_the_tensors_themselves():
+    tensors = [torch.arange(4), torch.ones(2, 2)]
+    copies = HostCopies(tensors, HostPool())
+    assert copies.ready()
+    assert all(np.array_equal(a, t.numpy()) for a, t in zip(copies.arrays(), tensors, strict=True))
+    assert HostCopies([], HostPool()).arrays() == []
+
+
+@pytest.mark.gpu
+def test_copies_of_many_results_in_flight_do_not_mix():
+    pool = HostPool()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            tensors = [
+                [torch.full((n, 2), n, device="cuda", dtype=torch.int32), torch.full((n,), n / 2, device="cuda")]
+                for n in (0, 1, 5, 2000)
+            ]
+            copies = [HostCopies(pair, pool) for pair in tensors]
+            arrays = [copy.arrays() for copy in copies]
+            for pair, (tokens, halves) in zip(tensors, arrays, strict=True):
+                assert np.array_equal(tokens, pair[0].cpu().numpy()) and np.array_equal(halves, pair[1].cpu().numpy())
+            assert copies[1].arrays() is arrays[1]
+    assert len(pool._all) == 4
