@@ -8,6 +8,7 @@ import pelton_linear_oracle as oracle
 import pytest
 import torch
 
+from pelton_backends.triton.ops import gemv
 from pelton_backends.triton.ops.gemv import GemvAddNormGatedLinear, GemvAddNormLinear, GemvLinear, choose_tile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,6 +26,15 @@ seams = pytest.mark.parametrize("seam", SEAMS)
 def test_matches_float64(seam, dtype, num_rows, device):
     implementation, kind = SEAMS[seam]
     oracle.check(oracle.make_case(num_rows, 64, 40, dtype, device, **kind), implementation)
+
+
+@seams
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_row_of_a_large_matrix(seam, dtype, device, monkeypatch):
+    monkeypatch.setattr(gemv, "LARGE_BYTES", 0)
+    implementation, kind = SEAMS[seam]
+    assert not gemv.choose_tile(40, 96, 1, 2).DOT
+    oracle.check(oracle.make_case(1, 96, 40, dtype, device, **kind), implementation)
 
 
 @seams
@@ -85,10 +95,12 @@ def test_inputs_are_left_as_they_are(seam, device):
 
 
 @seams
-def test_serves_one_to_eight_rows_of_one_rank(seam, device):
+def test_serves_few_rows_of_one_rank(seam, device):
     implementation, kind = SEAMS[seam]
     needs = oracle.make_case(1, 64, 40, torch.bfloat16, device, **kind).needs
     assert implementation.token_range(needs) == (1, 8)
+    large = replace(needs.linear, in_features=4096, out_features=28672)
+    assert implementation.token_range(replace(needs, linear=large)) == (1, 1)
     assert implementation.unsupported(needs) == []
     assert implementation.unsupported(replace(needs, dtype="float64"))
     assert implementation.unsupported(replace(needs, linear=replace(needs.linear, weight_format="fp8")))

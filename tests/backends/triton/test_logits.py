@@ -1,4 +1,4 @@
-"""The head against a float64 oracle: one to eight rows by our kernel, more by torch's matmul."""
+"""The head against a float64 oracle: few rows by our kernel, more by torch's matmul."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(case: Any, rows: torch.Tensor, soft_cap: float | None = None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 9, 20])
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 20])
 def test_matches_float64(num_rows, dtype, device):
     case = make_case(24, 72, 101, dtype, device)
     check(case, torch.randperm(24, device=device)[:num_rows])

@@ -20,6 +20,7 @@ from pelton.ops.interface import (
     AddNormLinearTensors,
     Linear,
     LinearNeeds,
+    LinearSpec,
     LinearTensors,
     NormSpec,
 )
@@ -60,28 +61,38 @@ class Tile:
         }  # fmt: skip
 
 
+def is_large(out_features: int, in_features: int, element_size: int) -> bool:
+    return out_features * in_features * element_size >= LARGE_BYTES
+
+
 def choose_tile(out_features: int, in_features: int, num_rows: int, element_size: int, num_matrices: int = 1) -> Tile:
     """The tile of a program, as measured on an H200 (132 multiprocessors, 4.29 TB/s). num_matrices: 2 for gate and up.
 
     Small matrices take tensor cores: what counts is the time from the inputs' arrival to the last store. One row of a
-    large one streams on plain multiplications: 4.5 TB/s, where tensor cores get 3.9 TB/s.
+    large one streams on plain multiplications: up to 4.5 TB/s, where tensor cores get 3.9 TB/s.
     """
     total_rows = out_features * num_matrices
-    is_large = total_rows * in_features * element_size >= LARGE_BYTES
-    is_dot = element_size == 2 and not (num_rows == 1 and is_large)
-    if not is_dot:
-        W, C, AHEAD = (4 if in_features <= 4096 else 8), 8, 16 // element_size
+    if element_size == 4 or (num_rows == 1 and is_large(total_rows, in_features, element_size)):
+        is_dot, W, C, AHEAD = False, (4 if in_features <= 4096 else 8), 8, 16 // element_size
         R = 8  # 16 KiB a program, and several programs a multiprocessor
         while R > 2 and R * in_features * element_size > 16384:
             R //= 2
     elif total_rows >= 2048:
-        W, C, R, AHEAD = (4, 8, 16, 1) if in_features <= 1024 else (8, 4, 16, 3)
+        is_dot, W, C, AHEAD = True, 4, 8, 2
+        R = 16 if num_rows <= 2 or in_features > 1024 else 32  # rows are normed in each program: fewer, then
     else:  # eight rows a program: 16 would leave half of the multiprocessors idle
-        W, C, R, AHEAD = (16, 4, 8, 3) if num_rows == 1 and in_features <= 2048 else (8, 4, 8, 3)
+        is_dot, W, C, AHEAD, R = True, 8, 4, 3, 8
+        if num_rows == 1 and in_features <= 2048:
+            W = 16
     while C > 1 and in_features <= W * C * 16:
         C //= 2
     num = triton.cdiv(in_features, W * C * 32)
     return Tile(W, R, C, num, min(num, AHEAD), is_dot)
+
+
+def _most_rows(linear: LinearSpec, dtype: str) -> int:
+    """Of a large matrix only one: with more, kernels that norm the rows once (`small_batch.py`) are as fast or faster."""
+    return 1 if is_large(linear.out_features, linear.in_features, 4 if dtype == "float32" else 2) else MAX_ROWS
 
 
 def padded_rows(num_tokens: int) -> int:
@@ -156,7 +167,7 @@ class GemvAddNormLinear:
 
     @staticmethod
     def token_range(needs: AddNormLinearNeeds) -> tuple[int, int | None]:
-        return 1, MAX_ROWS
+        return 1, _most_rows(needs.linear, needs.dtype)
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
@@ -179,7 +190,7 @@ class GemvAddNormGatedLinear:
 
     @staticmethod
     def token_range(needs: AddNormGatedLinearNeeds) -> tuple[int, int | None]:
-        return 1, MAX_ROWS
+        return 1, _most_rows(needs.linear, needs.dtype)
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
@@ -206,7 +217,7 @@ class GemvLinear:
 
     @staticmethod
     def token_range(needs: LinearNeeds) -> tuple[int, int | None]:
-        return 1, MAX_ROWS
+        return 1, _most_rows(needs.linear, needs.dtype)
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
@@ -231,7 +242,7 @@ class GemvLinear:
                 num_tokens,
                 x.stride(0),
                 M=padded_rows(num_tokens),
-                X_AHEAD=min(tile.NUM, 2),
+                X_AHEAD=min(tile.NUM, 3) if tile.DOT else tile.AHEAD,
                 **tile.options,
                 **flags,
             )

@@ -1,7 +1,7 @@
 """The end of the model: the rows that sample are gathered, added, normed and multiplied by the vocabulary's matrix.
 
-Up to eight rows take one matrix-vector kernel (`gemv_kernels.add_norm_logits_kernel`); more take one kernel for the rows
-and torch's matmul (cuBLAS).
+A few rows take one matrix-vector kernel (`gemv_kernels.add_norm_logits_kernel`), more take one kernel for the rows and
+torch's matmul (cuBLAS): from two rows on where norming them in each program costs more than that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import AddNormLogits, AddNormLogitsNeeds, AddNormLogitsTensors
-from pelton_backends.triton.ops.gemv import DTYPES, MAX_ROWS, padded_rows, tiles_by_rows
+from pelton_backends.triton.ops.gemv import DTYPES, padded_rows, tiles_by_rows
 from pelton_backends.triton.ops.gemv_kernels import add_norm_logits_kernel, added, load_rows, normed_rows, store_rows
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
@@ -56,6 +56,7 @@ class _Head:
         self.hidden_size, self.soft_cap = needs.norm.size, needs.soft_cap
         self.vocab_size = min(needs.vocab_size, needs.linear.out_features)
         self.tiles = tiles_by_rows(self.vocab_size, needs.linear.in_features, self.weight.element_size())
+        self.few_rows = 4 if needs.norm.size <= 2048 and needs.dtype != "float32" else 1
         pdl = has_pdl(self.weight.device)
         self.flags = {
             "HAS_POST": post is not None, "UNIT_OFFSET": needs.norm.unit_offset,
@@ -64,7 +65,7 @@ class _Head:
         }  # fmt: skip
 
     def few(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
-        """Logits of one to eight rows."""
+        """Logits of up to `few_rows` rows."""
         num_rows = rows.shape[0]
         tile = self.tiles[num_rows]
         logits = torch.empty((num_rows, self.vocab_size), dtype=torch.float32, device=hidden.device)
@@ -121,6 +122,6 @@ class TritonAddNormLogits:
         def call(hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
             if rows.shape[0] == 0:
                 return torch.empty((0, head.vocab_size), dtype=torch.float32, device=hidden.device)
-            return (head.few if rows.shape[0] <= MAX_ROWS else head.many)(hidden, residual, rows)
+            return (head.few if rows.shape[0] <= head.few_rows else head.many)(hidden, residual, rows)
 
         return call
