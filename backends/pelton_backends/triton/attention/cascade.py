@@ -1,7 +1,7 @@
 """Decode attention behind a prefix that all rows share: the prefix's keys and values are read once, not once a row.
 
-Two launches. The first computes parts: the prefix for tiles of many rows' queries at once, in splits, and what each row has
-behind it; every part leaves its result and the logarithm of its softmax's denominator. The second merges a row's parts.
+First the prefix, for tiles of many rows' queries at once and in splits: every part leaves its result and the logarithm of its
+softmax's denominator. Then what each row has behind it, merged with these parts; few rows are split there too, and merged last.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def _attend_part(
     query,
     k_head,
     v_head,
-    parts,
-    logs,
     seq_lens,
     alibi_slopes,
     table,
@@ -45,8 +43,6 @@ def _attend_part(
     is_row,
     first,
     last,
-    part,
-    num_rows,
     q_stride,
     k_block_stride,
     k_slot_stride,
@@ -54,7 +50,6 @@ def _attend_part(
     v_slot_stride,
     scale,
     soft_cap,
-    H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -62,11 +57,7 @@ def _attend_part(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """Keys first .. last - 1 for the queries (row, head) [M], whose results go to place `part`; all keys are seen.
-
-    parts [part, row, head, :] = result, logs [part, row, head] = base-2 logarithm of its denominator; -inf and no result without
-    keys.
-    """
+    """Keys first .. last - 1 for the queries (row, head) [M], which see all of them; the running softmax's state."""
     d = tl.arange(0, BLOCK_D)
     is_number = is_row[:, None] & (d < D)[None, :]
     q = tl.load(query + (row.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :], is_number, 0.0)
@@ -89,20 +80,60 @@ def _attend_part(
         soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, True,
     )  # fmt: skip
+    return acc, denominator, highest
+
+
+@triton.jit
+def _store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator, highest, H, D: tl.constexpr):
+    """parts [part, row, head, :] = the part's result, logs [part, row, head] = base-2 logarithm of its denominator; -inf and no
+    result without keys."""
+    d = tl.arange(0, acc.shape[1])
     at = (part * num_rows + row).to(tl.int64) * H + head
-    empty = denominator == 0.0
-    if last > first:
-        tl.store(parts + (at * D)[:, None] + d[None, :], acc / tl.where(empty, 1.0, denominator)[:, None], is_number)
-    log = tl.where(empty, -float("inf"), highest + tl.log2(tl.maximum(denominator, _TINY)))
+    has_keys = denominator > 0.0
+    is_number = (is_row & has_keys)[:, None] & (d < D)[None, :]
+    tl.store(parts + (at * D)[:, None] + d[None, :], acc / tl.where(has_keys, denominator, 1.0)[:, None], is_number)
+    log = tl.where(has_keys, highest + tl.log2(tl.maximum(denominator, _TINY)), -float("inf"))
     tl.store(logs + at, log, is_row)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride", "num_rows", "prefix_len", "prefix_tiles", "prefix_splits", "suffix_splits"
-    ]
-)  # fmt: skip
-def _parts_kernel(
+@triton.jit
+def _merge_parts(
+    acc, denominator, highest, parts, logs, num_parts, num_rows, row, head, is_head, H, D: tl.constexpr
+):  # fmt: skip
+    """Add parts 0 .. num_parts - 1 of one row to the running state."""
+    d = tl.arange(0, acc.shape[1])
+    for part in range(num_parts):
+        at = (part * num_rows + row).to(tl.int64) * H + head
+        log = tl.load(logs + at, is_head, 0.0)
+        is_number = (is_head & (log > -float("inf")))[:, None] & (d < D)[None, :]
+        numbers = tl.load(parts + (at * D)[:, None] + d[None, :], is_number, 0.0)
+        now_highest = tl.maximum(highest, log)
+        finite = tl.where(now_highest == -float("inf"), 0.0, now_highest)
+        shrink, weight = tl.exp2(highest - finite), tl.exp2(log - finite)
+        acc = acc * shrink[:, None] + numbers * weight[:, None]
+        denominator = denominator * shrink + weight
+        highest = now_highest
+    return acc, denominator, highest
+
+
+@triton.jit
+def _store_output(
+    output, sinks, row, head, is_head, acc, denominator, highest, stride, D: tl.constexpr, SINKS: tl.constexpr
+):
+    if SINKS:  # one more term of the denominator
+        sink = tl.load(sinks + head, is_head, 0.0).to(tl.float32) * _LOG2E
+        now_highest = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - now_highest)
+        acc = acc * shrink[:, None]
+        denominator = denominator * shrink + tl.exp2(sink - now_highest)
+    d = tl.arange(0, acc.shape[1])
+    acc = acc / tl.where(is_head, denominator, 1.0)[:, None]
+    at = output + row.to(tl.int64) * stride + (head * D)[:, None] + d[None, :]
+    tl.store(at, acc.to(output.dtype.element_ty), is_head[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "prefix_len", "tiles", "splits"])
+def _prefix_kernel(
     query,
     k_cache,
     v_cache,
@@ -112,6 +143,64 @@ def _parts_kernel(
     block_table,
     alibi_slopes,
     q_stride,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    num_rows,
+    prefix_len,
+    tiles,
+    splits,
+    scale,
+    soft_cap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program: one kv head, BLOCK_M // G rows, one of `splits` parts of the prefix."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    if ON_DEVICE:
+        prefix_len = tl.load(prefix_len)
+    kv_head, split, tile = tl.program_id(0), tl.program_id(1) // tiles, tl.program_id(1) % tiles
+    m = tl.arange(0, BLOCK_M)
+    row, head = tile * (BLOCK_M // G) + m // G, kv_head * G + m % G
+    is_row = (m < BLOCK_M // G * G) & (row < num_rows)
+    part_len = tl.cdiv(tl.cdiv(prefix_len, splits), BLOCK_N) * BLOCK_N
+    first = split * part_len
+    last = tl.minimum(first + part_len, prefix_len)
+    acc, denominator, highest = _attend_part(
+        query, k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride, seq_lens, alibi_slopes, block_table,
+        row, head, is_row, first, last, q_stride, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        scale, soft_cap, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIBI,
+    )  # fmt: skip
+    _store_part(parts, logs, split, num_rows, row, head, is_row, acc, denominator, highest, H, D)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "prefix_len", "prefix_parts", "splits"])
+def _rest_kernel(
+    query,
+    k_cache,
+    v_cache,
+    parts,
+    logs,
+    output,
+    seq_lens,
+    block_table,
+    sinks,
+    alibi_slopes,
+    q_stride,
+    output_stride,
     table_stride,
     k_block_stride,
     k_slot_stride,
@@ -121,60 +210,54 @@ def _parts_kernel(
     v_head_stride,
     num_rows,
     prefix_len,
-    prefix_tiles,
-    prefix_splits,
-    suffix_splits,
+    prefix_parts,
+    splits,
     scale,
     soft_cap,
-    N: tl.constexpr,
+    H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     ALIBI: tl.constexpr,
+    MERGE: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 .. tiles splits - 1: a split of the prefix for BLOCK_M // G rows. Then one for each (row, split of the rest)."""
+    """A program: one kv head and row, one of `splits` parts of what lies behind the prefix; with MERGE all of it, and the
+    prefix's parts are added at once."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    kv_head, program = tl.program_id(0), tl.program_id(1)
-    H: tl.constexpr = N * G
     if ON_DEVICE:
         prefix_len = tl.load(prefix_len)
-    k_head, v_head = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
-    if program < prefix_tiles * prefix_splits:
-        split, tile = program // prefix_tiles, program % prefix_tiles
-        m = tl.arange(0, BLOCK_M)
-        rows = tile * (BLOCK_M // G) + m // G
-        part_len = tl.cdiv(tl.cdiv(prefix_len, prefix_splits), BLOCK_N) * BLOCK_N
-        first = split * part_len
-        last = tl.minimum(first + part_len, prefix_len)
-        _attend_part(
-            query, k_head, v_head, parts, logs, seq_lens, alibi_slopes, block_table, rows, kv_head * G + m % G,
-            (m < BLOCK_M // G * G) & (rows < num_rows), first, last, split, num_rows, q_stride,
-            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, scale, soft_cap,
-            H, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIBI,
-        )  # fmt: skip
+    kv_head, split, row = tl.program_id(0), tl.program_id(1) // num_rows, tl.program_id(1) % num_rows
+    seq_len = tl.load(seq_lens + row)
+    if seq_len == 0:  # padding
+        return
+    g = tl.arange(0, BLOCK_G)
+    rows, head, is_head = row + g * 0, kv_head * G + g, g < G
+    # Equal shares of the row's own length, in whole tiles of keys.
+    part_len = tl.cdiv(tl.cdiv(seq_len - prefix_len, splits), BLOCK_N) * BLOCK_N
+    first = prefix_len + split * part_len
+    last = tl.minimum(first + part_len, seq_len)
+    acc, denominator, highest = _attend_part(
+        query, k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride, seq_lens, alibi_slopes,
+        block_table + row.to(tl.int64) * table_stride, rows, head, is_head, first, last, q_stride,
+        k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        scale, soft_cap, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIBI,
+    )  # fmt: skip
+    if MERGE:
+        acc, denominator, highest = _merge_parts(
+            acc, denominator, highest, parts, logs, prefix_parts, num_rows, row, head, is_head, H, D
+        )
+        _store_output(output, sinks, row, head, is_head, acc, denominator, highest, output_stride, D, SINKS)
     else:
-        behind = program - prefix_tiles * prefix_splits
-        share, row = behind // num_rows, behind % num_rows
-        seq_len = tl.load(seq_lens + row)
-        # Equal shares of the row's own length, in whole tiles of keys.
-        chunk = tl.cdiv(tl.cdiv(tl.maximum(seq_len - prefix_len, 0), suffix_splits), BLOCK_N) * BLOCK_N
-        begin = prefix_len + share * chunk
-        end = tl.minimum(begin + chunk, seq_len)
-        g = tl.arange(0, BLOCK_G)
-        _attend_part(
-            query, k_head, v_head, parts, logs, seq_lens, alibi_slopes, block_table + row.to(tl.int64) * table_stride,
-            row + g * 0, kv_head * G + g, g < G, begin, end, prefix_splits + share, num_rows, q_stride,
-            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, scale, soft_cap,
-            H, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIBI,
-        )  # fmt: skip
+        part = prefix_parts + split
+        _store_part(parts, logs, part, num_rows, rows, head, is_head, acc, denominator, highest, H, D)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
@@ -200,29 +283,15 @@ def _merge_kernel(
     kv_head, row = tl.program_id(0), tl.program_id(1)
     if tl.load(seq_lens + row) == 0:
         return
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    g = tl.arange(0, BLOCK_G)
     head, is_head = kv_head * G + g, g < G
-    is_number = is_head[:, None] & (d < D)[None, :]
-    highest = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    denominator = tl.zeros([BLOCK_G], tl.float32)
-    if SINKS:
-        highest = tl.load(sinks + head, is_head, 0.0).to(tl.float32) * _LOG2E
-        denominator += 1.0
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for part in range(num_parts):
-        at = (part * num_rows + row).to(tl.int64) * H + head
-        log = tl.load(logs + at, is_head, 0.0)
-        has_keys = (log > -float("inf"))[:, None]
-        numbers = tl.load(parts + (at * D)[:, None] + d[None, :], is_number & has_keys, 0.0)
-        now_highest = tl.maximum(highest, log)
-        finite = tl.where(now_highest == -float("inf"), 0.0, now_highest)
-        shrink, weight = tl.exp2(highest - finite), tl.exp2(log - finite)
-        acc = acc * shrink[:, None] + numbers * weight[:, None]
-        denominator = denominator * shrink + weight
-        highest = now_highest
-    acc = acc / tl.where(is_head, denominator, 1.0)[:, None]
-    at = output + row.to(tl.int64) * output_stride + (head * D)[:, None] + d[None, :]
-    tl.store(at, acc.to(output.dtype.element_ty), is_number)
+    denominator = tl.zeros([BLOCK_G], tl.float32)
+    highest = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    acc, denominator, highest = _merge_parts(
+        acc, denominator, highest, parts, logs, num_parts, num_rows, row, head, is_head, H, D
+    )
+    _store_output(output, sinks, row, head, is_head, acc, denominator, highest, output_stride, D, SINKS)
 
 
 def cascade_attention(
@@ -241,6 +310,7 @@ def cascade_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     pdl: bool = False,
+    rest_tiles: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """Attend from rows of one token, whose first `prefix_len` keys lie in the blocks that row 0's table starts with.
 
@@ -263,40 +333,61 @@ def cascade_attention(
     num_kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
     group = num_heads // num_kv_heads
     assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
-    block_m, block_n, num_warps, num_stages = _tiles(query.dtype, head_dim, group, num_rows)
-    places = 2 * num_sms(query.device)  # programs that run at once
+    if not (is_on_device := isinstance(prefix_len, torch.Tensor)):
+        assert prefix_len % block_size == 0, f"prefix_len is {prefix_len}; expected a multiple of {block_size}"
+    block_m, block_n, num_warps, num_stages = _prefix_tiles(query.dtype, group)
+    rest_n, rest_warps, rest_stages = rest_tiles or _rest_tiles(query.dtype, head_dim)
+    places = 2 * num_sms(query.device)  # the prefix's programs that run at once
     tiles = triton.cdiv(num_rows, block_m // group)
     prefix_splits = min(places // (tiles * num_kv_heads), MOST_SPLITS)
-    suffix_splits = min(2 * places // (num_rows * num_kv_heads), MOST_SPLITS)
-    is_on_device = isinstance(prefix_len, torch.Tensor)
+    splits = min(2 * places // (num_rows * num_kv_heads), MOST_SPLITS)
     if not is_on_device:
-        assert prefix_len % block_size == 0, f"prefix_len is {prefix_len}; expected a multiple of {block_size}"
         prefix_splits = min(prefix_splits, prefix_len // (2 * block_n))
-        suffix_splits = min(suffix_splits, (max_seq_len - prefix_len) // (4 * block_n))
-    prefix_splits, suffix_splits = max(prefix_splits, 1), max(suffix_splits, 1)
-    num_parts = prefix_splits + suffix_splits
+        splits = min(splits, (max_seq_len - prefix_len) // (4 * rest_n))
+    prefix_splits, splits = max(prefix_splits, 1), max(splits, 1)
+    is_merged = splits == 1
+    num_parts = prefix_splits + (0 if is_merged else splits)
     parts = torch.empty(num_parts, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
     logs = torch.empty(num_parts, num_rows, num_heads, dtype=torch.float32, device=query.device)
-    block_d, least_rows = max(triton.next_power_of_2(head_dim), 16), max(triton.next_power_of_2(group), 16)
-    _parts_kernel[(num_kv_heads, tiles * prefix_splits + num_rows * suffix_splits)](
-        query, k_cache, v_cache, parts, logs, seq_lens, block_table, alibi_slopes, query.stride(0),
-        block_table.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], num_rows, prefix_len, tiles, prefix_splits,
-        suffix_splits, scale, soft_cap or 0.0,
-        N=num_kv_heads, G=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_G=least_rows, BLOCK_N=block_n,
-        BLOCK_SIZE=block_size, SOFT_CAP=soft_cap is not None, ALIBI=alibi_slopes is not None,
-        ON_DEVICE=is_on_device, PDL=pdl, num_warps=num_warps, num_stages=num_stages, **launch_options(pdl),
+    strides = (*k_cache.stride()[:3], *v_cache.stride()[:3])
+    shared = {
+        "H": num_heads, "G": group, "D": head_dim, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16), "PDL": pdl,
+        **launch_options(pdl),
+    }  # fmt: skip
+    options = {
+        "BLOCK_SIZE": block_size, "SOFT_CAP": soft_cap is not None, "ALIBI": alibi_slopes is not None,
+        "ON_DEVICE": is_on_device, **shared,
+    }  # fmt: skip
+    _prefix_kernel[(num_kv_heads, tiles * prefix_splits)](
+        query, k_cache, v_cache, parts, logs, seq_lens, block_table, alibi_slopes, query.stride(0), *strides,
+        num_rows, prefix_len, tiles, prefix_splits, scale, soft_cap or 0.0,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps, num_stages=num_stages, **options,
     )  # fmt: skip
-    _merge_kernel[(num_kv_heads, num_rows)](
-        parts, logs, output, seq_lens, sinks, output.stride(0), num_rows, num_parts,
-        H=num_heads, G=group, D=head_dim, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d, SINKS=sinks is not None,
-        PDL=pdl, num_warps=1 if group * head_dim <= 256 else 4, **launch_options(pdl),
+    _rest_kernel[(num_kv_heads, num_rows * splits)](
+        query, k_cache, v_cache, parts, logs, output, seq_lens, block_table, sinks, alibi_slopes, query.stride(0),
+        output.stride(0), block_table.stride(0), *strides, num_rows, prefix_len, prefix_splits, splits, scale,
+        soft_cap or 0.0, SINKS=sinks is not None, MERGE=is_merged, BLOCK_G=max(triton.next_power_of_2(group), 16),
+        BLOCK_N=rest_n, num_warps=rest_warps, num_stages=rest_stages, **options,
     )  # fmt: skip
+    if not is_merged:
+        _merge_kernel[(num_kv_heads, num_rows)](
+            parts, logs, output, seq_lens, sinks, output.stride(0), num_rows, num_parts,
+            BLOCK_G=triton.next_power_of_2(group), SINKS=sinks is not None, num_warps=1 if group * head_dim <= 256 else 4,
+            **shared,
+        )  # fmt: skip
     return output
 
 
-def _tiles(dtype: torch.dtype, head_dim: int, group: int, num_rows: int) -> tuple[int, int, int, int]:
+def _prefix_tiles(dtype: torch.dtype, group: int) -> tuple[int, int, int, int]:
     """BLOCK_M, BLOCK_N, warps, stages. 64 rows leave room for two programs on a multiprocessor of an H200."""
     least = max(triton.next_power_of_2(group), 16)
     if INTERPRETED or dtype == torch.float32:
         return max(least, 32), 32, 4, 1
     return max(least, 64), 64, 4, 2
+
+
+def _rest_tiles(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int]:
+    """BLOCK_N, warps, stages: small programs, many on a multiprocessor."""
+    if INTERPRETED or dtype == torch.float32:
+        return 32, 4, 1
+    return 32, 1, 3
