@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor:
 
 @dataclass(kw_only=True)
 class Case:
-    """Inputs and weights of one seam; `expected` computes on the CPU."""
+    """Inputs and weights of one seam."""
 
     hidden: Tensor
     weight: Tensor
@@ -74,22 +74,21 @@ class Case:
 
     def expected(self) -> tuple[Tensor, Tensor | None]:
         """(result, residual'), in the model's dtype."""
-        case = self.to("cpu")
-        rows, total, dtype = case.hidden, None, case.hidden.dtype
-        if case.norm is not None and case.norm_spec is not None:
-            total = case.hidden
-            if case.post_norm is not None and case.post_spec is not None:
-                total = rms_norm(total, case.post_norm, case.post_spec)
-            if case.residual is not None:
-                total = (total.double() + case.residual.double()).to(dtype)
-            rows = rms_norm(total, case.norm, case.norm_spec)
-        result = rows.double() @ case.weight.double().T
-        if case.bias is not None:
-            result = result + case.bias.double()
+        rows, total, dtype = self.hidden, None, self.hidden.dtype
+        if self.norm is not None and self.norm_spec is not None:
+            total = self.hidden
+            if self.post_norm is not None and self.post_spec is not None:
+                total = rms_norm(total, self.post_norm, self.post_spec)
+            if self.residual is not None:
+                total = (total.double() + self.residual.double()).to(dtype)
+            rows = rms_norm(total, self.norm, self.norm_spec)
+        result = rows.double() @ self.weight.double().T
+        if self.bias is not None:
+            result = result + self.bias.double()
         result = result.to(dtype)
-        if case.activation is not None:
+        if self.activation is not None:
             gate, up = result.double().chunk(2, dim=-1)
-            result = (ACTIVATIONS[case.activation](gate).to(dtype).double() * up).to(dtype)
+            result = (ACTIVATIONS[self.activation](gate).to(dtype).double() * up).to(dtype)
         return result, total
 
     def to(self, device: Any) -> Case:
@@ -165,7 +164,7 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, factor: float = 1.
         factor *= 3  # Triton's interpreter cuts bfloat16 off where the device rounds
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
     torch.testing.assert_close(
-        actual.cpu().double(), expected.double(), rtol=factor * relative, atol=factor * absolute,
+        actual.double(), expected.to(actual.device).double(), rtol=factor * relative, atol=factor * absolute,
         msg=lambda text: f"{what}: {text}",
     )  # fmt: skip
 

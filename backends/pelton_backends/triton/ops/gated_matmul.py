@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pelton_backends.triton.launch import Launcher
 from pelton_backends.triton.ops.pieces import activated
 from pelton_backends.triton.runtime import dot, num_sms
 
@@ -49,6 +50,9 @@ def gated_matmul_kernel(
         out.store([row, column], activated(gate, up, ACTIVATION, dtype))
 
 
+_launch = Launcher(gated_matmul_kernel)
+
+
 def can_multiply_gated(weight: Tensor) -> bool:
     """Whether the copy engine can read it: two-byte numbers, rows that begin at multiples of 16 bytes."""
     return weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[0] % 16 == 0 and weight.shape[1] % 8 == 0
@@ -72,11 +76,19 @@ def gated_matmul(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     if num_rows == 0:
         return out
     programs = min(num_sms(x.device), triton.cdiv(num_rows, TILE) * triton.cdiv(size, TILE))
-    gated_matmul_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [TILE, STEP]),
-        TensorDescriptor.from_tensor(weight, [TILE, STEP]),
-        TensorDescriptor.from_tensor(out, [TILE, TILE]),
-        num_rows, SIZE=size, K=x.shape[1], TILE=TILE, STEP=STEP, STAGES=STAGES, GROUP=GROUP,
-        ACTIVATION=activation, PROGRAMS=programs, num_warps=8,
+    _launch(
+        (x.dtype, x.device, size, x.shape[1], activation, programs),
+        (programs,),
+        (
+            TensorDescriptor.from_tensor(x, [TILE, STEP]),
+            TensorDescriptor.from_tensor(weight, [TILE, STEP]),
+            TensorDescriptor.from_tensor(out, [TILE, TILE]),
+            num_rows,
+        ),
+        {
+            "SIZE": size, "K": x.shape[1], "TILE": TILE, "STEP": STEP, "STAGES": STAGES, "GROUP": GROUP,
+            "ACTIVATION": activation, "PROGRAMS": programs,
+        },
+        num_warps=8,
     )  # fmt: skip
     return out

@@ -27,6 +27,7 @@ from pelton.ops.interface import (
     LinearTensors,
     NormSpec,
 )
+from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.gated_matmul import can_multiply_gated, gated_matmul
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, normed
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
@@ -71,6 +72,9 @@ def _add_norm_kernel(
     tl.store(normed_ptr + row * SIZE + columns, normed(x, inverse_rms, norm, UNIT_OFFSET, dtype), mask=mask)
 
 
+_launch_add_norm = Launcher(_add_norm_kernel)
+
+
 def add_norm(
     hidden: Tensor,
     residual: Tensor | None,
@@ -100,12 +104,23 @@ def add_norm(
     is_stored = residual is not None or post_norm is not None
     block = triton.next_power_of_2(size)
     pdl = has_pdl(hidden.device)
-    _add_norm_kernel[(num_rows,)](
-        hidden, residual, total if is_stored else None, normed_rows, norm, post_norm,
-        hidden.stride(0), 0 if residual is None else residual.stride(0), total.stride(0),
-        norm_spec.eps, 0.0 if post_spec is None else post_spec.eps,
-        SIZE=size, BLOCK=block, UNIT_OFFSET=norm_spec.unit_offset,
-        POST_UNIT_OFFSET=post_spec is not None and post_spec.unit_offset, PDL=pdl,
+    residual_stride = 0 if residual is None else residual.stride(0)
+    key = (
+        hidden.dtype, hidden.device, norm_spec, post_spec, residual is None, hidden.stride(0), residual_stride,
+        alignment(hidden, residual, norm, post_norm),
+    )  # fmt: skip
+    _launch_add_norm(
+        key,
+        (num_rows,),
+        (
+            hidden, residual, total if is_stored else None, normed_rows, norm, post_norm,
+            hidden.stride(0), residual_stride, total.stride(0),
+            norm_spec.eps, 0.0 if post_spec is None else post_spec.eps,
+        ),
+        {
+            "SIZE": size, "BLOCK": block, "UNIT_OFFSET": norm_spec.unit_offset,
+            "POST_UNIT_OFFSET": post_spec is not None and post_spec.unit_offset, "PDL": pdl,
+        },
         num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
     )  # fmt: skip
     return total, normed_rows
@@ -126,6 +141,9 @@ def _gated_kernel(
     tl.store(out_ptr + row * SIZE + columns, activated(gate, up, ACTIVATION, out_ptr.dtype.element_ty), mask=mask)
 
 
+_launch_gated = Launcher(_gated_kernel)
+
+
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up.
 
@@ -141,8 +159,11 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
         return out
     block = min(triton.next_power_of_2(size), 4096)
     pdl = has_pdl(gate_up.device)
-    _gated_kernel[(num_rows, triton.cdiv(size, block))](
-        gate_up, out, SIZE=size, BLOCK=block, ACTIVATION=activation, PDL=pdl,
+    _launch_gated(
+        (gate_up.dtype, gate_up.device, size, activation, alignment(gate_up)),
+        (num_rows, triton.cdiv(size, block)),
+        (gate_up, out),
+        {"SIZE": size, "BLOCK": block, "ACTIVATION": activation, "PDL": pdl},
         num_warps=max(block // 512, 1), **launch_options(pdl),
     )  # fmt: skip
     return out

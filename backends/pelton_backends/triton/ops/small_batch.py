@@ -1,10 +1,11 @@
-"""The linear seams for 9 rows and more, while a product costs what reading its weights costs: split-K tensor-core kernels.
+"""The linear seams for few rows, while a product costs what reading its weights costs: split-K tensor-core kernels.
 
-Fewer rows are `gemv`'s, more are `large_batch`'s; `MAX_TOKENS` is where that one becomes as fast on an H200.
+`gemv` comes before these where it serves the number of rows; above `MAX_TOKENS` `large_batch` is as fast on an H200.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
+from pelton_backends.triton.ops.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm
 from pelton_backends.triton.ops.pieces import ACTIVATIONS
 from pelton_backends.triton.ops.split_k import SMALLEST_TILE, multiply
@@ -29,7 +31,7 @@ from pelton_backends.triton.ops.split_k import SMALLEST_TILE, multiply
 if TYPE_CHECKING:
     from torch import Tensor
 
-MIN_TOKENS = 9
+MIN_TOKENS = 1
 MAX_TOKENS = 128
 DTYPES = ("bfloat16", "float16")
 
@@ -53,10 +55,16 @@ def _token_range(needs: Any) -> tuple[int, int | None]:
     return MIN_TOKENS, MAX_TOKENS
 
 
-def _counters(weights: LinearWeights) -> Tensor:
-    """One a weight tile, for the last of its parts to be known; zeros whenever no kernel runs."""
-    num_tiles = triton.cdiv(weights.spec.out_features, SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, SMALLEST_TILE)
-    return torch.zeros(num_tiles, dtype=torch.int32, device=weights.tensors["weight"].device)
+def _product(weights: LinearWeights, activation: str | None = None) -> Callable[[Tensor], Tensor]:
+    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
+    weight, bias = weights.tensors["weight"], weights.bias
+    # One a weight tile and block of tokens, for the last of its parts to be known; zeros whenever no kernel runs.
+    num_counters = triton.cdiv(weights.spec.out_features, SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16)
+    counters = torch.zeros(num_counters, dtype=torch.int32, device=weight.device)
+    if not can_multiply(weight):
+        return lambda x: multiply(x, weight, bias, activation, counters)
+    product = HopperProduct(weight, bias, activation, counters)
+    return lambda x: product(x) if product.takes(x) else multiply(x, weight, bias, activation, counters)
 
 
 class SmallBatchLinear:
@@ -65,12 +73,7 @@ class SmallBatchLinear:
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        weight, bias, counters = tensors.linear.tensors["weight"], tensors.linear.bias, _counters(tensors.linear)
-
-        def linear(x: Tensor) -> Tensor:
-            return multiply(x, weight, bias, None, counters)
-
-        return linear
+        return _product(tensors.linear)
 
 
 class SmallBatchAddNormLinear:
@@ -79,11 +82,11 @@ class SmallBatchAddNormLinear:
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        weight, bias, counters = tensors.linear.tensors["weight"], tensors.linear.bias, _counters(tensors.linear)
+        product = _product(tensors.linear)
 
         def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
-            return multiply(rows, weight, bias, None, counters), residual
+            return product(rows), residual
 
         return add_norm_linear
 
@@ -94,10 +97,10 @@ class SmallBatchAddNormGatedLinear:
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        weight, bias, counters = tensors.linear.tensors["weight"], tensors.linear.bias, _counters(tensors.linear)
+        product = _product(tensors.linear, needs.activation)
 
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
-            return multiply(rows, weight, bias, needs.activation, counters), residual
+            return product(rows), residual
 
         return add_norm_gated_linear

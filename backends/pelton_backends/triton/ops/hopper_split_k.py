@@ -1,0 +1,267 @@
+"""`split_k.multiply` for Hopper, in Gluon: a program's weights are on their way into its shared memory before its inputs exist.
+
+Triton decides itself when a pipelined loop's first loads are made: after the wait for the kernel before. Here the copy
+engine fills the weight buffers first, and only the rows of x are fetched after the wait.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pelton_backends.triton.launch import Launcher
+from pelton_backends.triton.runtime import launch_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PANEL = 64  # columns: 128 bytes, the widest swizzle of shared memory
+
+
+@gluon.jit
+def fetch(source, row, panel, barrier, buffer, IS_PAIRED: gl.constexpr):
+    """PANELS panels of rows from `row` on."""
+    if IS_PAIRED:
+        tma.async_copy_global_to_shared(source, [panel, row, 0, 0], barrier, buffer)
+    else:
+        tma.async_copy_global_to_shared(source, [panel, row, 0], barrier, buffer)
+
+
+@gluon.jit
+def activated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+    """As `pieces.activated`."""
+    if ACTIVATION == "silu":
+        active = gate / (1.0 + gl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        active = 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
+    else:
+        gl.static_assert(ACTIVATION == "gelu_tanh", "an activation that no kernel knows")
+        active = gate / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    return (active.to(dtype).to(gl.float32) * up).to(dtype)
+
+
+@gluon.jit
+def store_result(
+    total, bias, out, tile, token, num_tokens,
+    N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
+    total = gl.convert_layout(total, layout)
+    if ACTIVATION is None:
+        columns = tile * R + gl.arange(0, R, gl.SliceLayout(1, layout))
+        tokens = token + gl.arange(0, M, gl.SliceLayout(0, layout))
+        if bias is not None:
+            total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[:, None]
+        is_inside = (tokens < num_tokens)[None, :] & (columns < N)[:, None]
+        gl.store(out + tokens[None, :] * N + columns[:, None], total.to(dtype), mask=is_inside)
+    else:  # a thread has neighbouring rows: of the gate and of up
+        HALF: gl.constexpr = N // 2
+        gate, up = gl.split(gl.permute(gl.reshape(total, (R // 2, 2, M)), (0, 2, 1)))
+        half: gl.constexpr = gate.type.layout
+        columns = tile * (R // 2) + gl.arange(0, R // 2, gl.SliceLayout(1, half))
+        tokens = token + gl.arange(0, M, gl.SliceLayout(0, half))
+        if bias is not None:
+            gate += gl.load(bias + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
+            up += gl.load(bias + HALF + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
+        result = activated(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION, dtype)
+        is_inside = (tokens < num_tokens)[None, :] & (columns < HALF)[:, None]
+        gl.store(out + tokens[None, :] * HALF + columns[:, None], result, mask=is_inside)
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def multiply_kernel(
+    x, weight, bias, out, partials, counters, num_tokens,
+    N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr,
+    M: gl.constexpr, R: gl.constexpr, C: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    tile = gl.program_id(0)
+    part = gl.program_id(1)
+    token = gl.program_id(2) * M
+    NUM_STEPS: gl.constexpr = (K + C * SPLIT - 1) // (C * SPLIT)
+    PANELS: gl.constexpr = C // 64
+    IS_PAIRED: gl.constexpr = ACTIVATION is not None
+    row = tile * (R // 2 if IS_PAIRED else R)
+    first = part * NUM_STEPS * PANELS
+    weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
+    weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(weight_barriers.index(i), count=1)
+        mbarrier.init(row_barriers.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(weight_barriers.index(i), weight.block_type.nbytes)
+        mbarrier.expect(row_barriers.index(i), x.block_type.nbytes)
+    for i in gl.static_range(STAGES):
+        fetch(weight, row, first + i * PANELS, weight_barriers.index(i), weights.index(i), IS_PAIRED)
+    gdc_launch_dependents()
+    gdc_wait()
+    for i in gl.static_range(STAGES):
+        fetch(x, token, first + i * PANELS, row_barriers.index(i), rows.index(i), False)
+
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
+    total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
+    for step in range(NUM_STEPS):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
+        mbarrier.wait(weight_barriers.index(stage), phase)
+        mbarrier.wait(row_barriers.index(stage), phase)
+        left = weights.index(stage).reshape((PANELS * R, 64))
+        right = rows.index(stage).reshape((PANELS * M, 64))
+        for i in gl.static_range(PANELS):
+            total = warpgroup_mma(left.slice(i * R, R), right.slice(i * M, M).permute((1, 0)), total, is_async=True)
+        if NUM_STEPS > STAGES:
+            total = warpgroup_mma_init(warpgroup_mma_wait(PANELS, deps=(total,)))
+            free = (step + STAGES - 1) % STAGES  # the stage of the step before, which is done
+            later = step + STAGES - 1
+            if (step > 0) & (later < NUM_STEPS):
+                gl.thread_barrier()  # every warp's products of that stage are done
+                mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes)
+                mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
+                fetch(weight, row, first + later * PANELS, weight_barriers.index(free), weights.index(free), IS_PAIRED)
+                fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
+    total = warpgroup_mma_wait(0, deps=(total,))
+
+    if SPLIT > 1:
+        slot = (tile * gl.num_programs(2) + gl.program_id(2)) * SPLIT
+        cells = (
+            gl.arange(0, R, gl.SliceLayout(1, layout))[:, None] * M
+            + gl.arange(0, M, gl.SliceLayout(0, layout))[None, :]
+        )
+        gl.store(partials + (slot + part) * (R * M) + cells, total)
+        gl.thread_barrier()
+        if gl.atomic_add(counters + slot // SPLIT, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            gl.store(counters + slot // SPLIT, 0)
+            total = gl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
+            for i in gl.static_range(1, SPLIT):
+                total += gl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
+            store_result(total, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
+    else:
+        store_result(total, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
+
+
+_launch = Launcher(multiply_kernel)
+
+
+class HopperTiling(NamedTuple):
+    """How `HopperProduct` cuts its work: tiles of `rows` of the weight by `tokens` of x, K in `split` parts, and buffers for
+    `stages` times `columns` of both."""
+
+    rows: int
+    columns: int
+    split: int
+    stages: int
+    tokens: int
+
+
+@cache
+def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int) -> HopperTiling:
+    """By measurement on an H200 (132 multiprocessors, 227 KB of shared memory each); see docs/performance.md.
+
+    About 64 programs, each with nearly all of a multiprocessor's memory as buffers, were best: bytes on their way matter
+    more than busy multiprocessors. Where weights are few, rows of x are shared out first, as each part of K costs a round
+    trip through L2; where a row is long, K first.
+    """
+    tokens = min(max(triton.next_power_of_2(num_tokens), 16), 128)
+    rows = 128 if out_features > 264 * 64 else 64
+    tiles = triton.cdiv(out_features, rows)
+    is_long = in_features >= 8192
+    while not is_long and tokens > 16 and tiles * triton.cdiv(num_tokens, tokens) < (96 if tokens == 128 else 64):
+        tokens //= 2
+    programs, split = tiles * triton.cdiv(num_tokens, tokens), 1
+    while programs * split < (128 if is_long else 64) and in_features >= 512 * split:
+        split *= 2
+    if rows * tokens > 8192:  # more than one multiprocessor's share of tiles: two programs on each
+        return HopperTiling(rows, 64, split, 3, tokens)
+    is_wide = tokens <= 32 and in_features < 4096 and (tiles > 64 or programs * split > tiles)
+    columns = 256 if is_wide else 128
+    stages = min(200_000 // ((rows + tokens) * columns * 2), triton.cdiv(in_features, columns * split), 9)
+    return HopperTiling(rows, columns, split, stages, tokens)
+
+
+def panels_of(matrix: Tensor, rows: int, panels: int) -> TensorDescriptor:
+    """[N, K] as K / 64 panels of [N, 64]: one copy brings several panels, each in its swizzled place."""
+    num_rows, num_columns = matrix.shape
+    shape, strides = [num_columns // PANEL, num_rows, PANEL], [PANEL, matrix.stride(0), 1]
+    return TensorDescriptor(matrix, shape, strides, [panels, rows, PANEL], gl.NVMMASharedLayout(128, 16, 3))
+
+
+def paired_panels_of(matrix: Tensor, rows: int, panels: int) -> TensorDescriptor:
+    """The same for gate and up, [2 I, K]: row j of gate lies before row j of up."""
+    half, num_columns = matrix.shape[0] // 2, matrix.shape[1]
+    shape, strides = [num_columns // PANEL, half, 2, PANEL], [PANEL, num_columns, half * num_columns, 1]
+    return TensorDescriptor(matrix, shape, strides, [panels, rows // 2, 2, PANEL], gl.NVMMASharedLayout(128, 16, 4))
+
+
+def can_multiply(weight: Tensor) -> bool:
+    """A Hopper device, and a matrix that the copy engine can read."""
+    return (
+        weight.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(weight.device)[0] == 9
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_contiguous()
+        and weight.shape[1] % PANEL == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+class HopperProduct:
+    """`split_k.multiply` with one weight; its contract and roundings, for K a multiple of 64.
+
+    counters  [at least ceil(N / 64) * 8] int32, zeros; zeros again when the kernel is done
+    Rows of x begin at multiples of 16 bytes (`takes`).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str | None, counters: Tensor) -> None:
+        self._weight, self._bias, self._activation, self._counters = weight, bias, activation, counters
+        self._described: dict[tuple[int, int], TensorDescriptor] = {}
+
+    @staticmethod
+    def takes(x: Tensor) -> bool:
+        return x.shape[0] > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+
+    def __call__(self, x: Tensor, tiling: HopperTiling | None = None) -> Tensor:
+        num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
+        activation = self._activation
+        tiling = tiling or choose_hopper_tiling(num_tokens, out_features, in_features)
+        rows, columns, split, stages, tokens = tiling
+        num_columns = out_features // 2 if activation is not None else out_features
+        num_tiles, num_blocks = triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens)
+        out = torch.empty((num_tokens, num_columns), dtype=x.dtype, device=x.device)
+        partials = None
+        if split > 1:
+            shape = (num_tiles, num_blocks, split, rows, tokens)
+            partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+        panels = columns // PANEL
+        weight = self._described.get((rows, panels))
+        if weight is None:
+            describe = panels_of if activation is None else paired_panels_of
+            weight = self._described[rows, panels] = describe(self._weight, rows, panels)
+        _launch(
+            (x.dtype, x.device, out_features, in_features, activation, self._bias is None, tiling),
+            (num_tiles, split, num_blocks),
+            (panels_of(x, tokens, panels), weight, self._bias, out, partials, self._counters, num_tokens),
+            {
+                "N": out_features, "K": in_features, "ACTIVATION": activation,
+                "M": tokens, "R": rows, "C": columns, "SPLIT": split, "STAGES": stages,
+            },
+            num_warps=4, **launch_options(True),
+        )  # fmt: skip
+        return out
