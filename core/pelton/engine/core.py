@@ -292,6 +292,23 @@ class EngineCore:
 
     # The rest.
 
+    def prepare_ahead(self) -> bool:
+        """Use a moment in which nobody waits for one piece of work that a later step would do; False when none is left.
+
+        Raises `EngineDeadError`, and nothing else: what fails here is tried, and told, by the step that needs it.
+        """
+        self._check_alive()
+        if self.has_work():
+            return False
+        try:
+            return self._executor.prepare_ahead()
+        except EngineDeadError as error:
+            self.error = error
+            raise
+        except Exception:
+            logger.exception("Preparing ahead failed.")
+            return False
+
     def call(self, method: str, *args: Any) -> Any:
         """`reset_prefix_cache`, `kv_cache_usage`, `check_health`, or `worker.<method>`, between steps."""
         self._check_alive()

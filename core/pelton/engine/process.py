@@ -122,6 +122,8 @@ class EngineProcess:
         while True:
             if not core.has_work() and inbox.empty():
                 gc.collect(1)  # nobody waits now
+                while inbox.empty() and core.prepare_ahead():
+                    pass
                 if not self._handle(core, inbox.get()):
                     return
             while not inbox.empty():

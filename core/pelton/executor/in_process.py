@@ -197,6 +197,9 @@ class InProcessExecutor(Executor):
             )
         return self._run(lambda: target(*args))
 
+    def prepare_ahead(self) -> bool:
+        return self._run(self._alive().prepare_ahead)
+
     def report(self) -> DeviceReport:
         return self._run(self._alive().report)
 

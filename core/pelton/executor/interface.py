@@ -85,6 +85,11 @@ class Executor(ABC):
     @abstractmethod
     def report(self) -> DeviceReport: ...
 
+    def prepare_ahead(self) -> bool:
+        """Do one piece of work that later steps would otherwise wait for (a graph's capture); False when none is left.
+        Called when no step is open and nobody waits."""
+        return False
+
     def check_health(self) -> None:  # noqa: B027
         """Raise when a worker is gone."""
 

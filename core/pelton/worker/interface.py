@@ -66,5 +66,9 @@ class Worker(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """Compile, tune or capture what the first requests would otherwise wait for."""
 
+    def prepare_ahead(self) -> bool:
+        """See `Executor.prepare_ahead`."""
+        return False
+
     def shutdown(self) -> None:  # noqa: B027
         """Free the device."""

@@ -127,6 +127,9 @@ class StepGraphs:
         """The model's forward pass, in pieces where `mode` says so."""
         return self.pieces.run(mode, key, self._model.forward, batch)
 
+    def has(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
+        return key in (self.full if mode is CUDAGraphMode.FULL else self.pieces)
+
     def warm_up(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
         """Run and capture a step of nothing but padding."""
         nothing = np.zeros(0, dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from pelton.attention.kv_cache import bind_kv_cache
-from pelton.attention.metadata import ForwardBatch
+from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.config import CUDAGraphMode
 from pelton.errors import ConfigError
 from pelton.executor.interface import DeviceReport
@@ -29,12 +30,11 @@ from pelton.worker.interface import Worker
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.pending import PendingOutput
-from pelton.worker.step_ops import StepOps
+from pelton.worker.step_ops import FULL, GREEDY, StepOps
 
 _WARM_UP_TOKENS = 16
-_FIRST_GRAPH_TOKENS = (
-    8  # graphs up to this size are captured at the start; larger ones when a step first has their size
-)
+_FIRST_GRAPH_TOKENS = 8
+"""Graphs up to this size are captured at the start; larger ones in idle moments, or when a step first has their size."""
 
 
 class DeviceWorker(Worker):
@@ -48,6 +48,7 @@ class DeviceWorker(Worker):
         self.phase_s: dict[str, float] = {}
         self.weights_bytes = 0
         self.notes: list[str] = []
+        self._to_capture: deque[tuple[CUDAGraphMode, BatchDescriptor]] = deque()
         scheduler = self.config.scheduler
         self.max_num_seqs = scheduler.max_num_seqs or self.platform.default_max_num_seqs
         self.max_num_tokens = scheduler.max_num_batched_tokens or self.platform.default_max_num_batched_tokens
@@ -153,12 +154,27 @@ class DeviceWorker(Worker):
             sizes=self.config.compilation.cudagraph_capture_sizes,
         )  # fmt: skip
         graphs = self.runner.use_graphs(dispatcher, recorder)
-        keys = [(mode, key) for mode, key in dispatcher.valid_keys() if key.num_tokens <= _FIRST_GRAPH_TOKENS]
-        with phase("capture graphs", self.phase_s, total=len(keys), unit=" graphs") as progress:
-            for kind, key in keys:
-                graphs.warm_up(kind, replace(key, sampling="greedy") if key.uniform_query_len else key)
+        for kind, key in dispatcher.valid_keys():
+            variants = (GREEDY, FULL) if key.uniform_query_len else ("",)
+            self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
+        first = sum(key.num_tokens <= _FIRST_GRAPH_TOKENS for _, key in self._to_capture)
+        with phase("capture graphs", self.phase_s, total=first, unit=" graphs") as progress:
+            for _ in range(first):
+                graphs.warm_up(*self._to_capture.popleft())
                 progress.advance(1)
             self.platform.synchronize()
+
+    @torch.inference_mode()
+    def prepare_ahead(self) -> bool:
+        """One more graph, the smallest that is left."""
+        graphs = self.runner.graphs
+        while graphs is not None and self._to_capture:
+            kind, key = self._to_capture.popleft()
+            if not graphs.has(kind, key):
+                graphs.warm_up(kind, key)
+                self.platform.synchronize()
+                return True
+        return False
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
