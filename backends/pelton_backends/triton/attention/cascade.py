@@ -133,7 +133,7 @@ def _store_output(
 
 
 @triton.jit(do_not_specialize=["num_rows", "prefix_len", "tiles", "splits"])
-def _prefix_kernel(
+def cascade_prefix_kernel(
     query,
     k_cache,
     v_cache,
@@ -188,7 +188,7 @@ def _prefix_kernel(
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "prefix_len", "prefix_parts", "splits"])
-def _rest_kernel(
+def cascade_rest_kernel(
     query,
     k_cache,
     v_cache,
@@ -261,7 +261,7 @@ def _rest_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def _merge_kernel(
+def cascade_merge_kernel(
     parts,
     logs,
     output,
@@ -358,19 +358,19 @@ def cascade_attention(
         "BLOCK_SIZE": block_size, "SOFT_CAP": soft_cap is not None, "ALIBI": alibi_slopes is not None,
         "ON_DEVICE": is_on_device, **shared,
     }  # fmt: skip
-    _prefix_kernel[(num_kv_heads, tiles * prefix_splits)](
+    cascade_prefix_kernel[(num_kv_heads, tiles * prefix_splits)](
         query, k_cache, v_cache, parts, logs, seq_lens, block_table, alibi_slopes, query.stride(0), *strides,
         num_rows, prefix_len, tiles, prefix_splits, scale, soft_cap or 0.0,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps, num_stages=num_stages, **options,
     )  # fmt: skip
-    _rest_kernel[(num_kv_heads, num_rows * splits)](
+    cascade_rest_kernel[(num_kv_heads, num_rows * splits)](
         query, k_cache, v_cache, parts, logs, output, seq_lens, block_table, sinks, alibi_slopes, query.stride(0),
         output.stride(0), block_table.stride(0), *strides, num_rows, prefix_len, prefix_splits, splits, scale,
         soft_cap or 0.0, SINKS=sinks is not None, MERGE=is_merged, BLOCK_G=max(triton.next_power_of_2(group), 16),
         BLOCK_N=rest_n, num_warps=rest_warps, num_stages=rest_stages, **options,
     )  # fmt: skip
     if not is_merged:
-        _merge_kernel[(num_kv_heads, num_rows)](
+        cascade_merge_kernel[(num_kv_heads, num_rows)](
             parts, logs, output, seq_lens, sinks, output.stride(0), num_rows, num_parts,
             BLOCK_G=triton.next_power_of_2(group), SINKS=sinks is not None, num_warps=1 if group * head_dim <= 256 else 4,
             **shared,

@@ -135,7 +135,7 @@ def attend_keys(
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_row", "num_reqs"])
-def _kernel(
+def prefill_kernel(
     query,
     k_cache,
     v_cache,
@@ -255,7 +255,7 @@ def _kernel(
     tl.store(at, acc.to(output.dtype.element_ty), is_number)
 
 
-_launch = Launcher(_kernel)
+_launch = Launcher(prefill_kernel)
 
 SHORT = 32  # rows of a tile that have no use for a larger one
 

@@ -230,7 +230,7 @@ def _attend(
 
 
 @gluon.jit(do_not_specialize=["table_stride", "first_row", "num_reqs"])
-def _kernel(
+def hopper_prefill_kernel(
     query, k_pages, v_pages, output, query_start_loc, seq_lens, block_table, sinks, q_stride, output_stride, table_stride,
     k_block_rows, v_block_rows, k_head_rows, v_head_rows, k_head_columns, v_head_columns, first_row, num_reqs, scale, window,
     G: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
@@ -311,7 +311,7 @@ def _kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_kernel)
+_launch = Launcher(hopper_prefill_kernel)
 
 
 class _Memory(NamedTuple):

@@ -70,7 +70,7 @@ def norm_and_rotate(
     UNIT_OFFSET: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """[heads, half] twice and [heads, rest], all float32 -> the same of `dtype`'s values; math as in `_kernel`."""
+    """[heads, half] twice and [heads, rest], all float32 -> the same of `dtype`'s values; math as in `qk_norm_rope_kernel`."""
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if REST:
@@ -88,7 +88,7 @@ def norm_and_rotate(
 
 
 @triton.jit
-def _kernel(
+def qk_norm_rope_kernel(
     qkv,
     positions,
     slot_mapping,
@@ -243,7 +243,7 @@ class TritonQkNormRopeWriteKv:
             "ROPE": needs.rotary_dim > 0, "WRITES_KV": needs.writes_kv,
         }  # fmt: skip
         num_warps = 8 if (heads + 2 * kv_heads) * head_dim >= 4096 else 4
-        launch = Launcher(_kernel)
+        launch = Launcher(qk_norm_rope_kernel)
         q_eps, k_eps = q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0
         cos_sin, q_weight, k_weight = tensors.cos_sin, tensors.q_norm, tensors.k_norm
         q_size = heads * head_dim
