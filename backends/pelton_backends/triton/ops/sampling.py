@@ -35,8 +35,9 @@ from pelton_backends.triton.ops.sampling_wide import wide_kernel
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
 _GROUP = 32
-_CHUNK_GROUPS = 128
-_CHUNK = _CHUNK_GROUPS * _GROUP
+_GREEDY_CHUNK, _GREEDY_WARPS = 4096, 4
+_CHUNK_GROUPS, _SCAN_WARPS = 128, 4
+_PICK_WARPS = 8
 _ROOM = 256  # groups whose tokens one program of 8 warps holds, 32 a thread
 _LANES = 1024
 _SPARE = 4096
@@ -67,7 +68,7 @@ class _Greedy:
 
     def __init__(self, needs: SampleNeeds, state: BatchState) -> None:
         self._state, self._vocab_size = state, needs.vocab_size
-        self._chunks = triton.cdiv(needs.vocab_size, _CHUNK)
+        self._chunks = triton.cdiv(needs.vocab_size, _GREEDY_CHUNK)
         self._best = torch.zeros(needs.max_num_seqs, self._chunks, dtype=torch.int64, device=state.device)
         self._arrived = torch.zeros(needs.max_num_seqs, dtype=torch.int32, device=state.device)
         self._pdl = has_pdl(state.device)
@@ -79,8 +80,8 @@ class _Greedy:
         greedy_kernel[(num_rows, self._chunks)](
             logits, slots, result, self._best, self._arrived, state.token_ids, state.num_computed_tokens,
             state.side_slots, state.side.counts, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
-            V=self._vocab_size, CHUNK=_CHUNK, CHUNKS=self._chunks, CHUNKS_BLOCK=triton.next_power_of_2(self._chunks),
-            PDL=self._pdl, num_warps=4, **launch_options(self._pdl),
+            V=self._vocab_size, CHUNK=_GREEDY_CHUNK, CHUNKS=self._chunks, CHUNKS_BLOCK=triton.next_power_of_2(self._chunks),
+            PDL=self._pdl, num_warps=_GREEDY_WARPS, **launch_options(self._pdl),
         )  # fmt: skip
 
 
@@ -101,7 +102,7 @@ class _Scratch:
         def empty(width: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(num_rows, width, dtype=dtype, device=device)
 
-        chunks, groups = triton.cdiv(vocab_size, _CHUNK), triton.cdiv(vocab_size, _GROUP)
+        chunks, groups = triton.cdiv(vocab_size, _CHUNK_GROUPS * _GROUP), triton.cdiv(vocab_size, _GROUP)
         return _Scratch(
             empty(chunks), empty(_SPLITS), empty(chunks, torch.float64), empty(groups), empty(_ROOM), empty(_SPARE),
             torch.zeros(num_rows, dtype=torch.int32, device=device),
@@ -116,7 +117,7 @@ class _Full:
         self._mask = tensors.mask
         self._logprobs, self._num_logprobs = tensors.logprobs, needs.num_logprobs
         self._scratch = _Scratch.make(needs.max_num_seqs, needs.vocab_size, tensors.state.device)
-        self._chunks = triton.cdiv(needs.vocab_size, _CHUNK)
+        self._chunks = triton.cdiv(needs.vocab_size, _CHUNK_GROUPS * _GROUP)
         self._groups = triton.cdiv(needs.vocab_size, _GROUP)
         self._pdl = has_pdl(tensors.state.device)
         self._has_side = self._state.side.counts.shape[0] > 0
@@ -135,7 +136,7 @@ class _Full:
             logits, slots, state.temperature, state.top_k, state.top_p, state.min_p, scratch.chunk_best,
             scratch.chunk_sum, scratch.group_best, logits.stride(0), state.padding_slot,
             V=self._vocab_size, GROUPS=self._groups, CHUNK_GROUPS=_CHUNK_GROUPS, CHUNKS=self._chunks, PDL=self._pdl,
-            num_warps=4, **launch_options(self._pdl),
+            num_warps=_SCAN_WARPS, **launch_options(self._pdl),
         )  # fmt: skip
         self._pick(logits, slots, result)
         if self._logprobs is not None:
@@ -165,7 +166,7 @@ class _Full:
             scratch.group_best, scratch.group_ids, scratch.is_wide, *advanced, logits.stride(0),
             state.token_ids.stride(0), state.padding_slot,
             GROUPS=self._groups, GROUPS_BLOCK=triton.next_power_of_2(self._groups), ROOM=_ROOM,
-            SPLITS=self._splits, num_warps=8, **sizes,
+            SPLITS=self._splits, num_warps=_PICK_WARPS, **sizes,
         )  # fmt: skip
         wide_kernel[(len(slots),)](
             logits, slots, result, *parameters, scratch.chunk_best, scratch.spare, scratch.is_wide, *advanced,

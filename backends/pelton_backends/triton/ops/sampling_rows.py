@@ -171,11 +171,13 @@ def _kth_key(keys, wanted, count, lowest, highest):
 
 
 @triton.jit
-def _nucleus_key(keys, weights, needed, lowest, highest):
-    """The greatest t at which the weights of the keys >= t sum to `needed`; those of all that are >= lowest do."""
+def _nucleus_key(keys, weights, needed, highest):
+    """The greatest t at which the weights of the keys >= t sum to `needed`; keys are the weights', and positive ones do."""
+    is_some = keys > 0
+    lowest = tl.min(tl.min(tl.where(is_some, keys, highest), 1), 0)
     low, high = lowest.to(tl.int64), highest.to(tl.int64) + 1
-    num_low = tl.sum(tl.sum((keys >= lowest).to(tl.int32), 1), 0)
-    num_high = tl.sum(tl.sum((keys > highest).to(tl.int32), 1), 0)
+    num_low = tl.sum(tl.sum(is_some.to(tl.int32), 1), 0)
+    num_high = tl.zeros([], tl.int32)
     while (high - low > 1) & (num_low - num_high > 1):  # one key between the two: low is as good as that key
         middle = low + (high - low) // 2
         is_above = keys.to(tl.int64) >= middle
@@ -300,8 +302,10 @@ def pick_kernel(
                 needed = most_p.to(tl.float64) * tl.where(has_all, total, tl.sum(sums, 0))
                 is_known = has_all | ((most_k >= V) & (least_p <= 0) & (total >= needed))
                 if is_known:
-                    lowest = _nucleus_key(keys_of_kept, weights, needed, lowest, highest)
-                    weights = tl.where(keys_of_kept >= lowest, weights, 0.0)
+                    # By weights: exp makes some logits equal, and ties are kept.
+                    weight_keys = order_key(weights)
+                    least_weight = _nucleus_key(weight_keys, weights, needed, tl.max(tl.max(weight_keys, 1), 0))
+                    weights = tl.where(weight_keys >= least_weight, weights, 0.0)
                     total = tl.sum(tl.sum(weights.to(tl.float64), 1), 0)
             target = number * total
         tl.store(is_wide + row, tl.where(is_known, 0, 1))

@@ -1,8 +1,10 @@
-"""Grammar masks and side tables before the tokens are chosen: sets of tokens, bad words, min_tokens, bias and penalties of the rows that have any.
+"""Grammar masks and side tables before tokens are chosen: sets of tokens, bad words, min_tokens, bias, penalties.
 
-Math   `pelton.sampling.penalties`, in its order, after the grammar's mask: float32, rounded as torch rounds, so that logits
-       are equal to the bit. Z side slots, V tokens, W bad words of L tokens before their last at most. A row's tables are found through `side`, an int64 tensor of their addresses (`SideAddresses`), so that the kernels
-       do not carry a dozen arguments that most rows never look at.
+Math   the grammar's mask, then `pelton.sampling.penalties` in its order: float32, rounded where torch rounds, so that the
+       changed logits are equal to the bit. In place, for the rows that have any.
+
+Z side slots, V tokens, W bad words of at most L tokens before their last; tables [Z, V], [Z, W, L]. They are found through
+`side`, an int64 tensor of their addresses: a dozen arguments that most steps never look at. Memory bound: 15 B a token.
 """
 
 from __future__ import annotations
@@ -158,11 +160,10 @@ def change_kernel(
             is_inside = place < V
             values = tl.load(row_logits + place, mask=is_inside, other=-float("inf"))
             best = tl.maximum(best, tl.max(order_key(values), 0))
-            if HAS_MASK:
-                if is_masked:
-                    word_place = place // 32  # tokens beyond the words are not allowed
-                    word = tl.load(mask_words + slot * mask_stride + word_place, mask=word_place < mask_stride, other=0)
-                    values = tl.where(((word >> (place % 32)) & 1) != 0, values, -float("inf"))
+            if is_masked:
+                word_place = place // 32  # tokens beyond the words are not allowed
+                word = tl.load(mask_words + slot * mask_stride + word_place, mask=word_place < mask_stride, other=0)
+                values = tl.where(((word >> (place % 32)) & 1) != 0, values, -float("inf"))
             if side_slot >= 0:
                 values = _apply_tables(values, side_slot * V + place, is_inside, num_output, side_slot, side)
             tl.store(row_logits + place, values, mask=is_inside)

@@ -1,9 +1,9 @@
-"""Sampling a row whose filters keep more tokens than `pick_kernel` has room for: several passes over the row by one program.
+"""Sampling a row whose filters keep more tokens than `pick_kernel` has room for: several passes by one program.
 
-A threshold is the greatest t at which a measure of {l >= t} reaches what is needed: the count for top_k, the sum of weights
-for top_p. It is bracketed by eight thresholds a pass, evenly spread over values at first and over float keys later, until
-the bracket holds at most `SPARE` tokens; these are gathered, and the threshold found among them by bisection: exact. Then
-one pass sums the kept weights of each chunk, and the token is picked as in a row without filters.
+A threshold is the greatest t such that a measure of the tokens at or above t reaches what is needed: their number for
+top_k, by logit; the sum of their weights for top_p, by weight. Each pass measures at eight cuts, spread evenly, until the
+bracket holds at most `SPARE` tokens; these are gathered, and the threshold is found among them by bisection: exact. One
+more pass sums the kept weights of each chunk, and the token is picked as in a row without filters.
 
 Tokens 40 temperatures below the best (weight under 5e-18 of its) count as dropped. Sums are float64 over float32 weights.
 """
@@ -39,72 +39,83 @@ def _weights(keys, warmth, top):
 
 
 @triton.jit
-def _measure(row_logits, cuts, warmth, top, V: tl.constexpr, LANES: tl.constexpr):
-    """cuts [8] int64 keys -> (count, sum of weights) [8] of the tokens with a key at or above each."""
-    lane = tl.arange(0, LANES)[:, None]
-    count = tl.zeros([LANES, _CUTS], tl.int32)
-    mass = tl.zeros([LANES, _CUTS], tl.float64)
-    for start in range(0, V, LANES * _STEPS):
-        part = tl.zeros([LANES, _CUTS], tl.float32)
-        for step in tl.static_range(_STEPS):
-            place = start + step * LANES + lane
-            keys = order_key(tl.load(row_logits + place, mask=place < V, other=-float("inf")))
-            is_above = (keys.to(tl.int64) >= cuts[None, :]) & (keys > MINUS_INF_KEY)
-            count += is_above.to(tl.int32)
-            part += tl.where(is_above, _weights(keys, warmth, top), 0.0)
-        mass += part.to(tl.float64)
-    return tl.sum(count, 0), tl.sum(mass, 0)
+def _load(row_logits, place, floor, BY_MASS: tl.constexpr, warmth, top, V: tl.constexpr):
+    """(keys, measures) of tokens: logits' keys, each 1; or weights' keys and weights. Below `floor`: LOWEST_KEY, 0."""
+    keys = order_key(tl.load(row_logits + place, mask=place < V, other=-float("inf")))
+    is_kept = (keys >= floor) & (keys > MINUS_INF_KEY)
+    measures = is_kept.to(tl.float32)
+    if BY_MASS:
+        measures = tl.where(is_kept, _weights(keys, warmth, top), 0.0)
+        keys = order_key(measures)
+    return tl.where(is_kept, keys, LOWEST_KEY), measures
 
 
 @triton.jit
-def _gather(row_logits, low, high, spare, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys in [low, high) to `spare`, in the order of tokens."""
+def _measure(row_logits, cuts, floor, BY_MASS: tl.constexpr, warmth, top, V: tl.constexpr, LANES: tl.constexpr):
+    """cuts [8] int64 keys -> (count, sum of measures) [8] of the tokens with a key at or above each."""
+    lane = tl.arange(0, LANES)[:, None]
+    count = tl.zeros([LANES, _CUTS], tl.int32)
+    total = tl.zeros([LANES, _CUTS], tl.float64)
+    for start in range(0, V, LANES * _STEPS):
+        part = tl.zeros([LANES, _CUTS], tl.float32)
+        for step in tl.static_range(_STEPS):
+            keys, measures = _load(row_logits, start + step * LANES + lane, floor, BY_MASS, warmth, top, V)
+            is_above = keys.to(tl.int64) >= cuts[None, :]
+            count += is_above.to(tl.int32)
+            part += tl.where(is_above, measures, 0.0)
+        total += part.to(tl.float64)
+    return tl.sum(count, 0), tl.sum(total, 0)
+
+
+@triton.jit
+def _gather(
+    row_logits, spare_keys, low, high, floor, BY_MASS: tl.constexpr, warmth, top, V: tl.constexpr, LANES: tl.constexpr
+):
+    """Keys in [low, high) to `spare_keys`, in the order of tokens."""
     written = tl.zeros([], tl.int32)
-    for start in range(0, V, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        keys = order_key(tl.load(row_logits + place, mask=place < V, other=-float("inf")))
-        is_taken = (keys.to(tl.int64) >= low) & (keys.to(tl.int64) < high) & (place < V)
+    for start in range(0, V, LANES):
+        keys, _ = _load(row_logits, start + tl.arange(0, LANES), floor, BY_MASS, warmth, top, V)
+        is_taken = (keys.to(tl.int64) >= low) & (keys.to(tl.int64) < high)
         at = written + tl.cumsum(is_taken.to(tl.int32), 0) - 1
-        tl.store(spare + at, keys, mask=is_taken)
+        tl.store(spare_keys + at, keys, mask=is_taken)
         written += tl.sum(is_taken.to(tl.int32), 0)
     tl.debug_barrier()
 
 
 @triton.jit
 def _threshold(
-    row_logits, spare, least, best, needed, BY_MASS: tl.constexpr, warmth, top,
+    row_logits, spare_keys, least, best, needed, floor, BY_MASS: tl.constexpr, warmth, top,
     V: tl.constexpr, LANES: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """The greatest t in [least, best] whose tokens >= t measure `needed` (float64) or more; `least` where there is none."""
+    """The greatest key t in [least, best] at and above which tokens measure `needed` or more; `least` where none is."""
     low, high = least.to(tl.int64), best.to(tl.int64) + 1
     ramp = tl.arange(0, _CUTS)
     count_low = tl.full([], V, tl.int32)
     count_high = tl.zeros([], tl.int32)
-    above = tl.zeros([], tl.float64)  # what {l >= high} measures
+    above = tl.zeros([], tl.float64)  # what {key >= high} measures
     turn = tl.zeros([], tl.int32)
     while (high - low > 1) & (count_low - count_high > SPARE):
-        cuts = low + (high - low) * (ramp + 1) // (_CUTS + 1)
-        if turn < 3:
+        cuts = low + (high - low) * (ramp + 1) // (_CUTS + 1)  # even in a weight's key is even in its logit
+        if (turn < 3) & (not BY_MASS):
             low_value, high_value = key_value(low.to(tl.int32)), key_value((high - 1).to(tl.int32))
             values = low_value + (high_value - low_value) * ((ramp + 1).to(tl.float32) / (_CUTS + 1))
             cuts = tl.minimum(tl.maximum(order_key(values).to(tl.int64), low), high - 1)
-        counts, masses = _measure(row_logits, cuts, warmth, top, V, LANES)
-        found = masses if BY_MASS else counts.to(tl.float64)
-        is_enough = found >= needed
+        counts, totals = _measure(row_logits, cuts, floor, BY_MASS, warmth, top, V, LANES)
+        is_enough = totals >= needed
         # The highest cut that is enough is the new low, the lowest that is not the new high.
         low = tl.maximum(low, tl.max(tl.where(is_enough, cuts, low), 0))
         high = tl.minimum(high, tl.min(tl.where(is_enough, high, cuts), 0))
         count_low = tl.minimum(count_low, tl.min(tl.where(is_enough, counts, V), 0))
         count_high = tl.maximum(count_high, tl.max(tl.where(is_enough, 0, counts), 0))
-        above = tl.maximum(above, tl.max(tl.where(is_enough, 0.0, found), 0))
+        above = tl.maximum(above, tl.max(tl.where(is_enough, 0.0, totals), 0))
         turn += 1
     if high - low > 1:
-        _gather(row_logits, low, high, spare, V, LANES)
+        _gather(row_logits, spare_keys, low, high, floor, BY_MASS, warmth, top, V, LANES)
         place = tl.arange(0, SPARE)
-        keys = tl.load(spare + place, mask=place < count_low - count_high, other=LOWEST_KEY)
+        keys = tl.load(spare_keys + place, mask=place < count_low - count_high, other=LOWEST_KEY)
         measures = tl.full([SPARE], 1.0, tl.float64)
         if BY_MASS:
-            measures = _weights(keys, warmth, top).to(tl.float64)
+            measures = key_value(keys).to(tl.float64)
         while high - low > 1:
             middle = low + (high - low) // 2
             is_above = keys.to(tl.int64) >= middle
@@ -114,6 +125,12 @@ def _threshold(
                 high = middle
         tl.debug_barrier()
     return low.to(tl.int32)
+
+
+@triton.jit
+def _kept_weights(row_logits, place, floor, least_weight, warmth, top, V: tl.constexpr):
+    keys, weights = _load(row_logits, place, floor, True, warmth, top, V)
+    return tl.where(keys >= least_weight, weights, 0.0)
 
 
 @triton.jit
@@ -169,26 +186,27 @@ def wide_kernel(
                     low = middle
             floor = tl.maximum(floor, high.to(tl.int32))
         if most_k < V:
-            floor = _threshold(
-                row_logits, own_spare, floor, best, most_k.to(tl.float64), False, warmth, top, V, LANES, SPARE
-            )
+            needed = most_k.to(tl.float64)
+            floor = _threshold(row_logits, own_spare, floor, best, needed, floor, False, warmth, top, V, LANES, SPARE)
+        least_weight = tl.zeros([], tl.int32)
         if most_p < 1.0:
-            _, masses = _measure(row_logits, floor.to(tl.int64) + tl.zeros([_CUTS], tl.int64), warmth, top, V, LANES)
-            needed = most_p.to(tl.float64) * tl.max(masses, 0)
-            floor = _threshold(row_logits, own_spare, floor, best, needed, True, warmth, top, V, LANES, SPARE)
+            _, totals = _measure(row_logits, tl.zeros([_CUTS], tl.int64), floor, True, warmth, top, V, LANES)
+            needed = most_p.to(tl.float64) * tl.max(totals, 0)
+            one = tl.full([], 0x3F800000, tl.int32)  # the best token's weight
+            least_weight = _threshold(
+                row_logits, own_spare, least_weight, one, needed, floor, True, warmth, top, V, LANES, SPARE
+            )
 
         group, lane = tl.arange(0, CHUNK_GROUPS), tl.arange(0, GROUP)
         within = group[:, None] * GROUP + lane[None, :]
         sums = tl.zeros([CHUNKS_BLOCK], tl.float64)
         for chunk in range(0, CHUNKS):
             place = chunk * (CHUNK_GROUPS * GROUP) + within
-            keys = order_key(tl.load(row_logits + place, mask=place < V, other=-float("inf")))
-            kept = tl.where(keys >= floor, _weights(keys, warmth, top), 0.0)
+            kept = _kept_weights(row_logits, place, floor, least_weight, warmth, top, V)
             sums = tl.where(chunks == chunk, tl.sum(tl.sum(kept, 1).to(tl.float64), 0), sums)
         number = uniform(tl.load(seeds + slot), tl.load(num_computed_tokens + slot) + 1)
         chosen, target = pick_chunk(sums, number, CHUNKS_BLOCK)
         place = chosen * (CHUNK_GROUPS * GROUP) + within
-        keys = order_key(tl.load(row_logits + place, mask=place < V, other=-float("inf")))
-        kept = tl.where(keys >= floor, _weights(keys, warmth, top), 0.0)
+        kept = _kept_weights(row_logits, place, floor, least_weight, warmth, top, V)
         token = tl.minimum(pick_token(kept, chosen * CHUNK_GROUPS + group, target, CHUNK_GROUPS, GROUP), V - 1)
         finish_row(row, slot, token, OK, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V)

@@ -1,0 +1,450 @@
+"""Sampled tokens against the reference: greedy rows to the bit, sampled ones by the same number, masks, tables, state."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+
+from pelton.ops.interface import SampleNeeds, SampleTensors
+from pelton.ops.reference_step import ReferenceSample
+from pelton.sampling.logprobs import LogprobTensors
+from pelton.sampling.random import uniform
+from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
+from pelton.sampling_params import SamplingParams
+from pelton.scheduler.output import NewRequest, SchedulerOutput
+from pelton.worker.batch_state import BatchState
+
+MAX_LEN = 40
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch, device):
+    """In the interpreter a row has few tokens: smaller chunks and less room, so that all paths are taken all the same."""
+    if device.type == "cpu":
+        from pelton_backends.triton.ops import sampling
+
+        sizes = {
+            "_GREEDY_CHUNK": 512,
+            "_CHUNK_GROUPS": 16,
+            "_ROOM": 32,
+            "_LANES": 128,
+            "_SPARE": 64,
+            "_SPLITS": 2,
+            "_CHANGE_BLOCK": 512,
+        }
+        for name, size in sizes.items():
+            monkeypatch.setattr(sampling, name, size)
+
+
+def at_size(device, small: int, large: int) -> int:
+    return large if device.type == "cuda" else small
+
+
+def make_state(device, vocab: int, num_seqs: int = 8, num_side_slots: int = 0) -> BatchState:
+    return BatchState(
+        max_num_seqs=num_seqs, max_model_len=MAX_LEN, vocab_size=vocab, block_sizes=(4,), num_side_slots=num_side_slots,
+        device=device,
+    )  # fmt: skip
+
+
+def add(
+    state: BatchState, slot: int, tokens: list[int], *, side_slot: int = -1, seed: int = 0, bad_words=(),
+    num_output: int = 5, **params,
+):  # fmt: skip
+    """A request whose last token is to be computed in the step."""
+    new = NewRequest(
+        request_id=str(slot), slot=slot, token_ids=tokens, num_prompt_tokens=max(len(tokens) - num_output, 1),
+        num_computed_tokens=len(tokens) - 1, sampling_params=SamplingParams(**params), block_ids=[[1 + slot]],
+        side_slot=side_slot, seed=seed, bad_words_token_ids=list(bad_words), eos_token_ids=[2],
+    )  # fmt: skip
+    state.apply(SchedulerOutput(step_id=0, new=[new]))
+
+
+def bind(state: BatchState, implementation=None, *, variant: str = "full", num_logprobs: int = 0, **tensors):
+    from pelton_backends.triton.ops.sampling import TritonSample
+
+    implementation = implementation or TritonSample
+    needs = SampleNeeds(
+        vocab_size=state.vocab_size, max_num_seqs=state.max_num_seqs, variant=variant, has_mask="mask" in tensors,
+        num_logprobs=num_logprobs,
+    )  # fmt: skip
+    assert implementation.unsupported(needs) == []
+    return implementation.bind(needs, SampleTensors(state=state, **tensors))
+
+
+def run(op, logits: torch.Tensor, slots: list[int]) -> list[list[int]]:
+    result = torch.full((len(slots), 2), -7, dtype=torch.int32, device=logits.device)
+    op(logits.clone(), torch.tensor(slots, device=logits.device), result)
+    return result.tolist()
+
+
+def assert_same_state(state: BatchState, other: BatchState) -> None:
+    assert torch.equal(state.num_computed_tokens, other.num_computed_tokens)
+    assert torch.equal(state.token_ids, other.token_ids)
+    assert torch.equal(state.side.counts, other.side.counts)
+
+
+# Greedy.
+
+
+@pytest.mark.parametrize("variant", ["greedy", "full"])
+@pytest.mark.parametrize("vocab", [1, 70, 512, 9001])
+def test_greedy_rows_equal_the_reference(device, variant, vocab):
+    state = make_state(device, vocab)
+    for slot in range(8):
+        add(state, slot, [0] * (3 + 5 * slot), temperature=0)
+    other = copy.deepcopy(state)
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(9, vocab, generator=generator).round(decimals=1)  # many ties
+    logits[0] = -5.0
+    logits[0, vocab // 2 :] = -0.0  # equal to 0
+    logits[0, -1] = 0.0
+    logits[1, vocab // 3] = float("nan")
+    logits[2, vocab // 3] = INF
+    logits[3] = -INF
+    logits[4, : vocab // 2] = -INF
+    slots = [3, 1, 0, 7, state.padding_slot, 2, 6, 5, state.padding_slot]
+    got = run(bind(state, variant=variant), logits.to(device), slots)
+    want = run(bind(other, ReferenceSample, variant=variant), logits.to(device), slots)
+    codes = [NOT_FINITE if row in (1, 2, 3) else OK for row in range(9)]
+    assert [code for _, code in got] == [code for _, code in want] == codes
+    good = [row for row, code in enumerate(codes) if code == OK]
+    assert [got[row] for row in good] == [want[row] for row in good]
+    assert got[4] == got[8] == [0, 0]
+    assert all(0 <= token < vocab for token, _ in got)
+    assert torch.equal(state.num_computed_tokens, other.num_computed_tokens)
+    for row in good:
+        assert torch.equal(state.token_ids[slots[row]], other.token_ids[slots[row]])
+    assert not state.token_ids[state.padding_slot].any()
+
+
+def test_greedy_again_and_again(device):
+    """The counters of arrived programs are back at zero after each step; tokens past the end go to the spare column."""
+    vocab = 9000
+    state = make_state(device, vocab)
+    add(state, 2, [1] * (MAX_LEN - 2), temperature=0)
+    op = bind(state, variant="greedy")
+    for step in range(5):
+        logits = torch.zeros(1, vocab, device=device)
+        logits[0, 8000 - step] = 1.0
+        assert run(op, logits, [2]) == [[8000 - step, OK]]
+    assert state.token_ids[2, MAX_LEN - 3 :].tolist() == [1, 8000, 7999, 7996]
+    assert state.num_computed_tokens[2] == MAX_LEN + 2
+
+
+# Sampled rows.
+
+
+def random_params(chooser: random.Random, vocab: int) -> dict:
+    params: dict = {"temperature": chooser.choice([0.0, 0.3, 1.0, 1.7])}
+    if not params["temperature"]:
+        return params
+    if chooser.random() < 0.5:
+        params["top_k"] = chooser.choice([1, 2, 50, 200, vocab // 3])
+    if chooser.random() < 0.5:
+        params["top_p"] = chooser.choice([0.05, 0.5, 0.9, 0.99])
+    if chooser.random() < 0.3:
+        params["min_p"] = chooser.choice([0.003, 0.1, 0.9])
+    return params
+
+
+def assert_boundary(logits: torch.Tensor, params: dict, seed: int, position: int, got: int, want: int) -> None:
+    """Another token than the reference's is right only where u * total is at a border, or the kept set's edge is."""
+    scaled = logits.double() / params["temperature"]
+    weights = (scaled - scaled.max()).exp()
+    if params.get("min_p"):
+        weights[weights < params["min_p"] * (1 + 1e-6)] = 0
+    if params.get("top_k"):
+        weights[weights < weights.topk(params["top_k"]).values[-1] * (1 - 1e-6)] = 0
+    edge = 1e-5
+    if params.get("top_p", 1.0) < 1:
+        order = weights.sort(descending=True)
+        mass = order.values.cumsum(0) / weights.sum()
+        count = int((mass < params["top_p"]).sum()) + 1
+        edge += (
+            float(order.values[count - 1] / order.values[:count].sum())
+            if (mass - params["top_p"]).abs().min() < 1e-5
+            else 0
+        )
+        weights[weights < order.values[count - 1] * (1 - 1e-6)] = 0
+    running = weights.cumsum(0) / weights.sum()
+    u = float(uniform(torch.tensor([seed]), torch.tensor([position])))
+    border = min(abs(float(running[t]) - u) for t in range(min(got, want), max(got, want)))
+    assert border < edge, f"{got} instead of {want}: {border} from a border"
+
+
+def assert_same_choices(device, vocab: int, num_rows: int, seed: int, scale: float, allowed_share: float = 0.0) -> None:
+    chooser, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    state = make_state(device, vocab, num_rows)
+    rows = []
+    for slot in range(num_rows):
+        params = random_params(chooser, vocab)
+        rows.append((params, chooser.randrange(2**62), chooser.randint(2, 30)))
+        add(state, slot, [1] * rows[-1][2], seed=rows[-1][1], **params)
+    other = copy.deepcopy(state)
+    logits = torch.randn(num_rows, vocab, generator=generator) * scale
+    if seed % 2:
+        logits = logits.bfloat16().float()  # many ties
+    slots = chooser.sample(range(num_rows), num_rows)
+    got = run(bind(state), logits.to(device), slots)
+    want = run(bind(other, ReferenceSample), logits.to(device), slots)
+    different = 0
+    for row, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert mine[1] == theirs[1] == OK
+        if mine[0] != theirs[0]:
+            params, row_seed, length = rows[slots[row]]
+            assert params["temperature"] > 0
+            assert_boundary(logits[row], params, row_seed, length, mine[0], theirs[0])
+            different += 1
+    assert different <= allowed_share * num_rows
+    if not different:
+        assert_same_state(state, other)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_small, scale", [(True, 3.0), (False, 1.0), (False, 4.0)])
+def test_choices_equal_the_reference(device, is_small, scale, seed):
+    """More tokens than the first kernels have room for: flat rows go through the wide one."""
+    vocab = 500 if is_small else at_size(device, 3001, 20_001)
+    assert_same_choices(device, vocab, at_size(device, 6, 64), seed, scale, at_size(device, 0, 1) / 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("vocab, scale", [(151_936, 1.0), (151_936, 3.0), (128_256, 2.5)])
+def test_choices_equal_the_reference_at_size(device, vocab, scale, seed):
+    assert_same_choices(device, vocab, 256, seed, scale, 0.02)
+
+
+def test_a_choice_does_not_depend_on_the_batch(device):
+    vocab, chooser = at_size(device, 2001, 9001), random.Random(5)
+    state = make_state(device, vocab)
+    for slot in range(8):
+        add(state, slot, [1, 2, 3], seed=chooser.randrange(2**62), temperature=1.0, top_p=0.95 if slot % 2 else 1.0)
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0)).to(device)
+    start = state.num_computed_tokens.clone()
+    together = run(bind(state), logits, list(range(8)))
+    for slot in (0, 5):
+        state.num_computed_tokens.copy_(start)
+        assert run(bind(state), logits[slot : slot + 1], [slot]) == [together[slot]]
+        state.num_computed_tokens.copy_(start)
+        assert run(bind(state), logits[[3, slot]], [state.padding_slot, slot])[1] == together[slot]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"temperature": 0.5}, id="temperature"),
+        pytest.param({"top_k": 5}, id="top-k"),
+        pytest.param({"top_p": 0.7}, id="top-p"),
+        pytest.param({"top_k": 12, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5}, id="all"),
+    ],
+)
+def test_law_by_chi_square(device, params):
+    """Many positions of one request; expected counts from the definitions in float64."""
+    vocab, count = 40, at_size(device, 60, 4000)
+    params = {"temperature": 1.0} | params
+    state = make_state(device, vocab, count)
+    values = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.5
+    add(state, 0, [1] * 5, seed=99, **params)
+    for column in (state.temperature, state.top_k, state.top_p, state.min_p):
+        column[1:count] = column[0].clone()
+    state.seeds[:count] = torch.arange(count, device=device)
+    state.num_computed_tokens[:count] = 17
+    got = run(bind(state), values.expand(count, -1).to(device), list(range(count)))
+    scaled = values.double() / params["temperature"]
+    probs = scaled.softmax(0)
+    probs[probs < params.get("min_p", 0) * probs.max()] = 0
+    if "top_k" in params:
+        probs[probs < probs.topk(params["top_k"]).values[-1]] = 0
+    probs /= probs.sum()
+    if "top_p" in params:
+        order = probs.sort(descending=True).values
+        probs[probs < order[int((order.cumsum(0) < params["top_p"]).sum())]] = 0
+    probs /= probs.sum()
+    observed = torch.bincount(torch.tensor([token for token, _ in got]), minlength=vocab).double()
+    assert not observed[probs == 0].any()
+    expected = probs * count
+    is_large = expected >= 5
+    bins = [*zip(observed[is_large].tolist(), expected[is_large].tolist(), strict=True)]
+    rest = float(expected[~is_large].sum())
+    if rest >= 5:
+        bins.append((float(observed[~is_large].sum()), rest))
+    freedom = len(bins) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3  # the 99.99 % point
+    assert sum((o - e) ** 2 / e for o, e in bins) < limit
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param({"top_k": 3}, id="top-k-ties-are-kept"),
+        pytest.param({"top_p": 0.3}, id="top-p-ties-are-kept"),
+        pytest.param({"top_k": "most", "top_p": 0.997}, id="nearly-everything"),
+        pytest.param({"min_p": 1.0}, id="only-the-best"),
+        pytest.param({"top_p": 1e-9}, id="smallest-nucleus"),
+    ],
+)
+@pytest.mark.parametrize("spread", [0.0, 0.05, 60.0])
+def test_extreme_filters_equal_the_reference(device, params, spread):
+    vocab = at_size(device, 2000, 10_000)
+    params = {**params, "top_k": vocab - 1000} if params.get("top_k") == "most" else params
+    state = make_state(device, vocab, 4)
+    for slot in range(4):
+        add(state, slot, [1, 2], seed=slot, temperature=0.7, **params)
+    other = copy.deepcopy(state)
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(3)) * spread
+    logits[1] = (logits[1] * 2).round() / 2
+    logits[2, 100:] = -INF
+    logits[3, ::2] = -INF
+    got = run(bind(state), logits.to(device), [0, 1, 2, 3])
+    assert got == run(bind(other, ReferenceSample), logits.to(device), [0, 1, 2, 3])
+
+
+# Masks, side tables, logprobs.
+
+
+def masked(state: BatchState, allowed: dict[int, list[int]], num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words = torch.zeros(state.max_num_seqs + 1, num_words, dtype=torch.int64)
+    has_mask = torch.zeros(state.max_num_seqs + 1, dtype=torch.bool)
+    for slot, tokens in allowed.items():
+        has_mask[slot] = True
+        for token in tokens:
+            words[slot, token // 32] |= 1 << (token % 32)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).to(state.device), has_mask.to(state.device)
+
+
+def test_masks_equal_the_reference(device):
+    vocab, chooser = 2005, random.Random(0)
+    state = make_state(device, vocab)
+    for slot in range(6):
+        add(state, slot, [1, 2, 3], seed=slot, temperature=float(slot % 2))
+    sets = {0: [7, 31, 32, 1983], 1: chooser.sample(range(1984), 300), 2: [], 4: [1980]}
+    mask = masked(state, sets, 62)  # 1,984 tokens: the last are never allowed
+    other = copy.deepcopy(state)
+    logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(0))
+    logits[3, 8] = float("nan")
+    logits[4, 9] = INF
+    slots = [0, 1, 2, 3, 4, 5, state.padding_slot]
+    got = run(bind(state, mask=mask), logits.to(device), slots)
+    want = run(bind(other, ReferenceSample, mask=mask), logits.to(device), slots)
+    assert (
+        [code for _, code in got]
+        == [code for _, code in want]
+        == [OK, OK, NOTHING_ALLOWED, NOT_FINITE, NOT_FINITE, OK, 0]
+    )
+    for row in (0, 1, 5, 6):
+        assert got[row] == want[row]
+    assert got[0][0] in sets[0] and got[1][0] in sets[1]
+
+
+def random_side(chooser: random.Random, vocab: int) -> dict:
+    """Each feature with even odds."""
+    params: dict = {"bad_words": []}
+    if chooser.random() < 0.5:
+        params |= {"repetition_penalty": chooser.choice([0.7, 1.5]), "presence_penalty": chooser.uniform(-1, 1),
+                   "frequency_penalty": chooser.uniform(-1, 1)}  # fmt: skip
+    if chooser.random() < 0.5:
+        params["logit_bias"] = {chooser.randrange(vocab): chooser.uniform(-9, 9) for _ in range(4)}
+    if chooser.random() < 0.4:
+        params["allowed_token_ids"] = [chooser.randrange(vocab) for _ in range(60)] + [5]
+    if chooser.random() < 0.5:
+        params |= {"min_tokens": chooser.randint(1, 8), "stop_token_ids": [chooser.randrange(vocab)]}
+    if chooser.random() < 0.7:
+        params["bad_words"] = [[chooser.randrange(4) for _ in range(chooser.randint(1, 4))] for _ in range(10)]
+    return params
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_side_tables_equal_the_reference(device, seed):
+    """Few tokens are likely, so that every feature decides something; several steps, so that counts matter."""
+    vocab, chooser = (300, 1500)[seed % 2], random.Random(seed)
+    state = make_state(device, vocab, num_side_slots=5)
+    for slot in range(7):
+        side = random_side(chooser, vocab) | {"side_slot": slot // 2} if slot % 2 else {}
+        tokens = [chooser.randrange(4) for _ in range(chooser.randint(3, 15))]
+        add(state, slot, tokens, seed=chooser.randrange(2**62), **random_params(chooser, vocab), **side)
+    other = copy.deepcopy(state)
+    mine, reference = bind(state), bind(other, ReferenceSample)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(4):
+        logits = torch.randn(8, vocab, generator=generator)
+        logits[:, :6] += 5.0
+        slots = [*chooser.sample(range(7), 7), state.padding_slot]
+        assert run(mine, logits.to(device), slots) == run(reference, logits.to(device), slots)
+        assert_same_state(state, other)
+    assert state.side.counts.sum() > 0
+
+
+def test_longer_bad_words_than_there_was_room_for(device):
+    state = make_state(device, 300, num_side_slots=2)
+    add(state, 0, [1, 1], temperature=0, side_slot=0, bad_words=[[1, 7]])
+    op = bind(state)
+    logits = torch.zeros(1, 300, device=device)
+    logits[0, 7] = 1.0
+    words = [[3] * 20 + [9], *([4, t] for t in range(40))]
+    add(state, 1, [1] + [3] * 24, temperature=0, side_slot=1, bad_words=words, num_output=22)
+    assert state.side.layout_version == 1
+    logits[0, 9] = 2.0
+    assert run(op, logits, [1]) == [[7, OK]]
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 5])
+def test_logprobs_come_from_the_raw_logits(device, num_logprobs):
+    vocab = 2000
+    state = make_state(device, vocab, num_side_slots=1)
+    add(state, 1, [3, 4], temperature=0.5, top_k=3, logit_bias={7: 50.0}, side_slot=0)
+    add(state, 0, [3, 4], temperature=0)
+    add(state, 2, [3, 4], temperature=1)
+    other = copy.deepcopy(state)
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)).to(device)
+    slots = [1, 0, 2, state.padding_slot]
+    made = []
+    for owner, implementation in ((state, None), (other, ReferenceSample)):
+        target = LogprobTensors(
+            torch.full((6, 1 + num_logprobs), -9, device=device), torch.full((6, 1 + num_logprobs), -9.0, device=device),
+            torch.full((6,), -9, device=device),
+        )  # fmt: skip
+        made.append(
+            (run(bind(owner, implementation, num_logprobs=num_logprobs, logprobs=target), logits, slots), target)
+        )
+    (got, mine), (want, theirs) = made
+    assert got == want
+    assert torch.equal(mine.token_ids[:3], theirs.token_ids[:3]) and torch.equal(mine.ranks[:3], theirs.ranks[:3])
+    torch.testing.assert_close(mine.logprobs[:3], theirs.logprobs[:3], atol=1e-5, rtol=1e-5)
+    assert (mine.token_ids[4:] == -9).all() and (mine.ranks[4:] == -9).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["greedy", "full"])
+def test_replay_repeats_and_advances(device, variant):
+    vocab, chooser = 151_936, random.Random(1)
+    state = make_state(device, vocab, 16, num_side_slots=2)
+    for slot in range(16):
+        params = random_params(chooser, vocab) if variant == "full" else {"temperature": 0}
+        add(state, slot, [1, 2, 3], seed=slot, **params)
+    op = bind(state, variant=variant)
+    logits = torch.zeros(16, vocab, device=device)
+    slots = torch.full((16,), state.padding_slot, device=device)
+    result = torch.zeros(16, 2, dtype=torch.int32, device=device)
+    op(logits, slots, result)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op(logits, slots, result)
+    other = copy.deepcopy(state)
+    eager = bind(other, variant=variant)
+    for _ in range(8):
+        values = torch.randn(16, vocab, device=device) * 3
+        logits.copy_(values)
+        slots.copy_(torch.tensor([*chooser.sample(range(16), 13), *[state.padding_slot] * 3], device=device))
+        graph.replay()
+        assert run(eager, values, slots.tolist()) == result.tolist()
+        assert_same_state(state, other)
+    assert state.num_computed_tokens[:16].sum() == 16 * 2 + 8 * 13
