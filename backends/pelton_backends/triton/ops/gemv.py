@@ -78,8 +78,9 @@ def choose_tile(out_features: int, in_features: int, num_rows: int, element_size
         while R > 2 and R * in_features * element_size > 16384:
             R //= 2
     elif total_rows >= 2048:
-        is_dot, W, C, AHEAD = True, 4, 8, 2
-        R = 16 if num_rows <= 2 or in_features > 1024 else 32  # rows are normed in each program: fewer, then
+        is_dot, W, C, AHEAD, R = (True, 4, 8, 1, 16) if in_features <= 1024 else (True, 8, 4, 3, 16)
+        if num_rows > 2 and in_features <= 1024 and not is_large(total_rows, in_features, element_size):
+            R = 32  # each program norms the rows: fewer programs
     else:  # eight rows a program: 16 would leave half of the multiprocessors idle
         is_dot, W, C, AHEAD, R = True, 8, 4, 3, 8
         if num_rows == 1 and in_features <= 2048:
