@@ -98,7 +98,7 @@ def _most_rows(linear: LinearSpec, dtype: str) -> int:
 
 def padded_rows(num_tokens: int) -> int:
     """Rows that a kernel is compiled for: 1, 2, 4 or 8."""
-    return triton.next_power_of_2(num_tokens)
+    return 1 << (num_tokens - 1).bit_length()
 
 
 def _inner_contiguous(x: Tensor) -> Tensor:
@@ -195,11 +195,8 @@ class GemvAddNormGatedLinear:
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        op, width, activation = (
-            _AddNorm(needs.norm, needs.post_norm, tensors),
-            needs.linear.out_features // 2,
-            needs.activation,
-        )
+        op = _AddNorm(needs.norm, needs.post_norm, tensors)
+        width, activation = needs.linear.out_features // 2, needs.activation
         tiles = tiles_by_rows(width, needs.linear.in_features, op.weight.element_size(), num_matrices=2)
 
         def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -236,17 +233,9 @@ class GemvLinear:
             tile = tiles[num_tokens]
             out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
             linear_kernel[(triton.cdiv(out_features, tile.R),)](
-                x,
-                weight,
-                bias,
-                out,
-                num_tokens,
-                x.stride(0),
-                M=padded_rows(num_tokens),
-                X_AHEAD=min(tile.NUM, 3) if tile.DOT else tile.AHEAD,
-                **tile.options,
-                **flags,
-            )
+                x, weight, bias, out, num_tokens, x.stride(0), M=padded_rows(num_tokens),
+                X_AHEAD=min(tile.NUM, 3) if tile.DOT else tile.AHEAD, **tile.options, **flags,
+            )  # fmt: skip
             return out
 
         return call

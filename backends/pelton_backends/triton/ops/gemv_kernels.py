@@ -11,7 +11,10 @@ Product  DOT: on tensor cores, the weights as the left operand, straight from th
 Order    The first pieces are loaded before `wait_for_inputs`: a program that starts while the kernel before it still runs
          has its weights when its inputs arrive. The next kernel is let start first of all (0.4 us a layer of four small
          products, H200): its programs find places as soon as there are any.
-Numbers  Products are accumulated in float32 and rounded once to the model's dtype, after the bias.
+Norm     In every program, of all rows (Zhang and Sennrich, arXiv:1910.07467): K numbers are less than its weights.
+Numbers  Norms, activations and roundings follow `pelton.ops.reference`. Products are accumulated in
+         float32 and rounded once to the model's dtype, after the bias. Oracle: tests/support/pelton_linear_oracle.py, float64,
+         with its tolerances.
 """
 
 from __future__ import annotations
@@ -240,6 +243,7 @@ def add_norm_linear_kernel(
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """residual' = [post_norm](hidden) + residual [T, K], stored by the first program; out [T, N] = norm(residual') weight^T."""
     P: tl.constexpr = W * C * 32
     pid = tl.program_id(0)
     first = pid * R
@@ -266,6 +270,7 @@ def linear_kernel(
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     X_AHEAD: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """out [T, N] = x [T, K] weight^T."""
     first = tl.program_id(0) * R
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
@@ -287,7 +292,10 @@ def add_norm_gated_linear_kernel(
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N rows of gate, then N of up; a program has the same R / 2 rows of both."""
+    """As `add_norm_linear_kernel`; weight has N rows of gate, then N of up, and out [T, N] = activation(gate) * up.
+
+    A program has the same R / 2 rows of both.
+    """
     P: tl.constexpr = W * C * 32
     H: tl.constexpr = R // 2
     pid = tl.program_id(0)
