@@ -32,7 +32,7 @@ def small_pieces(monkeypatch, device):
             "_GREEDY_CHUNK": 512,
             "_CHUNK_GROUPS": 16,
             "_ROOM": 32,
-            "_LANES": 128,
+            "_LANES": 256,
             "_SPARE": 64,
             "_SPLITS": 2,
             "_CHANGE_BLOCK": 512,
@@ -206,7 +206,7 @@ def assert_same_choices(device, vocab: int, num_rows: int, seed: int, scale: flo
         assert_same_state(state, other)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("is_small, scale", [(True, 3.0), (False, 1.0), (False, 4.0)])
 def test_choices_equal_the_reference(device, is_small, scale, seed):
     """More tokens than the first kernels have room for: flat rows go through the wide one."""
@@ -239,10 +239,9 @@ def test_a_choice_does_not_depend_on_the_batch(device):
 @pytest.mark.parametrize(
     "params",
     [
-        pytest.param({}, id="plain"),
         pytest.param({"temperature": 0.5}, id="temperature"),
-        pytest.param({"top_k": 5}, id="top-k"),
-        pytest.param({"top_p": 0.7}, id="top-p"),
+        pytest.param({"top_k": 5}, id="top-k", marks=pytest.mark.gpu),
+        pytest.param({"top_p": 0.7}, id="top-p", marks=pytest.mark.gpu),
         pytest.param({"top_k": 12, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5}, id="all"),
     ],
 )
@@ -362,22 +361,23 @@ def random_side(chooser: random.Random, vocab: int) -> dict:
     return params
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_side_tables_equal_the_reference(device, seed):
     """Few tokens are likely, so that every feature decides something; several steps, so that counts matter."""
     vocab, chooser = (300, 1500)[seed % 2], random.Random(seed)
     state = make_state(device, vocab, num_side_slots=5)
-    for slot in range(7):
+    num_rows = at_size(device, 5, 7)
+    for slot in range(num_rows):
         side = random_side(chooser, vocab) | {"side_slot": slot // 2} if slot % 2 else {}
         tokens = [chooser.randrange(4) for _ in range(chooser.randint(3, 15))]
         add(state, slot, tokens, seed=chooser.randrange(2**62), **random_params(chooser, vocab), **side)
     other = copy.deepcopy(state)
     mine, reference = bind(state), bind(other, ReferenceSample)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(4):
-        logits = torch.randn(8, vocab, generator=generator)
+    for _ in range(at_size(device, 3, 8)):
+        logits = torch.randn(num_rows + 1, vocab, generator=generator)
         logits[:, :6] += 5.0
-        slots = [*chooser.sample(range(7), 7), state.padding_slot]
+        slots = [*chooser.sample(range(num_rows), num_rows), state.padding_slot]
         assert run(mine, logits.to(device), slots) == run(reference, logits.to(device), slots)
         assert_same_state(state, other)
     assert state.side.counts.sum() > 0
@@ -405,6 +405,7 @@ def test_logprobs_come_from_the_raw_logits(device, num_logprobs):
     add(state, 2, [3, 4], temperature=1)
     other = copy.deepcopy(state)
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[2, 64:70] = 9.0  # equal ones of one group: by lower token
     slots = [1, 0, 2, state.padding_slot]
     made = []
     for owner, implementation in ((state, None), (other, ReferenceSample)):
@@ -417,7 +418,9 @@ def test_logprobs_come_from_the_raw_logits(device, num_logprobs):
         )
     (got, mine), (want, theirs) = made
     assert got == want
-    assert torch.equal(mine.token_ids[:3], theirs.token_ids[:3]) and torch.equal(mine.ranks[:3], theirs.ranks[:3])
+    assert torch.equal(mine.ranks[:3], theirs.ranks[:3])
+    assert torch.equal(mine.token_ids[:2], theirs.token_ids[:2])
+    assert mine.token_ids[2].tolist() == [got[2][0], *range(64, 64 + num_logprobs)]
     torch.testing.assert_close(mine.logprobs[:3], theirs.logprobs[:3], atol=1e-5, rtol=1e-5)
     assert (mine.token_ids[4:] == -9).all() and (mine.ranks[4:] == -9).all()
 

@@ -27,8 +27,9 @@ import triton
 from torch import Tensor
 
 from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
-from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
+from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
+from pelton_backends.triton.ops.sampling_logprobs import logprob_pick_kernel, logprob_scan_kernel
 from pelton_backends.triton.ops.sampling_rows import greedy_kernel, pick_kernel, scan_kernel
 from pelton_backends.triton.ops.sampling_side import change_kernel, side_addresses
 from pelton_backends.triton.ops.sampling_wide import wide_kernel
@@ -42,6 +43,7 @@ _ROOM = 256  # groups whose tokens one program of 8 warps holds, 32 a thread
 _LANES = 1024
 _SPARE = 4096
 _SPLITS, _CHANGE_BLOCK = 8, 2048
+_MOST_LOGPROBS = 128
 
 
 class TritonSample:
@@ -54,6 +56,8 @@ class TritonSample:
             reasons.append(f"variant {needs.variant!r}")
         if needs.vocab_size > 2**20:
             reasons.append(f"a vocabulary of {needs.vocab_size}, at most {2**20}")
+        if not 0 <= needs.num_logprobs <= min(needs.vocab_size, _MOST_LOGPROBS):
+            reasons.append(f"{needs.num_logprobs} logprobs, at most {_MOST_LOGPROBS}")
         return reasons
 
     @staticmethod
@@ -92,6 +96,7 @@ class _Scratch:
     chunk_best: Tensor  # [N, C] int32
     raw_best: Tensor  # [N, SPLITS] int32
     chunk_sum: Tensor  # [N, C] float64
+    chunk_above: Tensor  # [N, C] int32
     group_best: Tensor  # [N, groups] int32
     group_ids: Tensor  # [N, ROOM] int32
     spare: Tensor  # [N, SPARE] int32
@@ -104,7 +109,7 @@ class _Scratch:
 
         chunks, groups = triton.cdiv(vocab_size, _CHUNK_GROUPS * _GROUP), triton.cdiv(vocab_size, _GROUP)
         return _Scratch(
-            empty(chunks), empty(_SPLITS), empty(chunks, torch.float64), empty(groups), empty(_ROOM), empty(_SPARE),
+            empty(chunks), empty(_SPLITS), empty(chunks, torch.float64), empty(chunks), empty(groups), empty(_ROOM), empty(_SPARE),
             torch.zeros(num_rows, dtype=torch.int32, device=device),
         )  # fmt: skip
 
@@ -140,7 +145,7 @@ class _Full:
         )  # fmt: skip
         self._pick(logits, slots, result)
         if self._logprobs is not None:
-            _write_logprobs(self._logprobs, gather_logprobs(raw, result[:, 0].long(), self._num_logprobs))
+            self._write_logprobs(raw, slots, result, self._logprobs)
 
     def _change(self, logits: Tensor, slots: Tensor) -> None:
         state, mask = self._state, self._mask
@@ -173,9 +178,17 @@ class _Full:
             logits.stride(0), state.token_ids.stride(0), LANES=_LANES, SPARE=_SPARE, num_warps=16, **sizes,
         )  # fmt: skip
 
-
-def _write_logprobs(target: LogprobTensors, values: LogprobTensors) -> None:
-    count, width = values.token_ids.shape
-    target.token_ids[:count, :width] = values.token_ids
-    target.logprobs[:count, :width] = values.logprobs
-    target.ranks[:count] = values.ranks
+    def _write_logprobs(self, raw: Tensor, slots: Tensor, result: Tensor, target: LogprobTensors) -> None:
+        scratch, chunks, options = self._scratch, self._chunks, launch_options(self._pdl)
+        statistics = (scratch.chunk_best, scratch.chunk_sum, scratch.chunk_above, scratch.group_best)
+        logprob_scan_kernel[(len(slots), chunks)](
+            raw, slots, result, *statistics, raw.stride(0), self._state.padding_slot,
+            V=self._vocab_size, GROUPS=self._groups, CHUNK_GROUPS=_CHUNK_GROUPS, CHUNKS=chunks, PDL=self._pdl,
+            num_warps=_SCAN_WARPS, **options,
+        )  # fmt: skip
+        logprob_pick_kernel[(len(slots),)](
+            raw, slots, result, *statistics, target.token_ids, target.logprobs, target.ranks, raw.stride(0),
+            self._state.padding_slot,
+            V=self._vocab_size, GROUPS=self._groups, GROUPS_BLOCK=triton.next_power_of_2(self._groups), CHUNKS=chunks,
+            CHUNKS_BLOCK=triton.next_power_of_2(chunks), NUM=self._num_logprobs, PDL=self._pdl, num_warps=8, **options,
+        )  # fmt: skip
