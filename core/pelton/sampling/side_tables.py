@@ -86,7 +86,7 @@ class SideTables:
         kept = {token_id: value for token_id, value in bias.items() if token_id < self.vocab_size}
         self.has_bias[slot] = bool(kept)
         if kept:
-            values = torch.tensor(list(kept.values()), dtype=torch.float32, device=self.device)
+            values = self._to_device(np.asarray(list(kept.values()), dtype=np.float32))
             self.bias[slot, self._ids(list(kept))] = values
 
     def _set_banned(self, slot: int, allowed: list[int] | None, banned: list[int]) -> None:
@@ -114,9 +114,9 @@ class SideTables:
                 continue  # can never be sampled
             prefix[index, length - len(word) + 1 :] = word[:-1]
             prefix_len[index], last[index] = len(word) - 1, word[-1]
-        self.bad_word_prefix[slot] = torch.from_numpy(prefix).to(self.device)
-        self.bad_word_prefix_len[slot] = torch.from_numpy(prefix_len).to(self.device)
-        self.bad_word_last[slot] = torch.from_numpy(last).to(self.device)
+        self.bad_word_prefix[slot] = self._to_device(prefix)
+        self.bad_word_prefix_len[slot] = self._to_device(prefix_len)
+        self.bad_word_last[slot] = self._to_device(last)
 
     def _grow_bad_words(self, num_words: int, length: int) -> None:
         num_slots, old_words, old_length = self.bad_word_prefix.shape
@@ -138,4 +138,9 @@ class SideTables:
         """As an index; ids that the model does not have are left out, or clamped where places matter."""
         ids = np.asarray(token_ids, dtype=np.int64)
         ids = ids[ids < self.vocab_size] if checked else ids.clip(0, self.vocab_size - 1)
-        return torch.from_numpy(ids).to(self.device)
+        return self._to_device(ids)
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        """From pinned memory: a copy from anywhere else waits for all that the device has to do."""
+        tensor = torch.from_numpy(values)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
