@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pelton_e2e import NUM_NEW_TOKENS, GapReference, gap_reference, make_prompts
+from pelton_e2e import GapReference, gap_reference, make_prompts
 
 DEVICE = "cuda"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,7 +30,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-LENGTHS = (1, 2, 15, 16, 17, 33, 100, 129, 255, 300)
+LENGTHS = (1, 1, 2, 15, 16, 16, 17, 33, 100, 100, 300, 300)
+"""transformers computes prompts of one length together."""
+NUM_TOKENS = 48
 
 References = Callable[[str], GapReference]
 
@@ -47,7 +49,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
             family, fields = (FAMILIES | VARIANTS)[name]
             path = make_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / name, family, **fields)
             prompts = make_prompts(VOCAB_SIZE, LENGTHS)
-            made[name] = gap_reference(family, str(path), prompts, NUM_NEW_TOKENS, DEVICE)
+            made[name] = gap_reference(family, str(path), prompts, NUM_TOKENS, DEVICE)
             if made[name].ties:
                 print(f"ties of {name}, excepted: {'; '.join(made[name].ties)}")
         return made[name]

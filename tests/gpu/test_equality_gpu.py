@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from pelton_e2e import NUM_NEW_TOKENS, GapReference, gap_reference, generate, greedy, make_llm, make_prompts, small_pool
+from pelton_e2e import GapReference, gap_reference, generate, greedy, make_llm, make_prompts, small_pool
 
 from pelton import LLM, SamplingParams
 from pelton.config import CUDAGraphMode
@@ -47,16 +47,16 @@ def _counted(run: Any, name: str, counts: Counter[str]) -> Any:
 
 def check_everything(llm: LLM, reference: GapReference, num_alone: int = 3) -> None:
     """Together, again with all of it in the prefix cache, continued, and some alone."""
-    prompts = reference.prompts
-    reference.check(generate(llm, prompts))
-    again = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(), use_tqdm=False)
+    prompts, params = reference.prompts, greedy(reference.num_tokens)
+    reference.check(generate(llm, prompts, params))
+    again = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     reference.check([list(o.outputs[0].token_ids) for o in again])
     assert sum(o.num_cached_tokens or 0 for o in again) >= 16 * sum((len(p) - 1) // 16 for p in prompts) // 2
-    longer = [p + out[:40] for p, out in zip(prompts, reference.outputs, strict=True)]
-    reference.check(generate(llm, longer, greedy(NUM_NEW_TOKENS - 40)), start=40)
+    longer = [p + out[:30] for p, out in zip(prompts, reference.outputs, strict=True)]
+    reference.check(generate(llm, longer, greedy(reference.num_tokens - 30)), start=30)
     llm.reset_prefix_cache()
     for index in range(1, len(prompts), len(prompts) // num_alone):
-        [ids] = generate(llm, [prompts[index]])
+        [ids] = generate(llm, [prompts[index]], params)
         reference.check([ids if i == index else out for i, out in enumerate(reference.outputs)])
     assert llm.kv_cache_usage() == 0.0
 
@@ -80,7 +80,7 @@ def test_every_graph_mode(reference: GapReference, mode: CUDAGraphMode, replays:
 def test_every_level(references: Any, family: str, level: int, replays: Counter[str]) -> None:
     reference = references(family)
     with engine(reference, compilation_config={"level": level}) as llm:
-        reference.check(generate(llm, reference.prompts))
+        reference.check(generate(llm, reference.prompts, greedy(reference.num_tokens)))
     assert (replays["whole"] > 50) == (level >= 2)
     assert (replays["pieces"] > 0) == (level >= 1)
 
@@ -99,7 +99,7 @@ def test_chunks_and_preemption(reference: GapReference, mode: CUDAGraphMode, ove
         reference, cudagraph_mode=mode, async_scheduling=overlap, max_model_len=384, max_num_batched_tokens=40,
         num_gpu_blocks_override=small_pool(reference.family),
     ) as llm:  # fmt: skip
-        reference.check(generate(llm, reference.prompts))
+        reference.check(generate(llm, reference.prompts, greedy(reference.num_tokens)))
         assert llm.num_preemptions() > 0
         assert llm.kv_cache_usage() == 0.0
 
@@ -108,7 +108,7 @@ def test_soft_caps_and_odd_sizes(variant: GapReference) -> None:
     with engine(variant) as llm:
         check_everything(llm, variant)
     with engine(variant, cudagraph_mode="NONE", block_size=48, max_num_batched_tokens=100) as llm:
-        variant.check(generate(llm, variant.prompts))
+        variant.check(generate(llm, variant.prompts, greedy(variant.num_tokens)))
 
 
 def test_long_contexts_and_large_batches(tmp_path: Any) -> None:
@@ -116,7 +116,7 @@ def test_long_contexts_and_large_batches(tmp_path: Any) -> None:
     from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
     path = make_tiny_checkpoint(tmp_path, "llama", head_dim=64, max_position_embeddings=8192)
-    prompts = make_prompts(VOCAB_SIZE, (4097, 2500, 3000, 1000, *(range(3, 153, 3))), seed=1)
+    prompts = make_prompts(VOCAB_SIZE, (4097, 2500, 1000, *([40] * 24), *([130] * 12), *([3] * 12)), seed=1)
     reference = gap_reference("llama", str(path), prompts, 24, "cuda")
     settings = {"max_model_len": 8192, "max_num_seqs": 64, "kv_cache_memory_bytes": 2**28}
     with engine(reference, **settings) as llm:
@@ -129,8 +129,8 @@ def test_eos_and_many_samples(llama: GapReference) -> None:
     eos = llama.outputs[3][20]
     cut = [out[: out.index(eos) + 1] if eos in out else out for out in llama.outputs]
     with engine(llama, hf_overrides={"eos_token_id": eos}, generation_config="pelton", max_num_seqs=5) as llm:
-        assert generate(llm, llama.prompts, greedy(ignore_eos=False)) == cut
-        params = greedy(temperature=1.0, top_k=1, n=3)
+        assert generate(llm, llama.prompts, greedy(llama.num_tokens, ignore_eos=False)) == cut
+        params = greedy(llama.num_tokens, temperature=1.0, top_k=1, n=3)
         outputs = llm.generate([{"prompt_token_ids": p} for p in llama.prompts], params, use_tqdm=False)
     assert [[list(c.token_ids) for c in o.outputs] for o in outputs] == [[ids] * 3 for ids in llama.outputs]
 

@@ -78,6 +78,11 @@ class GapReference:
     gaps: list[list[float]]
 
     @property
+    def num_tokens(self) -> int:
+        """Of each continuation."""
+        return len(self.outputs[0])
+
+    @property
     def ties(self) -> list[str]:
         return [
             f"prompt {i}, token {t}: {gap:.1e}"
@@ -163,6 +168,7 @@ def make_llm(path: str, **settings: Any) -> LLM:
 def generate(llm: LLM, prompts: list[list[int]], params: Any = None) -> list[list[int]]:
     """Output ids; NUM_NEW_TOKENS greedy ones unless `params` say other."""
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params or greedy(), use_tqdm=False)
+    assert not (errors := {o.error.message for o in outputs if o.error is not None}), errors
     assert [o.prompt_token_ids for o in outputs] == prompts
     return [list(o.outputs[0].token_ids) for o in outputs]
 
