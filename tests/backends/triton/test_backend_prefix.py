@@ -15,8 +15,8 @@ from pelton_backends.triton.backend import TritonBackend
 from pelton_backends.triton.runtime import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-PREFIX = 512
-CASE = AttentionCase(rows=tuple((1, PREFIX + 5 * row) for row in range(16)), num_heads=2, num_kv_heads=1, num_padding=2)
+PREFIX = 1024
+CASE = AttentionCase(rows=tuple((1, PREFIX + 5 * row) for row in range(24)), num_heads=2, num_kv_heads=1, num_padding=2)
 
 
 def shared_step(case: AttentionCase, prefix: int) -> AttentionStep:
@@ -57,10 +57,10 @@ def test_an_eager_step_reads_a_long_prefix_once(cascades: list[object], prefix: 
 @pytest.mark.parametrize("prefix", [PREFIX, 32, 0])
 def test_a_captured_step_reads_the_length_on_the_device(cascades: list[object], prefix: int) -> None:
     step = shared_step(CASE, prefix)
-    key = BatchDescriptor(num_tokens=18, num_reqs=18, uniform_query_len=1, has_common_prefix=True)
+    key = BatchDescriptor(num_tokens=26, num_reqs=26, uniform_query_len=1, has_common_prefix=True)
     metadata = step.backend.build(step.common, key)
     output = step.backend.forward(step.layer, step.query, metadata, torch.full_like(step.query, torch.nan))
-    torch.testing.assert_close(output[:16].double().cpu(), step.expected(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(output[:24].double().cpu(), step.expected(), atol=2e-5, rtol=2e-5)
     assert cascades == [step.common.common_prefix]
 
 
@@ -72,7 +72,8 @@ def test_a_window_has_no_use_for_it(cascades: list[object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows, prefix, expected", [(64, 2048, True), (64, 0, False), (1, 8192, False), (256, 16, False)]
+    "rows, prefix, expected",
+    [(64, 2048, True), (64, 0, False), (1, 8192, False), (8, 2048, False), (8, 8192, True), (256, 512, False)],
 )
 def test_pays_for_many_rows_behind_a_long_prefix(rows: int, prefix: int, expected: bool) -> None:
     step = AttentionStep(TritonBackend, AttentionCase(rows=((1, 3),)), DEVICE)
