@@ -51,6 +51,8 @@ class AttentionNeeds:
         return [f.name for f in fields(self) if f.name in OPTIONAL_NEEDS and getattr(self, f.name) != f.default]
 
 
+PHASES = frozenset(["decode", "prefill"])
+
 OPTIONAL_NEEDS = frozenset(
     [
         "sliding_window",
@@ -85,6 +87,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     handles: ClassVar[frozenset[str]] = frozenset()  # optional needs this backend has read about
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
+    phases: ClassVar[frozenset[str]] = PHASES  # what it serves: rows with one token of a batch, the others, or both
 
     @classmethod
     @abstractmethod

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.interface import PHASES, AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
+from pelton.attention.phases import phased
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError, PluginError
 
@@ -42,6 +43,7 @@ class Selection:
     needs: AttentionNeeds
     reason: str
     verdicts: tuple[Verdict, ...]  # best place first; entries after the winner were not asked
+    names: tuple[str, ...] = ()  # of both, where decode and prefill have backends of their own
 
 
 def judge_backends(
@@ -57,14 +59,19 @@ def select_backend(
     *,
     named: str | None = None,
     capability: Capability = None,
+    phases: frozenset[str] = PHASES,
+    layout: KVLayout | None = None,
 ) -> Selection:
-    """Raises `ConfigError`: the named backend refuses or is unknown, or nothing fits (every entry with its reasons)."""
+    """phases: what it must serve; layout: the one that its pages must have, where another backend shares them.
+
+    Raises `ConfigError`: the named backend refuses or is unknown, or nothing fits (every entry with its reasons).
+    """
     ordered = _by_place(entries, capability)
     if named is not None:
-        return _select_named(ordered, needs, named, capability)
+        return _select_named(ordered, needs, named, capability, phases, layout)
     verdicts: list[Verdict] = []
     for entry in ordered:
-        verdict = _judge(entry, needs, capability)
+        verdict = _judge(entry, needs, capability, phases, layout)
         verdicts.append(verdict)
         if verdict.fits:
             assert verdict.backend is not None
@@ -75,10 +82,17 @@ def select_backend(
     raise ConfigError(f"No attention backend fits {needs}. Tried: {tried}.")
 
 
-def _select_named(ordered: list[BackendEntry], needs: AttentionNeeds, named: str, capability: Capability) -> Selection:
+def _select_named(
+    ordered: list[BackendEntry],
+    needs: AttentionNeeds,
+    named: str,
+    capability: Capability,
+    phases: frozenset[str],
+    layout: KVLayout | None,
+) -> Selection:
     for entry in ordered:
         if entry.name == named:
-            verdict = _judge(entry, needs, capability)
+            verdict = _judge(entry, needs, capability, phases, layout)
             if verdict.backend is None or not verdict.fits:
                 raise ConfigError(
                     f"Attention backend {named!r} cannot serve this model: {', '.join(verdict.reasons)}. "
@@ -93,7 +107,13 @@ def _by_place(entries: Iterable[BackendEntry], capability: Capability) -> list[B
     return sorted(entries, key=lambda entry: (-entry.priority_on(capability), entry.name))
 
 
-def _judge(entry: BackendEntry, needs: AttentionNeeds, capability: Capability) -> Verdict:
+def _judge(
+    entry: BackendEntry,
+    needs: AttentionNeeds,
+    capability: Capability,
+    phases: frozenset[str] = frozenset(),
+    layout: KVLayout | None = None,
+) -> Verdict:
     try:
         backend: type[AttentionBackend] = entry.resolve()
     except PluginError as error:
@@ -102,6 +122,9 @@ def _judge(entry: BackendEntry, needs: AttentionNeeds, capability: Capability) -
         f"does not handle {name}={getattr(needs, name)}" for name in needs.optional() if name not in backend.handles
     ]
     reasons += backend.unsupported(needs, capability)
+    reasons += [f"does not serve {phase}" for phase in sorted(phases - backend.phases)]
+    if layout is not None and not reasons and backend.kv_layout(needs) != layout:
+        reasons.append("its pages lie otherwise than the prefill backend's")
     return Verdict(entry.name, entry.priority_on(capability), tuple(reasons), backend)
 
 
@@ -109,17 +132,41 @@ class AttentionSelector:
     """One worker's choices; layers with equal needs share one."""
 
     def __init__(
-        self, entries: Iterable[BackendEntry], *, named: str | None = None, capability: Capability = None
+        self,
+        entries: Iterable[BackendEntry],
+        *,
+        named: str | None = None,
+        named_prefill: str | None = None,
+        named_decode: str | None = None,
+        capability: Capability = None,
     ) -> None:
+        """named: for all rows; named_prefill, named_decode: for some, before it."""
         self.entries = list(entries)
-        self.named = named
+        self.named_prefill = named_prefill or named
+        self.named_decode = named_decode or named
         self.capability = capability
         self._chosen: dict[AttentionNeeds, Selection] = {}
 
     def select(self, needs: AttentionNeeds) -> Selection:
         if needs not in self._chosen:
-            self._chosen[needs] = select_backend(self.entries, needs, named=self.named, capability=self.capability)
+            self._chosen[needs] = self._select(needs)
         return self._chosen[needs]
+
+    def _select(self, needs: AttentionNeeds) -> Selection:
+        """One backend for prefill, then one for decode that can read its pages: most often the same."""
+        prefill = select_backend(
+            self.entries, needs, named=self.named_prefill, capability=self.capability, phases=frozenset(["prefill"])
+        )
+        decode = select_backend(
+            self.entries, needs, named=self.named_decode, capability=self.capability, phases=frozenset(["decode"]),
+            layout=prefill.backend.kv_layout(needs),
+        )  # fmt: skip
+        if decode.backend is prefill.backend:
+            return prefill
+        backend = phased(decode.backend, prefill.backend)
+        reason = f"decode: {decode.name} ({decode.reason}); prefill: {prefill.name} ({prefill.reason})"
+        names = (decode.name, prefill.name)
+        return Selection(backend.name, backend, needs, reason, decode.verdicts + prefill.verdicts, names)
 
     def selections(self) -> list[Selection]:
         """Distinct choices, in the order in which layers asked."""

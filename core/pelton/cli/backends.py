@@ -125,7 +125,7 @@ def _attention_tables(plugins: Plugins, platform: Platform, build: BuildConfig) 
                 "name": verdict.name,
                 "priority": verdict.priority,
                 "verdict": ", ".join(verdict.reasons) or "fits",
-                "is_chosen": verdict.name == selection.name,
+                "is_chosen": verdict.name in (selection.names or (selection.name,)),
             }
             for verdict in verdicts
         ]

@@ -17,6 +17,13 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     backend: str | None = None
     """Name of an attention backend (`pelton backends` lists them); the best that fits when unset."""
 
+    prefill_backend: str | None = None
+    """For rows with more than one token of a step, before `backend`."""
+    decode_backend: str | None = None
+    """For rows with one token of a step, before `backend`. The two must lay out the cache's pages alike."""
+
     def __post_init__(self) -> None:
-        if self.backend is not None:
-            msgspec.structs.force_setattr(self, "backend", BACKEND_ALIASES.get(self.backend, self.backend))
+        for field in ("backend", "prefill_backend", "decode_backend"):
+            name = getattr(self, field)
+            if name is not None:
+                msgspec.structs.force_setattr(self, field, BACKEND_ALIASES.get(name, name))

@@ -121,6 +121,8 @@ def make_build_config(
         attention=AttentionSelector(
             plugins.entries("pelton_attention_backends", device_type=device_type),
             named=config.attention.backend,
+            named_prefill=config.attention.prefill_backend,
+            named_decode=config.attention.decode_backend,
             capability=capability,
         ),
         block_size=config.kv_cache.block_size,
