@@ -21,10 +21,10 @@ if INTERPRETED:
     TOLERANCES["bfloat16"] = 6e-2  # its casts to bfloat16 truncate
 KV_TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
 
-DIRECT = LaunchShape(splits=3, programs=0, keys=16, num_warps=2, num_stages=2)
-PEELED = LaunchShape(splits=2, programs=0, keys=16, num_warps=2, num_stages=2, least=2, is_peeled=True)
-STREAMED = LaunchShape(splits=0, programs=7, keys=16, num_warps=2, num_stages=3)
-SHAPES = pytest.mark.parametrize("shape", [DIRECT, PEELED, STREAMED], ids=["direct", "peeled", "streamed"])
+DIRECT = LaunchShape(splits=3, programs=0, keys=32, num_stages=2)
+EARLY = LaunchShape(splits=2, programs=0, keys=16, num_stages=2, least=2, is_early=True)
+STREAMED = LaunchShape(splits=0, programs=7, keys=16, num_stages=3)
+SHAPES = pytest.mark.parametrize("shape", [DIRECT, EARLY, STREAMED], ids=["direct", "early", "streamed"])
 
 
 @dataclass(frozen=True, kw_only=True)

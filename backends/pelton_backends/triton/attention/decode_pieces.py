@@ -1,0 +1,381 @@
+"""Stages of the decode kernels: the query, chunks of keys, and the parts that several programs made of one row.
+
+Q: heads of a kv head and its key, padded to a power of two; M: Q, or 8 where Q is less; N keys of a chunk; D padded head_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pelton_backends.triton.ops.pieces import normed
+from pelton_backends.triton.runtime import dot
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(-1e30)
+"""The running maximum before the first key: finite, so that differences are never NaN."""
+
+
+@triton.jit
+def partner_of(dim, ROTARY_DIM: tl.constexpr):
+    """The number that number `dim` of a head is rotated with; itself where there is no rotation."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    return tl.where(dim < HALF, dim + HALF, tl.where(dim < ROTARY_DIM, dim - HALF, dim))
+
+
+@triton.jit
+def angles_at(cos_sin, position, dim, ROTARY_DIM: tl.constexpr, Q: tl.constexpr):
+    """Cosine and signed sine of each of a head's numbers at a position, [Q, D] with equal rows: in the heads' layout."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    frequency = tl.where(dim < HALF, dim, dim - HALF)[None, :] + tl.zeros([Q, 1], tl.int32)
+    is_rotated = (dim < ROTARY_DIM)[None, :]
+    row = cos_sin + position * ROTARY_DIM
+    cos = tl.load(row + frequency, mask=is_rotated, other=1.0)
+    sin = tl.load(row + HALF + frequency, mask=is_rotated, other=0.0)
+    return cos, tl.where((dim < HALF)[None, :], -sin, sin)
+
+
+@triton.jit
+def load_heads(
+    query,  # pointer to the token's row
+    head,
+    dim,
+    FUSED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q: tl.constexpr,
+):
+    """Of one kv head: its query heads and, from row GROUP on, its key [Q, D]; the same with partners; its value [D]."""
+    member = tl.arange(0, Q)
+    mask = (dim < HEAD_DIM)[None, :]
+    if FUSED:
+        heads = tl.where(member < GROUP, head * GROUP + member, NUM_KV_HEADS * GROUP + head)
+        rows = query + (heads * HEAD_DIM)[:, None]
+        x = tl.load(rows + dim[None, :], mask=mask, other=0.0)
+        other = x
+        if ROTARY_DIM > 0:
+            other = tl.load(rows + partner_of(dim, ROTARY_DIM)[None, :], mask=mask, other=0.0)
+        value = tl.load(query + (NUM_KV_HEADS * (GROUP + 1) + head) * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
+    else:
+        heads = head * GROUP + tl.minimum(member, GROUP - 1)
+        x = tl.load(query + (heads * HEAD_DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+        other, value = x, x
+    return x, other, value
+
+
+@triton.jit
+def norm_rope(
+    x,  # [Q, D]
+    other,  # [Q, D] each number's partner
+    cos,
+    sin,
+    own,  # [Q, D] norm weights, None: no norm
+    partners,
+    EPS: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+):
+    """Rounded as pelton.ops.reference rounds: after the norm, its weight, the rotation."""
+    dtype: tl.constexpr = x.dtype
+    if own is not None:
+        square = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) / HEAD_DIM
+        rstd = (1.0 / tl.sqrt(square + EPS))[:, None]
+        x = normed(x.to(tl.float32), rstd, own, UNIT_OFFSET, dtype)
+        if ROTARY_DIM > 0:
+            other = normed(other.to(tl.float32), rstd, partners, UNIT_OFFSET, dtype)
+    if ROTARY_DIM > 0:
+        x = (x.to(tl.float32) * cos + other.to(tl.float32) * sin).to(dtype)
+    return x
+
+
+@triton.jit
+def norm_weights(q_norm, k_norm, dim, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, Q: tl.constexpr):
+    """[Q, D]: the query's for the first GROUP rows, the key's after them. May be read before `wait_for_inputs`."""
+    is_query = (tl.arange(0, Q) < GROUP)[:, None]
+    mask = (dim < HEAD_DIM)[None, :]
+    return tl.load(tl.where(is_query, q_norm, k_norm) + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def scaled_logits(products, distance, slopes, scale, SOFT_CAP: tl.constexpr):
+    """In base 2: scale q k, capped, with the ALiBi term. `slopes` and `distance` (key minus query position) broadcast."""
+    if SOFT_CAP is not None:
+        # tanh(y) = 1 - 2 / (1 + e^2y), exact at both ends
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(products * (scale * (2.0 * LOG2E / SOFT_CAP))))
+        logits = tanh * (SOFT_CAP * LOG2E)
+    else:
+        logits = products * (scale * LOG2E)
+    if slopes is not None:
+        logits += slopes * (distance.to(tl.float32) * LOG2E)
+    return logits
+
+
+@triton.jit
+def blocks_of(table, token, stride_table, BLOCK_SIZE: tl.constexpr):
+    """The block of each token; within the row of the table, whether or not the row's request goes so far."""
+    return tl.load(table + token // BLOCK_SIZE, mask=token < stride_table * BLOCK_SIZE, other=0)
+
+
+@triton.jit
+def load_chunk(
+    keys,
+    values,
+    block,
+    token,
+    is_seen,
+    stride_block,
+    stride_token,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Keys [N, D] and values [D, N] of a kv head; 0 where nothing is seen."""
+    dim = tl.arange(0, PADDED_DIM)
+    place = block.to(tl.int64) * stride_block + (token % BLOCK_SIZE) * stride_token
+    key_mask, value_mask = is_seen[:, None], is_seen[None, :]
+    if HEAD_DIM < PADDED_DIM:
+        key_mask = key_mask & (dim < HEAD_DIM)[None, :]
+        value_mask = value_mask & (dim < HEAD_DIM)[:, None]
+    key = tl.load(keys + place[:, None] + dim[None, :], mask=key_mask, other=0.0)
+    value = tl.load(values + place[None, :] + dim[:, None], mask=value_mask, other=0.0)
+    return key, value
+
+
+@triton.jit
+def one_chunk(tile, top, total, sums, key, value, is_seen, distance, slopes, scale, SOFT_CAP: tl.constexpr):
+    """The running softmax takes N keys. Keys are rows of the products, heads are columns: tile [D, M], sums [D, M]."""
+    products = dot(key.to(tile.dtype), tile, tl.zeros([key.shape[0], tile.shape[1]], tl.float32))
+    logits = scaled_logits(products, distance[:, None], slopes, scale, SOFT_CAP)
+    logits = tl.where(is_seen[:, None], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 0))
+    weights = tl.exp2(logits - new_top[None, :])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 0)
+    sums = dot(value.to(tile.dtype), weights.to(tile.dtype), sums * shrink[None, :])
+    return new_top, total, sums
+
+
+@triton.jit
+def make_query(
+    x,
+    other,
+    new_value,
+    cos,
+    sin,
+    slot,  # -1: the cache is left as it is
+    head,
+    k_cache,
+    v_cache,
+    own,
+    partners,
+    alibi_slopes,
+    stride_block,
+    stride_token,
+    stride_head,
+    scale,
+    EPS: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    FUSED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+):
+    """The heads [Q, D] as the products want them; fused, the new token's logits [Q] and its value as the cache holds it."""
+    dim = tl.arange(0, PADDED_DIM)
+    member = tl.arange(0, Q)
+    new_logit = tl.zeros([Q], tl.float32)
+    if FUSED:
+        x = norm_rope(x, other, cos, sin, own, partners, EPS, UNIT_OFFSET, HEAD_DIM, ROTARY_DIM)
+        new_key = tl.sum(tl.where((member == GROUP)[:, None], x.to(tl.float32), 0.0), 0).to(x.dtype)
+        new_key = new_key.to(k_cache.dtype.element_ty)
+        new_value = new_value.to(v_cache.dtype.element_ty)
+        if slot >= 0:
+            place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_token + head * stride_head
+            tl.store(k_cache + place + dim, new_key, mask=dim < HEAD_DIM)
+            tl.store(v_cache + place + dim, new_value, mask=dim < HEAD_DIM)
+        products = tl.sum(x.to(tl.float32) * new_key.to(x.dtype).to(tl.float32)[None, :], 1)
+        slopes = alibi_slopes
+        if alibi_slopes is not None:
+            slopes = tl.load(alibi_slopes + head * GROUP + tl.minimum(member, GROUP - 1)).to(tl.float32)
+        new_logit = scaled_logits(products, tl.zeros([Q], tl.int32), slopes, scale, SOFT_CAP)
+    return x, new_value, new_logit
+
+
+@triton.jit
+def attend(
+    x,
+    new_value,
+    new_logit,
+    is_owner,
+    head,
+    chunk,  # the first
+    last_chunk,
+    step,
+    first_key,
+    last_key,
+    position,
+    early_key,  # the first chunk's, if is_loaded
+    early_value,
+    is_loaded,
+    block,  # [N] of the first chunk
+    table,
+    k_cache,
+    v_cache,
+    alibi_slopes,
+    stride_table,
+    stride_block,
+    stride_token,
+    stride_head,
+    scale,
+    FUSED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Chunks `chunk`, chunk + step, .. < last_chunk of one (row, kv head): of them the keys first_key <= key < last_key.
+
+    Returns maximum, sum and weighted values [M], [M], [D, M] in float32; columns from GROUP on are of no use. Fused, the owner of
+    the new token has seen it too. The M columns are the Q heads over and over: a tensor core's tile has 8 at least.
+    """
+    local = tl.arange(0, N)
+    keys, values = k_cache + head * stride_head, v_cache + head * stride_head
+    slopes = alibi_slopes
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + head * GROUP + tl.minimum(tl.arange(0, M) % Q, GROUP - 1)).to(tl.float32)
+        slopes = slopes[None, :]
+    tile = tl.trans(tl.reshape(tl.broadcast_to(x[None, :, :], [M // Q, Q, PADDED_DIM]), [M, PADDED_DIM]))
+    top = tl.full([M], NOTHING, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([PADDED_DIM, M], tl.float32)
+    if IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
+        if is_loaded:
+            token = chunk * N + local
+            is_seen = (token >= first_key) & (token < last_key)
+            top, total, sums = one_chunk(
+                tile, top, total, sums, early_key, early_value, is_seen, token - position, slopes, scale, SOFT_CAP
+            )
+            chunk += step
+            block = blocks_of(table, chunk * N + local, stride_table, BLOCK_SIZE)
+    for i in tl.range(chunk, last_chunk, step, num_stages=STAGES):
+        token = i * N + local
+        is_seen = (token >= first_key) & (token < last_key)
+        this_block = block
+        block = blocks_of(table, token + step * N, stride_table, BLOCK_SIZE)
+        key, value = load_chunk(
+            keys, values, this_block, token, is_seen, stride_block, stride_token, BLOCK_SIZE, HEAD_DIM, PADDED_DIM
+        )
+        top, total, sums = one_chunk(
+            tile, top, total, sums, key, value, is_seen, token - position, slopes, scale, SOFT_CAP
+        )
+    if FUSED:
+        logit = tl.reshape(tl.broadcast_to(new_logit[None, :], [M // Q, Q]), [M])
+        logit = tl.where(is_owner, logit, NOTHING)
+        new_top = tl.maximum(top, logit)
+        weight = tl.where(is_owner, tl.exp2(logit - new_top), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + weight
+        sums = sums * shrink[None, :] + weight[None, :] * new_value.to(x.dtype).to(tl.float32)[:, None]
+        top = new_top
+    return top, total, sums
+
+
+@triton.jit
+def store_output(
+    output,  # pointer to the row's first head of this kv head
+    top,
+    total,
+    sums,
+    sinks,  # pointer to the first head's
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    member = tl.arange(0, sums.shape[1])
+    dim = tl.arange(0, sums.shape[0])
+    if sinks is not None:
+        sink = tl.load(sinks + member, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.exp2(sink - new_top)
+        sums = sums * shrink[None, :]
+    result = sums / total[None, :]
+    mask = (member < GROUP)[None, :] & (dim < HEAD_DIM)[:, None]
+    tl.store(output + member[None, :] * HEAD_DIM + dim[:, None], result.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_part(part, part_sums, part_stats, top, total, sums, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Part number `part`: part_sums [parts, GROUP, HEAD_DIM], part_stats [parts, 2, GROUP] (top, total)."""
+    member = tl.arange(0, sums.shape[1])
+    dim = tl.arange(0, sums.shape[0])
+    is_member = member < GROUP
+    part = part.to(tl.int64)
+    stats = part_stats + part * (2 * GROUP) + member
+    tl.store(stats, top, mask=is_member)
+    tl.store(stats + GROUP, total, mask=is_member)
+    place = part_sums + part * (GROUP * HEAD_DIM) + member[None, :] * HEAD_DIM + dim[:, None]
+    tl.store(place, sums, mask=is_member[None, :] & (dim < HEAD_DIM)[:, None])
+
+
+@triton.jit
+def merge_parts(
+    output,
+    first_part,  # number of part 0
+    other_parts,  # part i > 0 is number other_parts + i * part_step
+    part_step,
+    num_parts,
+    part_sums,
+    part_stats,
+    sinks,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,  # power of two, GROUP or more
+    PARTS: tl.constexpr,
+):
+    """Of parts that other programs wrote: read past L1. PARTS parts at a time."""
+    member = tl.arange(0, MEMBERS)
+    dim = tl.arange(0, PADDED_DIM)
+    is_member = member < GROUP
+    top = tl.full([MEMBERS], NOTHING, tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + member, mask=is_member, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    sums = tl.zeros([MEMBERS, PADDED_DIM], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        index = start + tl.arange(0, PARTS)
+        part = tl.where(index == 0, first_part, other_parts + index * part_step).to(tl.int64)
+        is_part = (index < num_parts)[:, None] & is_member[None, :]
+        stats = part_stats + part[:, None] * (2 * GROUP) + member[None, :]
+        tops = tl.load(stats, mask=is_part, other=NOTHING, cache_modifier=".cg")
+        totals = tl.load(stats + GROUP, mask=is_part, other=0.0, cache_modifier=".cg")
+        place = part_sums + part[:, None] * (GROUP * HEAD_DIM) + member[None, :] * HEAD_DIM
+        rows = tl.load(
+            place[:, :, None] + dim[None, None, :],
+            mask=is_part[:, :, None] & (dim < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weights = tl.exp2(tops - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(totals * weights, 0)
+        sums = sums * shrink[:, None] + tl.sum(rows * weights[:, :, None], 0)
+        top = new_top
+    result = (sums / total[:, None]).to(output.dtype.element_ty)
+    mask = is_member[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(output + member[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
