@@ -108,9 +108,9 @@ def test_real_sizes(rows, shape, device):
 
 
 HOPPER_TILINGS = [  # rows, columns, split, stages, tokens
-    (64, 64, 1, 1, 16),
+    (64, 64, 1, 2, 16),
     (64, 128, 2, 2, 16),
-    (64, 256, 3, 1, 32),
+    (64, 256, 3, 2, 32),
     (64, 128, 1, 3, 64),
     (128, 64, 2, 3, 128),
     (128, 128, 1, 2, 32),

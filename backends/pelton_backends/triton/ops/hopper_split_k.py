@@ -24,7 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher
-from pelton_backends.triton.runtime import launch_options
+from pelton_backends.triton.ops.pieces import empty_rows
+from pelton_backends.triton.runtime import has_pdl, launch_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +96,7 @@ def multiply_kernel(
     token = gl.program_id(2) * M
     NUM_STEPS: gl.constexpr = (K + C * SPLIT - 1) // (C * SPLIT)
     PANELS: gl.constexpr = C // 64
+    gl.static_assert(STAGES >= 2 or NUM_STEPS == 1, "a buffer is filled anew while another is read")
     IS_PAIRED: gl.constexpr = ACTIVATION is not None
     row = tile * (R // 2 if IS_PAIRED else R)
     first = part * NUM_STEPS * PANELS
@@ -195,16 +197,22 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int) -
     return HopperTiling(rows, columns, split, stages, tokens)
 
 
-def panels_of(matrix: Tensor, rows: int, panels: int) -> TensorDescriptor:
+def panels_of(matrix: Tensor, num_rows: int, rows: int, panels: int) -> TensorDescriptor:
     """[N, K] as K / 64 panels of [N, 64]: one copy brings several panels, each in its swizzled place."""
-    num_rows, num_columns = matrix.shape
+    num_columns = matrix.shape[1]
     shape, strides = [num_columns // PANEL, num_rows, PANEL], [PANEL, matrix.stride(0), 1]
     return TensorDescriptor(matrix, shape, strides, [panels, rows, PANEL], gl.NVMMASharedLayout(128, 16, 3))
 
 
-def paired_panels_of(matrix: Tensor, rows: int, panels: int) -> TensorDescriptor:
+def rows_in_memory(x: Tensor, num_rows: int) -> int:
+    """x's rows, and the memory's rows behind them, up to num_rows."""
+    behind = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset() - x.shape[1]) // x.stride(0)
+    return max(x.shape[0], min(num_rows, behind + 1))
+
+
+def paired_panels_of(matrix: Tensor, num_rows: int, rows: int, panels: int) -> TensorDescriptor:
     """The same for gate and up, [2 I, K]: row j of gate lies before row j of up."""
-    half, num_columns = matrix.shape[0] // 2, matrix.shape[1]
+    half, num_columns = num_rows // 2, matrix.shape[1]
     shape, strides = [num_columns // PANEL, half, 2, PANEL], [PANEL, num_columns, half * num_columns, 1]
     return TensorDescriptor(matrix, shape, strides, [panels, rows // 2, 2, PANEL], gl.NVMMASharedLayout(128, 16, 4))
 
@@ -235,16 +243,17 @@ class HopperProduct:
 
     @staticmethod
     def takes(x: Tensor) -> bool:
-        return x.shape[0] > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+        return x.shape[0] > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1]
 
     def __call__(self, x: Tensor, tiling: HopperTiling | None = None) -> Tensor:
         num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
         activation = self._activation
         tiling = tiling or choose_hopper_tiling(num_tokens, out_features, in_features)
         rows, columns, split, stages, tokens = tiling
+        stages = min(stages, triton.cdiv(in_features, columns * split))
         num_columns = out_features // 2 if activation is not None else out_features
         num_tiles, num_blocks = triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens)
-        out = torch.empty((num_tokens, num_columns), dtype=x.dtype, device=x.device)
+        out = empty_rows(num_tokens, num_columns, x)
         partials = None
         if split > 1:
             shape = (num_tiles, num_blocks, split, rows, tokens)
@@ -253,15 +262,17 @@ class HopperProduct:
         weight = self._described.get((rows, panels))
         if weight is None:
             describe = panels_of if activation is None else paired_panels_of
-            weight = self._described[rows, panels] = describe(self._weight, rows, panels)
+            weight = self._described[rows, panels] = describe(self._weight, out_features, rows, panels)
+        # What lies behind x's rows is multiplied too where there is memory: it reaches no row of the result.
+        rows_of_x = panels_of(x, rows_in_memory(x, num_blocks * tokens), tokens, panels)
         _launch(
             (x.dtype, x.device, out_features, in_features, activation, self._bias is None, tiling),
             (num_tiles, split, num_blocks),
-            (panels_of(x, tokens, panels), weight, self._bias, out, partials, self._counters, num_tokens),
+            (rows_of_x, weight, self._bias, out, partials, self._counters, num_tokens),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": activation,
                 "M": tokens, "R": rows, "C": columns, "SPLIT": split, "STAGES": stages,
             },
-            num_warps=4, **launch_options(True),
+            num_warps=4, **launch_options(has_pdl(x.device)),
         )  # fmt: skip
         return out

@@ -29,7 +29,7 @@ from pelton.ops.interface import (
 )
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.gated_matmul import can_multiply_gated, gated_matmul
-from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, normed
+from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows, normed
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def add_norm(
     `pelton.ops.reference`. One row a program; eight numbers a thread, which is one 16-byte load of two-byte dtypes.
     """
     num_rows, size = hidden.shape
-    normed_rows = torch.empty((num_rows, size), dtype=hidden.dtype, device=hidden.device)
+    normed_rows = empty_rows(num_rows, size, hidden)
     total = hidden if residual is None else residual
     if num_rows == 0:
         return total, normed_rows

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def empty_rows(num_rows: int, size: int, like: Tensor) -> Tensor:
+    """[num_rows, size] of `like`'s dtype and device. Up to 128 rows the memory goes on to a power of two of rows: a kernel
+    that reads tiles of rows may read on, as the copy engine takes its time to fill in zeros."""
+    held = max(triton.next_power_of_2(num_rows), 16) if num_rows <= 128 else num_rows
+    return torch.empty((held, size), dtype=like.dtype, device=like.device)[:num_rows]
 
 
 @triton.jit
