@@ -51,8 +51,8 @@ class ChainArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        if not self.batch_sizes or min(self.batch_sizes) < 1 or self.context_len < 1 or self.replays < 1:
-            raise ConfigError("batch_sizes, context_len and replays are counts; use at least 1.")
+        if not self.batch_sizes or min(self.batch_sizes) < 1 or self.context_len < 1 or not 1 <= self.replays <= 50:
+            raise ConfigError("batch_sizes and context_len are counts, use at least 1; replays go from 1 to 50.")
 
 
 def run(argv: list[str]) -> int:
@@ -103,8 +103,8 @@ def render(model: str, found: dict[str, Any]) -> str:
         floor_us = row["bytes"] / found["bandwidth_gb_s"] / 1e3
         rows.append(
             (
-                row["batch"], row["seam"], number(row["us"]), number(row.get("without_us")), number(floor_us),
-                f"{floor_us / row['us']:.0%}" if row["us"] else "-", row["op"],
+                row["batch"], row["seam"], number(row["us"]), number(row.get("without_us")), number(floor_us or None),
+                f"{floor_us / row['us']:.0%}" if floor_us and row["us"] else "-", row["op"],
             )
         )  # fmt: skip
     how = "captured" if found["is_captured"] else "not captured: this device has no graphs"

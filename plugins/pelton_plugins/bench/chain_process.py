@@ -15,18 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pelton.attention.kv_cache import bind_kv_cache
-from pelton.attention.metadata import BatchDescriptor, CommonMetadata, ForwardBatch
+from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.config import EngineConfig
 from pelton.graphs.recorder import Graph
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.model.resolve import resolve_model
 from pelton.platform.select import select_platform
 from pelton.plugins import load_plugins
+from pelton.worker.inputs import StepShape
+from pelton.worker.step_ops import GREEDY
 from pelton.worker.worker import DeviceWorker
 
 COPY_BYTES = 2**30
 ROUNDS = 5
+ROOM_TOKENS = 64
+"""What the contexts may grow by between two resets: warm-up, capture and a round of replays."""
 
 
 class Timer:
@@ -39,8 +42,8 @@ class Timer:
         self.replays = replays
         self._graphs: list[Graph] = []  # the recorder's memory lives as long as one of its graphs
 
-    def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one run: the median of some means."""
+    def seconds(self, call: Callable[[], Any], reset: Callable[[], None] = lambda: None) -> float:
+        """Of one run: the median of some means, with `reset` before each."""
         kept = [call(), call()]  # compiles, tunes, loads
         self.synchronize()
         run = call
@@ -51,7 +54,12 @@ class Timer:
             run = self._graphs[-1].replay
         for _ in range(3):
             run()
-        return statistics.median(self._mean(run) for _ in range(ROUNDS))
+        means = []
+        for _ in range(ROUNDS):
+            reset()
+            means.append(self._mean(run))
+        reset()
+        return statistics.median(means)
 
     def _mean(self, run: Callable[[], Any]) -> float:
         if not self.is_cuda:
@@ -82,44 +90,63 @@ def make_worker(settings: dict[str, Any]) -> DeviceWorker:
     return worker
 
 
-def bind_attention(worker: DeviceWorker, most_rows: int, context_len: int) -> list[Any]:
-    """A pool with blocks for `most_rows` contexts that share nothing."""
+def give_memory(worker: DeviceWorker, most_rows: int, context_len: int) -> None:
+    """A pool with blocks for `most_rows` contexts that share nothing, and room for the tokens that replays add."""
     specs = worker.kv_cache_specs()
     block_size = next(iter(specs.values())).block_size
-    num_blocks = 1 + most_rows * -(-context_len // block_size)
-    plan = plan_kv_cache(specs, 2**50, num_blocks_override=num_blocks, max_model_len=context_len)
-    return bind_kv_cache(plan, worker.build)
+    num_blocks = 1 + most_rows * -(-(context_len + ROOM_TOKENS) // block_size)
+    worker.initialize_kv_cache(
+        plan_kv_cache(specs, 2**50, num_blocks_override=num_blocks, max_model_len=context_len + ROOM_TOKENS)
+    )
 
 
-def decode_batch(worker: DeviceWorker, backends: list[Any], rows: int, context_len: int) -> ForwardBatch:
-    """A decode step as the worker captures it: the lengths' bound is the model's."""
-    device, longest = worker.device, worker.model_info.max_model_len
-    attention = []
-    key = BatchDescriptor(num_tokens=rows, num_reqs=rows, uniform_query_len=1)
-    for group, backend in enumerate(backends):
-        layer = next(layer for layer in worker.build.attention_layers.values() if layer.group_id == group)
-        block_size = layer.k_cache.shape[1]
-        held = -(-context_len // block_size)
-        table = torch.zeros(rows, -(-longest // block_size), dtype=torch.int32, device=device)
-        blocks = 1 + torch.arange(rows * held, dtype=torch.int32, device=device).view(rows, held)
-        table[:, :held] = blocks
-        slots = blocks[:, (context_len - 1) // block_size].long() * block_size + (context_len - 1) % block_size
-        common = CommonMetadata(
-            query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            seq_lens=torch.full((rows,), context_len, dtype=torch.int32, device=device),
-            block_table=table, slot_mapping=slots, num_reqs=rows, num_tokens=rows, num_actual_tokens=rows,
-            num_decode_rows=rows, num_decode_tokens=rows, max_query_len=1, max_seq_len=longest,
+class DecodeStep:
+    """A decode step of `rows` requests with `context_len` tokens each, as the worker's graphs hold it."""
+
+    def __init__(self, worker: DeviceWorker, rows: int, context_len: int) -> None:
+        self.runner, self.rows, self.context_len = worker.runner, rows, context_len
+        state, device = self.runner.state, worker.device
+        self.slots = torch.arange(rows, device=device)
+        self.ones = torch.ones(rows, dtype=torch.int64, device=device)
+        self.result = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        for table, block_size in zip(state.block_tables, state.block_sizes, strict=True):
+            held = -(-(context_len + ROOM_TOKENS) // block_size)
+            table[:rows, :held] = 1 + torch.arange(rows * held, dtype=torch.int32, device=device).view(rows, held)
+        state.token_ids[:rows, context_len - 1] = 10 + torch.arange(rows, dtype=torch.int32, device=device)
+        self.key = BatchDescriptor(num_tokens=rows, num_reqs=rows, uniform_query_len=1)
+        self.shape = StepShape(
+            num_reqs=rows, num_tokens=rows, num_decode_rows=rows, max_query_len=1, max_seq_len=state.max_model_len,
+            num_padded_reqs=rows, num_padded_tokens=rows,
         )  # fmt: skip
-        backend.reserve(key)
-        attention.append(backend.build(common, key))
-    ids = torch.arange(10, 10 + rows, device=device)
-    positions = torch.full((rows,), context_len - 1, dtype=torch.int64, device=device)
-    return ForwardBatch(input_ids=ids, positions=positions, attention=tuple(attention), num_tokens=rows)
+        for backend in self.runner.backends:
+            backend.reserve(self.key)
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Every sampled token has made the contexts longer."""
+        self.runner.state.num_computed_tokens[: self.rows] = self.context_len - 1
+
+    def batch(self) -> ForwardBatch:
+        groups = self.runner.ops.prepare_inputs(self.slots, self.ones, self.shape)
+        backends, buffers = self.runner.backends, self.runner.buffers
+        return ForwardBatch(
+            input_ids=buffers.input_ids[: self.rows],
+            positions=buffers.positions[: self.rows],
+            attention=tuple(one.build(common, self.key) for one, common in zip(backends, groups, strict=True)),
+            num_tokens=self.rows,
+        )
+
+    def logits(self) -> Tensor:
+        return self.runner.model.compute_logits(self.runner.model.forward(self.batch()), self.slots)
+
+    def sample(self, logits: Tensor) -> None:
+        self.runner.ops.sample(GREEDY)(logits, self.slots, self.result)
 
 
-def measure_batch(worker: DeviceWorker, timer: Timer, batch: ForwardBatch, context_len: int) -> list[dict[str, Any]]:
+def measure_step(worker: DeviceWorker, timer: Timer, step: DecodeStep) -> list[dict[str, Any]]:
     """One row a seam, then the layers in a row, then the whole step."""
     model: Any = worker.model
+    batch = step.batch()
     layers, rows, dtype = list(model.layers), batch.num_tokens, worker.build.dtype
     hf, device = worker.build.hf, worker.device
 
@@ -131,6 +158,7 @@ def measure_batch(worker: DeviceWorker, timer: Timer, batch: ForwardBatch, conte
     qkv = first.qkv_proj(hidden, residual)[0].clone()
     attended = first.attn(qkv, batch).clone()
     activated = first.gate_up_proj(hidden, residual)[0].clone()
+    logits = model.compute_logits((hidden, residual), step.slots).clone()
 
     def over_layers(call: Callable[[Any], Any]) -> Callable[[], Any]:
         return lambda: [call(layer) for layer in layers]
@@ -143,8 +171,8 @@ def measure_batch(worker: DeviceWorker, timer: Timer, batch: ForwardBatch, conte
 
     count, head_bytes = len(layers), hf.vocab_size * hf.hidden_size * dtype.itemsize
     read = {name: module_bytes(getattr(first, name)) for name in MODULES}
-    read["attn"] = sum(map(token_bytes, worker.kv_cache_specs().values())) // count * context_len * rows
-    ops, last = chosen_ops(worker), torch.arange(rows, device=device)
+    read["attn"] = sum(map(token_bytes, worker.kv_cache_specs().values())) // count * step.context_len * rows
+    ops, layer_bytes = chosen_ops(worker), sum(read.values())
     seams: list[tuple[str, Callable[[], Any], int, int, str]] = [
         ("qkv", over_layers(lambda one: one.qkv_proj(hidden, residual)), read["qkv_proj"], count, "add_norm_linear"),
         ("attention", over_layers(lambda one: one.attn(qkv, batch)), read["attn"], count, "attention"),
@@ -154,17 +182,19 @@ def measure_batch(worker: DeviceWorker, timer: Timer, batch: ForwardBatch, conte
             "add_norm_gated_linear",
         ),
         ("down", over_layers(lambda one: one.down_proj(activated)), read["down_proj"], count, "linear"),
-        ("a layer, in the chain", chain, sum(read.values()), count, ""),
-        ("logits", lambda: model.compute_logits((hidden, residual), last), head_bytes, 1, "add_norm_logits"),
-        (
-            "embed to logits", lambda: model.compute_logits(model.forward(batch), last),
-            sum(read.values()) * count + head_bytes, 1, "",
-        ),
+        ("a layer, in the chain", chain, layer_bytes, count, ""),
+        ("inputs", step.batch, 0, 1, "prepare_inputs"),
+        ("logits", lambda: model.compute_logits((hidden, residual), step.slots), head_bytes, 1, "add_norm_logits"),
+        ("sample, greedy", lambda: step.sample(logits), logits.nbytes, 1, "sample"),
+        ("the whole step", lambda: step.sample(step.logits()), layer_bytes * count + head_bytes, 1, ""),
     ]  # fmt: skip
-    return [
-        {"batch": rows, "seam": seam, "us": timer.seconds(call) * 1e6 / parts, "bytes": size, "op": ops.get(op, "")}
-        for seam, call, size, parts, op in seams
-    ]
+    found = []
+    for seam, call, num_bytes, parts, op in seams:
+        spent_s = timer.seconds(call, step.start_again)
+        found.append(
+            {"batch": rows, "seam": seam, "us": spent_s * 1e6 / parts, "bytes": num_bytes, "op": ops.get(op, "")}
+        )
+    return found
 
 
 MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -203,11 +233,11 @@ def main() -> int:
     job = json.loads(sys.argv[1])
     worker = make_worker(job["settings"])
     context_len, sizes = job["context_len"], job["batch_sizes"]
-    backends = bind_attention(worker, max(sizes), context_len)
+    give_memory(worker, max(sizes), context_len)
     timer = Timer(worker, job["replays"])
     rows = []
     for size in sizes:
-        rows += measure_batch(worker, timer, decode_batch(worker, backends, size, context_len), context_len)
+        rows += measure_step(worker, timer, DecodeStep(worker, size, context_len))
     print(
         json.dumps(
             {
