@@ -227,7 +227,7 @@ async def _watch(arguments: LoadArguments, third: Any, num_in_flight: Any) -> No
     while True:
         now = third()
         now.max_in_flight = max(now.max_in_flight, num_in_flight())
-        host, device = memory.host_bytes(), await memory.device_bytes()
+        host, device = await asyncio.to_thread(memory.host_bytes), await memory.device_bytes()
         now.host_bytes += [host] if host is not None else []
         now.device_bytes += [device] if device is not None else []
         if time.perf_counter() - told >= 60:
