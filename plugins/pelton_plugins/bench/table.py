@@ -51,6 +51,8 @@ class TableArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Runs that count, a row; its own number when unset."""
     json: bool = False
     """Print JSON."""
+    markdown: bool = False
+    """Print the table for a page in Markdown."""
 
 
 def run(argv: list[str]) -> int:
@@ -69,7 +71,7 @@ def run(argv: list[str]) -> int:
                     failed += "error" in found
                     merge(results, model_name(model), found)
                     write_json(arguments.results, results)
-    print(json.dumps(results, indent=1) if arguments.json else render(results))
+    print(json.dumps(results, indent=1) if arguments.json else render(results, as_markdown=arguments.markdown))
     return 1 if failed else 0
 
 
@@ -151,7 +153,7 @@ def _lines(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 HEADER = ("row", "pelton", "unit", "vLLM", "SGLang", "x better peer", "floor", "of the floor", "target", "reached")
 
 
-def render(results: dict[str, dict[str, Any]]) -> str:
+def render(results: dict[str, dict[str, Any]], *, as_markdown: bool = False) -> str:
     """A table for each model; rows that were not measured show the others' figures."""
     known = [name for name in SHAPES if name in results] + [name for name in results if name not in SHAPES]
     if not known:
@@ -165,13 +167,21 @@ def render(results: dict[str, dict[str, Any]]) -> str:
         errors = [
             f"  {name}: {why}" for name, row in measured.items() if (why := row.get("error") or row.get("last_error"))
         ]
-        table = format_table(HEADER, shown, indent="  ")
-        parts.append("\n".join([f"{model}, {about.get('device', 'unknown device')}", table, *errors]))
+        table = _markdown(shown) if as_markdown else format_table(HEADER, shown, indent="  ")
+        head = f"{model}, {about.get('device', 'unknown device')}"
+        if as_markdown:
+            dates = sorted({row["date"][:10] for row in measured.values() if "date" in row})
+            head = f"{head}, {' to '.join(dict.fromkeys(dates[:1] + dates[-1:]))}:\n"
+        parts.append("\n".join([head, table, *errors]))
     parts.append(
         f"{peers.VLLM}, {peers.SGLANG} and the floor: {peers.DEVICE}, {peers.DATE}. "
         "x better peer: above 1 is better, in time as in rate."
     )
     return "\n\n".join(parts)
+
+
+def _markdown(lines: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [HEADER, ("---",) * len(HEADER), *lines])
 
 
 def _is_shown(row: peers.Row, model: str, measured: dict[str, Any]) -> bool:

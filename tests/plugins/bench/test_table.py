@@ -43,6 +43,14 @@ def test_the_table_reads_like_this():
     assert render(RESULTS) == GOLDEN
 
 
+def test_the_table_for_a_page():
+    dated = {name: {**row, "date": "2026-11-21T08:00:00Z"} for name, row in RESULTS["qwen3-0.6b"].items()}
+    lines = render({"qwen3-0.6b": dated}, as_markdown=True).splitlines()
+    assert lines[0] == "qwen3-0.6b, a device, 2026-11-21:" and lines[1] == ""
+    assert lines[2].startswith("| row | pelton | unit | vLLM | SGLang |") and lines[3] == "|" + " --- |" * 10
+    assert lines[4] == "| latency1, one request | 0.785 | ms/token | 1.66 | 1.57 | 2.00 | 0.285 | 36% | 0.800 | yes |"
+
+
 def test_an_empty_table_says_so():
     assert render({}) == "Nothing was measured yet."
 
