@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.recorder import Graph, GraphRecorder
+from pelton.logging import get_logger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +18,25 @@ if TYPE_CHECKING:
     from pelton.attention.metadata import ForwardBatch
 
 T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+
+class _Refusals:
+    """Keys that could not be captured. Their steps run eagerly from then on: slower, and right all the same."""
+
+    def __init__(self) -> None:
+        self._keys: set[Hashable] = set()
+
+    def attempt(self, key: Hashable, capture: Callable[[], None]) -> None:
+        """The step itself has run: a capture that fails must not fail it."""
+        if key in self._keys:
+            return
+        try:
+            capture()
+        except Exception:
+            self._keys.add(key)
+            logger.exception("Capturing the step %s failed; steps of its kind run without a graph.", key)
 
 
 @dataclass(slots=True)
@@ -32,6 +52,7 @@ class FullGraphs:
     def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder = recorder
         self._captured: dict[Hashable, _Captured[Any]] = {}
+        self._refusals = _Refusals()
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -51,7 +72,7 @@ class FullGraphs:
         captured = self._captured.get(key)
         if captured is None:
             outputs = call()
-            self._capture(key, call)
+            self._refusals.attempt(key, lambda: self._capture(key, call))
             return outputs
         captured.graph.replay()
         return captured.outputs  # type: ignore[no-any-return]
@@ -62,7 +83,7 @@ class FullGraphs:
         try:
             outputs = call()
         except BaseException:
-            _drop(self._recorder)
+            self._recorder.abort()
             raise
         self._captured[key] = _Captured(self._recorder.end(), outputs)
 
@@ -108,6 +129,7 @@ class PieceGraphs:
     def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder = recorder
         self._captured: dict[Hashable, _Pieces] = {}
+        self._refusals = _Refusals()
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -122,7 +144,7 @@ class PieceGraphs:
         pieces = self._captured.get(key)
         if pieces is None:
             outputs = call(batch)
-            self._capture(key, call, batch)
+            self._refusals.attempt(key, lambda: self._capture(key, call, batch))
             return outputs
         for graph, attention in zip(pieces.graphs, pieces.calls, strict=False):
             graph.replay()
@@ -140,19 +162,9 @@ class PieceGraphs:
         try:
             cuts.pieces.outputs = call(batch)
         except BaseException:
-            _drop(self._recorder)
+            self._recorder.abort()
             raise
         finally:
             cutting.reset(token)
         cuts.pieces.graphs.append(self._recorder.end())
         self._captured[key] = cuts.pieces
-
-
-def _drop(recorder: GraphRecorder) -> None:
-    """The device must leave capture mode even when the recorded work failed, which is the error that matters."""
-    try:
-        recorder.end()
-    except Exception as error:  # a broken capture cannot be ended cleanly
-        from pelton.logging import get_logger
-
-        get_logger(__name__).debug("ending a failed capture: %s", error)

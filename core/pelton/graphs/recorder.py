@@ -24,4 +24,8 @@ class GraphRecorder(ABC):
 
     @abstractmethod
     def end(self) -> Graph:
-        """Stop recording. Also called, and its result dropped, when what was recorded raised."""
+        """Stop recording."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave recording after what was recorded raised; never raises. The next `begin` must work."""

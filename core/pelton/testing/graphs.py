@@ -88,6 +88,10 @@ class TapeRecorder(GraphRecorder):
         self.tapes.append(mode.tape)
         return mode.tape
 
+    def abort(self) -> None:
+        self.end()
+        self.tapes.pop()
+
 
 class StaticAttention(AttentionBackend):
     """Every row against every token of its table, masked: shapes alone decide what is run."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from pelton.graphs.recorder import Graph, GraphRecorder
+from pelton.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class CUDAGraphRecorder(GraphRecorder):
@@ -26,3 +31,15 @@ class CUDAGraphRecorder(GraphRecorder):
         assert graph is not None, "end without begin"
         graph.capture_end()
         return graph
+
+    def abort(self) -> None:
+        """A capture that a refused call has spoilt cannot be ended by torch, which then goes on allocating from the pool:
+        told to stop, it does."""
+        graph, self._graph = self._graph, None
+        try:
+            if graph is not None:
+                graph.capture_end()
+        except RuntimeError as error:
+            logger.debug("a failed capture ended with: %s", error)
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)

@@ -43,10 +43,11 @@ def test_a_capture_changes_nothing() -> None:
     assert state.tolist() == [2.0, 2.0]
 
 
-def test_a_capture_that_reads_values_fails_and_leaves_capture_mode() -> None:
+def test_a_capture_that_fails_leaves_its_steps_eager(caplog: pytest.LogCaptureFixture) -> None:
     recorder, values = TapeRecorder(), torch.ones(2)
     graphs = FullGraphs(recorder)
-    with pytest.raises(RuntimeError, match="reads the device's values"):
-        graphs.run(FULL, 1, lambda: torch.zeros(int(values.sum())))
+    for _ in range(2):  # the step itself is done: only its capture fails, and is tried once
+        assert graphs.run(FULL, 1, lambda: torch.zeros(int(values.sum()))).tolist() == [0.0, 0.0]
+        assert caplog.text.count("Capturing the step 1 failed") == 1
     assert graphs.run(FULL, 2, lambda: values + 1).tolist() == [2.0, 2.0]
     assert 1 not in graphs and 2 in graphs
