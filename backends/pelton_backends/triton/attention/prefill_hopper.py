@@ -385,6 +385,10 @@ def hopper_prefill(
 
     Tiles of 2 x 64 rows and 128 keys, two stages: 160 KiB of shared memory and 240 registers a thread, one program on a
     multiprocessor of an H200. Keys and values come page by page (16 tokens) into the place the tile has for them.
+
+    Measured there, bfloat16, 16 heads over 8 of 128 numbers, causal, blocks of 16, TFLOP/s (in brackets torch's cuDNN backend on
+    contiguous keys): 2,048 tokens 450 (324), 8 x 2,048 464 (529), 8,192 612 (574), 16,384 595 (640), 32,768 580 (614). Three
+    stages, and letting the two groups take turns at the tensor cores, changed less than 2 %.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = k_cache.shape[2]
