@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 
@@ -52,6 +51,16 @@ def make_state(device, vocab: int, num_seqs: int = 8, num_side_slots: int = 0) -
     )  # fmt: skip
 
 
+def copy_of(state: BatchState) -> BatchState:
+    side = state.side
+    other = make_state(state.device, state.vocab_size, state.max_num_seqs, side.counts.shape[0])
+    for source, target in ((state, other), (side, other.side)):
+        for name, value in vars(source).items():
+            if isinstance(value, torch.Tensor):
+                getattr(target, name).copy_(value)
+    return other
+
+
 def add(
     state: BatchState, slot: int, tokens: list[int], *, side_slot: int = -1, seed: int = 0, bad_words=(),
     num_output: int = 5, **params,
@@ -98,7 +107,7 @@ def test_greedy_rows_equal_the_reference(device, variant, vocab):
     state = make_state(device, vocab)
     for slot in range(8):
         add(state, slot, [0] * (3 + 5 * slot), temperature=0)
-    other = copy.deepcopy(state)
+    other = copy_of(state)
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(9, vocab, generator=generator).round(decimals=1)  # many ties
     logits[0] = -5.0
@@ -186,7 +195,7 @@ def assert_same_choices(device, vocab: int, num_rows: int, seed: int, scale: flo
         params = random_params(chooser, vocab)
         rows.append((params, chooser.randrange(2**62), chooser.randint(2, 30)))
         add(state, slot, [1] * rows[-1][2], seed=rows[-1][1], **params)
-    other = copy.deepcopy(state)
+    other = copy_of(state)
     logits = torch.randn(num_rows, vocab, generator=generator) * scale
     if seed % 2:
         logits = logits.bfloat16().float()  # many ties
@@ -297,7 +306,7 @@ def test_extreme_filters_equal_the_reference(device, params, spread):
     state = make_state(device, vocab, 4)
     for slot in range(4):
         add(state, slot, [1, 2], seed=slot, temperature=0.7, **params)
-    other = copy.deepcopy(state)
+    other = copy_of(state)
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(3)) * spread
     logits[1] = (logits[1] * 2).round() / 2
     logits[2, 100:] = -INF
@@ -327,7 +336,7 @@ def test_masks_equal_the_reference(device):
         add(state, slot, [1, 2, 3], seed=slot, temperature=float(slot % 2))
     sets = {0: [7, 31, 32, 1983], 1: chooser.sample(range(1984), 300), 2: [], 4: [1980]}
     mask = masked(state, sets, 62)  # 1,984 tokens: the last are never allowed
-    other = copy.deepcopy(state)
+    other = copy_of(state)
     logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(0))
     logits[3, 8] = float("nan")
     logits[4, 9] = INF
@@ -371,7 +380,7 @@ def test_side_tables_equal_the_reference(device, seed):
         side = random_side(chooser, vocab) | {"side_slot": slot // 2} if slot % 2 else {}
         tokens = [chooser.randrange(4) for _ in range(chooser.randint(3, 15))]
         add(state, slot, tokens, seed=chooser.randrange(2**62), **random_params(chooser, vocab), **side)
-    other = copy.deepcopy(state)
+    other = copy_of(state)
     mine, reference = bind(state), bind(other, ReferenceSample)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(at_size(device, 3, 8)):
@@ -403,7 +412,7 @@ def test_logprobs_come_from_the_raw_logits(device, num_logprobs):
     add(state, 1, [3, 4], temperature=0.5, top_k=3, logit_bias={7: 50.0}, side_slot=0)
     add(state, 0, [3, 4], temperature=0)
     add(state, 2, [3, 4], temperature=1)
-    other = copy.deepcopy(state)
+    other = copy_of(state)
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)).to(device)
     logits[2, 64:70] = 9.0  # equal ones of one group: by lower token
     slots = [1, 0, 2, state.padding_slot]
@@ -441,7 +450,7 @@ def test_replay_repeats_and_advances(device, variant):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         op(logits, slots, result)
-    other = copy.deepcopy(state)
+    other = copy_of(state)
     eager = bind(other, variant=variant)
     for _ in range(8):
         values = torch.randn(16, vocab, device=device) * 3

@@ -36,7 +36,7 @@ from pelton_backends.triton.ops.sampling_wide import wide_kernel
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
 _GROUP = 32
-_GREEDY_CHUNK, _GREEDY_WARPS = 4096, 4
+_GREEDY_CHUNK, _GREEDY_WARPS = 8192, 8
 _CHUNK_GROUPS, _SCAN_WARPS = 128, 4
 _PICK_WARPS = 8
 _ROOM = 256  # groups whose tokens one program of 8 warps holds, 32 a thread

@@ -76,9 +76,10 @@ def pick_chunk(sums, number, CHUNKS: tl.constexpr):
 def pick_token(weights, ids, target, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """weights [GROUPS, GROUP_SIZE] float32, groups in the order of tokens; ids [GROUPS] of the groups -> token.
 
-    The first token at which the running sum (float64) is above `target`; never one of weight 0, unless all are.
+    The first token at which the running sum is above `target`; never one of weight 0, unless all are. Float64, but for
+    the sums of groups: converting every weight costs 0.3 us a row (H200).
     """
-    sums = tl.sum(weights.to(tl.float64), 1)
+    sums = tl.sum(weights, 1).to(tl.float64)
     place = tl.arange(0, GROUPS)
     running = tl.cumsum(sums, 0)
     row = tl.sum((running <= target).to(tl.int32), 0)

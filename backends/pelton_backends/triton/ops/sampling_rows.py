@@ -66,14 +66,14 @@ def greedy_kernel(
     row, chunk = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     let_next_start(PDL)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
     slot = tl.load(slots + row)
     if slot == padding_slot:
         if chunk == 0:
             tl.store(result + 2 * row, 0)
             tl.store(result + 2 * row + 1, 0)
     else:
-        place = chunk * CHUNK + tl.arange(0, CHUNK)
-        values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
         keys = order_key(values)
         top = tl.max(keys, 0)
         token = tl.min(tl.where(keys == top, place, V), 0)
@@ -117,11 +117,11 @@ def scan_kernel(
     row, chunk = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     let_next_start(PDL)
+    group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
     slot = tl.load(slots + row)
     if slot != padding_slot:
-        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-        place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
         keys = tl.max(order_key(values), 1)
         best = tl.max(keys, 0)
         tl.store(chunk_best + row * CHUNKS + chunk, best)
@@ -136,22 +136,39 @@ def scan_kernel(
 
 
 @triton.jit
+def _between(low, high, low_count, high_count, wanted, turn):
+    """A key in (low, high): where `wanted` would be if counts fell exponentially, every other turn the middle."""
+    middle = low + (high - low) // 2
+    if (turn % 2 == 0) & (high_count < wanted) & (low_count > wanted):
+        share = tl.log(low_count / wanted) / tl.log(low_count / tl.maximum(high_count, 0.5))
+        middle = low + ((high - low).to(tl.float32) * share).to(tl.int64)
+    return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
 def _room_threshold(keys, least, best, wanted, ROOM: tl.constexpr):
     """keys of groups -> (t, groups at or above it): at most ROOM, and where that can be, `wanted` at least; t >= `least`."""
+    lowest = tl.min(tl.where(keys > LOWEST_KEY, keys, best), 0)
     count = tl.sum((keys >= least).to(tl.int32), 0)
     low, high = least.to(tl.int64), best.to(tl.int64) + 1
-    above = tl.sum((keys > best).to(tl.int32), 0)
+    above = tl.zeros([], tl.int32)
     if count <= ROOM:
         high = low
         above = count
+    else:
+        low = tl.maximum(low, lowest.to(tl.int64))
+    turn = tl.zeros([], tl.int32)
+    middle_of_room = (wanted + ROOM).to(tl.float32) / 2
     while (high - low > 1) & (above < wanted):
-        middle = low + (high - low) // 2
-        count = tl.sum((keys.to(tl.int64) >= middle).to(tl.int32), 0)
-        if count > ROOM:
+        middle = _between(low, high, count.to(tl.float32), above.to(tl.float32), middle_of_room, turn)
+        found = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+        if found > ROOM:
             low = middle
+            count = found
         else:
             high = middle
-            above = count
+            above = found
+        turn += 1
     return high.to(tl.int32), above
 
 
@@ -159,36 +176,44 @@ def _room_threshold(keys, least, best, wanted, ROOM: tl.constexpr):
 def _kth_key(keys, wanted, count, lowest, highest):
     """The greatest t at which `wanted` of the keys are >= t; `count` of them are >= lowest, none is > highest."""
     low, high = lowest.to(tl.int64), highest.to(tl.int64) + 1
+    above = tl.zeros([], tl.int32)
+    turn = tl.zeros([], tl.int32)
     while (high - low > 1) & (count > wanted):
-        middle = low + (high - low) // 2
-        found = tl.sum(tl.sum((keys.to(tl.int64) >= middle).to(tl.int32), 1), 0)
+        middle = _between(low, high, count.to(tl.float32), above.to(tl.float32), wanted.to(tl.float32) + 0.5, turn)
+        found = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
         if found >= wanted:
             low = middle
             count = found
         else:
             high = middle
+            above = found
+        turn += 1
     return low.to(tl.int32)
 
 
 @triton.jit
-def _nucleus_key(keys, weights, needed, highest):
-    """The greatest t at which the weights of the keys >= t sum to `needed`; keys are the weights', and positive ones do."""
-    is_some = keys > 0
-    lowest = tl.min(tl.min(tl.where(is_some, keys, highest), 1), 0)
-    low, high = lowest.to(tl.int64), highest.to(tl.int64) + 1
-    num_low = tl.sum(tl.sum(is_some.to(tl.int32), 1), 0)
-    num_high = tl.zeros([], tl.int32)
+def _masses(keys):
+    """Keys of weights in [0, 1] -> int64: the weight in units of 2^-30, above 16 bits that count it."""
+    return (tl.floor(keys.to(tl.float32, bitcast=True) * 1073741824.0 + 0.5).to(tl.int32).to(tl.int64) << 16) + 1
+
+
+@triton.jit
+def _nucleus_key(keys, masses, needed):
+    """The greatest t at which the masses of the keys >= t sum to `needed` (2^-30); the positive keys' do."""
+    highest = tl.max(keys, 0)
+    low = tl.min(tl.where(keys > 0, keys, highest), 0).to(tl.int64)
+    high = highest.to(tl.int64) + 1
+    num_low = tl.sum((keys > 0).to(tl.int32), 0).to(tl.int64)
+    num_high = tl.zeros([], tl.int64)
     while (high - low > 1) & (num_low - num_high > 1):  # one key between the two: low is as good as that key
         middle = low + (high - low) // 2
-        is_above = keys.to(tl.int64) >= middle
-        mass = tl.sum(tl.sum(tl.where(is_above, weights, 0.0).to(tl.float64), 1), 0)
-        found = tl.sum(tl.sum(is_above.to(tl.int32), 1), 0)
-        if mass >= needed:
+        found = tl.sum(tl.where(keys >= middle.to(tl.int32), masses, 0), 0)
+        if (found >> 16) >= needed:
             low = middle
-            num_low = found
+            num_low = found & 0xFFFF
         else:
             high = middle
-            num_high = found
+            num_high = found & 0xFFFF
     return low.to(tl.int32)
 
 
@@ -229,6 +254,12 @@ def pick_kernel(
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)
+    # What does not need the slot is fetched beside it, what does in one go after it: the loads are most of a row's time.
+    groups = tl.arange(0, GROUPS_BLOCK)
+    keys = tl.load(group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)
+    chunks = tl.arange(0, CHUNKS_BLOCK)
+    bests = tl.load(chunk_best + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=LOWEST_KEY)
+    sums = tl.load(chunk_sum + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=0.0)
     slot = tl.load(slots + row)
     if slot == padding_slot:
         tl.store(result + 2 * row, 0)
@@ -236,8 +267,6 @@ def pick_kernel(
         tl.store(is_wide + row, 0)
     else:
         row_logits = logits + row.to(tl.int64) * row_stride
-        chunks = tl.arange(0, CHUNKS_BLOCK)
-        bests = tl.load(chunk_best + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=LOWEST_KEY)
         best = tl.max(bests, 0)
         code = tl.where((best >= INF_KEY) | (best <= MINUS_INF_KEY), NOT_FINITE, OK)
         if SPLITS > 0:
@@ -255,15 +284,12 @@ def pick_kernel(
         is_known = tl.full([], 1, tl.int1)
 
         scale = tl.exp(tl.where(bests <= MINUS_INF_KEY, -float("inf"), tl.div_rn(key_value(bests), warmth) - top))
-        sums = tl.load(chunk_sum + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=0.0)
         sums = tl.where(is_random, sums * scale, (bests == best).to(tl.float64))
         slot_of_group = tl.arange(0, ROOM)
         threshold = tl.full([], MINUS_INF_KEY, tl.int32)
         least_key = threshold
         least = top
         if is_filtered:
-            groups = tl.arange(0, GROUPS_BLOCK)
-            keys = tl.load(group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)
             # Below what min_p keeps, by more than the rounding of products and logarithm: the filter itself follows.
             least = tl.where(least_p > 0, top + tl.log(least_p), -float("inf"))
             margin = 1e-5 * (tl.abs(least) + tl.abs(top))
@@ -286,28 +312,30 @@ def pick_kernel(
         weights = tl.where(is_random, tl.exp(scaled - top), (raw_keys == best).to(tl.float32))
         if is_filtered:
             is_kept = (raw_keys >= threshold) & (raw_keys > MINUS_INF_KEY) & (scaled >= least)
-            keys_of_kept = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
+            own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
+            kept_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
             highest = order_key(top)
-            lowest = tl.min(tl.min(tl.where(is_kept, keys_of_kept, highest), 1), 0)
-            num_kept = tl.sum(tl.sum(is_kept.to(tl.int32), 1), 0)
+            lowest = tl.min(tl.where(kept_keys > LOWEST_KEY, kept_keys, highest), 0)
+            num_kept = tl.sum((kept_keys > LOWEST_KEY).to(tl.int32), 0)
             has_all = threshold <= least_key
             if (most_k < V) & (num_kept >= most_k):
-                lowest = _kth_key(keys_of_kept, most_k.to(tl.int32), num_kept, lowest, highest)
+                lowest = _kth_key(kept_keys, most_k.to(tl.int32), num_kept, lowest, highest)
                 has_all = tl.full([], 1, tl.int1)
-            weights = tl.where(keys_of_kept >= lowest, weights, 0.0)
-            total = tl.sum(tl.sum(weights.to(tl.float64), 1), 0)
+            weights = tl.where(own_keys >= lowest, weights, 0.0)
             is_known = has_all
             if most_p < 1.0:
+                # By weights: exp makes some logits equal, and ties are kept.
+                own_keys = order_key(weights)
+                weight_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
+                masses = _masses(weight_keys)
+                mass = tl.sum(masses, 0) >> 16
                 # Without top_k and min_p the nucleus may be known although not every token is.
-                needed = most_p.to(tl.float64) * tl.where(has_all, total, tl.sum(sums, 0))
-                is_known = has_all | ((most_k >= V) & (least_p <= 0) & (total >= needed))
+                whole = tl.where(has_all, mass.to(tl.float64), tl.sum(sums, 0) * 1073741824.0)
+                needed = tl.ceil(most_p.to(tl.float64) * whole).to(tl.int64)
+                is_known = has_all | ((most_k >= V) & (least_p <= 0) & (mass >= needed))
                 if is_known:
-                    # By weights: exp makes some logits equal, and ties are kept.
-                    weight_keys = order_key(weights)
-                    least_weight = _nucleus_key(weight_keys, weights, needed, tl.max(tl.max(weight_keys, 1), 0))
-                    weights = tl.where(weight_keys >= least_weight, weights, 0.0)
-                    total = tl.sum(tl.sum(weights.to(tl.float64), 1), 0)
-            target = number * total
+                    weights = tl.where(own_keys >= _nucleus_key(weight_keys, masses, needed), weights, 0.0)
+            target = number * tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
         tl.store(is_wide + row, tl.where(is_known, 0, 1))
         if is_known:
             token = tl.minimum(pick_token(weights, ids, target, ROOM, GROUP), V - 1)
