@@ -153,6 +153,31 @@ def test_the_one_kernel_does_what_seam_and_attention_do(name: str) -> None:
         torch.testing.assert_close(got, want, **TOLERANCE)
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_prefix_that_all_decode_rows_share_gives_the_same(monkeypatch: pytest.MonkeyPatch, is_captured: bool) -> None:
+    monkeypatch.setattr("pelton_backends.triton.backend.pays", lambda num_rows, prefix_len: prefix_len > 0)
+    case = AttentionCase(rows=((1, 33), (1, 17), (1, 40)), head_dim=64, num_padding=1)
+    step = AttentionStep(TritonBackend, case, DEVICE)
+    for row in range(3):  # one block for the first 16 tokens of all
+        step.tables[row][0] = step.tables[0][0]
+        step.keys[row][:16], step.values[row][:16] = step.keys[0][:16], step.values[0][:16]
+    step.common = step._common()
+    step.write()
+    want = step.expected()
+    torch.testing.assert_close(step.run().double().cpu(), want, **TOLERANCE)
+    key = None
+    if is_captured:
+        key = BatchDescriptor(4, 4, 1, has_common_prefix=True)
+        step.common.common_prefix = torch.tensor([16], dtype=torch.int32, device=DEVICE)
+    else:
+        step.common.common_prefix_len = 16
+    metadata = step.backend.build(step.common, key)
+    assert metadata.prefix_len is not None
+    output = torch.full_like(step.query, float("nan"))
+    step.backend.forward(step.layer, step.query, metadata, output)
+    torch.testing.assert_close(output[:3].double().cpu(), want, **TOLERANCE)
+
+
 @pytest.mark.gpu
 def test_a_captured_step_follows_lengths_and_tables_of_each_replay(device: torch.device) -> None:
     case = AttentionCase(

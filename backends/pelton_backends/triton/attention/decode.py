@@ -43,6 +43,22 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def share_of_row(
+    seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
+):
+    """First key and the one past the last, the same of chunks, and how many splits share them: 0 for a row left out."""
+    last_key = seq_len
+    if FUSED:
+        last_key = seq_len - 1
+    first_key = seq_len * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(seq_len - WINDOW, 0)
+    first_chunk, last_chunk = first_key // N, (last_key + N - 1) // N
+    num_splits = tl.minimum(tl.maximum((last_chunk - first_chunk + LEAST - 1) // LEAST, 1), SPLITS)
+    return first_key, last_key, first_chunk, last_chunk, tl.where(seq_len > 0, num_splits, 0)
+
+
+@triton.jit
 def decode_kernel(
     query,
     positions,
@@ -106,75 +122,67 @@ def decode_kernel(
     local = tl.arange(0, N)
     keys, values = k_cache + head * stride_head, v_cache + head * stride_head
     # Before the kernels before have finished: keys and values are of earlier steps, with which no launch of this step overlaps;
-    # lengths, tables and positions may not be written yet, so what rests on them is used only if they are the same later.
+    # lengths and tables may not be written yet, so what rests on them is used only if they are the same later.
     key, value, cos, sin = own, own, own, own
-    early_length, early_position, early_block = 0, 0, 0
+    early_length, early_block = 0, 0
+    is_idle = False
     if IS_EARLY:
         early_length = tl.load(seq_lens + row, cache_modifier=".cg")
-        early_chunk = split
-        if WINDOW > 0:
-            early_chunk += tl.maximum(early_length - WINDOW, 0) // N
-        token = early_chunk * N + local
-        is_seen = token < early_length
-        if FUSED:
-            is_seen = token < early_length - 1
+        first_key, last_key, first_chunk, last_chunk, num_splits = share_of_row(
+            early_length, FUSED, WINDOW, N, SPLITS, LEAST
+        )
+        is_idle = split >= num_splits
+        token = (first_chunk + split) * N + local
         is_entry = token < stride_table * BLOCK_SIZE
         early_block = tl.load(table + token // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
-        is_seen = is_seen & (early_block >= 0) & (early_block < num_blocks)
+        is_seen = (token < last_key) & (early_block >= 0) & (early_block < num_blocks)
         key, value = load_chunk(
-            keys, values, early_block, token, is_seen, stride_block, stride_token, BLOCK_SIZE, HEAD_DIM, PADDED_DIM
-        )
+            keys, values, early_block, token, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE, HEAD_DIM,
+            PADDED_DIM,
+        )  # fmt: skip
         if FUSED and ROTARY_DIM > 0:
-            early_position = tl.maximum(early_length - 1, 0).to(tl.int64)
-            cos, sin = angles_at(cos_sin, early_position, dim, ROTARY_DIM, Q)
+            cos, sin = angles_at(cos_sin, tl.maximum(early_length - 1, 0).to(tl.int64), dim, ROTARY_DIM, Q)
     wait_for_inputs(PDL)
 
     seq_len = tl.load(seq_lens + row)
-    block = blocks_of(table, split * N + local, stride_table, BLOCK_SIZE)
     token_index = row
-    slot = tl.full([], -1, tl.int64)
-    row_position = slot
-    if FUSED:
-        row_position = tl.load(positions + row)
-        slot = tl.load(slot_mapping + row)
     if query_start_loc is not None:  # rows with another number of tokens belong to another kernel
         token_index = tl.load(query_start_loc + row)
         if tl.load(query_start_loc + row + 1) - token_index != 1:
             seq_len = 0
-    last_key = seq_len
-    if FUSED:
-        last_key = seq_len - 1
-    first_key = 0
-    first_chunk = 0
-    if WINDOW > 0:
-        first_key = tl.maximum(seq_len - WINDOW, 0)
-        first_chunk = first_key // N
-        block = blocks_of(table, (first_chunk + split) * N + local, stride_table, BLOCK_SIZE)
-    last_chunk = (last_key + N - 1) // N
-    num_splits = tl.minimum(tl.maximum((last_chunk - first_chunk + LEAST - 1) // LEAST, 1), SPLITS)
-    is_idle = (split >= num_splits) | (seq_len <= 0)
-    if not IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
-        if is_idle:
+    first_key, last_key, first_chunk, last_chunk, num_splits = share_of_row(seq_len, FUSED, WINDOW, N, SPLITS, LEAST)
+    # A program that seems to have work goes on to its loads before it knows: a way out here would wait for the length.
+    if is_idle or not IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
+        if split >= num_splits:
             return
     x, other, new_value = load_heads(
         query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
     )  # fmt: skip
-    if FUSED:  # noqa: SIM102 a constant condition leaves the other out
+    if WINDOW > 0:
+        block = blocks_of(table, (first_chunk + split) * N + local, stride_table, BLOCK_SIZE)
+    else:
+        block = blocks_of(table, split * N + local, stride_table, BLOCK_SIZE)
+    slot = tl.full([], -1, tl.int64)
+    if FUSED:
+        slot = tl.load(slot_mapping + row)
         if ROTARY_DIM > 0:
+            # Where a row's position is its number of keys, its angles are under way with the rest.
+            guess = seq_len - 1
             if IS_EARLY:
-                if row_position != early_position:
-                    cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
+                guess = early_length - 1
             else:
+                cos, sin = angles_at(cos_sin, guess.to(tl.int64), dim, ROTARY_DIM, Q)
+            row_position = tl.load(positions + row)
+            if row_position != guess:
                 cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
     if (split > 0) | (seq_len <= 0):
         slot = tl.full([], -1, tl.int64)
-    # With few rows idle programs make a query too: a way out before this would put its loads behind the length's.
     x, new_value, new_logit = make_query(
         x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
         stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q,
         ROTARY_DIM,
     )  # fmt: skip
-    if is_idle:
+    if split >= num_splits:
         return
     is_loaded = seq_len == early_length
     if IS_EARLY:
@@ -299,12 +307,10 @@ def streamed_decode_kernel(
     row_unit = tl.sum(tl.where(rows == row, ends_of_rows - chunks, 0), 0)  # number of the row's first chunk
 
     while unit < last_unit:
-        seq_len = tl.load(seq_lens + row)
+        seq_len = tl.sum(tl.where(rows == row, lengths, 0), 0)
         token_index = row
         if query_start_loc is not None:
             token_index = tl.load(query_start_loc + row)
-            if tl.load(query_start_loc + row + 1) - token_index != 1:
-                seq_len = 0
         row_chunks = _num_chunks(seq_len, FUSED, WINDOW, N)
         if row_chunks > 0:
             table = block_table + row.to(tl.int64) * stride_table
@@ -314,10 +320,8 @@ def streamed_decode_kernel(
             end = tl.minimum(row_chunks, begin + last_unit - unit)
             unit += end - begin
             slot = tl.full([], -1, tl.int64)
-            row_position = slot
             last_key = seq_len
             if FUSED:
-                row_position = tl.load(positions + row)
                 slot = tl.load(slot_mapping + row)
                 last_key = seq_len - 1
             first_key = 0
@@ -332,7 +336,10 @@ def streamed_decode_kernel(
             )  # fmt: skip
             cos, sin = x, x
             if FUSED and ROTARY_DIM > 0:
-                cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
+                cos, sin = angles_at(cos_sin, (seq_len - 1).to(tl.int64), dim, ROTARY_DIM, Q)
+                row_position = tl.load(positions + row)
+                if row_position != seq_len - 1:
+                    cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
             if begin > 0:
                 slot = tl.full([], -1, tl.int64)
             x, new_value, new_logit = make_query(
@@ -399,8 +406,9 @@ class PartBuffers:
     def allocate(
         device: torch.device, *, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> PartBuffers:
-        group = num_heads // num_kv_heads
-        places = max(2 * STREAMED_PROGRAMS_PER_SM * num_sms(device), *(pairs * splits for pairs, splits in _SPLITS))
+        group, pairs = num_heads // num_kv_heads, max_rows * num_kv_heads
+        shared = [min(most, pairs) * splits for most, splits, _ in (*_FEW_PAIRS, _MANY_PAIRS)]
+        places = max(2 * STREAMED_PROGRAMS_PER_SM * num_sms(device), *shared)
         return PartBuffers(
             torch.empty(places, group * head_dim, dtype=torch.float32, device=device),
             torch.empty(places, 2 * group, dtype=torch.float32, device=device),
@@ -422,18 +430,30 @@ class NewTokens:
 
 
 STREAMED_PROGRAMS_PER_SM = 8
-_SPLITS = ((8, 16), (16, 16), (32, 16), (64, 16), (128, 8), (256, 8))
-"""(pairs of row and kv head up to, programs of a pair); with more pairs the work is streamed."""
+_FEW_PAIRS = ((8, 32, 1), (64, 16, 1), (128, 8, 1), (256, 8, 2))
+"""(pairs of row and kv head up to, programs of a pair at most, chunks of a program at least)."""
+_STREAMED_UP_TO = 512
+_MANY_PAIRS = (2048, 8, 16)
 
 
 @lru_cache(maxsize=4096)
 def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int) -> LaunchShape:
-    """row_bytes: of a padded head's numbers in the model's dtype."""
-    is_narrow = row_bytes <= 256  # registers for a chunk that is loaded early
-    keys = 32 if is_narrow else 16
-    for pairs, splits in _SPLITS:
+    """Measured on an H200 in captured chains, 8 kv heads of 128 numbers, blocks of 16.
+
+    Few pairs of row and kv head are latency: as many programs as are useful, the first chunk loaded early (4.1 us at one row
+    of 256 tokens, 7 without; 11 and 16 us at 32 rows). Then bandwidth: even shares at 64 rows (82 % of the copy bandwidth at
+    512 tokens; equal splits 77), equal splits of 256 tokens or more up to 256 rows (94 % at lengths 100 to 1024; shares 89).
+
+    row_bytes: of a padded head's numbers in the model's dtype. More than 256 leave no registers for an early chunk.
+    """
+    is_narrow = row_bytes <= 256
+    for pairs, splits, least in _FEW_PAIRS:
         if num_pairs <= pairs:
-            return LaunchShape(min(splits, -(-max_seq_len // keys)), 0, keys, 2, is_early=is_narrow)
+            keys = 32 if is_narrow else 16
+            return LaunchShape(min(splits, -(-max_seq_len // keys)), 0, keys, 2, least, is_narrow)
+    pairs, splits, least = _MANY_PAIRS
+    if _STREAMED_UP_TO < num_pairs <= pairs:
+        return LaunchShape(splits, 0, 16, 3, least)
     return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 16, 3)
 
 
