@@ -256,7 +256,7 @@ def test_a_choice_does_not_depend_on_the_batch(device):
 )
 def test_law_by_chi_square(device, params):
     """Many positions of one request; expected counts from the definitions in float64."""
-    vocab, count = 40, at_size(device, 60, 4000)
+    vocab, count = 40, at_size(device, 40, 4000)
     params = {"temperature": 1.0} | params
     state = make_state(device, vocab, count)
     values = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.5
@@ -299,13 +299,13 @@ def test_law_by_chi_square(device, params):
         pytest.param({"top_p": 1e-9}, id="smallest-nucleus"),
     ],
 )
-@pytest.mark.parametrize("spread", [0.0, 0.05, 60.0])
+@pytest.mark.parametrize("spread", [0.0, pytest.param(0.05, marks=pytest.mark.gpu), 60.0])
 def test_extreme_filters_equal_the_reference(device, params, spread):
-    vocab = at_size(device, 2000, 10_000)
-    params = {**params, "top_k": vocab - 1000} if params.get("top_k") == "most" else params
+    vocab = at_size(device, 1500, 10_000)
+    params = {**params, "top_k": vocab - vocab // 10} if params.get("top_k") == "most" else params
     state = make_state(device, vocab, 4)
     for slot in range(4):
-        add(state, slot, [1, 2], seed=slot, temperature=0.7, **params)
+        add(state, slot, [1, 2], seed=10 + slot, temperature=0.7, **params)
     other = copy_of(state)
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(3)) * spread
     logits[1] = (logits[1] * 2).round() / 2
