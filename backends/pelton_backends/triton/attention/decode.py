@@ -407,8 +407,11 @@ class PartBuffers:
         device: torch.device, *, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> PartBuffers:
         group, pairs = num_heads // num_kv_heads, max_rows * num_kv_heads
-        shared = [min(most, pairs) * splits for most, splits, _ in (*_FEW_PAIRS, _MANY_PAIRS)]
-        places = max(2 * STREAMED_PROGRAMS_PER_SM * num_sms(device), *shared)
+        places = max(min(most, pairs) * splits for most, splits, _ in _FEW_PAIRS)
+        if pairs > _FEW_PAIRS[-1][0]:
+            places = max(places, 2 * STREAMED_PROGRAMS_PER_SM * num_sms(device))
+        if pairs > _STREAMED_UP_TO:
+            places = _PARTS
         return PartBuffers(
             torch.empty(places, group * head_dim, dtype=torch.float32, device=device),
             torch.empty(places, 2 * group, dtype=torch.float32, device=device),
@@ -429,11 +432,11 @@ class NewTokens:
     norm_spec: NormSpec | None  # of both norms
 
 
-STREAMED_PROGRAMS_PER_SM = 8
+STREAMED_PROGRAMS_PER_SM = 8  # as many as registers let run at once: each multiprocessor has an equal share
 _FEW_PAIRS = ((8, 32, 1), (64, 16, 1), (128, 8, 1), (256, 8, 2))
 """(pairs of row and kv head up to, programs of a pair at most, chunks of a program at least)."""
-_STREAMED_UP_TO = 512
-_MANY_PAIRS = (2048, 8, 16)
+_STREAMED_UP_TO = 1024  # pairs
+_PARTS = 16384  # of a split launch, at most
 
 
 @lru_cache(maxsize=4096)
@@ -441,8 +444,9 @@ def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int)
     """Measured on an H200 in captured chains, 8 kv heads of 128 numbers, blocks of 16.
 
     Few pairs of row and kv head are latency: as many programs as are useful, the first chunk loaded early (4.1 us at one row
-    of 256 tokens, 7 without; 11 and 16 us at 32 rows). Then bandwidth: even shares at 64 rows (82 % of the copy bandwidth at
-    512 tokens; equal splits 77), equal splits of 256 tokens or more up to 256 rows (94 % at lengths 100 to 1024; shares 89).
+    of 256 tokens, 6.1 without; 11 and 16 us at 32 rows). Then come even shares: split programs are dealt to multiprocessors
+    unevenly while they do not fill them (64 rows of 512 tokens: 82 % of the copy bandwidth, split 65 to 77; 128 rows of 256:
+    split 68). Above, splits of 256 tokens or more (256 rows of 100 to 1024 tokens: 94 %, even shares 89).
 
     row_bytes: of a padded head's numbers in the model's dtype. More than 256 leave no registers for an early chunk.
     """
@@ -451,10 +455,10 @@ def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int)
         if num_pairs <= pairs:
             keys = 32 if is_narrow else 16
             return LaunchShape(min(splits, -(-max_seq_len // keys)), 0, keys, 2, least, is_narrow)
-    pairs, splits, least = _MANY_PAIRS
-    if _STREAMED_UP_TO < num_pairs <= pairs:
-        return LaunchShape(splits, 0, 16, 3, least)
-    return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 16, 3)
+    if num_pairs <= _STREAMED_UP_TO:
+        return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 16, 3)
+    splits = next((splits for splits in (8, 4, 2) if splits * num_pairs <= _PARTS), 1)
+    return LaunchShape(splits, 0, 16, 3, least=16)
 
 
 def decode_attention(
