@@ -1,7 +1,7 @@
 """The end of the model: the rows that sample are gathered, added, normed and multiplied by the vocabulary's matrix.
 
 A few rows take one matrix-vector kernel (`gemv_kernels.add_norm_logits_kernel`), more take one kernel for the rows and
-torch's matmul (cuBLAS): from two rows on where norming them in each program costs more than that.
+torch's matmul (cuBLAS).
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class _Head:
         self.hidden_size, self.soft_cap = needs.norm.size, needs.soft_cap
         self.vocab_size = min(needs.vocab_size, needs.linear.out_features)
         self.tiles = tiles_by_rows(self.vocab_size, needs.linear.in_features, self.weight.element_size())
+        # Each program norms all rows. On an H200, 151,936 x 1,024: 69 us with one row, 73 us with four, 101 us with eight,
+        # cuBLAS 81 us with 32; 128,256 x 4,096: 227 us with one row, 268 us with two, 311 us with four.
         self.few_rows = 4 if needs.norm.size <= 2048 and needs.dtype != "float32" else 1
         pdl = has_pdl(self.weight.device)
         self.flags = {
