@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import torch
 
@@ -16,13 +17,18 @@ class CUDAGraphRecorder(GraphRecorder):
     """All graphs share one pool: what one leaves there is read before the next one runs. Memory of tensors that are dropped
     in a capture is used again by later ones; what the captured call returns and somebody keeps stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, debug_dump_path: str | None = None) -> None:
+        """debug_dump_path: a folder in which each graph's nodes are written, in the language of Graphviz."""
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._dump_folder = None if debug_dump_path is None else Path(debug_dump_path)
+        self._num_graphs = 0
 
     def begin(self) -> None:
         assert self._graph is None, "a capture runs already"
         self._graph = torch.cuda.CUDAGraph()
+        if self._dump_folder is not None:
+            self._graph.enable_debug_mode()
         # Calls that a capture forbids (a copy that waits, an event query) are forbidden to this thread, not to others.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
@@ -30,6 +36,10 @@ class CUDAGraphRecorder(GraphRecorder):
         graph, self._graph = self._graph, None
         assert graph is not None, "end without begin"
         graph.capture_end()
+        if self._dump_folder is not None:
+            self._dump_folder.mkdir(parents=True, exist_ok=True)
+            graph.debug_dump(str(self._dump_folder / f"graph_{self._num_graphs:04}.dot"))
+            self._num_graphs += 1
         return graph
 
     def abort(self) -> None:

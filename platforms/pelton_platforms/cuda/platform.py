@@ -52,6 +52,7 @@ class CUDAPlatform(Platform):
             )
         self._local_rank = 0
         self._stream: torch.cuda.Stream | None = None
+        self._debug_dump_path: str | None = None
 
     @property
     def default_max_num_batched_tokens(self) -> int:  # type: ignore[override]
@@ -74,6 +75,7 @@ class CUDAPlatform(Platform):
         _set_triton_cache()
         import torch
 
+        self._debug_dump_path = config.compilation.debug_dump_path
         try:
             torch.cuda.init()
         except RuntimeError as error:
@@ -157,7 +159,7 @@ class CUDAPlatform(Platform):
     def graph_recorder(self) -> GraphRecorder:
         from pelton_platforms.cuda.graphs import CUDAGraphRecorder
 
-        return CUDAGraphRecorder()
+        return CUDAGraphRecorder(self._debug_dump_path)
 
     def synchronize(self) -> None:
         import torch
