@@ -8,9 +8,10 @@ import torch
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case
 
 from pelton_backends.triton.ops import small_batch, split_k
-from pelton_backends.triton.ops.hopper_split_k import HopperProduct, HopperTiling
+from pelton_backends.triton.ops.hopper_split_k import HopperProduct, HopperTiling, choose_hopper_tiling
 from pelton_backends.triton.ops.small_batch import (
     MAX_TOKENS,
+    MAX_TOKENS_OF_SMALL,
     MIN_TOKENS,
     SmallBatchAddNormGatedLinear,
     SmallBatchAddNormLinear,
@@ -83,9 +84,22 @@ def test_refuses_with_reasons(device):
     assert "'int4'" in SmallBatchAddNormGatedLinear.unsupported(replace(needs, linear=quantized))[0]
 
 
-def test_serves_a_range_of_rows(device):
+def test_serves_more_rows_of_small_matrices(device):
     needs = make_case(9, 64, 64, torch.float16, device).needs
-    assert SmallBatchAddNormLinear.token_range(needs) == (MIN_TOKENS, MAX_TOKENS)
+    assert SmallBatchAddNormLinear.token_range(needs) == (MIN_TOKENS, MAX_TOKENS_OF_SMALL)
+    large = replace(needs, linear=replace(needs.linear, in_features=4096, out_features=4096))
+    assert SmallBatchAddNormLinear.token_range(large) == (MIN_TOKENS, MAX_TOKENS)
+
+
+def test_tilings_cover_the_product_and_fit_the_device():
+    for num_tokens in (1, 8, 9, 24, 40, 80, 128, 200, 256):
+        for out, size in ((1024, 3072), (6144, 1024), (28672, 4096), (4096, 14336), (128, 64), (150000, 1024)):
+            tiling = choose_hopper_tiling(num_tokens, out, size)
+            assert (tiling.rows + tiling.tokens) * tiling.columns * 2 * tiling.stages <= 200_000
+            assert tiling.stages >= 2 or tiling.columns * tiling.split >= size
+            blocks = -(-num_tokens // tiling.tokens)
+            # `_product` has a counter for each.
+            assert -(-out // tiling.rows) * blocks <= -(-out // split_k.SMALLEST_TILE) * (MAX_TOKENS_OF_SMALL // 16)
 
 
 SHAPES = [  # hidden, QKV, O in, gate and up, down in
@@ -97,7 +111,7 @@ SHAPES = [  # hidden, QKV, O in, gate and up, down in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 9, 24, 33, 64, 65, 128])
+@pytest.mark.parametrize("rows", [1, 9, 24, 33, 64, 65, 128, 200])
 def test_real_sizes(rows, shape, device):
     hidden, qkv, o_in, gate_up, down_in = shape
     dtype = torch.bfloat16 if rows % 2 else torch.float16
