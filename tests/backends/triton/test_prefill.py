@@ -164,3 +164,35 @@ def test_the_kernel_for_hopper(device, change, heads_first):
     case.check(run(case, max_query_len=1025))
     case.output.fill_(torch.nan)
     case.check(run(case, max_query_len=1025, skip_single=True), only=[2, 3, 4, 5, 6, 7, 8])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [[(1, 50), (129, 4000), (5, 100)], [(3, 2000)], [(40, 3000), (1, 0)]], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"window": 700},
+        {"window": 50, "sinks": True, "head_dim": 64},
+        {"sinks": True},
+        {"causal": False},
+        {"heads": 7, "kv_heads": 1, "dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_few_rows_behind_a_long_context_are_split(device, change, rows):
+    arguments = {"dtype": "bfloat16", "heads": 8, "kv_heads": 2, "head_dim": 128, "padding": 2, **change}
+    case = PagedCase(device, rows, **arguments)
+    case.check(run(case))
+    case.output.fill_(torch.nan)
+    case.check(run(case, first_row=len(rows) - 1), only=[len(rows) - 1])
+
+
+@pytest.mark.parametrize(
+    "num_programs, max_seq_len, expected",
+    [(24, 8000, 5), (24, 1023, 1), (24, 1024, 2), (4, 100_000, 16), (132, 8000, 1), (67, 8000, 1), (400, 8000, 1)],
+)
+def test_splits_fill_the_multiprocessors_with_enough_keys_each(num_programs, max_seq_len, expected):
+    from pelton_backends.triton.attention.prefill_hopper import choose_splits
+
+    assert choose_splits(num_programs, max_seq_len, 132) == expected

@@ -258,6 +258,7 @@ def prefill_kernel(
 _launch = Launcher(prefill_kernel)
 
 SHORT = 32  # rows of a tile that have no use for a larger one
+LONG = 1024  # keys that are worth splitting
 
 
 @cache
@@ -340,7 +341,8 @@ def prefill_attention(
       sinks, alibi_slopes  [H]        any float
 
     Rows before `first_row` are left out, with `skip_single` those of one token too: their output stays as it is, as does
-    that of padding. `max_query_len` is a bound that chooses the tile; the grid depends on shapes alone.
+    that of padding. `max_query_len` and `max_seq_len` are bounds that choose tile and splits; the grid depends on them and on
+    shapes alone.
     Scores, softmax and sums in float32; the weights are rounded to query's dtype before they meet the values. float32 is exact
     to 2e-5 of float64 (no TF32), float16 to 2e-3, bfloat16 to 1e-2.
     """
@@ -348,13 +350,14 @@ def prefill_attention(
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
-    if tiles is None and soft_cap is None and alibi_slopes is None and max_query_len * group > SHORT:
+    is_short = max_query_len * group <= SHORT and max_seq_len < LONG
+    if tiles is None and soft_cap is None and alibi_slopes is None and not is_short:
         hopper = _hopper(query.device)
         if hopper is not None and hopper.serves(query, k_cache, v_cache):
             hopper.hopper_prefill(
                 query, k_cache, v_cache, output, query_start_loc, seq_lens, block_table, num_reqs=num_reqs,
-                first_row=first_row, scale=scale, causal=causal, sliding_window=sliding_window, sinks=sinks,
-                skip_single=skip_single, pdl=pdl,
+                first_row=first_row, max_seq_len=max_seq_len, scale=scale, causal=causal, sliding_window=sliding_window,
+                sinks=sinks, skip_single=skip_single, pdl=pdl,
             )  # fmt: skip
             return output
     block_m, block_n, num_warps, num_stages = tiles or choose_tiles(query.dtype, head_dim, group, max_query_len)
