@@ -19,6 +19,7 @@ from pelton.worker.batch_state import BatchState
 
 MAX_LEN = 40
 INF = float("inf")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +52,10 @@ def make_state(device, vocab: int, num_seqs: int = 8, num_side_slots: int = 0) -
     )  # fmt: skip
 
 
-def copy_of(state: BatchState) -> BatchState:
+def copy_of(state: BatchState, device=CPU) -> BatchState:
+    """For the reference, on a CPU: torch.max takes any of equal logits elsewhere."""
     side = state.side
-    other = make_state(state.device, state.vocab_size, state.max_num_seqs, side.counts.shape[0])
+    other = make_state(device, state.vocab_size, state.max_num_seqs, side.counts.shape[0])
     for source, target in ((state, other), (side, other.side)):
         for name, value in vars(source).items():
             if isinstance(value, torch.Tensor):
@@ -93,9 +95,9 @@ def run(op, logits: torch.Tensor, slots: list[int]) -> list[list[int]]:
 
 
 def assert_same_state(state: BatchState, other: BatchState) -> None:
-    assert torch.equal(state.num_computed_tokens, other.num_computed_tokens)
-    assert torch.equal(state.token_ids, other.token_ids)
-    assert torch.equal(state.side.counts, other.side.counts)
+    assert torch.equal(state.num_computed_tokens.cpu(), other.num_computed_tokens.cpu())
+    assert torch.equal(state.token_ids.cpu(), other.token_ids.cpu())
+    assert torch.equal(state.side.counts.cpu(), other.side.counts.cpu())
 
 
 # Greedy.
@@ -119,16 +121,16 @@ def test_greedy_rows_equal_the_reference(device, variant, vocab):
     logits[4, : vocab // 2] = -INF
     slots = [3, 1, 0, 7, state.padding_slot, 2, 6, 5, state.padding_slot]
     got = run(bind(state, variant=variant), logits.to(device), slots)
-    want = run(bind(other, ReferenceSample, variant=variant), logits.to(device), slots)
+    want = run(bind(other, ReferenceSample, variant=variant), logits, slots)
     codes = [NOT_FINITE if row in (1, 2, 3) else OK for row in range(9)]
     assert [code for _, code in got] == [code for _, code in want] == codes
     good = [row for row, code in enumerate(codes) if code == OK]
     assert [got[row] for row in good] == [want[row] for row in good]
     assert got[4] == got[8] == [0, 0]
     assert all(0 <= token < vocab for token, _ in got)
-    assert torch.equal(state.num_computed_tokens, other.num_computed_tokens)
+    assert torch.equal(state.num_computed_tokens.cpu(), other.num_computed_tokens)
     for row in good:
-        assert torch.equal(state.token_ids[slots[row]], other.token_ids[slots[row]])
+        assert torch.equal(state.token_ids[slots[row]].cpu(), other.token_ids[slots[row]])
     assert not state.token_ids[state.padding_slot].any()
 
 
@@ -187,7 +189,9 @@ def assert_boundary(logits: torch.Tensor, params: dict, seed: int, position: int
     assert border < edge, f"{got} instead of {want}: {border} from a border"
 
 
-def assert_same_choices(device, vocab: int, num_rows: int, seed: int, scale: float, allowed_share: float = 0.0) -> None:
+def assert_same_choices(
+    device, vocab: int, num_rows: int, seed: int, scale: float, *, allowed: int = 0, reference_device=CPU
+) -> None:
     chooser, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     state = make_state(device, vocab, num_rows)
     rows = []
@@ -195,13 +199,13 @@ def assert_same_choices(device, vocab: int, num_rows: int, seed: int, scale: flo
         params = random_params(chooser, vocab)
         rows.append((params, chooser.randrange(2**62), chooser.randint(2, 30)))
         add(state, slot, [1] * rows[-1][2], seed=rows[-1][1], **params)
-    other = copy_of(state)
+    other = copy_of(state, reference_device)
     logits = torch.randn(num_rows, vocab, generator=generator) * scale
-    if seed % 2:
+    if seed % 2 and reference_device == CPU:
         logits = logits.bfloat16().float()  # many ties
     slots = chooser.sample(range(num_rows), num_rows)
     got = run(bind(state), logits.to(device), slots)
-    want = run(bind(other, ReferenceSample), logits.to(device), slots)
+    want = run(bind(other, ReferenceSample), logits.to(reference_device), slots)
     different = 0
     for row, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         assert mine[1] == theirs[1] == OK
@@ -210,7 +214,7 @@ def assert_same_choices(device, vocab: int, num_rows: int, seed: int, scale: flo
             assert params["temperature"] > 0
             assert_boundary(logits[row], params, row_seed, length, mine[0], theirs[0])
             different += 1
-    assert different <= allowed_share * num_rows
+    assert different <= allowed
     if not different:
         assert_same_state(state, other)
 
@@ -220,14 +224,14 @@ def assert_same_choices(device, vocab: int, num_rows: int, seed: int, scale: flo
 def test_choices_equal_the_reference(device, is_small, scale, seed):
     """More tokens than the first kernels have room for: flat rows go through the wide one."""
     vocab = 500 if is_small else at_size(device, 3001, 20_001)
-    assert_same_choices(device, vocab, at_size(device, 6, 64), seed, scale, at_size(device, 0, 1) / 64)
+    assert_same_choices(device, vocab, at_size(device, 6, 64), seed, scale, allowed=at_size(device, 0, 1))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("vocab, scale", [(151_936, 1.0), (151_936, 3.0), (128_256, 2.5)])
 def test_choices_equal_the_reference_at_size(device, vocab, scale, seed):
-    assert_same_choices(device, vocab, 256, seed, scale, 0.02)
+    assert_same_choices(device, vocab, 256, seed, scale, allowed=4, reference_device=device)
 
 
 def test_a_choice_does_not_depend_on_the_batch(device):
@@ -312,7 +316,7 @@ def test_extreme_filters_equal_the_reference(device, params, spread):
     logits[2, 100:] = -INF
     logits[3, ::2] = -INF
     got = run(bind(state), logits.to(device), [0, 1, 2, 3])
-    assert got == run(bind(other, ReferenceSample), logits.to(device), [0, 1, 2, 3])
+    assert got == run(bind(other, ReferenceSample), logits, [0, 1, 2, 3])
 
 
 # Masks, side tables, logprobs.
@@ -342,7 +346,8 @@ def test_masks_equal_the_reference(device):
     logits[4, 9] = INF
     slots = [0, 1, 2, 3, 4, 5, state.padding_slot]
     got = run(bind(state, mask=mask), logits.to(device), slots)
-    want = run(bind(other, ReferenceSample, mask=mask), logits.to(device), slots)
+    mask = (mask[0].cpu(), mask[1].cpu())
+    want = run(bind(other, ReferenceSample, mask=mask), logits, slots)
     assert (
         [code for _, code in got]
         == [code for _, code in want]
@@ -387,7 +392,7 @@ def test_side_tables_equal_the_reference(device, seed):
         logits = torch.randn(num_rows + 1, vocab, generator=generator)
         logits[:, :6] += 5.0
         slots = [*chooser.sample(range(num_rows), num_rows), state.padding_slot]
-        assert run(mine, logits.to(device), slots) == run(reference, logits.to(device), slots)
+        assert run(mine, logits.to(device), slots) == run(reference, logits, slots)
         assert_same_state(state, other)
     assert state.side.counts.sum() > 0
 
@@ -413,24 +418,21 @@ def test_logprobs_come_from_the_raw_logits(device, num_logprobs):
     add(state, 0, [3, 4], temperature=0)
     add(state, 2, [3, 4], temperature=1)
     other = copy_of(state)
-    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)).to(device)
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0))
     logits[2, 64:70] = 9.0  # equal ones of one group: by lower token
     slots = [1, 0, 2, state.padding_slot]
     made = []
     for owner, implementation in ((state, None), (other, ReferenceSample)):
-        target = LogprobTensors(
-            torch.full((6, 1 + num_logprobs), -9, device=device), torch.full((6, 1 + num_logprobs), -9.0, device=device),
-            torch.full((6,), -9, device=device),
-        )  # fmt: skip
-        made.append(
-            (run(bind(owner, implementation, num_logprobs=num_logprobs, logprobs=target), logits, slots), target)
-        )
+        ids, ranks = torch.full((6, 1 + num_logprobs), -9), torch.full((6,), -9)
+        target = LogprobTensors(*(part.to(owner.device) for part in (ids, ids.float(), ranks)))
+        op = bind(owner, implementation, num_logprobs=num_logprobs, logprobs=target)
+        made.append((run(op, logits.to(owner.device), slots), target.to_host()))
     (got, mine), (want, theirs) = made
     assert got == want
-    assert torch.equal(mine.ranks[:3], theirs.ranks[:3])
-    assert torch.equal(mine.token_ids[:2], theirs.token_ids[:2])
+    assert mine.ranks[:3].tolist() == theirs.ranks[:3].tolist()
+    assert mine.token_ids[:2].tolist() == theirs.token_ids[:2].tolist()
     assert mine.token_ids[2].tolist() == [got[2][0], *range(64, 64 + num_logprobs)]
-    torch.testing.assert_close(mine.logprobs[:3], theirs.logprobs[:3], atol=1e-5, rtol=1e-5)
+    assert mine.logprobs[:3] == pytest.approx(theirs.logprobs[:3], abs=1e-5, rel=1e-5)
     assert (mine.token_ids[4:] == -9).all() and (mine.ranks[4:] == -9).all()
 
 
@@ -450,7 +452,7 @@ def test_replay_repeats_and_advances(device, variant):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         op(logits, slots, result)
-    other = copy_of(state)
+    other = copy_of(state, device)
     eager = bind(other, variant=variant)
     for _ in range(8):
         values = torch.randn(16, vocab, device=device) * 3
