@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pelton_backends.triton.launch import Launcher
-from pelton_backends.triton.ops.pieces import activated
+from pelton_backends.triton.ops.pieces import activated, is_hopper
 from pelton_backends.triton.runtime import dot, num_sms
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ _launch = Launcher(gated_matmul_kernel)
 
 def can_multiply_gated(weight: Tensor) -> bool:
     """Whether the copy engine can read it: two-byte numbers, rows that begin at multiples of 16 bytes."""
-    return weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[0] % 16 == 0 and weight.shape[1] % 8 == 0
+    is_readable = weight.is_contiguous() and weight.shape[0] % 16 == 0 and weight.shape[1] % 8 == 0
+    return is_hopper(weight.device) and is_readable and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def gated_matmul(x: Tensor, weight: Tensor, activation: str) -> Tensor:
@@ -67,9 +68,9 @@ def gated_matmul(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 
     Sums in float32; gate, up, the activation and its product with up are rounded as in `pelton.ops.reference`. Tiles come
     through tensor descriptors (the copy engine cuts off what lies outside). On an H200, bf16, against cuBLAS and the
-    activation's kernel: 8B (K = 4096, I = 14336) 639 against 718 us at T = 2,048 and 5.58 against 5.80 ms at 16,384; 0.6B
-    (K = 1024, I = 3072) 41 against 45 us and 336 against 342 us. Other tiles were slower: 128 x (64 + 64), 256 x (64 + 64),
-    four stages, a flattened loop.
+    activation's kernel: 8B (K = 4096, I = 14336) 639 against 718 us at T = 2,048 and 5.58 against 5.80 ms at 16,384, but 356
+    against 342 us at 1,024; 0.6B (K = 1024, I = 3072) 41 against 45 us, 336 against 342 and 30 against 25. Other tiles were
+    slower: 128 x (64 + 64), 256 x (64 + 64), four stages, a flattened loop.
     """
     num_rows, size = x.shape[0], weight.shape[0] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)

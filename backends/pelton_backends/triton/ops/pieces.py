@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Compute capability 9: what kernels for its copy engine, and figures taken on an H200, are for."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def empty_rows(num_rows: int, size: int, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A product of a few rows (9 to 256) with a plain weight matrix on tensor cores, the weights streamed once.
+"""A product of a few rows (up to 256) with a plain weight matrix on tensor cores, the weights streamed once.
 
 Between a matrix-vector kernel and a library's matrix product: bound by reading the weights, yet with too many rows to
 multiply without tensor cores. See `multiply` for the contract and `choose_tiling` for the sizes.
@@ -6,6 +6,7 @@ multiply without tensor cores. See `multiply` for the contract and `choose_tilin
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,15 +18,6 @@ from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_nex
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@triton.jit
-def prefetch_rows(pointers, NUM_BYTES: tl.constexpr):
-    """Ask for NUM_BYTES (a multiple of 16) from each pointer (16-byte aligned) to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r", [pointers.to(tl.int64), NUM_BYTES], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -44,7 +36,7 @@ def multiply_kernel(
     x, weight, bias, out, partials, counters, num_tokens, stride,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, IS_LATE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """R rows of the weight by a SPLIT-th of K, for all rows of x."""
     tile = tl.program_id(0)
@@ -55,13 +47,7 @@ def multiply_kernel(
     rows = tile_rows(tile, N, ACTIVATION, R)
     first = part * NUM_STEPS * C
     weight_rows = weight + rows.to(tl.int64) * K + first
-    if not IS_LATE:
-        let_next_start(PDL)
-    if PDL and PREFETCH > 0:
-        PIECES: tl.constexpr = 128 // R  # a thread each
-        prefetch_rows(
-            weight_rows[:, None] + tl.arange(0, PIECES)[None, :] * (PREFETCH // 2 // PIECES), PREFETCH // PIECES
-        )
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     columns = tl.arange(0, C)
     tokens = tl.program_id(2) * M + tl.arange(0, M)
@@ -77,8 +63,6 @@ def multiply_kernel(
             w = tl.load(weight_tile + step * C, mask=columns[None, :] < left, other=0.0)
             y = tl.load(x_tile + step * C, mask=columns[:, None] < left, other=0.0)
         total = dot(w, y, total)
-    if IS_LATE:
-        let_next_start(PDL)
 
     if SPLIT > 1:
         cells = tl.arange(0, R)[:, None] * M + tl.arange(0, M)[None, :]
@@ -131,18 +115,22 @@ class Tiling(NamedTuple):
     stages: int
     num_warps: int
     tokens: int = 256  # at most
-    prefetch: int = 65536  # bytes that a program asks for ahead of its inputs
-    is_late: bool = False  # let the next kernel start after the loop, not at the beginning
-
-    def bytes_ahead(self, in_features: int) -> int:
-        """Of each of its rows; 0 where rows or parts do not begin at multiples of 64 bytes."""
-        width = triton.cdiv(in_features, self.columns * self.split) * self.columns
-        is_even = in_features % (self.columns * self.split) == 0
-        return min(self.prefetch // self.rows, 2 * width) // 64 * 64 if is_even else 0
 
 
-def choose_tiling(num_tokens: int, out_features: int, in_features: int) -> Tiling:
-    """By measurement on an H200 (132 multiprocessors, 227 KB of shared memory each); see docs/performance.md.
+H200_MEMORY = 227 * 1024
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return H200_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@cache
+def choose_tiling(num_tokens: int, out_features: int, in_features: int, memory: int = H200_MEMORY) -> Tiling:
+    """By measurement on an H200 (132 multiprocessors with 227 KB of shared memory each); for others only made to fit.
 
     Best are about 64 programs with all of a multiprocessor's memory as buffers: enough bytes are on their way, and each
     further part of K costs a round trip through L2. Rows of x are shared out first where weights are few.
@@ -158,7 +146,7 @@ def choose_tiling(num_tokens: int, out_features: int, in_features: int) -> Tilin
     while programs * split < wanted and in_features >= 512 * split:
         split *= 2
     columns = 64 if tokens == 128 else 128
-    memory = 200_000 if programs * split <= 132 else 110_000
+    memory = memory * (88 if programs * split <= 132 else 48) // 100
     steps = triton.cdiv(in_features, columns * split)
     stages = max(min(8, memory // ((rows + tokens) * columns * 2), steps + 1), 2)
     return Tiling(rows, columns, split, stages, 4, tokens)
@@ -185,12 +173,12 @@ def multiply(
     operand of the dot, so that 64 of its rows fill Hopper's wgmma whatever T is. The parts of K are added by the program that
     comes last, in the order of the parts: results do not depend on timing.
     Sums in float32, rounded once; gate and up are rounded before the activation, the activation before its product with
-    up. Ahead of its inputs a program prefetches the start of its weights into the L2 cache.
+    up. (To bring weights into L2 ahead of the inputs gained nothing, nor to let the next kernel start after the loop.)
     """
     num_tokens, in_features = x.shape
     out_features = weight.shape[0]
     is_gated = activation is not None
-    tiling = tiling or choose_tiling(num_tokens, out_features, in_features)
+    tiling = tiling or choose_tiling(num_tokens, out_features, in_features, shared_memory(x.device))
     num_columns = out_features // 2 if is_gated else out_features
     num_tiles = triton.cdiv(out_features, tiling.rows)
     if is_gated:
@@ -207,6 +195,6 @@ def multiply(
         x, weight, bias, out, partials, counters, num_tokens, x.stride(0),
         N=out_features, K=in_features, ACTIVATION=activation,
         M=block, R=tiling.rows, C=tiling.columns, SPLIT=tiling.split, STAGES=tiling.stages,
-        PREFETCH=tiling.bytes_ahead(in_features), IS_LATE=tiling.is_late, PDL=pdl, num_warps=tiling.num_warps, **launch_options(pdl),
+        PDL=pdl, num_warps=tiling.num_warps, **launch_options(pdl),
     )  # fmt: skip
     return out
