@@ -407,7 +407,7 @@ class PartBuffers:
         device: torch.device, *, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> PartBuffers:
         group, pairs = num_heads // num_kv_heads, max_rows * num_kv_heads
-        places = max(min(most, pairs) * splits for most, splits, _ in _FEW_PAIRS)
+        places = max(min(most, pairs) * splits for most, splits in _FEW_PAIRS)
         if pairs > _FEW_PAIRS[-1][0]:
             places = max(places, 2 * STREAMED_PROGRAMS_PER_SM * num_sms(device))
         if pairs > _STREAMED_UP_TO:
@@ -433,8 +433,8 @@ class NewTokens:
 
 
 STREAMED_PROGRAMS_PER_SM = 8  # as many as registers let run at once: each multiprocessor has an equal share
-_FEW_PAIRS = ((8, 32, 1), (64, 16, 1), (128, 8, 1), (256, 8, 2))
-"""(pairs of row and kv head up to, programs of a pair at most, chunks of a program at least)."""
+_FEW_PAIRS = ((64, 16), (128, 8), (256, 4))
+"""(pairs of row and kv head up to, programs of a pair at most)."""
 _STREAMED_UP_TO = 1024  # pairs
 _PARTS = 16384  # of a split launch, at most
 
@@ -443,18 +443,19 @@ _PARTS = 16384  # of a split launch, at most
 def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int) -> LaunchShape:
     """Measured on an H200 in captured chains, 8 kv heads of 128 numbers, blocks of 16.
 
-    Few pairs of row and kv head are latency: as many programs as are useful, the first chunk loaded early (4.1 us at one row
-    of 256 tokens, 6.1 without; 11 and 16 us at 32 rows). Then come even shares: split programs are dealt to multiprocessors
-    unevenly while they do not fill them (64 rows of 512 tokens: 82 % of the copy bandwidth, split 65 to 77; 128 rows of 256:
-    split 68). Above, splits of 256 tokens or more (256 rows of 100 to 1024 tokens: 94 %, even shares 89).
+    Few pairs of row and kv head are latency: as many programs as are useful and run at once, the first chunk loaded early (4.3 us
+    at one row of 256 tokens, 6.1 loaded late; 11.2 and 16 us at 32 rows; programs without work cost, 13.8 us with twice as many).
+    Then come even shares: split programs are dealt to multiprocessors unevenly while they do not fill them (128 rows of 256
+    tokens: 87 % of the copy bandwidth, split 63 to 70; 64 rows of 512: 82 %, 60 to 77). Above, splits of 256 tokens or more
+    (256 rows of 100 to 1024 tokens: 93 %, even shares 88).
 
     row_bytes: of a padded head's numbers in the model's dtype. More than 256 leave no registers for an early chunk.
     """
     is_narrow = row_bytes <= 256
-    for pairs, splits, least in _FEW_PAIRS:
+    for pairs, splits in _FEW_PAIRS:
         if num_pairs <= pairs:
             keys = 32 if is_narrow else 16
-            return LaunchShape(min(splits, -(-max_seq_len // keys)), 0, keys, 2, least, is_narrow)
+            return LaunchShape(min(splits, -(-max_seq_len // keys)), 0, keys, 2, is_early=is_narrow)
     if num_pairs <= _STREAMED_UP_TO:
         return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 16, 3)
     splits = next((splits for splits in (8, 4, 2) if splits * num_pairs <= _PARTS), 1)
