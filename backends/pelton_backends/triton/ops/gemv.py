@@ -101,7 +101,7 @@ def padded_rows(num_tokens: int) -> int:
     return 1 << (num_tokens - 1).bit_length()
 
 
-def _inner_contiguous(x: Tensor) -> Tensor:
+def inner_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -131,8 +131,8 @@ class _AddNorm:
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """-> (out [T, out_features], the new residual)"""
-        hidden = _inner_contiguous(hidden)
-        residual = None if residual is None else _inner_contiguous(residual)
+        hidden = inner_contiguous(hidden)
+        residual = None if residual is None else inner_contiguous(residual)
         num_tokens, size = hidden.shape
         out = torch.empty((num_tokens, out_features), dtype=hidden.dtype, device=hidden.device)
         total = hidden
@@ -228,7 +228,7 @@ class GemvLinear:
         }  # fmt: skip
 
         def call(x: Tensor) -> Tensor:
-            x = _inner_contiguous(x)
+            x = inner_contiguous(x)
             num_tokens = x.shape[0]
             tile = tiles[num_tokens]
             out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)

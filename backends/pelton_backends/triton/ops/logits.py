@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import AddNormLogits, AddNormLogitsNeeds, AddNormLogitsTensors
-from pelton_backends.triton.ops.gemv import DTYPES, padded_rows, tiles_by_rows
+from pelton_backends.triton.ops.gemv import DTYPES, inner_contiguous, padded_rows, tiles_by_rows
 from pelton_backends.triton.ops.gemv_kernels import add_norm_logits_kernel, added, load_rows, normed_rows, store_rows
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
@@ -73,7 +73,7 @@ class _Head:
         logits = torch.empty((num_rows, self.vocab_size), dtype=torch.float32, device=hidden.device)
         add_norm_logits_kernel[(triton.cdiv(self.vocab_size, tile.R),)](
             hidden, residual, rows, self.norm, self.post_norm, self.weight, self.bias, logits, self.eps, self.post_eps,
-            num_rows, hidden.stride(0), 0 if residual is None else residual.stride(0), self.soft_cap or 0.0,
+            num_rows, hidden.stride(0), 0 if residual is None else residual.stride(0), float(self.soft_cap or 0.0),
             HAS_RESIDUAL=residual is not None, HAS_BIAS=self.bias is not None, HAS_CAP=self.soft_cap is not None,
             N=self.vocab_size, M=padded_rows(num_rows), **tile.options, **self.flags,
         )  # fmt: skip
@@ -124,6 +124,8 @@ class TritonAddNormLogits:
         def call(hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
             if rows.shape[0] == 0:
                 return torch.empty((0, head.vocab_size), dtype=torch.float32, device=hidden.device)
+            hidden = inner_contiguous(hidden)
+            residual = None if residual is None else inner_contiguous(residual)
             return (head.few if rows.shape[0] <= head.few_rows else head.many)(hidden, residual, rows)
 
         return call
