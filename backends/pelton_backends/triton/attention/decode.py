@@ -135,7 +135,7 @@ def decode_kernel(
         token = (first_chunk + split) * N + local
         is_entry = token < stride_table * BLOCK_SIZE
         early_block = tl.load(table + token // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
-        is_seen = (token < last_key) & (early_block >= 0) & (early_block < num_blocks)
+        is_seen = (token >= first_key) & (token < last_key) & (early_block >= 0) & (early_block < num_blocks)
         key, value = load_chunk(
             keys, values, early_block, token, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE, HEAD_DIM,
             PADDED_DIM,
