@@ -176,7 +176,7 @@ class _Full:
             GROUPS=self._groups, GROUPS_BLOCK=triton.next_power_of_2(self._groups), ROOM=_ROOM,
             SPLITS=self._splits, num_warps=_PICK_WARPS, **sizes,
         )  # fmt: skip
-        if self._groups <= _ROOM:  # all of a row fits into `pick_kernel`; triton 3.6 does not compile the other for so few
+        if self._groups <= _ROOM:  # all of a row fits; and triton 3.6 does not compile the other kernel for so few
             return
         wide_kernel[(len(slots),)](
             logits, slots, result, *parameters, scratch.chunk_best, scratch.spare, scratch.is_wide, *advanced,
