@@ -535,6 +535,7 @@ def decode_attention(
         "STAGES": shape.num_stages,
         "PDL": pdl,
     }
+    grid: tuple[int, ...]
     if shape.splits == 0:
         launch, grid = _launch_streamed, (shape.programs,)
         constants["ROWS"] = triton.next_power_of_2(num_rows)
