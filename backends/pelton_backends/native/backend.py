@@ -1,0 +1,127 @@
+"""Paged attention on CPUs in C: rows of one token and of many, pages with heads first."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.errors import EngineError
+from pelton_backends.native import library
+from pelton_backends.native.library import DTYPES
+from pelton_backends.native.rope import fits_kernel, make_rope, make_written
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.layer import AttentionLayer
+
+MOST_HEADS = 48
+"""Query heads of one key head that a task has room for (TILE_ROWS in csrc/attention.c)."""
+
+
+@dataclass(slots=True)
+class NativeMetadata:
+    """One step of one group, as the kernels read it."""
+
+    common: CommonMetadata  # keeps the tensors alive
+    step: library.Step
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A layer's constants, as the kernels read them."""
+
+    attention: library.Attention
+    rope: library.Rope | None  # None: its seam is another op's
+
+
+class NativeBackend(AttentionBackend):
+    """Handles decoder attention in float32 and bfloat16, any block and head size, windows and soft caps."""
+
+    name: ClassVar[str] = "native"
+    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap"})
+    graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
+
+    @classmethod
+    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
+        reasons = []
+        if needs.dtype not in DTYPES:
+            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+        if needs.kv_dtype not in ("auto", needs.dtype):
+            reasons.append(f"kv dtype {needs.kv_dtype}, only that of the model")
+        if needs.num_heads % needs.num_kv_heads:
+            reasons.append(f"{needs.num_heads} heads are no multiple of {needs.num_kv_heads} kv heads")
+        elif needs.num_heads // needs.num_kv_heads > MOST_HEADS:
+            reasons.append(f"{needs.num_heads // needs.num_kv_heads} heads a kv head, at most {MOST_HEADS}")
+        if not reasons:  # compiles
+            why = library.reason_against()
+            reasons += [why] if why else []
+        return reasons
+
+    @classmethod
+    def kv_layout(cls, needs: AttentionNeeds) -> KVLayout:
+        return KVLayout(heads_first=True)
+
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> NativeMetadata:
+        step = library.Step(
+            common.query_start_loc.data_ptr(), common.seq_lens.data_ptr(), common.block_table.data_ptr(),
+            common.block_table.stride(0), common.num_reqs, int(common.causal),
+        )  # fmt: skip
+        return NativeMetadata(common, step)
+
+    def slot_mapping(self, metadata: NativeMetadata) -> Tensor:
+        return metadata.common.slot_mapping
+
+    def forward(self, layer: AttentionLayer, query: Tensor, metadata: NativeMetadata, output: Tensor) -> Tensor:
+        bound = self._bound(layer)
+        query = query if query.is_contiguous() else query.contiguous()
+        failed = self._kernels.attend(
+            byref(bound.attention), byref(metadata.step), query.data_ptr(), layer.num_heads * layer.head_dim,
+            output.data_ptr(),
+        )  # fmt: skip
+        return _checked(output, failed)
+
+    def forward_qkv(
+        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: NativeMetadata, output: Tensor
+    ) -> Tensor:
+        bound = self._bound(layer)
+        if bound.rope is None:
+            return super().forward_qkv(layer, qkv, positions, metadata, output)
+        qkv = qkv if qkv.is_contiguous() else qkv.contiguous()
+        written = make_written(qkv, positions, metadata.common.slot_mapping)
+        failed = self._kernels.rope_attend(
+            byref(bound.rope), byref(bound.attention), byref(written), byref(metadata.step),
+            qkv.data_ptr(), output.data_ptr(),
+        )  # fmt: skip
+        return _checked(output, failed)
+
+    def _bound(self, layer: AttentionLayer) -> _Bound:
+        found = self._layers.get(layer)
+        if found is None:
+            found = self._layers[layer] = _bind(layer)
+        return found
+
+    def __init__(self, needs: AttentionNeeds, *arguments: object, **named: object) -> None:
+        super().__init__(needs, *arguments, **named)  # type: ignore[arg-type]
+        self._kernels = library.kernels()
+        self._layers: dict[AttentionLayer, _Bound] = {}
+
+
+def _bind(layer: AttentionLayer) -> _Bound:
+    k_cache = layer.k_cache
+    attention = library.Attention(
+        k_cache.data_ptr(), layer.v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        k_cache.shape[1], layer.num_heads, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim,
+        layer.sliding_window or 0, layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
+    )  # fmt: skip
+    rope = make_rope(layer.write_needs, layer.write_tensors) if fits_kernel(layer.write_needs) else None
+    return _Bound(attention, rope)
+
+
+def _checked(output: Tensor, failed: int) -> Tensor:
+    if failed:
+        raise EngineError("Attention found no memory for its scratch space. Give the process more memory.")
+    return output

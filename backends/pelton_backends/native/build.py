@@ -1,0 +1,139 @@
+"""Compile the C files into one shared library, once for each content: sources, flags, compiler, CPU, OpenMP runtime.
+
+The library is made under a private name and renamed, so that two processes may make it at once. It is linked to the OpenMP
+runtime that torch has loaded: two in one process would fight over the cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pelton.cache_folder import cache_folder
+from pelton.logging import get_logger
+
+SOURCES = Path(__file__).parent / "csrc"
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+
+logger = get_logger(__name__)
+
+
+class CannotBuildError(Exception):
+    """Why there is no library, in words for `pelton backends`."""
+
+
+def build_library(*, extra_flags: Sequence[str] = (), folder: Path | None = None) -> Path:
+    """The library's path; compiles where the cache lacks it. Raises `CannotBuildError`."""
+    compiler = find_compiler()
+    runtime = openmp_runtime()
+    flags = [*FLAGS, *extra_flags]
+    folder = folder or cache_folder("native")
+    library = folder / f"pelton_native-{content_key(compiler, flags, runtime)}.so"
+    if library.exists():
+        return library
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as place:
+        made = Path(place) / "library.so"
+        objects = _compile(compiler, flags, Path(place))
+        # Not linked with -fopenmp: that would name the compiler's own runtime.
+        linked = [runtime] if runtime else []
+        _run([compiler, "-shared", *extra_flags, *objects, *linked, "-lm", "-o", str(made)])
+        os.replace(made, library)
+    logger.info("compiled the CPU kernels with %s: %.1f s", compiler, time.monotonic() - started)
+    return library
+
+
+def find_compiler() -> str:
+    for name in COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise CannotBuildError("no C compiler on the PATH")
+
+
+def openmp_runtime() -> str | None:
+    """The file of the OpenMP runtime that this process has loaded with torch; None: kernels run on one thread."""
+    import torch  # noqa: F401  # loads it
+
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            return path
+    return None
+
+
+def content_key(compiler: str, flags: Sequence[str], runtime: str | None) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for part in (*flags, compiler, _version(compiler), runtime or "", platform.machine(), _cpu_features()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _compile(compiler: str, flags: Sequence[str], place: Path) -> list[str]:
+    """Every file at once: the slowest decides."""
+    without_openmp = [flag for flag in flags if flag != "-fopenmp"]
+    used = list(flags) if openmp_runtime() else without_openmp
+    running = []
+    for source in sorted(SOURCES.glob("*.c")):
+        made = place / f"{source.stem}.o"
+        command = [compiler, *used, "-c", str(source), "-o", str(made)]
+        running.append((command, made, _start(command)))
+    for command, _, process in running:
+        _, errors = process.communicate()
+        if process.returncode:
+            for _, _, other in running:
+                other.kill()
+                other.wait()
+            raise CannotBuildError(_failure(command, errors))
+    return [str(made) for _, made, _ in running]
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise CannotBuildError(f"{command[0]} cannot be run: {error}") from error
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CannotBuildError(f"{command[0]} cannot be run: {error}") from error
+    if result.returncode:
+        raise CannotBuildError(_failure(command, result.stderr))
+    return result.stdout
+
+
+def _failure(command: Sequence[str], errors: str) -> str:
+    """In one line: the rest is logged."""
+    logger.warning("%s\n%s", " ".join(command), errors.strip())
+    said = [line for line in errors.splitlines() if "error" in line] or errors.splitlines() or ["no message"]
+    return f"the C compiler failed: {said[0].strip()[:200]}"
+
+
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
+def _cpu_features() -> str:
+    """The first CPU's flags as Linux lists them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,52 @@
+/* What attention is called with; `library.py` mirrors the structs that are exported. */
+#ifndef PELTON_ATTENTION_H
+#define PELTON_ATTENTION_H
+
+#include "common.h"
+
+/* A layer and its cache. Strides count numbers; the last axis of the cache is contiguous. */
+struct attention {
+    void *k_cache, *v_cache;
+    int64_t block_stride, token_stride, head_stride;
+    int64_t block_size, num_heads, num_kv_heads, group, head_dim;
+    int64_t window; /* 0: attends to everything */
+    float scale;
+    float soft_cap; /* 0: none */
+    int32_t dtype;
+};
+
+/* A step of one group. */
+struct step {
+    const int32_t *query_start; /* [num_rows + 1] */
+    const int32_t *seq_lens;    /* [num_rows] */
+    const int32_t *block_table;
+    int64_t table_stride, num_rows;
+    int32_t is_causal;
+};
+
+struct rope {
+    const float *cos_sin; /* [positions, rotary_dim] */
+    const void *q_norm, *k_norm;
+    int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
+    float q_eps, k_eps;
+    int32_t q_unit_offset, k_unit_offset, writes_kv, dtype;
+};
+
+/* Where a step's tokens stand and go. */
+struct written {
+    const int64_t *positions; /* [num_tokens] */
+    const int64_t *slots;     /* [num_tokens], -1 is not written */
+    int64_t num_tokens;
+};
+
+/* Some tokens of one row against its keys [first_key, last_key) of one head. */
+struct task {
+    const int32_t *table;
+    int64_t head, num_tokens, position, length, first_key, last_key;
+    const void *query;
+    int64_t query_stride;
+    void *output;
+    int32_t is_causal;
+};
+
+#endif

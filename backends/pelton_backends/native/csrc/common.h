@@ -1,0 +1,91 @@
+/* What all kernels share: dtypes, roundings, exp, scratch memory, and the instruction sets that are told apart. */
+#ifndef PELTON_COMMON_H
+#define PELTON_COMMON_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#define PELTON_X86 1
+#include <immintrin.h>
+#define TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#else
+#define PELTON_X86 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+typedef uint16_t bf16;
+
+enum { DTYPE_F32 = 0, DTYPE_BF16 = 1 };
+enum { ISA_PLAIN = 0, ISA_AVX2 = 1, ISA_AVX512 = 2 };
+
+/* Width of a packed panel, in rows of a weight, keys, or numbers of a head. */
+enum { PANEL = 32 };
+
+/* The instruction set in use: the best that the CPU has, or one that a test forces. */
+int pelton_isa(void);
+
+/* This thread's scratch memory, 64-byte aligned, at least `bytes` long; NULL when there is none. A second call gives the
+   same memory. */
+void *pelton_scratch(size_t bytes);
+
+INLINE float to_float(bf16 value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+/* To nearest, ties to even; a NaN stays one. */
+INLINE bf16 to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bf16)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+}
+
+INLINE float load(const void *memory, int64_t index, int dtype) {
+    return dtype == DTYPE_BF16 ? to_float(((const bf16 *)memory)[index]) : ((const float *)memory)[index];
+}
+
+INLINE void store(void *memory, int64_t index, float value, int dtype) {
+    if (dtype == DTYPE_BF16)
+        ((bf16 *)memory)[index] = to_bf16(value);
+    else
+        ((float *)memory)[index] = value;
+}
+
+INLINE float round_to(float value, int dtype) { return dtype == DTYPE_BF16 ? to_float(to_bf16(value)) : value; }
+
+INLINE size_t size_of(int dtype) { return dtype == DTYPE_BF16 ? sizeof(bf16) : sizeof(float); }
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+/* exp with a relative error below 2e-7, free of branches and calls, so that compilers vectorise loops over it. 0 below -87. */
+INLINE float fast_exp(float x) {
+    float bounded = x < -87.0f ? -87.0f : x;
+    bounded = bounded > 88.0f ? 88.0f : bounded;
+    float scaled = bounded * 1.44269504f;
+    int32_t power = (int32_t)(scaled + (scaled < 0.0f ? -0.5f : 0.5f));
+    float rest = bounded - (float)power * 0.693359375f + (float)power * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    uint32_t bits = ((uint32_t)power + 127u) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return x < -87.0f ? 0.0f : sum * scale;
+}
+
+#endif

@@ -1,0 +1,123 @@
+"""The compiled kernels as functions, and the structs that they take; mirrors csrc/attention.h and csrc/linear.h."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pelton_backends.native.build import CannotBuildError, build_library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DTYPES = {"float32": 0, "bfloat16": 1}
+ISAS = {"plain": 0, "avx2": 1, "avx512": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+NO_ACTIVATION = -1
+
+
+class Attention(Structure):
+    _fields_ = (
+        ("k_cache", c_void_p), ("v_cache", c_void_p),
+        ("block_stride", c_int64), ("token_stride", c_int64), ("head_stride", c_int64),
+        ("block_size", c_int64), ("num_heads", c_int64), ("num_kv_heads", c_int64), ("group", c_int64),
+        ("head_dim", c_int64), ("window", c_int64), ("scale", c_float), ("soft_cap", c_float), ("dtype", c_int32),
+    )  # fmt: skip
+
+
+class Step(Structure):
+    _fields_ = (
+        ("query_start", c_void_p), ("seq_lens", c_void_p), ("block_table", c_void_p),
+        ("table_stride", c_int64), ("num_rows", c_int64), ("is_causal", c_int32),
+    )  # fmt: skip
+
+
+class Rope(Structure):
+    _fields_ = (
+        ("cos_sin", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("rotary_dim", c_int64),
+        ("q_eps", c_float), ("k_eps", c_float),
+        ("q_unit_offset", c_int32), ("k_unit_offset", c_int32), ("writes_kv", c_int32), ("dtype", c_int32),
+    )  # fmt: skip
+
+
+class Written(Structure):
+    _fields_ = (("positions", c_void_p), ("slots", c_void_p), ("num_tokens", c_int64))
+
+
+class Linear(Structure):
+    _fields_ = (
+        ("weight", c_void_p), ("bias", c_void_p), ("norm", c_void_p), ("post_norm", c_void_p),
+        ("in_features", c_int64), ("out_features", c_int64), ("output_stride", c_int64),
+        ("eps", c_float), ("post_eps", c_float), ("soft_cap", c_float),
+        ("unit_offset", c_int32), ("post_unit_offset", c_int32), ("activation", c_int32), ("is_logits", c_int32),
+        ("dtype", c_int32),
+    )  # fmt: skip
+
+
+class Kernels:
+    """The library's functions, typed. Calls release the GIL."""
+
+    def __init__(self, library: CDLL) -> None:
+        self.attend = _typed(
+            library.pelton_attend, c_int, POINTER(Attention), POINTER(Step), c_void_p, c_int64, c_void_p
+        )
+        self.rope_write = _typed(
+            library.pelton_rope_write, None, POINTER(Rope), POINTER(Attention), POINTER(Written),
+            c_void_p, c_void_p, c_int64,
+        )  # fmt: skip
+        self.rope_attend = _typed(
+            library.pelton_rope_attend, c_int, POINTER(Rope), POINTER(Attention), POINTER(Written), POINTER(Step),
+            c_void_p, c_void_p,
+        )  # fmt: skip
+        self.linear_row = _typed(
+            library.pelton_linear_row, None, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p
+        )
+        self.prepare = _typed(
+            library.pelton_prepare, None, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64
+        )
+        self.linear_rows = _typed(library.pelton_linear_rows, c_int, POINTER(Linear), c_void_p, c_int64, c_void_p)
+        self._isa = _typed(library.pelton_isa, c_int)
+        self._force_isa = _typed(library.pelton_force_isa, c_int, c_int)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return next(name for name, number in ISAS.items() if number == self._isa())
+
+    def force_isa(self, name: str | None) -> bool:
+        """For tests: use this set from now on, None for the best. False: this CPU lacks it."""
+        wanted = -1 if name is None else ISAS[name]
+        return self._force_isa(wanted) == wanted or name is None
+
+
+@cache
+def reason_against() -> str | None:
+    """Why there are no kernels; None: there are."""
+    try:
+        kernels()
+    except CannotBuildError as error:
+        return str(error)
+    return None
+
+
+@cache
+def kernels() -> Kernels:
+    """Compiled or from the cache, loaded once a process. Raises `CannotBuildError`."""
+    path = build_library(extra_flags=EXTRA_FLAGS)
+    try:
+        return Kernels(ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise CannotBuildError(f"{path} cannot be loaded: {error}") from error
+
+
+EXTRA_FLAGS: list[str] = []
+"""More compiler flags, for the sanitizers' run; set before the first use."""
+
+
+def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:
+    function.restype, function.argtypes = result, list(arguments)
+    typed: Callable[..., int] = function
+    return typed

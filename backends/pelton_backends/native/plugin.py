@@ -1,0 +1,43 @@
+"""Paged attention and fused seams in C, for CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton.entries import BackendEntry, OpEntry
+from pelton.hookspecs import hookimpl
+
+PELTON_API = ">=1,<2"
+
+_ENTRIES = (("qk_norm_rope_write_kv", "rope:NativeQkNormRopeWriteKv"),)
+
+
+@hookimpl
+def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
+    if device_type != "cpu":
+        return []
+    return [
+        BackendEntry(
+            name="native",
+            load="pelton_backends.native.backend:NativeBackend",
+            priority=50,
+            device_types=("cpu",),
+            doc="paged prefill and decode in C, compiled at the first start",
+        )
+    ]
+
+
+@hookimpl
+def pelton_ops(device_type: str) -> Sequence[OpEntry]:
+    if device_type != "cpu":
+        return []
+    return [
+        OpEntry(
+            name=f"native.{seam}",
+            seam=seam,
+            load=f"pelton_backends.native.{target}",
+            priority=50,
+            device_types=("cpu",),
+        )
+        for seam, target in _ENTRIES
+    ]
