@@ -259,9 +259,14 @@ def test_at_most_14_direct_dependencies_and_special_ones_are_extras():
     assert not {"triton", "ray", "gguf", "transformers", "outlines-core", "xxhash"} & set(names)
 
 
-def test_dependencies_are_ranges_not_pins():
+def test_dependencies_are_ranges_and_a_pin_has_its_reason_above_it():
     extras = [line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines]
+    text = (ROOT / "pyproject.toml").read_text().splitlines()
     for line in [*PROJECT["project"]["dependencies"], *extras]:
+        if "==" in line.split(";")[0] or "<" in line.split(";")[0]:
+            place = next(index for index, written in enumerate(text) if line in written)
+            assert text[place - 1].strip().startswith("#"), line
+    for line in PROJECT["project"]["dependencies"]:
         assert "==" not in line.split(";")[0] and "<" not in line.split(";")[0], line
 
 
