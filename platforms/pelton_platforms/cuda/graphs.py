@@ -26,9 +26,7 @@ class CUDAGraphRecorder(GraphRecorder):
 
     def begin(self) -> None:
         assert self._graph is None, "a capture runs already"
-        self._graph = torch.cuda.CUDAGraph()
-        if self._dump_folder is not None:
-            self._graph.enable_debug_mode()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=self._dump_folder is not None)
         # Calls that a capture forbids (a copy that waits, an event query) are forbidden to this thread, not to others.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
@@ -39,12 +37,13 @@ class CUDAGraphRecorder(GraphRecorder):
         if self._dump_folder is not None:
             self._dump_folder.mkdir(parents=True, exist_ok=True)
             graph.debug_dump(str(self._dump_folder / f"graph_{self._num_graphs:04}.dot"))
+            graph.instantiate()
             self._num_graphs += 1
         return graph
 
     def abort(self) -> None:
-        """A capture that a refused call has spoilt cannot be ended by torch, which then goes on allocating from the pool:
-        told to stop, it does."""
+        """A capture that a refused call has spoilt cannot be ended by torch, whose allocators then hold its pool to be recorded
+        into: the device's is told to stop, the host's never asks again when later captures have another pool."""
         graph, self._graph = self._graph, None
         try:
             if graph is not None:
@@ -53,3 +52,4 @@ class CUDAGraphRecorder(GraphRecorder):
             logger.debug("a failed capture ended with: %s", error)
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
