@@ -9,7 +9,13 @@ from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
 
-_ENTRIES = (("qk_norm_rope_write_kv", "rope:NativeQkNormRopeWriteKv"),)
+_ENTRIES = (
+    ("qk_norm_rope_write_kv", "rope:NativeQkNormRopeWriteKv"),
+    ("add_norm_linear", "linear:NativeAddNormLinear"),
+    ("linear", "linear:NativeLinear"),
+    ("add_norm_gated_linear", "linear:NativeAddNormGatedLinear"),
+    ("add_norm_logits", "linear:NativeAddNormLogits"),
+)
 
 
 @hookimpl

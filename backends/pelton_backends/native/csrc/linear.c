@@ -107,35 +107,24 @@ INLINE void dot_rows(const void *weight, const void *x, int64_t size, int64_t fi
 
 #if PELTON_X86
 
-/* bfloat16 by vdpbf16ps, four rows at a time: their reductions are one. */
+/* bfloat16 by vdpbf16ps. One row after the other, so that memory is read in one stream: 21 GB/s a core (EPYC 9004, of 28 that
+   plain reading gives), against 12 with four rows at a time. */
 TARGET_AVX512 INLINE void dot_rows_avx512(const bf16 *weight, const bf16 *x, int64_t size, int64_t first, int64_t count,
                                           float *results) {
-    int64_t whole = size / 32 * 32;
-    __mmask32 mask = (1u << (size - whole)) - 1u;
-    for (int64_t row = 0; row < count; row += 4) {
-        const bf16 *w[4];
-        __m512 sums[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            w[i] = weight + (first + least(row + i, count - 1)) * size;
-            sums[i] = _mm512_setzero_ps();
+    int64_t whole = size / 64 * 64;
+    for (int64_t row = 0; row < count; row++) {
+        const bf16 *w = weight + (first + row) * size;
+        __m512 even = _mm512_setzero_ps(), odd = even;
+        for (int64_t k = 0; k < whole; k += 64) {
+            even = _mm512_dpbf16_ps(even, (__m512bh)_mm512_loadu_si512(w + k), (__m512bh)_mm512_loadu_si512(x + k));
+            odd = _mm512_dpbf16_ps(odd, (__m512bh)_mm512_loadu_si512(w + k + 32), (__m512bh)_mm512_loadu_si512(x + k + 32));
         }
-        for (int64_t k = 0; k < whole; k += 32) {
-            __m512bh in = (__m512bh)_mm512_loadu_si512(x + k);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                _mm_prefetch((const char *)(w[i] + k) + 4096, _MM_HINT_T0);
-                sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_loadu_si512(w[i] + k), in);
-            }
+        for (int64_t k = whole; k < size; k += 32) {
+            __mmask32 mask = size - k >= 32 ? 0xffffffffu : (1u << (size - k)) - 1u;
+            __m512i left = _mm512_maskz_loadu_epi16(mask, w + k), right = _mm512_maskz_loadu_epi16(mask, x + k);
+            even = _mm512_dpbf16_ps(even, (__m512bh)left, (__m512bh)right);
         }
-        if (mask) {
-            __m512bh in = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + whole);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++)
-                sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_maskz_loadu_epi16(mask, w[i] + whole), in);
-        }
-        for (int i = 0; i < least(4, count - row); i++)
-            results[row + i] = _mm512_reduce_add_ps(sums[i]);
+        results[row] = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
     }
 }
 
@@ -231,6 +220,41 @@ EXPORT void pelton_prepare(const struct linear *op, const void *hidden, const vo
 
 #if PELTON_X86
 
+TARGET_AVX512 INLINE __m512 widen(__m256i numbers) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+
+TARGET_AVX512 INLINE __m256i narrow(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); }
+
+TARGET_AVX512 INLINE __m512 with_bias(const struct linear *op, __m512 sums, __mmask16 mask, int64_t column) {
+    if (op->bias == NULL)
+        return sums;
+    return _mm512_add_ps(sums, widen(_mm256_maskz_loadu_epi16(mask, (const bf16 *)op->bias + column)));
+}
+
+/* `finish` of one row of a panel, 16 at a time: loops as short as these are not vectorised by compilers. */
+TARGET_AVX512 INLINE void finish_panel(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
+    if (op->activation == ACTIVATION_SILU) {
+        __mmask16 mask = (__mmask16)((1u << count) - 1u);
+        __m512 gate = widen(narrow(with_bias(op, _mm512_loadu_ps(sums), mask, first)));
+        __m512 up = widen(narrow(with_bias(op, _mm512_loadu_ps(sums + 16), mask, op->out_features / 2 + first)));
+        __m512 one = _mm512_set1_ps(1.0f), above = avx512_exp(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+        __m512 active = widen(narrow(_mm512_div_ps(gate, _mm512_add_ps(one, above))));
+        _mm256_mask_storeu_epi16((bf16 *)output + first, mask, narrow(_mm512_mul_ps(active, up)));
+    } else if (op->activation == ACTIVATION_NONE && op->soft_cap == 0.0f) {
+        for (int64_t i = 0; i < count; i += 16) {
+            __mmask16 mask = (__mmask16)((1u << least(count - i, 16)) - 1u);
+            __m256i rounded = narrow(with_bias(op, _mm512_loadu_ps(sums + i), mask, first + i));
+            if (op->is_logits)
+                _mm512_mask_storeu_ps((float *)output + first + i, mask, widen(rounded));
+            else
+                _mm256_mask_storeu_epi16((bf16 *)output + first + i, mask, rounded);
+        }
+    } else {
+        finish(op, sums, sums + 16, first, count, output, DTYPE_BF16);
+    }
+}
+
 /* Columns of panel `index`: 32 results, or 16 of the gate and the 16 of up that belong to them. */
 TARGET_AVX512 static void panel_avx512(const struct linear *op, const bf16 *x, int64_t num_rows, int64_t index, char *output,
                                        bf16 *panel, float *sums) {
@@ -249,7 +273,7 @@ TARGET_AVX512 static void panel_avx512(const struct linear *op, const bf16 *x, i
         memset(sums, 0, (size_t)(m * PANEL) * sizeof(float));
         avx512_multiply(x + row * k, k, panel, sums, PANEL, m, k);
         for (int64_t i = 0; i < m; i++)
-            finish(op, sums + i * PANEL, sums + i * PANEL + 16, first, count, output + (row + i) * row_bytes, DTYPE_BF16);
+            finish_panel(op, sums + i * PANEL, first, count, output + (row + i) * row_bytes);
     }
 }
 
