@@ -17,6 +17,7 @@ from pelton_backends.triton.runtime import INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PREFIX = 1024
 CASE = AttentionCase(rows=tuple((1, PREFIX + 5 * row) for row in range(24)), num_heads=2, num_kv_heads=1, num_padding=2)
+SHORT = replace(CASE, rows=tuple((1, 16 + row) for row in range(24)))
 
 
 def shared_step(case: AttentionCase, prefix: int) -> AttentionStep:
@@ -47,16 +48,18 @@ def cascades(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
-@pytest.mark.parametrize("prefix", [PREFIX, 16])
-def test_an_eager_step_reads_a_long_prefix_once(cascades: list[object], prefix: int) -> None:
-    step = shared_step(CASE, prefix)
+@pytest.mark.parametrize("case, prefix", [(CASE, PREFIX), (SHORT, 16)], ids=["long", "short"])
+def test_an_eager_step_reads_a_long_prefix_once(cascades: list[object], case: AttentionCase, prefix: int) -> None:
+    step = shared_step(case, prefix)
     torch.testing.assert_close(step.run().double().cpu(), step.expected(), atol=2e-5, rtol=2e-5)
     assert cascades == ([PREFIX] if prefix == PREFIX else [])
 
 
-@pytest.mark.parametrize("prefix", [PREFIX, 32, 0])
-def test_a_captured_step_reads_the_length_on_the_device(cascades: list[object], prefix: int) -> None:
-    step = shared_step(CASE, prefix)
+@pytest.mark.parametrize("case, prefix", [(CASE, PREFIX), (SHORT, 16), (SHORT, 0)], ids=["long", "short", "none"])
+def test_a_captured_step_reads_the_length_on_the_device(
+    cascades: list[object], case: AttentionCase, prefix: int
+) -> None:
+    step = shared_step(case, prefix)
     key = BatchDescriptor(num_tokens=26, num_reqs=26, uniform_query_len=1, has_common_prefix=True)
     metadata = step.backend.build(step.common, key)
     output = step.backend.forward(step.layer, step.query, metadata, torch.full_like(step.query, torch.nan))
@@ -65,7 +68,7 @@ def test_a_captured_step_reads_the_length_on_the_device(cascades: list[object], 
 
 
 def test_a_window_has_no_use_for_it(cascades: list[object]) -> None:
-    step = shared_step(replace(CASE, sliding_window=100), 16)
+    step = shared_step(replace(SHORT, sliding_window=10), 16)
     step.common.common_prefix_len = PREFIX
     torch.testing.assert_close(step.run().double().cpu(), step.expected(), atol=2e-5, rtol=2e-5)
     assert not cascades

@@ -456,7 +456,7 @@ def hopper_prefill(
     Measured there, bfloat16, 16 heads over 8 of 128 numbers, causal, blocks of 16, TFLOP/s (in brackets torch's cuDNN backend on
     contiguous keys): 2,048 tokens 450 (324), 8 x 2,048 464 (529), 8,192 612 (574), 16,384 595 (640), 32,768 580 (614). Three
     stages, and letting the two groups take turns at the tensor cores, changed less than 2 %.
-    Split: 64 tokens behind 8,000 took 104 us, with 5 programs to a tile 25 us.
+    Split, beside other jobs on the card: 64 tokens behind 8,000 took 104 us, with 8 programs to a tile 25 us.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = k_cache.shape[2]
