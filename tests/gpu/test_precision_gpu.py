@@ -2,8 +2,9 @@
 for prompts and for generated tokens, in captured and in eager steps.
 
 All models have the same rounded weights, so what is compared is the rounding of activations, of the KV cache and of
-logits; for an fp8 cache, transformers' keys and values are rounded to fp8 before attention. These tiny models are made to be sensitive (strong sub-layers, logits far apart): bfloat16 moves their
-log-probabilities by some hundredths in the mean, whoever computes.
+logits; for an fp8 cache, transformers' keys and values are rounded to fp8 before attention. These tiny models are made to
+be sensitive (strong sub-layers, logits far apart): bfloat16 moves their log-probabilities by some hundredths in the mean,
+whoever computes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.gpu
 FLOAT32_TOLERANCE = 2e-3  # largest difference
 MEAN_RATIO = 1.25  # of mean differences from float32, ours to transformers' in the same dtype
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
 
 EVERYWHERE = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 CASES = [
@@ -81,7 +81,7 @@ def logprobs(model: Any, ids: list[int], kv_dtype: torch.dtype | None = None) ->
     plain = module.eager_attention_forward
 
     def with_rounded_kv(layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return plain(layer, query, rounded(key, kv_dtype), rounded(value, kv_dtype), *args, **kwargs)
+        return plain(layer, query, stored(key, kv_dtype), stored(value, kv_dtype), *args, **kwargs)
 
     with torch.inference_mode(), mock.patch.object(module, "eager_attention_forward", with_rounded_kv):
         logits = model(input_ids=torch.tensor([ids], device="cuda"), use_cache=False).logits[0]
@@ -89,7 +89,7 @@ def logprobs(model: Any, ids: list[int], kv_dtype: torch.dtype | None = None) ->
     return values
 
 
-def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def stored(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None:
         return x
     most = torch.finfo(dtype).max
