@@ -21,7 +21,16 @@ from pelton.logging import get_logger
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-O2",
+    "-ftree-vectorize",
+    "-std=gnu11",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 
 logger = get_logger(__name__)
 

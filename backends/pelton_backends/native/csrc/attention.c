@@ -92,7 +92,8 @@ INLINE float soften(const struct attention *op, float *scores, struct seen seen,
     return change;
 }
 
-INLINE void attend_floats(const struct attention *op, const struct task *task, struct tile *tile, int dtype) {
+INLINE void attend_floats(const struct attention *op, const struct task *task, struct tile *tile, int dtype,
+                          floats_multiply_fn multiply) {
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
     float *query = tile->query;
     for (int64_t row = 0; row < m; row++) {
@@ -108,7 +109,7 @@ INLINE void attend_floats(const struct attention *op, const struct task *task, s
         memset(tile->scores, 0, (size_t)(m * CHUNK) * sizeof(float));
         for (int64_t part = 0; part < width; part += PANEL) {
             floats_pack_rows(tile->keys + part, dim, tile->key_panel, dtype);
-            floats_multiply(query, dim, tile->key_panel, tile->scores + part, CHUNK, m, dim);
+            multiply(query, dim, tile->key_panel, tile->scores + part, CHUNK, m, dim);
         }
         for (int64_t row = 0; row < m; row++) {
             struct seen seen = seen_by(op, task, row, first, count);
@@ -123,25 +124,35 @@ INLINE void attend_floats(const struct attention *op, const struct task *task, s
         }
         for (int64_t part = 0; part < dim; part += PANEL) {
             floats_pack_cols(tile->values, count, part, least(PANEL, dim - part), tile->value_panel, dtype);
-            floats_multiply(tile->scores, CHUNK, tile->value_panel, tile->sums + part, padded, m, count);
+            multiply(tile->scores, CHUNK, tile->value_panel, tile->sums + part, padded, m, count);
         }
     }
 }
 
+static __attribute__((noinline)) void multiply_plain(const float *a, int64_t lda, const float *panel, float *c,
+                                                   int64_t ldc, int64_t m, int64_t k) {
+    floats_multiply(a, lda, panel, c, ldc, m, k);
+}
+
 static void attend_plain(const struct attention *op, const struct task *task, struct tile *tile) {
     if (op->dtype == DTYPE_BF16)
-        attend_floats(op, task, tile, DTYPE_BF16);
+        attend_floats(op, task, tile, DTYPE_BF16, multiply_plain);
     else
-        attend_floats(op, task, tile, DTYPE_F32);
+        attend_floats(op, task, tile, DTYPE_F32, multiply_plain);
 }
 
 #if PELTON_X86
 
+TARGET_AVX2 static __attribute__((noinline)) void multiply_avx2(const float *a, int64_t lda, const float *panel, float *c,
+                                                   int64_t ldc, int64_t m, int64_t k) {
+    floats_multiply(a, lda, panel, c, ldc, m, k);
+}
+
 TARGET_AVX2 static void attend_avx2(const struct attention *op, const struct task *task, struct tile *tile) {
     if (op->dtype == DTYPE_BF16)
-        attend_floats(op, task, tile, DTYPE_BF16);
+        attend_floats(op, task, tile, DTYPE_BF16, multiply_avx2);
     else
-        attend_floats(op, task, tile, DTYPE_F32);
+        attend_floats(op, task, tile, DTYPE_F32, multiply_avx2);
 }
 
 /* As `soften`, without a soft cap; weights go to `weights` [CHUNK] bfloat16. */

@@ -54,6 +54,8 @@ INLINE void floats_block(const float *a, int64_t lda, const float *panel, float 
     }
 }
 
+typedef void (*floats_multiply_fn)(const float *, int64_t, const float *, float *, int64_t, int64_t, int64_t);
+
 INLINE void floats_multiply(const float *a, int64_t lda, const float *panel, float *c, int64_t ldc, int64_t m, int64_t k) {
     for (int64_t half = 0; half < PANEL; half += 16) {
         int64_t row = 0;
@@ -163,7 +165,7 @@ TARGET_AVX512 INLINE void avx512_block(const bf16 *a, int64_t lda, const bf16 *p
 }
 
 /* k even: a row of A is read in pairs. */
-TARGET_AVX512 static void avx512_multiply(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t m,
+TARGET_AVX512 static __attribute__((noinline)) void avx512_multiply(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t m,
                                           int64_t k) {
     int64_t row = 0;
     for (; row + 12 <= m; row += 12)

@@ -1,0 +1,111 @@
+"""The library's build: what its cache does, and what happens without a compiler."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pelton.attention.interface import AttentionNeeds
+from pelton.attention.selector import select_backend
+from pelton_backends.native import build
+from pelton_backends.native import plugin as native_plugin
+from pelton_backends.native.build import CannotBuildError, build_library, content_key, openmp_runtime
+from pelton_backends.sdpa import plugin as sdpa_plugin
+
+NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
+
+LOAD = "from pelton_backends.native import library; print(library.reason_against(), library.kernels().isa)"
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_library_is_compiled_once_for_its_content(tmp_path):
+    first = build_library(folder=tmp_path)
+    changed = first.stat().st_mtime_ns
+    assert build_library(folder=tmp_path) == first and first.stat().st_mtime_ns == changed
+    assert [path.name for path in tmp_path.iterdir()] == [first.name], "nothing else is left behind"
+
+
+def test_the_key_follows_sources_flags_and_runtime(tmp_path, monkeypatch):
+    compiler = build.find_compiler()
+    keys = {content_key(compiler, build.FLAGS, "a"), content_key(compiler, build.FLAGS, None)}
+    keys.add(content_key(compiler, (*build.FLAGS, "-g"), "a"))
+    for source in build.SOURCES.iterdir():
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert content_key(compiler, build.FLAGS, "a") in keys
+    (tmp_path / "common.h").write_text("\n")
+    keys.add(content_key(compiler, build.FLAGS, "a"))
+    assert len(keys) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_there_is_one_openmp_runtime_after_loading():
+    code = f"""import torch
+{LOAD}
+lines = open("/proc/self/maps").read().splitlines()
+print(len({{line.split()[-1] for line in lines if "omp" in line.rsplit("/", 1)[-1]}}))"""
+    result = run_python(code)
+    assert result.stdout.split()[-1] == "1", result.stderr
+    assert openmp_runtime() is not None
+
+
+def test_two_processes_compile_at_once(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: run_python(LOAD, XDG_CACHE_HOME=str(tmp_path)), range(2)))
+    assert [result.stdout.split()[0] for result in results] == ["None", "None"], results
+    assert len(list((tmp_path / "pelton/native").iterdir())) == 1
+
+
+def test_without_a_compiler_the_torch_reference_is_used(tmp_path):
+    code = """
+from pelton.attention.interface import AttentionNeeds
+from pelton.attention.selector import select_backend
+from pelton.ops.interface import LinearNeeds, LinearSpec
+from pelton_backends.native import plugin as native_plugin
+from pelton_backends.native.linear import NativeLinear
+from pelton_backends.sdpa import plugin as sdpa_plugin
+entries = [*native_plugin.pelton_attention_backends("cpu"), *sdpa_plugin.pelton_attention_backends("cpu")]
+needs = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
+found = select_backend(entries, needs)
+print(found.name, "|", found.verdicts[0], "|", NativeLinear.unsupported(
+    LinearNeeds(dtype="float32", linear=LinearSpec(in_features=8, out_features=8))))
+"""
+    result = run_python(code, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    assert result.stdout.startswith("sdpa"), result.stderr
+    assert result.stdout.count("no C compiler on the PATH") == 2
+
+
+def test_a_compiler_that_fails_is_a_reason(tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'x.c:1: error: no such luck' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    result = run_python(
+        "from pelton_backends.native import library; print(library.reason_against())",
+        PATH=f"{tmp_path}:/usr/bin:/bin", XDG_CACHE_HOME=str(tmp_path / "cache"),
+    )  # fmt: skip
+    assert "the C compiler failed" in result.stdout and "no such luck" in result.stdout, result.stderr
+
+
+def test_a_cache_that_cannot_be_written_gives_way_to_a_private_folder(tmp_path):
+    (tmp_path / "pelton").write_text("a file where the folder should be")
+    result = run_python(LOAD, XDG_CACHE_HOME=str(tmp_path))
+    assert result.stdout.startswith("None"), result.stderr
+    assert result.stderr.count("the cache folder cannot be written") == 1
+
+
+def test_the_compiler_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CannotBuildError, match="no C compiler on the PATH"):
+        build_library()
+
+
+def test_the_native_backend_is_chosen_before_sdpa():
+    entries = [*sdpa_plugin.pelton_attention_backends("cpu"), *native_plugin.pelton_attention_backends("cpu")]
+    assert select_backend(entries, NEEDS).name == "native"
