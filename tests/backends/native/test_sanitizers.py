@@ -1,0 +1,43 @@
+"""The kernels' tests once more, with addresses and undefined behaviour watched, in a process of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1"]
+HERE = Path(__file__).parent
+RUN = """
+import sys, pytest
+from pelton_backends.native import library
+library.EXTRA_FLAGS[:] = {flags!r}
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *{tests!r}]))
+"""
+
+
+def runtime(name):
+    """The sanitizer's library beside the compiler; None where it has none."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    return found if os.path.isabs(found) else None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD of libasan")
+@pytest.mark.parametrize("tests", ["test_attention.py", "test_linear.py", "test_rope.py"])
+def test_kernels_touch_only_what_is_theirs(tests):
+    asan = runtime("libasan.so")
+    if asan is None:
+        pytest.skip("the compiler has no libasan")
+    result = subprocess.run(
+        [sys.executable, "-c", RUN.format(flags=FLAGS, tests=[str(HERE / tests)])],
+        env={
+            **os.environ, "LD_PRELOAD": asan, "OMP_NUM_THREADS": "2",
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1",
+        },
+        cwd=HERE.parents[2], capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
