@@ -309,19 +309,21 @@ def test_backends_shows_winners_and_reasons(tiny_model, capsys):
     report = json.loads(out)
     assert [row["name"] for row in report["platforms"] if row["is_chosen"]] == ["cpu"]
     assert report["model"]["architecture"] == "LlamaForCausalLM"
-    chosen = [row for table in report["attention"] for row in table["rows"] if row["is_chosen"]]
-    assert [row["name"] for row in chosen] == ["sdpa"] and chosen[0]["verdict"] == "fits"
+    [table] = report["attention"]
+    assert {"native", "sdpa"} <= {row["name"] for row in table["rows"]}
+    [chosen] = [row for row in table["rows"] if row["is_chosen"]]  # native where there is a compiler
+    assert chosen == next(row for row in table["rows"] if row["verdict"] == "fits")
     seams = {row["seam"]: row["chosen"] for row in report["ops"]}
-    assert seams["add_norm_linear"] == "reference.add_norm_linear" and "qk_norm_rope_write_kv" in seams
+    assert "add_norm_linear" in seams["add_norm_linear"] and "qk_norm_rope_write_kv" in seams
 
 
 def test_backends_for_people(tiny_model, capsys):
     status, out, _ = run(capsys, "backends", tiny_model)
     assert status == 0
     lines = out.splitlines()
-    assert any(line.split()[:1] == ["sdpa"] and "<- chosen: priority 10, the first that fits" in line for line in lines)
+    assert any(line.split()[:1] in (["native"], ["sdpa"]) and "<- chosen: priority" in line for line in lines)
     assert any(line.split()[:1] == ["cpu"] and "<- chosen" in line for line in lines)
-    assert any(line.split()[:2] == ["linear", "reference.linear"] and "linear=64->64" in line for line in lines)
+    assert any(line.split()[:1] == ["linear"] and ".linear" in line and "linear=64->64" in line for line in lines)
 
 
 def test_backends_reports_a_refusal_with_its_reasons(tiny_model, capsys):

@@ -170,7 +170,7 @@ def test_its_backend_is_offered_for_it_alone(installed, llama, capsys):
     assert [row["name"] for row in report["attention"][0]["rows"]] == ["dummy_loop"]
     assert main(["backends", llama, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in report["attention"][0]["rows"]] == ["sdpa"]
+    assert "dummy_loop" not in [row["name"] for row in report["attention"][0]["rows"]]
 
 
 def test_what_the_device_cannot_do_is_that_requests_error(installed, llama):
