@@ -6,6 +6,10 @@
 #include "attention.h"
 #include "tile.h"
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 enum { CHUNK = 64, TILE_ROWS = 48 };
 
 /* One task's memory, cut from the thread's scratch. */
@@ -184,6 +188,23 @@ TARGET_AVX512 INLINE float soften_avx512(float scale, const float *scores, struc
     return change;
 }
 
+/* Ask for keys and values [first, last) of a row: a chunk ahead, for blocks lie anywhere and the hardware follows a stream only
+   within one. */
+static void fetch_chunk(const struct attention *op, const int32_t *table, int64_t head, int64_t first, int64_t last) {
+    int64_t token_bytes = op->token_stride * (int64_t)sizeof(bf16), line_bytes = op->head_dim * (int64_t)sizeof(bf16);
+    while (first < last) {
+        int64_t offset = first % op->block_size, count = least(op->block_size - offset, last - first);
+        int64_t at = table[first / op->block_size] * op->block_stride + head * op->head_stride + offset * op->token_stride;
+        const char *keys = (const char *)((const bf16 *)op->k_cache + at), *values = (const char *)((const bf16 *)op->v_cache + at);
+        for (int64_t token = 0; token < count; token++)
+            for (int64_t byte = 0; byte < line_bytes; byte += 64) {
+                _mm_prefetch(keys + token * token_bytes + byte, _MM_HINT_T1);
+                _mm_prefetch(values + token * token_bytes + byte, _MM_HINT_T1);
+            }
+        first += count;
+    }
+}
+
 /* bfloat16, head_dim even. Weights are rounded to bfloat16 before they meet the values; their sum is not. */
 TARGET_AVX512 static void attend_avx512(const struct attention *op, const struct task *task, struct tile *tile) {
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
@@ -197,9 +218,12 @@ TARGET_AVX512 static void attend_avx512(const struct attention *op, const struct
         for (int64_t i = count; i < width; i++)
             tile->keys[i] = tile->keys[0];
         memset(tile->scores, 0, (size_t)(m * CHUNK) * sizeof(float));
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t line = 0; line < dim; line += 32)
-                _mm_prefetch((const char *)tile->values[i] + line * 2, _MM_HINT_T0);
+        if (first + CHUNK < task->last_key)
+            fetch_chunk(op, task->table, task->head, first + CHUNK, least(task->last_key, first + 2 * CHUNK));
+        else if (task->head + 1 < op->num_kv_heads)
+            fetch_chunk(op, task->table, task->head + 1, task->first_key, least(task->last_key, task->first_key + CHUNK));
+        else if (task->next_table != NULL)
+            fetch_chunk(op, task->next_table, 0, task->next_key, least(task->next_length, task->next_key + CHUNK));
         for (int64_t part = 0; part < width; part += PANEL) {
             avx512_pack_rows(tile->keys + part, dim, panel);
             avx512_multiply(query, dim, panel, tile->scores + part, CHUNK, m, dim);
@@ -295,7 +319,14 @@ EXPORT int pelton_attend(const struct attention *op, const struct step *step, co
              token >= 0 && step->query_start[row + 1] > step->query_start[row]; token -= (int32_t)tokens)
             places[found++] = (struct place){(int32_t)row, token};
     int failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) reduction(| : failed) if (num_tiles * op->num_kv_heads > 1)
+    /* A row's heads go to one thread while there are rows enough: it fetches the next head's keys
+       ahead, and those of the row that it will likely take next. */
+    int64_t threads = 1;
+#ifdef _OPENMP
+    threads = omp_get_max_threads();
+#endif
+    int64_t portion = num_tiles > 8 ? op->num_kv_heads : 1;
+#pragma omp parallel for schedule(dynamic, portion) reduction(| : failed) if (num_tiles * op->num_kv_heads > 1)
     for (int64_t index = 0; index < num_tiles * op->num_kv_heads; index++) {
         struct place place = places[index / op->num_kv_heads];
         int64_t head = index % op->num_kv_heads, start = step->query_start[place.row];
@@ -315,6 +346,13 @@ EXPORT int pelton_attend(const struct attention *op, const struct step *step, co
         };
         task.first_key = op->window > 0 ? most(task.position - op->window + 1, 0) : 0;
         task.last_key = step->is_causal ? task.position + task.num_tokens : length;
+        int64_t next = index / op->num_kv_heads + threads;
+        if (next < num_tiles) {
+            int32_t row = places[next].row;
+            task.next_table = step->block_table + row * step->table_stride;
+            task.next_length = step->seq_lens[row];
+            task.next_key = op->window > 0 ? most(task.next_length - op->window, 0) : 0;
+        }
         failed |= run_task(attend, op, &task);
     }
     free(places);

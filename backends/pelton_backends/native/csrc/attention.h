@@ -47,6 +47,8 @@ struct task {
     int64_t query_stride;
     void *output;
     int32_t is_causal;
+    const int32_t *next_table; /* a row whose keys may be wanted soon, from next_key on; NULL: none */
+    int64_t next_key, next_length;
 };
 
 #endif
