@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pelton.attention.metadata import ForwardBatch
     from pelton.model.build import BuildConfig
 
+_FEW_TOKENS = 256
+
 
 class AttentionLayer(nn.Module):
     """Decoder self-attention over the paged cache. Registers itself in `config.attention_layers` under `prefix`."""
@@ -111,7 +113,10 @@ class AttentionLayer(nn.Module):
 
     def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, (num_heads + 2 num_kv_heads) head_dim] -> [T, num_heads head_dim]"""
-        output = torch.empty(qkv.shape[0], self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
+        num_tokens = qkv.shape[0]
+        # The product that reads it takes tiles of rows: memory goes on to a power of two of them where that is little.
+        held = 1 << (num_tokens - 1).bit_length() if 0 < num_tokens <= _FEW_TOKENS else num_tokens
+        output = torch.empty(held, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)[:num_tokens]
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return output.zero_().flatten(1)
         cuts = cutting.get()
