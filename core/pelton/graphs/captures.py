@@ -79,13 +79,14 @@ class FullGraphs:
 
     def _capture(self, key: Hashable, call: Callable[[], Any]) -> None:
         """Record without running."""
-        self._recorder.begin()
         try:
+            self._recorder.begin()
             outputs = call()
+            graph = self._recorder.end()
         except BaseException:
             self._recorder.abort()
             raise
-        self._captured[key] = _Captured(self._recorder.end(), outputs)
+        self._captured[key] = _Captured(graph, outputs)
 
 
 @dataclass(slots=True)
@@ -158,13 +159,13 @@ class PieceGraphs:
         """Record without running; attention is left out."""
         cuts = PieceCuts(self._recorder)
         token = cutting.set(cuts)
-        self._recorder.begin()
         try:
+            self._recorder.begin()
             cuts.pieces.outputs = call(batch)
+            cuts.pieces.graphs.append(self._recorder.end())
         except BaseException:
             self._recorder.abort()
             raise
         finally:
             cutting.reset(token)
-        cuts.pieces.graphs.append(self._recorder.end())
         self._captured[key] = cuts.pieces

@@ -28,4 +28,4 @@ class GraphRecorder(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave recording after what was recorded raised; never raises. The next `begin` must work."""
+        """Leave recording after `begin`, `end` or what was recorded raised; never raises. The next `begin` must work."""

@@ -89,8 +89,9 @@ class TapeRecorder(GraphRecorder):
         return mode.tape
 
     def abort(self) -> None:
-        self.end()
-        self.tapes.pop()
+        if self._mode is not None:
+            self.end()
+            self.tapes.pop()
 
 
 class StaticAttention(AttentionBackend):

@@ -106,12 +106,16 @@ class StepGraphs:
 
     def tail(self, key: BatchDescriptor, variant: str, logits: Tensor) -> Tensor:
         """Sample from the logits that `decode` gave for `key`, of variant LOGITS: result [n, 2]."""
-        outputs = self.full.outputs(key)  # where its replays leave the logits; the first time, they are elsewhere
         sampling = self.decode_key(key.num_reqs, variant)
         assert sampling is not None, "what was captured to its logits can be sampled"
-        if outputs is not None and outputs.data_ptr() != logits.data_ptr():
+        outputs = self.full.outputs(key)  # where its replays leave the logits; the first time, they are elsewhere
+        if outputs is None:  # it could not be captured: its logits are somewhere else each time
+            return self._tail(sampling, logits)
+        if outputs.data_ptr() != logits.data_ptr():
             outputs.copy_(logits)
-        tail_key = replace(sampling, sampling=f"tail of {sampling.sampling}")
+        tail_key = replace(
+            sampling, sampling=f"tail of {sampling.sampling}", has_common_prefix=key.has_common_prefix
+        )  # a graph for each place where logits lie
         return self.full.run(CUDAGraphMode.FULL, tail_key, lambda: self._tail(sampling, outputs))
 
     def mixed(self, key: BatchDescriptor, slots: npt.NDArray[np.int64], num_scheduled: npt.NDArray[np.int64]) -> Any:

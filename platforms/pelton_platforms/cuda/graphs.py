@@ -31,9 +31,10 @@ class CUDAGraphRecorder(GraphRecorder):
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
-        graph, self._graph = self._graph, None
+        graph = self._graph
         assert graph is not None, "end without begin"
         graph.capture_end()
+        self._graph = None  # not before: when the call above raises, `abort` has the pool to leave
         if self._dump_folder is not None:
             self._dump_folder.mkdir(parents=True, exist_ok=True)
             graph.debug_dump(str(self._dump_folder / f"graph_{self._num_graphs:04}.dot"))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pelton.config.compilation import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs
+from pelton.graphs.captures import FullGraphs, PieceGraphs
+from pelton.graphs.recorder import Graph
 from pelton.testing.graphs import TapeRecorder
 
 NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
@@ -51,3 +52,43 @@ def test_a_capture_that_fails_leaves_its_steps_eager(caplog: pytest.LogCaptureFi
         assert caplog.text.count("Capturing the step 1 failed") == 1
     assert graphs.run(FULL, 2, lambda: values + 1).tolist() == [2.0, 2.0]
     assert 1 not in graphs and 2 in graphs
+
+
+class FailsOnce(TapeRecorder):
+    """One of its calls raises, as a device's does when a capture was invalidated without anybody's notice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name, self.num_aborts = name, 0
+
+    def begin(self) -> None:
+        self._fail("begin")
+        super().begin()
+
+    def end(self) -> Graph:
+        self._fail("end")
+        return super().end()
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        super().abort()
+
+    def _fail(self, name: str) -> None:
+        if self._name == name:
+            self._name = ""
+            raise RuntimeError(f"{name} failed")
+
+
+@pytest.mark.parametrize("name", ["begin", "end"])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_recorder_that_fails_is_left_and_records_again(name: str, in_pieces: bool) -> None:
+    recorder, values = FailsOnce(name), torch.ones(2)
+    if in_pieces:
+        pieces = PieceGraphs(recorder)
+        results = [pieces.run(CUDAGraphMode.PIECEWISE, key, lambda _: values + 1, None) for key in (1, 1, 2, 2)]  # type: ignore[arg-type]
+    else:
+        full = FullGraphs(recorder)
+        results = [full.run(FULL, key, lambda: values + 1) for key in (1, 1, 2, 2)]
+    assert [result.tolist() for result in results] == [[2.0, 2.0]] * 4
+    assert recorder.num_aborts == 1
+    assert [tape.num_replays for tape in recorder.tapes] == [1]

@@ -13,6 +13,7 @@ from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
 from pelton.testing.platform import PlatformConformance
 from pelton_platforms.cuda import platform as cuda
+from pelton_platforms.cuda.graphs import CUDAGraphRecorder
 from pelton_platforms.cuda.platform import CUDAPlatform
 
 GIB = 2**30
@@ -216,6 +217,40 @@ def test_a_capture_that_fails_leaves_the_next_one_well(real):
     y = x + 1
     recorder.end().replay()
     assert y.tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("name", ["capture_begin", "capture_end"])
+def test_a_capture_that_cannot_begin_or_end_leaves_its_pool(monkeypatch, name):
+    """Else all that its stream allocates from then on lies in the pool of the graphs."""
+    left, failing = [], [name]
+
+    def call(called):
+        def method(*args, **kwargs):
+            if called in failing:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+        return method
+
+    names = ("capture_begin", "capture_end")
+    monkeypatch.setattr(
+        torch.cuda, "CUDAGraph", lambda **kwargs: SimpleNamespace(**{name: call(name) for name in names})
+    )
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: left.append(pool), raising=False)
+    recorder = CUDAGraphRecorder()
+    first = recorder._pool
+    with pytest.raises(RuntimeError, match="previous error"):
+        recorder.begin()
+        recorder.end()
+    failing.append("capture_end")  # what was not begun, or has ended once, cannot be ended
+    recorder.abort()
+    assert left == [first] and recorder._pool is not first
+    failing.clear()
+    recorder.begin()
+    recorder.end()
+    recorder.abort()
+    assert left == [first]
 
 
 @pytest.mark.gpu
