@@ -180,7 +180,7 @@ class ModelRunner:
             found = self.ops.logprobs
             copies += [found.token_ids[:num_rows], found.logprobs[:num_rows], found.ranks[:num_rows]]
         rows = np.arange(num_rows)
-        launched = self._plain_output(output, started, rows, HostCopies(copies, self._host_pool))
+        launched = self._plain_output(output, started, rows, self._copies(copies))
         if has_logprobs:
             launched.has_logprobs, launched.num_logprobs, launched.first_logprob = True, host.num_logprobs[slots], rows
         return launched
@@ -330,7 +330,10 @@ class ModelRunner:
             result = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=state.device)
             self.ops.sample(variant)(step.logits, columns.sample_slots, result)
             copies.append(result)
-        return self._plain_output(step.output, step.started, plan.sample_rows, HostCopies(copies, self._host_pool))
+        return self._plain_output(step.output, step.started, plan.sample_rows, self._copies(copies))
+
+    def _copies(self, tensors: list[Tensor]) -> HostCopies:
+        return HostCopies(tensors, self._host_pool, self.state.device)
 
     def _plain_output(
         self, output: SchedulerOutput, started: float, sample_rows: npt.NDArray[np.int64], copies: HostCopies
@@ -358,7 +361,9 @@ class ModelRunner:
 
     def _scrub(self) -> None:
         """Clean the blocks of rows that failed, before anything of the step that may hand them on."""
-        slots, self._to_scrub[:] = list(self._to_scrub), []
+        slots = set[int]()
+        while self._to_scrub:  # one by one: who reads results may add to it meanwhile
+            slots.add(self._to_scrub.pop())
         for slot in slots:
             for group, table in enumerate(self.state.block_tables):
                 self.pool.scrub(group, torch.unique(table[slot]).long())

@@ -54,24 +54,34 @@ class HostPool:
 
 
 class HostCopies:
-    """Device tensors copied to pinned memory behind the current stream's work; on a CPU the tensors themselves."""
+    """Tensors of `device` copied to pinned memory behind the current stream's work; on a CPU the tensors themselves.
+    Without a tensor too, they are there when that work is done."""
 
-    def __init__(self, tensors: Sequence[Tensor], pool: HostPool) -> None:
+    def __init__(self, tensors: Sequence[Tensor], pool: HostPool, device: torch.device) -> None:
         self._event: torch.Event | None = None
         self._arrays: list[np.ndarray] | None = None
-        if not tensors or tensors[0].device.type == "cpu":
+        if device.type == "cpu":
             self._arrays = [tensor.numpy() for tensor in tensors]
             return
+        self._pool = pool
+        self._memory: Tensor | None = None
+        self._copies: list[Tensor] = []
+        if tensors:
+            self._memory, self._copies = self._queue(tensors)
+        self._event = torch.Event(device)
+        self._event.record()
+
+    def _queue(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The memory that they are copied to, and each one's part of it."""
         ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
-        self._pool, self._memory = pool, pool.take(ends[-1])
-        self._copies = [
-            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        memory = self._pool.take(ends[-1])
+        copies = [
+            memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for tensor, start in zip(tensors, [0, *ends], strict=False)
         ]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
+        for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
-        self._event = torch.Event(tensors[0].device)
-        self._event.record()
+        return memory, copies
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
@@ -82,7 +92,8 @@ class HostCopies:
             assert self._event is not None
             self._event.synchronize()
             self._arrays = [copy.numpy().copy() for copy in self._copies]
-            self._pool.give(self._memory)
+            if self._memory is not None:
+                self._pool.give(self._memory)
         return self._arrays
 
 
@@ -183,4 +194,4 @@ def read_back_all(
         "num_logprobs": num_logprobs[plan.sample_slots],
         "first_logprob": np.searchsorted(plan.logprob_rows, plan.logit_starts[:-1]),
     }
-    return HostCopies(tensors, pool), fields
+    return HostCopies(tensors, pool, sampled.codes.device), fields

@@ -33,10 +33,35 @@ def test_nothing_of_a_dropped_result_is_freed(pool):
 
 def test_on_a_cpu_results_are_the_tensors_themselves():
     tensors = [torch.arange(4), torch.ones(2, 2)]
-    copies = HostCopies(tensors, HostPool())
+    copies = HostCopies(tensors, HostPool(), torch.device("cpu"))
     assert copies.ready()
     assert all(np.array_equal(a, t.numpy()) for a, t in zip(copies.arrays(), tensors, strict=True))
-    assert HostCopies([], HostPool()).arrays() == []
+    assert HostCopies([], HostPool(), torch.device("cpu")).arrays() == []
+
+
+def test_a_step_that_samples_nothing_is_done_when_the_device_is(monkeypatch):
+    """Else a long prompt's chunks would all be launched at once, and later requests wait behind them."""
+    done, waits = [], []
+
+    class Event:
+        def __init__(self, device):
+            assert device.type == "cuda"
+
+        def record(self):
+            pass
+
+        def query(self):
+            return bool(done)
+
+        def synchronize(self):
+            waits.append(1)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    copies = HostCopies([], HostPool(), torch.device("cuda"))
+    assert not copies.ready()
+    assert copies.arrays() == [] and waits == [1]
+    done.append(1)
+    assert copies.ready()
 
 
 @pytest.mark.gpu
@@ -48,7 +73,7 @@ def test_copies_of_many_results_in_flight_do_not_mix():
                 [torch.full((n, 2), n, device="cuda", dtype=torch.int32), torch.full((n,), n / 2, device="cuda")]
                 for n in (0, 1, 5, 2000)
             ]
-            copies = [HostCopies(pair, pool) for pair in tensors]
+            copies = [HostCopies(pair, pool, torch.device("cuda")) for pair in tensors]
             arrays = [copy.arrays() for copy in copies]
             for pair, (tokens, halves) in zip(tensors, arrays, strict=True):
                 assert np.array_equal(tokens, pair[0].cpu().numpy()) and np.array_equal(halves, pair[1].cpu().numpy())
