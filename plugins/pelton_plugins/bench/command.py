@@ -14,6 +14,7 @@ MEASUREMENTS = {
     "serve": "requests that arrive at random at a server: TTFT, TPOT, ITL, E2E, goodput",
     "load": "minutes of load with random aborts: leaks, errors, memory, drift of the inter-token latency",
     "table": "the workloads that Pelton is compared by, with other engines' figures and the device's floor",
+    "cpu-table": "the demo model on CPU cores: the rows that Pelton is compared by, beside other engines, also in one run",
     "host": "host time of a step by stage, with many running requests",
     "chain": "kernels of a decode step, in a captured chain, against the device's floor",
 }
@@ -28,7 +29,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"Unknown measurement {name!r}.{did_you_mean(name, MEASUREMENTS)} There are {', '.join(MEASUREMENTS)}."
         )
-    measure: Callable[[list[str]], int] = importlib.import_module(f"pelton_plugins.bench.{name}").run
+    measure: Callable[[list[str]], int] = importlib.import_module(f"pelton_plugins.bench.{name.replace('-', '_')}").run
     return measure(rest)
 
 

@@ -27,9 +27,14 @@ async def device_bytes() -> int | None:
 def host_bytes() -> int | None:
     """Resident memory of this process and of all that it started; None without /proc."""
     try:
-        return sum(_resident_bytes(pid) for pid in _family(os.getpid()))
+        return family_bytes(os.getpid())
     except OSError:
         return None
+
+
+def family_bytes(pid: int) -> int:
+    """Resident memory of a process and of all that it started. Raises `OSError` without /proc."""
+    return sum(_resident_bytes(one) for one in _family(pid))
 
 
 def _family(pid: int) -> list[int]:
