@@ -60,6 +60,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton.cli.sampling import SamplingFlags
     from pelton.config.flags import make_flags
     from pelton_plugins.bench.chain import ChainArguments
+    from pelton_plugins.bench.cpu_table import CpuTableArguments
     from pelton_plugins.bench.host import HostArguments
     from pelton_plugins.bench.latency import LatencyArguments
     from pelton_plugins.bench.load import LoadArguments
@@ -75,6 +76,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [GenerateArguments, SamplingFlags],
         [PluginsArguments],
         [ChainArguments],
+        [CpuTableArguments],
         [HostArguments],
         [LatencyArguments],
         [LoadArguments],
