@@ -27,11 +27,9 @@ from pelton.worker.interface import Worker
 from pelton.worker.pending import PendingOutput
 
 _SHUTDOWN_WAIT_S = 5.0
+_POLL_S = 20e-6  # of a device that is waited for with a time limit
 
 T = TypeVar("T")
-
-
-_POLL_S = 20e-6  # of a device that is waited for with a time limit
 
 
 class FutureStep(StepHandle):
@@ -109,7 +107,10 @@ class WorkerThread:
             self._ready.wait_for(lambda: step_id in self._masks or self._is_closed)
             if self._is_closed:
                 raise EngineDeadError("The executor was shut down before this step had its masks.")
-            return self._masks.pop(step_id)
+            masks = self._masks.pop(step_id)
+            # Those of a step that failed before it waited came all the same: nobody asks for them any more.
+            self._masks = {known: others for known, others in self._masks.items() if known > step_id}
+            return masks
 
     def close(self, timeout_s: float) -> None:
         """Drop what is queued, let the running job end. Idempotent."""

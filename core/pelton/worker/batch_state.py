@@ -161,9 +161,8 @@ class HostColumns:
         self.side_slots = np.full(rows, -1, dtype=np.int64)
         self.num_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
-        self.has_extras = np.zeros(
-            rows, dtype=bool
-        )  # its tokens need more than temperature and filters: tables, logprobs
+        # Its tokens need more than temperature and filters: tables, logprobs.
+        self.has_extras = np.zeros(rows, dtype=bool)
         self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(rows, dtype=np.int64)  # upper bound; exact until something is sampled
         self.errors: dict[int, str] = {}  # by slot: what is wrong with the request itself

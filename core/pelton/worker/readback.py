@@ -106,10 +106,9 @@ class StepOutput(PendingOutput):
     num_rows: int
     sample_rows: Ints  # [r]
     slots: Sequence[int]  # [R]
-    copies: (
-        HostCopies  # tokens [r, 1 + K], accepted [r], codes [r] | tokens and codes [r, 2]; then logprobs, then drafts
-    )
-    is_plain: bool = True  # the second of the two
+    # Tokens [r, 1 + K], accepted [r], codes [r], or, plain, tokens and codes [r, 2]; then logprobs, then drafts.
+    copies: HostCopies
+    is_plain: bool = True
     errors: dict[int, str] = field(default_factory=dict)  # by row: what was wrong with the request itself
     has_logprobs: bool = False
     num_logprobs: Ints | None = None  # [r]

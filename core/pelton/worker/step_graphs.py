@@ -113,9 +113,8 @@ class StepGraphs:
             return self._tail(sampling, logits)
         if outputs.data_ptr() != logits.data_ptr():
             outputs.copy_(logits)
-        tail_key = replace(
-            sampling, sampling=f"tail of {sampling.sampling}", has_common_prefix=key.has_common_prefix
-        )  # a graph for each place where logits lie
+        # A graph for each place where logits lie.
+        tail_key = replace(sampling, sampling=f"tail of {sampling.sampling}", has_common_prefix=key.has_common_prefix)
         return self.full.run(CUDAGraphMode.FULL, tail_key, lambda: self._tail(sampling, outputs))
 
     def mixed(self, key: BatchDescriptor, slots: npt.NDArray[np.int64], num_scheduled: npt.NDArray[np.int64]) -> Any:

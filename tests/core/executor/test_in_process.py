@@ -141,6 +141,10 @@ def test_failed_step_with_grammar_does_not_wait_for_masks(make):
     with pytest.raises(RuntimeError, match="unlucky"):
         executor.execute(step(0, fails=True, grammar=True)).result(5)
     assert executor.execute(step(1)).result(5).step_id == 1
+    bound = executor.execute(step(2, grammar=True))
+    for step_id in (0, 2):  # those of the failed step come all the same, and are not kept
+        executor.sample(GrammarMasks(step_id=step_id, bitmask=b"", num_masks=[]))
+    assert bound.result(5).step_id == 2 and not executor._thread._masks
 
 
 def test_call_runs_a_method_on_the_workers_thread(make):
