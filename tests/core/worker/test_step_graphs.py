@@ -1,6 +1,9 @@
-"""Decode steps with grammar rows: one graph to the logits, one from there, whatever was captured before or could not be."""
+"""Captured decode steps give what others give: with grammar rows, side tables and logprobs, after captures that failed."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,3 +63,63 @@ def test_logits_that_could_not_be_captured_are_sampled_without_a_graph(driver, m
     for _ in range(3):
         decode_with_masks(driver, requests)
     assert [request.output for request in requests] == [oracle_greedy(prompt, 4) for prompt in PROMPTS]
+
+
+def new_request(driver: Driver, slot: int, side_slots: list[int], chooser: random.Random) -> Running:
+    """Any of what a request may ask for. Words of 20 tokens make side tables move."""
+    params: dict[str, Any] = chooser.choice([{}, {"temperature": 1.3, "top_p": 0.9}])
+    if chooser.random() < 0.3:
+        params = params | {"logprobs": chooser.choice([0, 3, 20, -1])}
+    words, side_slot = [], -1
+    if side_slots and chooser.random() < 0.4:
+        side_slot, params = side_slots.pop(), params | {"repetition_penalty": 1.3}
+        words = [[chooser.randrange(38) for _ in range(length)] for length in chooser.choice([(), (2,), (2, 20)])]
+    prompt = [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 9))]
+    request = driver.add(slot, prompt, seed=chooser.randrange(99), side_slot=side_slot, **params)
+    request.bad_words = words
+    return request
+
+
+def random_steps(mode: CUDAGraphMode, seed: int) -> list[object]:
+    """What each step gave: tokens, errors, logprobs."""
+    chooser, runner = random.Random(seed), make_runner(block_sizes=(4, 8), kernel_block_sizes=(2, 8), num_blocks=2000)
+    runner.model.poison = {39}
+    if mode is not CUDAGraphMode.NONE:
+        graphs = runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), TapeRecorder())
+        graphs.uses_common_prefix = lambda num_rows, blocks: True  # type: ignore[method-assign]
+    driver, side_slots, given = Driver(runner), [0, 1, 2, 3], []
+    running: dict[int, Running] = {}
+    for _ in range(50):
+        free = [slot for slot in range(8) if slot not in running]
+        fresh = []
+        if free and chooser.random() < 0.35:
+            fresh.append(new_request(driver, chooser.choice(free), side_slots, chooser))
+        rows = [(request, 1) for request in running.values() if chooser.random() < 0.8]
+        rows = sorted(rows + [(request, len(request.token_ids)) for request in fresh], key=lambda row: row[1] != 1)
+        running |= {request.slot: request for request in fresh}
+        masked = [row for row in range(len(rows)) if chooser.random() < 0.5] if chooser.random() < 0.4 else []
+        allowed = np.array([[chooser.random() < 0.6 for _ in range(64)] for _ in masked], dtype=bool)
+        prefix = [0, 0] if not fresh and chooser.random() < 0.4 else []
+        output = driver.plan(rows, grammar_rows=masked, common_prefix_blocks=prefix)
+        result = runner.execute(output)
+        if masked:
+            bitmask = np.packbits(allowed, axis=1, bitorder="little").tobytes()
+            result = runner.sample(GrammarMasks(step_id=output.step_id, bitmask=bitmask, num_masks=[1] * len(masked)))
+        driver.take(rows, None, result)  # type: ignore[arg-type]
+        logprobs = {
+            row: (columns.token_ids, np.round(columns.logprobs, 4).tolist(), columns.ranks)
+            for row, columns in result.logprobs.items()
+        }
+        given.append((result.token_ids, result.row_errors, logprobs))
+        for request, _ in rows:
+            if request.errors or len(request.token_ids) > 70 or chooser.random() < 0.05:
+                del running[request.slot]
+                side_slots += [request.side_slot] if request.side_slot >= 0 else []
+    return given
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_captured_steps_give_what_others_give(seed):
+    expected = random_steps(CUDAGraphMode.NONE, seed)
+    assert random_steps(CUDAGraphMode.FULL_DECODE_ONLY, seed) == expected
+    assert random_steps(CUDAGraphMode.FULL, seed) == expected
