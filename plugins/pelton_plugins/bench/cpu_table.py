@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -190,7 +191,9 @@ class Run:
 
     def __init__(self, engines: list[Engine], rows: list[str], repeats: int, cores: list[int], folder: Path) -> None:
         self.engines, self.rows, self.repeats, self.folder = engines, rows, repeats, folder
-        self.about = {"run": today(), "date": today(), "num_cores": len(cores), "repeats": repeats}
+        self.about: dict[str, Any] = {"run": today(), "date": today(), "num_cores": len(cores), "repeats": repeats}
+        # What else ran on the machine before: a run beside others is no measurement of the engine.
+        self.about["load_average"] = round(os.getloadavg()[0], 2)
         self.broken: dict[str, str] = {}
         """Engines that ended or did not start, and why."""
 
