@@ -11,12 +11,13 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def run(argv: list[str]) -> int:
         cores = pick_cores(arguments.num_cores)
         settings = {"model": DEMO, "dtype": "bfloat16", **flat_settings(parsed)}
         check_model(results, settings["model"], arguments.results)
-        with bound_to(cores), tempfile.TemporaryDirectory(prefix="pelton-bench-") as folder:
+        with ending_on_sigterm(), bound_to(cores), tempfile.TemporaryDirectory(prefix="pelton-bench-") as folder:
             model = locate(settings["model"], parsed.config, load_plugins(), needs_weights=not is_dummy(parsed.config))
             engines = find_engines(arguments, settings, str(model), cores, Path(folder))
             table = Run(engines, rows, arguments.repeats, cores, Path(folder))
@@ -110,6 +111,16 @@ def run(argv: list[str]) -> int:
                 write_json(arguments.results, results)
     print(json.dumps(results, indent=1) if arguments.json else render(results, as_markdown=arguments.markdown))
     return 1 if failed else 0
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """A command that is told to end takes its engines along: they lead sessions of their own."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def join_repeated(argv: list[str], names: tuple[str, ...]) -> list[str]:
