@@ -282,6 +282,7 @@ class EngineCore:
             raise error
         try:
             self._executor.check_health()
+            self._executor.check_device()
         except Exception as cause:
             raise EngineDeadError(f"The executor died: {cause}") from cause
         logger.error("Step %d failed; its requests end.", output.step_id, exc_info=error)

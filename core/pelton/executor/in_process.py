@@ -204,6 +204,9 @@ class InProcessExecutor(Executor):
     def report(self) -> DeviceReport:
         return self._run(self._alive().report)
 
+    def check_device(self) -> None:
+        self._alive().check_device()  # on the caller's thread: the worker's may wait for masks
+
     def check_health(self) -> None:
         if not self._thread.is_alive:
             raise EngineDeadError("The worker's thread has ended.")

@@ -93,6 +93,10 @@ class Executor(ABC):
     def check_health(self) -> None:  # noqa: B027
         """Raise when a worker is gone."""
 
+    def check_device(self) -> None:  # noqa: B027
+        """Raise when the device can do no more work at all. Called after a step failed: some errors (an illegal address) leave
+        every later one to fail too, and only a new process helps."""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Stop workers and free memory. Idempotent; safe while steps are open."""

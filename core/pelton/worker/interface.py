@@ -70,5 +70,8 @@ class Worker(ABC):
         """See `Executor.prepare_ahead`."""
         return False
 
+    def check_device(self) -> None:  # noqa: B027
+        """See `Executor.check_device`. From any thread."""
+
     def shutdown(self) -> None:  # noqa: B027
         """Free the device."""

@@ -184,6 +184,9 @@ class DeviceWorker(Worker):
     def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
         return self.runner.sample(masks)
 
+    def check_device(self) -> None:
+        self.platform.synchronize()
+
     def report(self) -> DeviceReport:
         selections = self.build.attention.selections()
         return DeviceReport(

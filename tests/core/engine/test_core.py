@@ -163,6 +163,19 @@ def test_a_dead_executor_ends_the_engine_with_its_cause(make_core):
     assert core.error is not None
 
 
+def test_a_failed_step_on_a_device_that_is_lost_ends_the_engine(make_core, monkeypatch):
+    core, executor = make_core()
+    executor.fails = lambda step_id: "an illegal memory access was encountered" if step_id == 1 else None
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(executor, "check_device", lost)
+    core.add_request(make_request("a", 3, 9))
+    with pytest.raises(EngineDeadError, match="illegal memory access"):
+        run(core)
+
+
 def test_bad_requests_are_refused_and_do_no_harm(make_core):
     core, _ = make_core()
     with pytest.raises(RequestError, match="prompt is empty"):
