@@ -116,7 +116,9 @@ class AttentionLayer(nn.Module):
         num_tokens = qkv.shape[0]
         # The product that reads it takes tiles of rows: memory goes on to a power of two of them where that is little.
         held = 1 << (num_tokens - 1).bit_length() if 0 < num_tokens <= _FEW_TOKENS else num_tokens
-        output = torch.empty(held, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)[:num_tokens]
+        output = torch.empty(held, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
+        if held != num_tokens:
+            output = output[:num_tokens]
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return output.zero_().flatten(1)
         cuts = cutting.get()
