@@ -15,7 +15,8 @@ logits give the same token again, whatever the batch: chunks and orders of summa
 
 Work: greedy reads the logits once, in one launch. Full reads them once, in a launch, then one program a row picks: some 20 to
 50 KB more where there are filters. A top_k or nucleus of more than about 150 tokens costs several passes by one program.
-H200, V = 151,936, microseconds in a captured chain at 1 / 32 / 256 rows (one read of the logits at 4.29 TB/s: 0.1 / 4.5 / 36):
+H200, V = 151,936, microseconds in a captured chain at 1 / 32 / 256 rows, the least of 11 replays beside other work on the
+GPU (one read of the logits at 4.29 TB/s: 0.1 / 4.5 / 36):
 greedy 2.8 / 6.5 / 40; full without filters 13 / 18 / 65; top_k 50: 23 / 31 / 93; top_k 50 and top_p 0.9: 29 / 38 / 106.
 Sizes there: chunks of 8,192 tokens for greedy (4,096 take 45 at 256 rows, 2,048 take 46); 4,096 where each chunk also has
 groups to write.
