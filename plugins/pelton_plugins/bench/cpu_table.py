@@ -207,6 +207,8 @@ class Run:
         self.about["load_average"] = round(os.getloadavg()[0], 2)
         self.broken: dict[str, str] = {}
         """Engines that ended or did not start, and why."""
+        self.timed: dict[str, tuple[dict[str, list[float]], dict[str, str]]] = {}
+        """By workload, for two rows may need the same: once more, and its prompts would be in the prefix caches."""
 
     def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(engine, row) as they are measured; one that failed has the reason."""
@@ -255,19 +257,28 @@ class Run:
     ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
         """Engine to workload to the seconds of each repeat, and engine to error."""
         workloads = ("ttft", "latency") if name == "latency" else (name,)
-        times: dict[str, dict[str, list[float]]] = {one: {workload: [] for workload in workloads} for one in drivers}
         errors: dict[str, str] = {}
         for workload in workloads:
-            for repeat in range(self.repeats):
-                for one, driver in drivers.items():
-                    if one in errors or (one != PELTON and name not in RECORDED[one]):
-                        continue
-                    try:
-                        answer = driver.ask(do="time", workload=workload, repeat=repeat)
-                        times[one][workload].append(answer["seconds"])
-                    except EngineError as error:
-                        errors[one] = str(error)
-        return times, errors
+            if workload not in self.timed:
+                self.timed[workload] = self._time(drivers, name, workload)
+            errors = self.timed[workload][1] | errors
+        return {one: {workload: self.timed[workload][0][one] for workload in workloads} for one in drivers}, errors
+
+    def _time(
+        self, drivers: dict[str, Driver], name: str, workload: str
+    ) -> tuple[dict[str, list[float]], dict[str, str]]:
+        """Engine to the seconds of each repeat, and engine to error."""
+        seconds: dict[str, list[float]] = {one: [] for one in drivers}
+        errors: dict[str, str] = {}
+        for repeat in range(self.repeats):
+            for one, driver in drivers.items():
+                if one in errors or (one != PELTON and name not in RECORDED[one]):
+                    continue
+                try:
+                    seconds[one].append(driver.ask(do="time", workload=workload, repeat=repeat)["seconds"])
+                except EngineError as error:
+                    errors[one] = str(error)
+        return seconds, errors
 
     # One server at a time, a fresh one each repeat.
 

@@ -207,6 +207,8 @@ def test_a_run_beside_a_peer_gathers_rows_of_both(model, fake_flags, peer_python
         assert one["seconds"] == sorted(one["all_seconds"])[1] and len(one["all_seconds"]) == 3
         assert found[name]["latency"]["tpot_ms"] >= 0 and found[name]["ttft"]["ttft_ms"] > 0
         assert one["model"] == model and one["num_cores"] == len(usable_cores()) and one["versions"]["python"]
+    # The row of first tokens is that of `latency`: asked again, its prompts would come from a prefix cache.
+    assert found["pelton"]["ttft"]["all_seconds"] == found["pelton"]["latency"]["all_ttft_seconds"]
     assert found["pelton"]["latency"]["run"] == found["vllm"]["latency"]["run"]
     assert found["vllm"]["ttft"]["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert "pelton" not in found["vllm"]["ttft"]["versions"]
