@@ -19,7 +19,7 @@ from typing import Any
 
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench import cpu_driver
-from pelton_plugins.bench.memory import family_bytes
+from pelton_plugins.bench.memory import family, family_bytes
 
 PELTON = "pelton"
 INSTALL = {
@@ -82,7 +82,10 @@ def find_peer(name: str, python: str, model: str, cores: list[int], folder: Path
 
 
 class Driver:
-    """An engine in a process of its own, which does what it is told, one command at a time."""
+    """An engine in a process of its own, which does what it is told, one command at a time.
+
+    Between commands its processes are stopped: an engine that waits actively would take cores from the others.
+    """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.log = folder / f"{engine.name}.log"
@@ -101,6 +104,7 @@ class Driver:
     def ask(self, **command: Any) -> dict[str, Any]:
         """The answer to a command. Raises `EngineError` when it could not be done."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
@@ -110,13 +114,22 @@ class Driver:
         if not line:
             status = self._process.wait()
             raise EngineError(f"the process ended with status {status}{last_line(self.log)}")
+        self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise EngineError(answer["error"])
         return answer
 
+    def _signal(self, what: signal.Signals) -> None:
+        if sys.platform != "linux":
+            return
+        for pid in family(self._process.pid):
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(pid, what)
+
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         _end(self._process, None)

@@ -34,10 +34,11 @@ def host_bytes() -> int | None:
 
 def family_bytes(pid: int) -> int:
     """Resident memory of a process and of all that it started. Raises `OSError` without /proc."""
-    return sum(_resident_bytes(one) for one in _family(pid))
+    return sum(_resident_bytes(one) for one in family(pid))
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
+    """A process and all that it started. Raises `OSError` without /proc."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
