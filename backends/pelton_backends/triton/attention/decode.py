@@ -24,6 +24,7 @@ from pelton_backends.triton.attention.decode_pieces import (
     angles_at,
     attend,
     blocks_of,
+    fetch_ahead,
     load_chunk,
     load_heads,
     make_query,
@@ -58,7 +59,7 @@ def share_of_row(
     return first_key, last_key, first_chunk, last_chunk, tl.where(seq_len > 0, num_splits, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def decode_kernel(
     query,
     positions,
@@ -104,6 +105,7 @@ def decode_kernel(
     LEAST: tl.constexpr,
     PARTS: tl.constexpr,
     IS_EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -126,11 +128,12 @@ def decode_kernel(
     key, value, cos, sin = own, own, own, own
     early_length, early_block = 0, 0
     is_idle = False
-    if IS_EARLY:
+    if IS_EARLY or AHEAD > 0:
         early_length = tl.load(seq_lens + row, cache_modifier=".cg")
         first_key, last_key, first_chunk, last_chunk, num_splits = share_of_row(
             early_length, FUSED, WINDOW, N, SPLITS, LEAST
         )
+    if IS_EARLY:
         is_idle = split >= num_splits
         token = (first_chunk + split) * N + local
         is_entry = token < stride_table * BLOCK_SIZE
@@ -142,6 +145,15 @@ def decode_kernel(
         )  # fmt: skip
         if FUSED and ROTARY_DIM > 0:
             cos, sin = angles_at(cos_sin, tl.maximum(early_length - 1, 0).to(tl.int64), dim, ROTARY_DIM, Q)
+    if AHEAD > 0:
+        next_chunk = first_chunk + split
+        if IS_EARLY:
+            next_chunk += num_splits
+        last_of_split = tl.where(split < num_splits, last_key, 0)
+        fetch_ahead(
+            keys, values, table, next_chunk, num_splits, first_key, last_of_split, stride_table, stride_block, stride_token,
+            num_blocks, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, N, AHEAD,
+        )  # fmt: skip
     wait_for_inputs(PDL)
 
     seq_len = tl.load(seq_lens + row)
@@ -228,7 +240,37 @@ def _num_chunks(length, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constex
     return tl.where(length > 0, tl.maximum(chunks, 1), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def shares(lengths, FUSED: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, N: tl.constexpr):
+    """Each row's chunks over all its kv heads, where they end in the order of all, and how many a program has."""
+    chunks = _num_chunks(lengths, FUSED, WINDOW, N) * NUM_KV_HEADS
+    num_units = tl.sum(chunks, 0)
+    share = (num_units + tl.num_programs(0) - 1) // tl.num_programs(0)
+    return chunks, tl.cumsum(chunks, 0), share, tl.minimum((tl.program_id(0) + 1) * share, num_units)
+
+
+@triton.jit
+def segment_at(unit, rows, lengths, chunks, ends, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
+    """Row of a chunk, the row's length and chunks of one head, and the number of its first chunk."""
+    row = tl.sum((ends <= unit).to(tl.int32), 0)
+    length = tl.sum(tl.where(rows == row, lengths, 0), 0)
+    first = tl.sum(tl.where(rows == row, ends - chunks, 0), 0)
+    return row, length, tl.maximum(_num_chunks(length, FUSED, WINDOW, N), 1), first
+
+
+@triton.jit
+def range_of(length, FUSED: tl.constexpr, WINDOW: tl.constexpr):
+    """First key of a row and the one past the last."""
+    last_key = length
+    if FUSED:
+        last_key = length - 1
+    first_key = length * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(length - WINDOW, 0)
+    return first_key, last_key
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def streamed_decode_kernel(
     query,
     positions,
@@ -253,6 +295,7 @@ def streamed_decode_kernel(
     stride_block,
     stride_token,
     stride_head,
+    num_blocks,
     num_rows,
     scale,
     EPS: tl.constexpr,
@@ -272,6 +315,7 @@ def streamed_decode_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -289,94 +333,104 @@ def streamed_decode_kernel(
         own = norm_weights(q_norm, k_norm, dim, HEAD_DIM, GROUP, Q)
         partners = norm_weights(q_norm, k_norm, partner_of(dim, ROTARY_DIM), HEAD_DIM, GROUP, Q)
     local = tl.arange(0, N)
+    rows = tl.arange(0, ROWS)
+    if AHEAD > 0:
+        lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0, cache_modifier=".cg")
+        chunks, ends, share, last_unit = shares(lengths, FUSED, WINDOW, NUM_KV_HEADS, N)
+        unit = program * share
+        if unit < last_unit:
+            row, length, row_chunks, first_unit = segment_at(unit, rows, lengths, chunks, ends, FUSED, WINDOW, N)
+            head = (unit - first_unit) // row_chunks
+            first_key, last_key = range_of(length, FUSED, WINDOW)
+            begin = unit - first_unit - head * row_chunks + first_key // N
+            fetch_ahead(
+                k_cache + head * stride_head, v_cache + head * stride_head, block_table + row.to(tl.int64) * stride_table,
+                begin, 1, first_key, last_key, stride_table, stride_block, stride_token, num_blocks, BLOCK_SIZE, HEAD_DIM,
+                PADDED_DIM, N, AHEAD,
+            )  # fmt: skip
     wait_for_inputs(PDL)
 
-    rows = tl.arange(0, ROWS)
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     if query_start_loc is not None:
         starts = tl.load(query_start_loc + rows, mask=rows < num_rows, other=0)
-        ends = tl.load(query_start_loc + rows + 1, mask=rows < num_rows, other=0)
-        lengths = tl.where(ends - starts == 1, lengths, 0)
-    chunks = _num_chunks(lengths, FUSED, WINDOW, N) * NUM_KV_HEADS
-    ends_of_rows = tl.cumsum(chunks, 0)
-    num_units = tl.sum(chunks, 0)
-    share = (num_units + tl.num_programs(0) - 1) // tl.num_programs(0)
+        stops = tl.load(query_start_loc + rows + 1, mask=rows < num_rows, other=0)
+        lengths = tl.where(stops - starts == 1, lengths, 0)
+    chunks, ends, share, last_unit = shares(lengths, FUSED, WINDOW, NUM_KV_HEADS, N)
     unit = program * share
-    last_unit = tl.minimum(unit + share, num_units)
-    row = tl.sum((ends_of_rows <= unit).to(tl.int32), 0)
-    row_unit = tl.sum(tl.where(rows == row, ends_of_rows - chunks, 0), 0)  # number of the row's first chunk
 
+    row, seq_len, row_chunks, row_unit = segment_at(unit, rows, lengths, chunks, ends, FUSED, WINDOW, N)
     while unit < last_unit:
-        seq_len = tl.sum(tl.where(rows == row, lengths, 0), 0)
         token_index = row
         if query_start_loc is not None:
             token_index = tl.load(query_start_loc + row)
-        row_chunks = _num_chunks(seq_len, FUSED, WINDOW, N)
-        if row_chunks > 0:
-            table = block_table + row.to(tl.int64) * stride_table
-            head = (unit - row_unit) // row_chunks
-            pair_unit = row_unit + head * row_chunks
-            begin = unit - pair_unit
-            end = tl.minimum(row_chunks, begin + last_unit - unit)
-            unit += end - begin
+        table = block_table + row.to(tl.int64) * stride_table
+        head = (unit - row_unit) // row_chunks
+        pair_unit = row_unit + head * row_chunks
+        begin = unit - pair_unit
+        end = tl.minimum(row_chunks, begin + last_unit - unit)
+        unit += end - begin
+        next_row, next_len, next_chunks, next_row_unit = segment_at(unit, rows, lengths, chunks, ends, FUSED, WINDOW, N)
+        if AHEAD > 0:  # noqa: SIM102 a constant condition leaves the other out
+            if unit < last_unit:
+                next_first, next_last = range_of(next_len, FUSED, WINDOW)
+                next_head = (unit - next_row_unit) // next_chunks
+                fetch_ahead(
+                    k_cache + next_head * stride_head, v_cache + next_head * stride_head,
+                    block_table + next_row.to(tl.int64) * stride_table, next_first // N, 1, next_first,
+                    tl.minimum(next_last, (next_first // N + last_unit - unit) * N), stride_table,
+                    stride_block, stride_token, num_blocks, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, N, AHEAD,
+                )  # fmt: skip
+        slot = tl.full([], -1, tl.int64)
+        if FUSED:
+            slot = tl.load(slot_mapping + row)
+        first_key, last_key = range_of(seq_len, FUSED, WINDOW)
+        first_chunk = begin + first_key // N
+        block = blocks_of(table, first_chunk * N + local, stride_table, BLOCK_SIZE)
+        x, other, new_value = load_heads(
+            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS,
+            GROUP, Q,
+        )  # fmt: skip
+        cos, sin = x, x
+        if FUSED and ROTARY_DIM > 0:
+            cos, sin = angles_at(cos_sin, (seq_len - 1).to(tl.int64), dim, ROTARY_DIM, Q)
+            row_position = tl.load(positions + row)
+            if row_position != seq_len - 1:
+                cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
+        if begin > 0:
             slot = tl.full([], -1, tl.int64)
-            last_key = seq_len
-            if FUSED:
-                slot = tl.load(slot_mapping + row)
-                last_key = seq_len - 1
-            first_key = 0
-            first_chunk = begin
-            if WINDOW > 0:
-                first_key = tl.maximum(seq_len - WINDOW, 0)
-                first_chunk += first_key // N
-            block = blocks_of(table, first_chunk * N + local, stride_table, BLOCK_SIZE)
-            x, other, new_value = load_heads(
-                query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS,
-                GROUP, Q,
-            )  # fmt: skip
-            cos, sin = x, x
-            if FUSED and ROTARY_DIM > 0:
-                cos, sin = angles_at(cos_sin, (seq_len - 1).to(tl.int64), dim, ROTARY_DIM, Q)
-                row_position = tl.load(positions + row)
-                if row_position != seq_len - 1:
-                    cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
-            if begin > 0:
-                slot = tl.full([], -1, tl.int64)
-            x, new_value, new_logit = make_query(
-                x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
-                stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
-                GROUP, Q, ROTARY_DIM,
-            )  # fmt: skip
-            top, total, sums = attend(
-                x, new_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
-                seq_len - 1, x, x, False, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
-                stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N,
-                False, STAGES,
-            )  # fmt: skip
+        x, new_value, new_logit = make_query(
+            x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
+            stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
+            GROUP, Q, ROTARY_DIM,
+        )  # fmt: skip
+        top, total, sums = attend(
+            x, new_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
+            seq_len - 1, x, x, False, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
+            stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N,
+            False, STAGES,
+        )  # fmt: skip
 
-            head_output = output + token_index.to(tl.int64) * stride_output + head * (GROUP * HEAD_DIM)
-            head_sinks = sinks
-            if sinks is not None:
-                head_sinks = sinks + head * GROUP
-            if end - begin == row_chunks:
-                store_output(head_output, top, total, sums, head_sinks, HEAD_DIM, GROUP)
-            else:
-                first_program = pair_unit // share
-                num_parts = (pair_unit + row_chunks - 1) // share - first_program + 1
-                part = program * 2 + (begin == 0).to(tl.int32)
-                store_part(part, part_sums, part_stats, top, total, sums, HEAD_DIM, GROUP)
-                tl.debug_barrier()
-                pair = row * NUM_KV_HEADS + head
-                arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
-                if arrived == num_parts - 1:
-                    merge_parts(
-                        head_output, first_program * 2 + 1, first_program * 2, 2, num_parts, part_sums, part_stats,
-                        head_sinks, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
-                    )  # fmt: skip
-                    tl.store(arrivals + pair, 0)
-        if unit >= row_unit + row_chunks * NUM_KV_HEADS:
-            row_unit += row_chunks * NUM_KV_HEADS
-            row += 1
+        head_output = output + token_index.to(tl.int64) * stride_output + head * (GROUP * HEAD_DIM)
+        head_sinks = sinks
+        if sinks is not None:
+            head_sinks = sinks + head * GROUP
+        if end - begin == row_chunks:
+            store_output(head_output, top, total, sums, head_sinks, HEAD_DIM, GROUP)
+        else:
+            first_program = pair_unit // share
+            num_parts = (pair_unit + row_chunks - 1) // share - first_program + 1
+            part = program * 2 + (begin == 0).to(tl.int32)
+            store_part(part, part_sums, part_stats, top, total, sums, HEAD_DIM, GROUP)
+            tl.debug_barrier()
+            pair = row * NUM_KV_HEADS + head
+            arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_parts - 1:
+                merge_parts(
+                    head_output, first_program * 2 + 1, first_program * 2, 2, num_parts, part_sums, part_stats,
+                    head_sinks, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
+                )  # fmt: skip
+                tl.store(arrivals + pair, 0)
+        row, seq_len, row_chunks, row_unit = next_row, next_len, next_chunks, next_row_unit
 
 
 _launch, _launch_streamed = Launcher(decode_kernel), Launcher(streamed_decode_kernel)
@@ -392,6 +446,7 @@ class LaunchShape:
     num_stages: int
     least: int = 1  # chunks of a split
     is_early: bool = False
+    ahead: int = 0  # chunks of a program fetched into L2 before the kernels before have finished
 
 
 @dataclass(slots=True)
@@ -532,6 +587,7 @@ def decode_attention(
         "MEMBERS": members,
         "N": shape.keys,
         "PARTS": max(2, min(16, 4096 // (members * padded_dim))),
+        "AHEAD": shape.ahead if pdl else 0,
         "STAGES": shape.num_stages,
         "PDL": pdl,
     }
@@ -563,8 +619,8 @@ def decode_attention(
     )
     strides = (query.stride(0), output.stride(0), block_table.stride(0), *k_cache.stride()[:3])
     key = (
-        *constants.values(), query.dtype, k_cache.dtype, query.device, strides, num_blocks, query_start_loc is None,
+        *constants.values(), query.dtype, k_cache.dtype, query.device, strides, query_start_loc is None,
         None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype, alignment(*tensors),
     )  # fmt: skip
-    count = num_rows if shape.splits == 0 else num_blocks
-    launch(key, grid, (*tensors, *strides, count, scale), constants, num_warps=1, **launch_options(pdl))
+    counts = (num_blocks, num_rows) if shape.splits == 0 else (num_blocks,)
+    launch(key, grid, (*tensors, *strides, *counts, scale), constants, num_warps=1, **launch_options(pdl))

@@ -145,6 +145,48 @@ def load_chunk(
 
 
 @triton.jit
+def fetch_lines(addresses, mask):
+    """Each address's 128 bytes on their way from memory into L2. Not for the interpreter."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [addresses.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def fetch_ahead(
+    keys,
+    values,
+    table,
+    chunk,
+    step,
+    first_key,
+    last_key,
+    stride_table,
+    stride_block,
+    stride_token,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    N: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """AHEAD chunks of a row, from `chunk` on in steps. Length and table need not be written yet: nothing comes of it but time."""
+    LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
+    LINES: tl.constexpr = (PADDED_DIM + LINE - 1) // LINE
+    index = tl.arange(0, AHEAD * N * LINES)
+    token = (chunk + index // (N * LINES) * step) * N + index // LINES % N
+    number = index % LINES * LINE
+    is_seen = (token >= first_key) & (token < last_key) & (token < stride_table * BLOCK_SIZE) & (number < HEAD_DIM)
+    block = tl.load(table + token // BLOCK_SIZE, mask=is_seen, other=-1, cache_modifier=".cg")
+    is_seen = is_seen & (block >= 0) & (block < num_blocks)
+    place = block.to(tl.int64) * stride_block + (token % BLOCK_SIZE) * stride_token + number
+    fetch_lines(keys + place, is_seen)
+    fetch_lines(values + place, is_seen)
+
+
+@triton.jit
 def one_chunk(tile, top, total, sums, key, value, is_seen, distance, slopes, scale, SOFT_CAP: tl.constexpr):
     """The running softmax takes N keys. Keys are rows of the products, heads are columns: tile [D, M], sums [D, M]."""
     products = dot(key.to(tile.dtype), tile, tl.zeros([key.shape[0], tile.shape[1]], tl.float32))
