@@ -7,13 +7,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.logging import get_logger
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pelton.attention.layer import AttentionLayer
     from pelton.attention.metadata import ForwardBatch
 
@@ -39,6 +40,11 @@ class _Refusals:
             logger.exception("Capturing the step %s failed; steps of its kind run without a graph.", key)
 
 
+def _unowned(recorder: GraphRecorder, outputs: Any) -> Any:
+    """What a captured call returned, read before the next replay: no graph keeps memory of its own for it."""
+    return tree_map_only(Tensor, recorder.unowned, outputs)
+
+
 @dataclass(slots=True)
 class _Captured(Generic[T]):
     graph: Graph
@@ -60,13 +66,13 @@ class FullGraphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
 
-    def outputs(self, key: Hashable) -> Any:
-        """What replays of `key` fill; None when it is not captured."""
-        captured = self._captured.get(key)
-        return None if captured is None else captured.outputs
+    def discard(self, is_stale: Callable[[Any], bool]) -> None:
+        """Free the graphs whose keys are stale. None of them may still be running."""
+        self._captured = {key: captured for key, captured in self._captured.items() if not is_stale(key)}
 
     def run(self, mode: CUDAGraphMode, key: Hashable, call: Callable[[], T]) -> T:
-        """What `call` returns: tensors that a replay fills again. `call` reads its inputs from fixed addresses."""
+        """What `call` returns: tensors that a replay fills again, and that the next replay of any graph may overwrite. `call`
+        reads its inputs from fixed addresses."""
         if mode is not CUDAGraphMode.FULL:
             return call()
         captured = self._captured.get(key)
@@ -86,7 +92,7 @@ class FullGraphs:
         except BaseException:
             self._recorder.abort()
             raise
-        self._captured[key] = _Captured(graph, outputs)
+        self._captured[key] = _Captured(graph, _unowned(self._recorder, outputs))
 
 
 @dataclass(slots=True)
@@ -115,9 +121,12 @@ class PieceCuts:
 
     def cut(self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Called by the layer in place of its backend; what is captured before and after it is unordered otherwise."""
-        self.pieces.graphs.append(self._recorder.end())
-        self.pieces.calls.append(_AttentionCall(layer, qkv, positions, output))
-        self._recorder.begin()
+        recorder = self._recorder
+        self.pieces.graphs.append(recorder.end())
+        # Read before the next piece runs: every layer's, of every size, may lie in the same memory.
+        call = _AttentionCall(layer, recorder.unowned(qkv), positions, recorder.unowned(output))
+        self.pieces.calls.append(call)
+        recorder.begin()
 
 
 cutting: ContextVar[PieceCuts | None] = ContextVar("pelton_graph_pieces", default=None)
@@ -161,8 +170,9 @@ class PieceGraphs:
         token = cutting.set(cuts)
         try:
             self._recorder.begin()
-            cuts.pieces.outputs = call(batch)
+            outputs = call(batch)
             cuts.pieces.graphs.append(self._recorder.end())
+            cuts.pieces.outputs = _unowned(self._recorder, outputs)
         except BaseException:
             self._recorder.abort()
             raise

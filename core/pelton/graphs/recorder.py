@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Graph(Protocol):
@@ -29,3 +32,8 @@ class GraphRecorder(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Leave recording after `begin`, `end` or what was recorded raised; never raises. The next `begin` must work."""
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The same memory, of a tensor that was made while recording, without keeping it from later captures: what a replay
+        leaves there holds until another graph is replayed. Called between `end` and `begin`. The default keeps it."""
+        return tensor

@@ -10,6 +10,7 @@ S = max_num_seqs. Row S belongs to no request: padding rows of a step point at i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -22,6 +23,14 @@ from pelton.scheduler.output import NewRequest, SchedulerOutput
 from pelton.worker.staging import StagingRing
 
 NO_LOGPROBS, ALL_LOGPROBS = -2, -1  # in the logprobs columns; all: the whole vocabulary
+
+
+@dataclass(slots=True, eq=False)
+class SlotOwner:
+    """One request in one slot, from its `add` to the next one's there. Results that are read later know it by this."""
+
+    slot: int
+    blocks: list[Tensor] | None = None  # for each group its row of the block table; None while it lies there
 
 
 class BatchState:
@@ -117,6 +126,9 @@ class BatchState:
             values.append(np.fromiter(ids, np.int64, int(counts.sum())))
         staged = self._staging.stage([*columns, *places, *values])
         rows, computed, num_prompt, seeds, side_slots, top_k = staged[:6]
+        left = [table[rows].unbind() for table in self.block_tables]
+        for index, owner in enumerate(self.host.change_owners(slots)):
+            owner.blocks = [blocks[index] for blocks in left]
         for column, numbers in (
             (self.num_computed_tokens, computed), (self.num_prompt_tokens, num_prompt), (self.seeds, seeds),
             (self.side_slots, side_slots), (self.top_k, top_k),
@@ -129,6 +141,10 @@ class BatchState:
         half = 6 + len(places)
         for table, at, numbers in zip((self.token_ids, *self.block_tables), staged[6:half], staged[half:], strict=True):
             table.view(-1)[at] = numbers.to(torch.int32)
+
+    def blocks_of(self, owner: SlotOwner) -> list[Tensor]:
+        """For each group its row of the block table, whoever has the slot now."""
+        return [table[owner.slot] for table in self.block_tables] if owner.blocks is None else owner.blocks
 
     def append_blocks(self, appends: list[tuple[int, int, int, list[int]]]) -> None:
         """One scatter a group."""
@@ -166,6 +182,8 @@ class HostColumns:
         self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(rows, dtype=np.int64)  # upper bound; exact until something is sampled
         self.errors: dict[int, str] = {}  # by slot: what is wrong with the request itself
+        # Replaced, never written to: a step in flight holds the list of its time.
+        self.owners = [SlotOwner(slot) for slot in range(rows)]
 
     def add(self, request: NewRequest) -> None:
         slot, params = request.slot, request.sampling_params
@@ -185,6 +203,14 @@ class HostColumns:
         ]
         if wrong:
             self.errors[slot] = f"Token id {wrong[0]} is not in the vocabulary of {self.vocab_size}."
+
+    def change_owners(self, slots: Sequence[int]) -> list[SlotOwner]:
+        """New ones for `slots`; the old ones, in their order."""
+        left = [self.owners[slot] for slot in slots]
+        self.owners = self.owners.copy()
+        for slot in slots:
+            self.owners[slot] = SlotOwner(slot)
+        return left
 
     def _exists(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size

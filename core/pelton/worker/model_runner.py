@@ -25,12 +25,12 @@ from pelton.config.compilation import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.model.interface import CausalLM
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState
+from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState, SlotOwner
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.kv_pool import KVPool
 from pelton.worker.pending import PendingOutput
 from pelton.worker.readback import HostCopies, HostPool, StepOutput, read_back_all
-from pelton.worker.staging import StagingRing
+from pelton.worker.staging import StagingRing, mask_column, mask_words
 from pelton.worker.step_graphs import LOGITS, StepGraphs
 from pelton.worker.step_ops import FULL, GREEDY, LOGPROBS, MASKED, StepOps
 from pelton.worker.step_plan import StepPlan, plan_drafts, plan_step
@@ -71,7 +71,7 @@ class ModelRunner:
         self._host_pool = HostPool()
         self._sampler = StepSampler(model, state, buffers, self._staging)
         self._pending: Step | None = None
-        self._to_scrub: list[int] = []  # slots; added to by whoever reads results
+        self._to_scrub: list[SlotOwner] = []  # added to by whoever reads results
 
     @property
     def draft_proposer(self) -> WorkerDraftProposer | None:
@@ -156,7 +156,9 @@ class ModelRunner:
         if is_whole and tail is not None:
             return self._decoded(output, started, slots, tail, found)
         plan = plan_step(output, self.state.host)
-        return Step(output, started, plan, self._stage(plan), logits=found[:num_rows], tail=tail, key=key, padded=found)
+        return Step(
+            output, started, plan, self._stage(plan), logits=found[:num_rows], tail=tail, num_padded_rows=len(found)
+        )
 
     def _tail_variant(self, slots: npt.NDArray[np.int64], has_masks: bool) -> str | None:
         """The least variant of the `sample` seam that gives these rows what they ask for; None when none does."""
@@ -187,16 +189,14 @@ class ModelRunner:
 
     def _sample_masked(self, step: Step, masks: GrammarMasks) -> StepOutput:
         """The second graph of a decode step with grammar rows, whose masks are here now."""
-        assert self.graphs is not None and step.key is not None and step.tail is not None
+        assert self.graphs is not None and step.tail is not None
         words, has_mask = self.ops.mask
         slots = step.plan.slots[np.asarray(step.output.grammar_rows)]
-        given = np.frombuffer(masks.bitmask, dtype="<i4").reshape(len(slots), -1)[:, : words.shape[1]]
-        (index,) = self._staging.stage([slots])
-        on_device = torch.from_numpy(given.astype(np.int32)).to(words.device)
-        words[index] = torch.nn.functional.pad(on_device, (0, words.shape[1] - given.shape[1]))
+        index, given = self._staging.stage([slots, mask_column(masks.bitmask, len(slots), words.shape[1])])
+        words[index] = mask_words(given, len(slots), words.shape[1])
         has_mask.zero_()
         has_mask[index] = True
-        result = self.graphs.tail(step.key, step.tail, step.padded)
+        result = self.graphs.tail(step.num_padded_rows, step.tail)
         return self._decoded(step.output, step.started, step.plan.slots, step.tail, result)
 
     # Any other step.
@@ -345,6 +345,7 @@ class ModelRunner:
             num_rows=len(output.slots),
             sample_rows=sample_rows,
             slots=output.slots,
+            owners=self.state.host.owners,
             copies=copies,
             errors={row: errors[slot] for row, slot in enumerate(output.slots) if slot in errors} if errors else {},
             scrub=self._to_scrub.append,
@@ -360,10 +361,10 @@ class ModelRunner:
         return result
 
     def _scrub(self) -> None:
-        """Clean the blocks of rows that failed, before anything of the step that may hand them on."""
-        slots = set[int]()
+        """Clean the blocks of requests that failed, before anything of the step that may hand them on."""
+        owners = set[SlotOwner]()
         while self._to_scrub:  # one by one: who reads results may add to it meanwhile
-            slots.add(self._to_scrub.pop())
-        for slot in slots:
-            for group, table in enumerate(self.state.block_tables):
-                self.pool.scrub(group, torch.unique(table[slot]).long())
+            owners.add(self._to_scrub.pop())
+        for owner in owners:
+            for group, blocks in enumerate(self.state.blocks_of(owner)):
+                self.pool.scrub(group, torch.unique(blocks).long())

@@ -18,7 +18,7 @@ import torch
 from pelton.sampling.logprobs import HostLogprobs
 from pelton.sampling.sampler import ERROR_MESSAGES, NOT_FINITE
 from pelton.scheduler.output import ModelOutput
-from pelton.worker.batch_state import NO_LOGPROBS
+from pelton.worker.batch_state import NO_LOGPROBS, SlotOwner
 from pelton.worker.pending import PendingOutput
 from pelton.worker.step_plan import Ints
 
@@ -106,6 +106,7 @@ class StepOutput(PendingOutput):
     num_rows: int
     sample_rows: Ints  # [r]
     slots: Sequence[int]  # [R]
+    owners: Sequence[SlotOwner]  # by slot, when the step was launched
     # Tokens [r, 1 + K], accepted [r], codes [r], or, plain, tokens and codes [r, 2]; then logprobs, then drafts.
     copies: HostCopies
     is_plain: bool = True
@@ -114,7 +115,7 @@ class StepOutput(PendingOutput):
     num_logprobs: Ints | None = None  # [r]
     first_logprob: Ints | None = None  # [r], into the rows of logprobs
     has_drafts: bool = False
-    scrub: Callable[[int], None] | None = None  # told of each slot whose logits were not finite
+    scrub: Callable[[SlotOwner], None]  # told of each one whose logits were not finite
 
     def ready(self) -> bool:
         return self.copies.ready()
@@ -169,8 +170,8 @@ class StepOutput(PendingOutput):
             self.output.logprobs[row] = logprobs.columns(slice(first, first + count), wanted)
 
     def _is_good(self, row: int, code: int) -> bool:
-        if code == NOT_FINITE and self.scrub is not None:
-            self.scrub(self.slots[row])
+        if code == NOT_FINITE:
+            self.scrub(self.owners[self.slots[row]])
         if code and row not in self.errors:
             self.output.row_errors.append((row, ERROR_MESSAGES[code]))
         return not code and row not in self.errors

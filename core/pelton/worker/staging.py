@@ -71,3 +71,16 @@ def _fill(values: np.ndarray, columns: Sequence[Column]) -> None:
     for column in columns:
         values[start : start + len(column)] = column
         start += len(column)
+
+
+def mask_column(bitmask: bytes, num_masks: int, num_words: int) -> np.ndarray:
+    """Masks over token ids, as `GrammarMasks` has them, as a column: `num_words` int32 of each, two in a number."""
+    given = np.frombuffer(bitmask, dtype="<i4").reshape(num_masks, -1)[:, :num_words]
+    words = np.zeros((num_masks, num_words + num_words % 2), dtype=np.int32)
+    words[:, : given.shape[1]] = given
+    return words.view(np.int64).reshape(-1)
+
+
+def mask_words(column: Tensor, num_masks: int, num_words: int) -> Tensor:
+    """[num_masks, num_words] int32 of such a column on the device; words that the masks did not have are 0."""
+    return column.view(torch.int32).view(num_masks, -1)[:, :num_words]

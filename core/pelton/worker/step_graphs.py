@@ -19,7 +19,7 @@ from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.captures import FullGraphs, PieceGraphs
 from pelton.graphs.dispatcher import GraphDispatcher
-from pelton.graphs.recorder import GraphRecorder
+from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.model.interface import CausalLM
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LOGITS = ""
 """Sampling variant of a decode graph that ends at the logits."""
+_TAIL = "tail of "
+"""Before the variant of a graph that begins there."""
 
 
 class StepGraphs:
@@ -50,6 +52,8 @@ class StepGraphs:
         self.dispatcher = dispatcher
         self.full = FullGraphs(recorder)
         self.pieces = PieceGraphs(recorder)
+        self._recorder = recorder
+        self._room: Graph | None = None
         self._model, self._state, self._buffers = model, state, buffers
         self._backends, self._ops, self._staging = list(backends), ops, staging
         device, most = state.device, max(dispatcher.decode_sizes, default=0)
@@ -60,6 +64,8 @@ class StepGraphs:
             max(self._num_columns * most + num_groups, 2 * most_mixed), dtype=torch.int64, device=device
         )
         self._result = torch.zeros(most, 2, dtype=torch.int32, device=device)
+        self._logits: Tensor | None = None  # [most, V]: where every decode graph that ends at the logits leaves them
+        self._side_version = state.side.layout_version
         self._widths = [table.shape[1] for table in state.block_tables]
         largest = max(*dispatcher.decode_sizes, *dispatcher.mixed_sizes, 0, 0)
         if largest:
@@ -67,11 +73,10 @@ class StepGraphs:
                 backend.reserve(BatchDescriptor(largest, max(most, most_mixed), dispatcher.decode_query_len))
 
     def decode_key(self, num_rows: int, variant: str, *, has_common_prefix: bool = False) -> BatchDescriptor | None:
-        """The key of a decode step with one token a row; None when it is not captured whole. A variant that reads side
-        tables is captured anew when these have moved."""
-        version = self._state.side.layout_version
-        sampling = f"{variant}@{version}" if version and variant not in (LOGITS, GREEDY) else variant
-        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, sampling=sampling)
+        """The key of a decode step with one token a row; None when it is not captured whole."""
+        if self._side_version != self._state.side.layout_version:
+            self._side_tables_moved()
+        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, sampling=self._at_place(variant))
         if mode is not CUDAGraphMode.FULL or key.uniform_query_len != 1:
             return None
         return replace(key, has_common_prefix=True) if has_common_prefix else key
@@ -90,7 +95,8 @@ class StepGraphs:
         appends: Sequence[tuple[int, int, int, list[int]]],
         common_prefix_blocks: Sequence[int] = (),
     ) -> Tensor | None:
-        """Run a decode step of `key`: result [n, 2], or logits [n, V] for the variant LOGITS; rows beyond `slots` are padding.
+        """Run a decode step of `key`: result [n, 2], or logits [n, V] for the variant LOGITS, which stay until the next such
+        step; rows beyond `slots` are padding.
 
         None when more blocks are appended than there is room for: the caller appends them first, and gives none.
         """
@@ -104,18 +110,12 @@ class StepGraphs:
         self._staging.stage_into(self._columns[: values.size], values)
         return self.full.run(CUDAGraphMode.FULL, key, lambda: self._decode(key))
 
-    def tail(self, key: BatchDescriptor, variant: str, logits: Tensor) -> Tensor:
-        """Sample from the logits that `decode` gave for `key`, of variant LOGITS: result [n, 2]."""
-        sampling = self.decode_key(key.num_reqs, variant)
-        assert sampling is not None, "what was captured to its logits can be sampled"
-        outputs = self.full.outputs(key)  # where its replays leave the logits; the first time, they are elsewhere
-        if outputs is None:  # it could not be captured: its logits are somewhere else each time
-            return self._tail(sampling, logits)
-        if outputs.data_ptr() != logits.data_ptr():
-            outputs.copy_(logits)
-        # A graph for each place where logits lie.
-        tail_key = replace(sampling, sampling=f"tail of {sampling.sampling}", has_common_prefix=key.has_common_prefix)
-        return self.full.run(CUDAGraphMode.FULL, tail_key, lambda: self._tail(sampling, outputs))
+    def tail(self, num_rows: int, variant: str) -> Tensor:
+        """Sample from the logits that `decode` left, of `num_rows` with padding: result [n, 2]."""
+        key, logits = self.decode_key(num_rows, variant), self._logits
+        assert key is not None and logits is not None, "a decode step has left its logits"
+        tail_key = replace(key, sampling=_TAIL + key.sampling)
+        return self.full.run(CUDAGraphMode.FULL, tail_key, lambda: self._tail(key, logits[:num_rows]))
 
     def mixed(self, key: BatchDescriptor, slots: npt.NDArray[np.int64], num_scheduled: npt.NDArray[np.int64]) -> Any:
         """Inputs and forward pass of a step of any rows as one graph: what the model's forward returns."""
@@ -130,11 +130,25 @@ class StepGraphs:
         """The model's forward pass, in pieces where `mode` says so."""
         return self.pieces.run(mode, key, self._model.forward, batch)
 
+    def make_room(self, num_bytes: int) -> None:
+        """Let all captures compute in one piece of memory. Without it each that is larger than those before takes another
+        piece of the recorder's pool, and none is given back."""
+        device = self._state.device
+        self._recorder.begin()
+        try:
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)[:1].zero_()
+            self._room = self._recorder.end()
+        except BaseException:
+            self._recorder.abort()
+            raise
+
     def has(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
+        key = replace(key, sampling=self._at_place(key.sampling))
         return key in (self.full if mode is CUDAGraphMode.FULL else self.pieces)
 
     def warm_up(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
-        """Run and capture a step of nothing but padding."""
+        """Run and capture a step of nothing but padding. `key.sampling` is a variant alone."""
+        key = replace(key, sampling=self._at_place(key.sampling))
         nothing = np.zeros(0, dtype=np.int64)
         if mode is CUDAGraphMode.FULL:
             if key.uniform_query_len:
@@ -148,6 +162,24 @@ class StepGraphs:
             num_padded_reqs=1, num_padded_tokens=key.num_tokens,
         )  # fmt: skip
         self.forward(mode, key, self._batch(slots, scheduled, shape, None))
+
+    def _at_place(self, variant: str) -> str:
+        """The variant where the side tables lie now: one that reads them is captured anew when they have moved."""
+        version = self._side_version
+        return f"{variant}@{version}" if version and variant not in (LOGITS, GREEDY) else variant
+
+    def _side_tables_moved(self) -> None:
+        """Free the graphs that read them where they were, once none is running. They move a few times in an engine's life."""
+        self._side_version = self._state.side.layout_version
+        if self._state.device.type != "cpu":
+            done = torch.Event(self._state.device)
+            done.record()
+            done.synchronize()
+        self.full.discard(self._is_out_of_place)
+
+    def _is_out_of_place(self, key: BatchDescriptor) -> bool:
+        sampling = key.sampling.removeprefix(_TAIL)
+        return sampling != self._at_place(sampling.partition("@")[0])
 
     def _decode_columns(
         self, size: int, slots: npt.NDArray[np.int64], appends: Sequence[tuple[int, int, int, list[int]]]
@@ -185,8 +217,14 @@ class StepGraphs:
         hidden = self._model.forward(batch)
         logits = self._model.compute_logits(hidden, self._buffers.token_index[:size])
         if key.sampling == LOGITS:
-            return logits
+            return self._keep(logits)
         return self._tail(key, logits)
+
+    def _keep(self, logits: Tensor) -> Tensor:
+        """A copy where the tail finds them: a graph's own memory is free to the next one, which the tail is."""
+        if self._logits is None:
+            self._logits = logits.new_empty(len(self._result), logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
 
     def _tail(self, key: BatchDescriptor, logits: Tensor) -> Tensor:
         size = key.num_reqs

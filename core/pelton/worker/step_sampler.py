@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pelton.attention.metadata import BatchDescriptor
 from pelton.engine.messages import LogprobColumns
 from pelton.model.interface import CausalLM
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logprobs
@@ -22,7 +21,7 @@ from pelton.sampling.sampler import sample, unpack_bitmask
 from pelton.scheduler.output import GrammarMasks, SchedulerOutput
 from pelton.worker.batch_state import NO_LOGPROBS, BatchState
 from pelton.worker.inputs import InputBuffers
-from pelton.worker.staging import StagingRing
+from pelton.worker.staging import StagingRing, mask_column, mask_words
 from pelton.worker.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ class Step:
     logits: Tensor | None = None  # [n, V]
     prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
     # Of a decode step that a graph has run up to its logits:
-    key: BatchDescriptor | None = None
-    padded: Any = None  # logits of padding rows too
+    num_padded_rows: int = 0
     tail: str | None = None  # variant of the `sample` seam that can finish it
 
 
@@ -150,20 +148,20 @@ class StepSampler:
 
     def _grammar_mask(self, step: Step, masks: GrammarMasks) -> tuple[Tensor, Tensor]:
         plan, total = step.plan, sum(masks.num_masks)
-        words = np.frombuffer(masks.bitmask, dtype="<i4").reshape(total, -1).copy()
+        num_words = -(-self.state.vocab_size // 32)
         is_sampled = np.searchsorted(plan.sample_rows, step.output.grammar_rows)
         rows = [plan.logit_starts[i] + np.arange(count) for i, count in zip(is_sampled, masks.num_masks, strict=True)]
-        allowed = unpack_bitmask(torch.from_numpy(words).to(self.state.device), self.state.vocab_size)
-        return self._index(np.concatenate(rows)), allowed
+        index, given = self._staging.stage([np.concatenate(rows), mask_column(masks.bitmask, total, num_words)])
+        return index, unpack_bitmask(mask_words(given, total, num_words), self.state.vocab_size)
 
     def _verify(self, plan: StepPlan, logit_tokens: Tensor, token_ids: Tensor, codes: Tensor) -> Sampled:
         """Accept drafts while each equals what was sampled in its place: exact in law, and lossless for greedy rows."""
         if not plan.has_drafts:
             return Sampled(token_ids.unsqueeze(-1), torch.zeros_like(token_ids), codes)
         grid, is_draft = plan.draft_grid()
-        index = self._index(grid.ravel()).view(grid.shape)
+        index, drafted = (staged.view(grid.shape) for staged in self._staging.stage([grid.ravel(), is_draft.ravel()]))
         following = self.buffers.input_ids[(logit_tokens + 1).clamp(max=plan.shape.num_padded_tokens - 1)]
-        is_equal = (token_ids == following)[index] & torch.from_numpy(is_draft).to(self.state.device)
+        is_equal = (token_ids == following)[index] & drafted.bool()
         num_accepted = is_equal.long().cumprod(dim=1).sum(dim=1)
         is_taken = torch.arange(grid.shape[1], device=index.device) <= num_accepted.unsqueeze(-1)
         return Sampled(token_ids[index], num_accepted, torch.where(is_taken, codes[index], 0).amax(dim=1))

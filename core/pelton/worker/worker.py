@@ -154,6 +154,8 @@ class DeviceWorker(Worker):
             sizes=self.config.compilation.cudagraph_capture_sizes,
         )  # fmt: skip
         graphs = self.runner.use_graphs(dispatcher, recorder)
+        most_rows = max(dispatcher.decode_sizes, default=0)
+        graphs.make_room(self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows))
         for kind, key in dispatcher.valid_keys():
             variants = (GREEDY, FULL) if key.uniform_query_len else ("",)
             self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
@@ -236,11 +238,14 @@ class DeviceWorker(Worker):
 
     def _estimate_peak_bytes(self) -> int:
         """Logits, probabilities and their float64 sums for every row; hidden states of the largest step."""
+        return self._step_bytes(self.max_num_tokens, self.max_num_seqs, bytes_a_logit=16)
+
+    def _step_bytes(self, num_tokens: int, num_rows: int, *, bytes_a_logit: int = 4) -> int:
+        """About what a step computes in: hidden states of its tokens, logits of its rows."""
         hf, item_bytes = self.build.hf, self.build.dtype.itemsize
         widest = max(hf.get("intermediate_size", 0) * 2, hf.get("hidden_size", 0) * 4)
-        logits_bytes = self.max_num_seqs * self.model_info.vocab_size * 16
-        hidden_bytes: int = self.max_num_tokens * widest * item_bytes * 2
-        return logits_bytes + hidden_bytes
+        hidden_bytes: int = num_tokens * widest * item_bytes * 2
+        return hidden_bytes + num_rows * self.model_info.vocab_size * bytes_a_logit
 
 
 def _watched(

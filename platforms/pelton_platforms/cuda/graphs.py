@@ -13,6 +13,15 @@ from pelton.logging import get_logger
 logger = get_logger(__name__)
 
 
+class _Memory:
+    """Device memory that somebody else owns, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
 class CUDAGraphRecorder(GraphRecorder):
     """All graphs share one pool: what one leaves there is read before the next one runs. Memory of tensors that are dropped
     in a capture is used again by later ones; what the captured call returns and somebody keeps stays."""
@@ -54,3 +63,10 @@ class CUDAGraphRecorder(GraphRecorder):
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             self._pool = torch.cuda.graph_pool_handle()
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return tensor
+        memory = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

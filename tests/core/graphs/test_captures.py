@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from pelton.config.compilation import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs, PieceGraphs
+from pelton.graphs.captures import FullGraphs, PieceGraphs, cutting
 from pelton.graphs.recorder import Graph
 from pelton.testing.graphs import TapeRecorder
 
-NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
+NONE, FULL, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
 def test_wrapper_calls_captures_and_replays() -> None:
@@ -85,10 +91,82 @@ def test_a_recorder_that_fails_is_left_and_records_again(name: str, in_pieces: b
     recorder, values = FailsOnce(name), torch.ones(2)
     if in_pieces:
         pieces = PieceGraphs(recorder)
-        results = [pieces.run(CUDAGraphMode.PIECEWISE, key, lambda _: values + 1, None) for key in (1, 1, 2, 2)]  # type: ignore[arg-type]
+        results = [pieces.run(PIECEWISE, key, lambda _: values + 1, None) for key in (1, 1, 2, 2)]  # type: ignore[arg-type]
     else:
         full = FullGraphs(recorder)
         results = [full.run(FULL, key, lambda: values + 1) for key in (1, 1, 2, 2)]
     assert [result.tolist() for result in results] == [[2.0, 2.0]] * 4
     assert recorder.num_aborts == 1
     assert [tape.num_replays for tape in recorder.tapes] == [1]
+
+
+class BorrowingRecorder(TapeRecorder):
+    """As a device's: what it hands on keeps no memory. Here the tapes keep it, as a device's pool does."""
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+        return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+class DoublingBackend:
+    @staticmethod
+    def forward_qkv(layer: Any, qkv: Tensor, positions: Tensor, metadata: Any, output: Tensor) -> Tensor:
+        return output.copy_(2 * qkv + positions)
+
+
+class TwoLayers:
+    """x -> 2 (x + 1) + p, twice; remembers every tensor that it made."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Tensor]] = []
+        self.layer: Any = SimpleNamespace(group_id=0, backend=DoublingBackend)
+        self.x, self.positions = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+        self.batch: Any = SimpleNamespace(attention=(None,))
+
+    def __call__(self, batch: Any = None) -> tuple[Tensor, None]:
+        hidden = self.x
+        for _ in range(2):
+            qkv, output, cuts = hidden + 1, torch.empty(3), cutting.get()
+            self.made += [weakref.ref(qkv), weakref.ref(output)]
+            if cuts is not None:
+                cuts.cut(self.layer, qkv, self.positions, output)
+            else:
+                self.layer.backend.forward_qkv(self.layer, qkv, self.positions, None, output)
+            hidden = output * 1
+        self.made.append(weakref.ref(hidden))
+        return hidden, None
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_captures_keep_no_memory_of_what_they_hand_on(in_pieces: bool) -> None:
+    """Else every layer's rows, of every size, have memory of their own: gigabytes."""
+    recorder, step = BorrowingRecorder(), TwoLayers()
+    graphs: Any = PieceGraphs(recorder) if in_pieces else FullGraphs(recorder)
+
+    def run() -> Tensor:
+        hidden, nothing = (
+            graphs.run(PIECEWISE, 1, step, step.batch) if in_pieces else graphs.run(FULL, 1, lambda: step())
+        )
+        assert nothing is None
+        return hidden
+
+    for value in (0.0, 1.0, 5.0):
+        step.x.fill_(value)
+        assert torch.equal(run(), 4 * (value + 1) + 3 * step.positions + 2)
+    assert len(recorder.tapes) == (3 if in_pieces else 1) and all(tape.num_replays == 2 for tape in recorder.tapes)
+    for tape in recorder.tapes:
+        tape.ops.clear()  # the pool is gone: who still has one of its tensors owns it
+    assert len(step.made) == 10 and not [tensor for tensor in step.made if tensor() is not None]
+
+
+def test_graphs_that_nobody_will_replay_are_freed() -> None:
+    recorder = TapeRecorder()
+    graphs = FullGraphs(recorder)
+    values = torch.ones(2)
+    for key in ("old", "new"):
+        graphs.run(FULL, key, lambda: values + 1)
+    old, new = (weakref.ref(tape) for tape in recorder.tapes)
+    recorder.tapes.clear()
+    graphs.discard(lambda key: key == "old")
+    assert old() is None and new() is not None
+    assert "old" not in graphs and graphs.run(FULL, "new", lambda: values).tolist() == [2.0, 2.0]

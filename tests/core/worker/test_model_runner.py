@@ -15,6 +15,7 @@ from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.kv_transfer.interface import WorkerConnector
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.testing.graphs import TapeRecorder
+from pelton.worker.staging import StagingRing
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 
@@ -200,6 +201,25 @@ def test_blocks_of_a_nan_row_are_finite_afterwards():
     assert all(bool(layer.v_cache.isfinite().all()) for layer in driver.runner.pool.layers)
 
 
+@pytest.mark.parametrize("block_sizes", [(4,), (4, 8)])
+def test_blocks_of_a_nan_row_are_mended_though_another_request_has_its_slot(block_sizes, monkeypatch):
+    """The result is read after the request was aborted, and its slot given away."""
+    driver = Driver(make_runner(block_sizes=block_sizes, num_blocks=16))
+    runner = driver.runner
+    runner.model.poison = {39}
+    monkeypatch.setattr(runner, "_given", lambda launched: launched)  # as on a device: results are read later
+    bad = driver.add(1, [39, 4, 5, 6, 7])
+    first = runner.execute(driver.plan([(bad, 5)]))
+    for layer in runner.pool.layers:
+        layer.v_cache[runner.state.block_tables[layer.group][1].long().unique()] = torch.nan
+    other = driver.add(1, PROMPTS[1])
+    second = runner.execute(driver.plan([(other, 2)]))
+    assert "not finite" in first.result().row_errors[0][1]
+    runner.execute(SchedulerOutput(step_id=9))
+    assert all(bool(layer.v_cache.isfinite().all()) for layer in runner.pool.layers)
+    assert second.result().token_ids == [oracle_greedy(PROMPTS[1], 1)]
+
+
 def test_token_outside_the_vocabulary_fails_its_row_only(driver):
     good, bad = driver.add(0, PROMPTS[2]), driver.add(1, [4, VOCAB + 7])
     driver.step([(good, 9), (bad, 2)])
@@ -244,6 +264,24 @@ def test_grammar_step_waits_for_its_masks(driver):
     logits = oracle_logits(PROMPTS[1])
     assert result.token_ids[0] == [max(allowed, key=lambda t: float(logits[t]))]
     assert result.token_ids[1] == oracle_greedy(PROMPTS[2], 1)
+
+
+def test_masks_travel_with_the_steps_columns(driver, monkeypatch):
+    """From pinned memory: a copy from anywhere else waits for all that the device has to do, the forward pass first."""
+    free, bound = driver.add(0, PROMPTS[2]), driver.add(1, PROMPTS[1])
+    rows = [(bound, 2), (free, 9)]
+    staged, stage = [], StagingRing.stage
+    monkeypatch.setattr(StagingRing, "stage", lambda ring, columns: staged.extend(columns) or stage(ring, columns))
+    for _ in range(2):  # a step with prompts, then one of decodes
+        output = driver.plan(rows, grammar_rows=[0])
+        assert driver.runner.execute(output) is None
+        staged.clear()
+        result = driver.runner.sample(GrammarMasks(step_id=output.step_id, bitmask=bits([[3, 33]]), num_masks=[1]))
+        driver.take(rows, None, result)
+        rows = [(bound, 1), (free, 1)]
+        words = np.frombuffer(bits([[3, 33]]), dtype=np.int64)
+        assert any(np.array_equal(column, words) for column in staged)
+    assert all(token in (3, 33) for token in bound.output) and free.output == oracle_greedy(PROMPTS[2], 2)
 
 
 def test_grammar_that_allows_nothing_is_an_error_of_its_row(driver):

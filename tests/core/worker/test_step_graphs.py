@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from pelton.config import CUDAGraphMode
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.scheduler.output import GrammarMasks, SchedulerOutput
 from pelton.testing.graphs import TapeRecorder
+from pelton.worker.step_graphs import LOGITS
 
 PROMPTS = [[7, 9], [3, 1, 4, 1, 5]]
 EVERY_TOKEN = np.packbits(np.arange(64) < VOCAB, bitorder="little").tobytes()
@@ -40,13 +42,30 @@ def decode_with_masks(driver: Driver, requests: list[Running], **extra: object) 
     driver.take(rows, None, result)
 
 
-def test_graphs_with_and_without_a_common_prefix_each_have_their_own_tail(driver, monkeypatch):
-    """Their logits lie at two addresses."""
+def test_graphs_with_and_without_a_common_prefix_share_their_tail(driver, monkeypatch):
     monkeypatch.setattr(driver.runner.graphs, "uses_common_prefix", lambda num_rows, blocks: True)
     requests = prefill(driver)
     for prefix in ([0], [0], [], [], [0], []):
         decode_with_masks(driver, requests, common_prefix_blocks=prefix)
     assert [request.output for request in requests] == [oracle_greedy(prompt, 7) for prompt in PROMPTS]
+
+
+def test_all_graphs_that_end_at_logits_leave_them_in_one_place(driver):
+    """A row of logits is 600 KB with a large vocabulary: a copy for each size would be gigabytes."""
+    requests, places = prefill(driver), set()
+    execute = driver.runner.execute
+
+    def look(output: SchedulerOutput) -> object:
+        result = execute(output)
+        if result is None:
+            places.add(driver.runner._pending.logits.data_ptr())
+        return result
+
+    driver.runner.execute = look
+    for count in (1, 2, 2, 1):
+        decode_with_masks(driver, requests[:count])
+    assert len(places) == 1
+    assert [request.output for request in requests] == [oracle_greedy(PROMPTS[0], 5), oracle_greedy(PROMPTS[1], 3)]
 
 
 def test_logits_that_could_not_be_captured_are_sampled_without_a_graph(driver, monkeypatch):
@@ -63,6 +82,25 @@ def test_logits_that_could_not_be_captured_are_sampled_without_a_graph(driver, m
     for _ in range(3):
         decode_with_masks(driver, requests)
     assert [request.output for request in requests] == [oracle_greedy(prompt, 4) for prompt in PROMPTS]
+
+
+def test_graphs_of_side_tables_that_moved_are_freed(driver):
+    requests = [driver.add(slot, prompt, side_slot=slot, repetition_penalty=1.1) for slot, prompt in enumerate(PROMPTS)]
+    driver.step([(request, len(request.token_ids)) for request in requests])
+    driver.decode(requests, 2)
+    decode_with_masks(driver, requests)
+    graphs = driver.runner.graphs
+    old = {key for key in graphs.full._captured if key.sampling != LOGITS}
+    assert {key.sampling for key in old} == {"full", "tail of masked+full"}
+    late = driver.add(2, PROMPTS[0], side_slot=2)
+    late.bad_words = [[1] * 20]
+    driver.step([(late, 2)])
+    driver.decode(requests, 2)
+    decode_with_masks(driver, requests)
+    assert not old & set(graphs.full._captured)
+    assert {key.sampling for key in graphs.full._captured} == {"full@1", LOGITS, "tail of masked+full@1"}
+    graphs.warm_up(CUDAGraphMode.FULL, replace(next(iter(old)), num_tokens=8, num_reqs=8, sampling="full"))
+    assert {key.sampling for key in graphs.full._captured if key.num_reqs == 8} == {"full@1"}
 
 
 def new_request(driver: Driver, slot: int, side_slots: list[int], chooser: random.Random) -> Running:

@@ -206,6 +206,56 @@ def test_work_goes_to_a_stream_of_its_own(real):
 
 
 @pytest.mark.gpu
+def test_what_captures_hand_on_keeps_no_memory(real):
+    """Three layers of two sizes, cut at attention: all their rows lie in the memory of the largest."""
+    recorder, x = real.graph_recorder(), torch.ones(4 * 2**20, device="cuda")
+    graphs, kept = [], []
+    held = torch.cuda.memory_allocated()
+    for size in (2**20, 4 * 2**20):
+        hidden = x[:size]
+        for _ in range(3):
+            recorder.begin()
+            rows = hidden + 1
+            graphs.append(recorder.end())
+            assert rows.stride() == (1,)
+            kept.append(recorder.unowned(rows))
+            hidden = rows
+        del rows, hidden
+    assert torch.cuda.memory_allocated() == held  # all of it is free for the next capture
+    assert len({tensor.data_ptr() for tensor in kept}) < 6
+    for value in (0.0, 5.0):
+        x.fill_(value)
+        for index, (graph, tensor) in enumerate(zip(graphs, kept, strict=True)):
+            graph.replay()
+            assert bool((tensor == value + index % 3 + 1).all())
+    strided = torch.arange(24, dtype=torch.bfloat16, device="cuda").view(4, 6)[1:, ::2]
+    assert torch.equal(recorder.unowned(strided), strided)
+    assert recorder.unowned(strided).stride() == (6, 2) and recorder.unowned(x[:0]).shape == (0,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_room", [False, True])
+def test_captures_of_growing_steps_share_the_room_that_was_made(real, has_room):
+    recorder, graphs = real.graph_recorder(), []
+
+    def capture(num_bytes):
+        recorder.begin()
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        memory[:1].zero_()
+        del memory
+        graphs.append(recorder.end())
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    if has_room:
+        capture(320 * 2**20)
+    for size in (20, 40, 80, 160, 320):
+        capture(size * 2**20)
+    taken = (torch.cuda.memory_reserved() - before) // 2**20
+    assert taken <= 324 if has_room else taken >= 600
+
+
+@pytest.mark.gpu
 def test_a_capture_that_fails_leaves_the_next_one_well(real):
     x = torch.ones(8, device="cuda")
     recorder = real.graph_recorder()
