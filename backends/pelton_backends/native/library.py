@@ -53,7 +53,7 @@ class Linear(Structure):
         ("in_features", c_int64), ("out_features", c_int64), ("output_stride", c_int64),
         ("eps", c_float), ("post_eps", c_float), ("soft_cap", c_float),
         ("unit_offset", c_int32), ("post_unit_offset", c_int32), ("activation", c_int32), ("is_logits", c_int32),
-        ("dtype", c_int32),
+        ("dtype", c_int32), ("is_packed", c_int32),
     )  # fmt: skip
 
 
@@ -72,13 +72,13 @@ class Kernels:
             library.pelton_rope_attend, c_int, POINTER(Rope), POINTER(Attention), POINTER(Written), POINTER(Step),
             c_void_p, c_void_p,
         )  # fmt: skip
-        self.linear_row = _typed(
-            library.pelton_linear_row, None, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p
+        self.linear = _typed(
+            library.pelton_linear, c_int, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
         )
         self.prepare = _typed(
             library.pelton_prepare, None, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64
         )
-        self.linear_rows = _typed(library.pelton_linear_rows, c_int, POINTER(Linear), c_void_p, c_int64, c_void_p)
+        self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
         self._isa = _typed(library.pelton_isa, c_int)
         self._force_isa = _typed(library.pelton_force_isa, c_int, c_int)
 

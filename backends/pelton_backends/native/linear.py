@@ -1,6 +1,7 @@
 """The seams around products in C: one row, or (bfloat16 on AVX-512) any number; what is left goes to torch.
 
-Weights are read where they lie, [out, in]: no packed copy is kept, and a tied head is as good as any matrix.
+There a weight that no other op reads is brought into the kernels' order once it is loaded, in its own memory; a tied head
+stays as it is. Elsewhere weights are read where they lie, [out, in].
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pelton.errors import EngineError
 from pelton.ops import reference
 from pelton.ops.interface import (
     AddNormGatedLinear,
@@ -64,10 +66,10 @@ class _Product:
         soft_cap: float | None = None,
     ) -> None:
         kernels = library.kernels()
-        self.run_row, self.run_rows, self.prepare = kernels.linear_row, kernels.linear_rows, kernels.prepare
-        self.weights, self.activation, self.has_norm = weights, activation, norm is not None
+        self.run, self.prepare, self.pack = kernels.linear, kernels.prepare, kernels.pack
+        self.weights, self.activation = weights, activation
         self.num_columns = weights.spec.out_features // (2 if activation else 1)
-        self.dtype, self.result_dtype = getattr(torch, dtype), torch.float32 if is_logits else getattr(torch, dtype)
+        self.result_dtype = torch.float32 if is_logits else getattr(torch, dtype)
         # Other CPUs and dtypes: oneDNN and MKL are better than plain C.
         self.has_rows = kernels.isa == "avx512" and dtype == "bfloat16" and weights.spec.in_features % 2 == 0
         self.kept = (norm, post_norm)  # the struct has their addresses
@@ -77,21 +79,33 @@ class _Product:
             weights.spec.in_features, weights.spec.out_features, self.num_columns,
             norm[0].eps if norm else 0.0, post_norm[0].eps if post_norm else 0.0, soft_cap or 0.0,
             bool(norm and norm[0].unit_offset), bool(post_norm and post_norm[0].unit_offset),
-            ACTIVATIONS[activation] if activation else NO_ACTIVATION, is_logits, DTYPES[dtype],
+            ACTIVATIONS[activation] if activation else NO_ACTIVATION, is_logits, DTYPES[dtype], False,
         )  # fmt: skip
         self.struct = byref(self.op)
 
-    def row(self, hidden: Tensor, residual: Tensor | None, residual_out: int | None) -> Tensor:
-        """Of one row; addresses may be equal."""
-        output = torch.empty(1, self.num_columns, dtype=self.result_dtype)
-        self.run_row(
+    def weights_loaded(self) -> None:
+        """From here on only the kernels can read the weight, where they have an order of their own for it."""
+        if not self.op.is_packed and not self.weights.is_shared:
+            self.op.is_packed = not self.pack(self.struct, self.op.weight)
+
+    def result(
+        self, hidden: Tensor, residual: Tensor | None, residual_out: int | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Of the kernels' product, with all that belongs to it: of all rows, or of `rows`; residual' goes to an address."""
+        num_rows = hidden.shape[0] if rows is None else rows.shape[0]
+        output = torch.empty(num_rows, self.num_columns, dtype=self.result_dtype)
+        failed = self.run(
             self.struct, hidden.data_ptr(), None if residual is None else residual.data_ptr(), residual_out,
-            output.data_ptr(),
+            None if rows is None else rows.data_ptr(), num_rows, output.data_ptr(),
         )  # fmt: skip
+        if failed:
+            raise EngineError(
+                f"A product of {num_rows} rows found no memory for its scratch space. Give the process more memory."
+            )
         return output
 
     def normed(self, hidden: Tensor, residual: Tensor | None, residual_out: int | None, rows: Tensor | None) -> Tensor:
-        """norm(residual') of all rows, or of `rows`; residual' goes to an address."""
+        """What a product by torch reads."""
         num_rows = hidden.shape[0] if rows is None else rows.shape[0]
         x = torch.empty(num_rows, hidden.shape[1], dtype=hidden.dtype)
         self.prepare(
@@ -100,24 +114,39 @@ class _Product:
         )  # fmt: skip
         return x
 
-    def product(self, x: Tensor) -> Tensor:
-        """Of any number of rows that have their norm behind them."""
-        num_rows = x.shape[0]
-        if self.has_rows and num_rows > 1:
-            output = torch.empty(num_rows, self.num_columns, dtype=self.result_dtype)
-            if not self.run_rows(self.struct, x.data_ptr(), num_rows, output.data_ptr()):
-                return output
-        result = reference.linear(x, self.weights)
-        return result if self.activation is None else reference.gated(result, self.activation)
 
-    def add_norm(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+class _AddNormProduct(_Product):
+    def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(product, residual'): residual' takes the memory of `residual`, or of `hidden` before the first layer."""
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
         total = hidden if residual is None else residual
-        if hidden.shape[0] == 1:
-            return self.row(hidden, residual, total.data_ptr()), total
-        return self.product(self.normed(hidden, residual, total.data_ptr(), None)), total
+        if self.has_rows or hidden.shape[0] == 1:
+            return self.result(hidden, residual, total.data_ptr()), total
+        product = reference.linear(self.normed(hidden, residual, total.data_ptr(), None), self.weights)
+        return product if self.activation is None else reference.gated(product, self.activation), total
+
+
+class _PlainProduct(_Product):
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.has_rows or x.shape[0] == 1:
+            return self.result(x.contiguous(), None, None)
+        return reference.linear(x, self.weights)
+
+
+class _Logits(_Product):
+    def __init__(self, vocab_size: int, soft_cap: float | None, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named, is_logits=True, soft_cap=soft_cap)
+        self.vocab_size, self.soft_cap = vocab_size, soft_cap
+
+    def __call__(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        hidden, residual = hidden.contiguous(), None if residual is None else residual.contiguous()
+        rows = rows.contiguous()
+        if self.has_rows or rows.shape[0] == 1:
+            return self.result(hidden, residual, None, rows)[:, : self.vocab_size]
+        x = self.normed(hidden, residual, None, rows)
+        logits = reference.linear(x, self.weights)[:, : self.vocab_size].float()
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
 
 class NativeAddNormLinear:
@@ -127,9 +156,9 @@ class NativeAddNormLinear:
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        return _Product(
+        return _AddNormProduct(
             needs.dtype, tensors.linear, (needs.norm, tensors.norm), _pair(needs.post_norm, tensors.post_norm)
-        ).add_norm
+        )
 
 
 class NativeAddNormGatedLinear:
@@ -139,10 +168,10 @@ class NativeAddNormGatedLinear:
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        return _Product(
+        return _AddNormProduct(
             needs.dtype, tensors.linear, (needs.norm, tensors.norm), _pair(needs.post_norm, tensors.post_norm),
             needs.activation,
-        ).add_norm  # fmt: skip
+        )  # fmt: skip
 
 
 class NativeLinear:
@@ -152,13 +181,7 @@ class NativeLinear:
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        bound = _Product(needs.dtype, tensors.linear)
-
-        def linear(x: Tensor) -> Tensor:
-            x = x.contiguous()
-            return bound.row(x, None, None) if x.shape[0] == 1 else bound.product(x)
-
-        return linear
+        return _PlainProduct(needs.dtype, tensors.linear)
 
 
 class NativeAddNormLogits:
@@ -168,25 +191,10 @@ class NativeAddNormLogits:
 
     @staticmethod
     def bind(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:
-        bound = _Product(
-            needs.dtype, tensors.linear, (needs.norm, tensors.norm), _pair(needs.post_norm, tensors.post_norm),
-            is_logits=True, soft_cap=needs.soft_cap,
+        return _Logits(
+            needs.vocab_size, needs.soft_cap, needs.dtype, tensors.linear, (needs.norm, tensors.norm),
+            _pair(needs.post_norm, tensors.post_norm),
         )  # fmt: skip
-        vocab_size, soft_cap = needs.vocab_size, needs.soft_cap
-
-        def add_norm_logits(hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
-            hidden, residual = hidden.contiguous(), None if residual is None else residual.contiguous()
-            if rows.shape[0] == 1:
-                row = int(rows[0])
-                logits = bound.row(hidden[row], None if residual is None else residual[row], None)
-                return logits[:, :vocab_size]
-            x = bound.normed(hidden, residual, None, rows.contiguous())
-            if bound.has_rows and rows.shape[0] > 1:
-                return bound.product(x)[:, :vocab_size]
-            logits = reference.linear(x, tensors.linear)[:, :vocab_size].float()
-            return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
-
-        return add_norm_logits
 
 
 def _pair(spec: NormSpec | None, weight: Tensor | None) -> tuple[NormSpec, Tensor] | None:

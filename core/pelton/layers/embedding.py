@@ -90,7 +90,8 @@ class LMHead(nn.Module):
             post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
         )  # fmt: skip
         tensors = AddNormLogitsTensors(
-            norm.weight, LinearWeights(spec, {"weight": matrix.weight}), post_norm.weight if post_norm else None,
+            norm.weight, LinearWeights(spec, {"weight": matrix.weight}, is_shared=tied),
+            post_norm.weight if post_norm else None,
             config.all_reduce(hidden_size), parallel.all_gather if parallel.size > 1 else None,
         )  # fmt: skip
         self.add_norm_logits: AddNormLogits = config.ops.bind("add_norm_logits", needs, tensors)

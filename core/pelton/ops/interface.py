@@ -36,7 +36,7 @@ class OpImplementation(Protocol):
 
     Optional: `token_range(needs) -> (least, most or None)`, when it serves only some batch sizes; the next fitting
     entry serves the others. A bound callable may have `weights_loaded()`: called once when the weights are in place,
-    for packing them.
+    for packing them; those of a `LinearWeights` that is not shared it may overwrite with an order of its own.
     """
 
     def unsupported(self, needs: Any) -> list[str]:
@@ -77,6 +77,7 @@ class LinearWeights:
     spec: LinearSpec
     tensors: Mapping[str, Tensor]  # plain: {"weight": [out, in]}
     bias: Tensor | None = None  # [out]
+    is_shared: bool = False  # others read the tensors too (a tied embedding, an op for other batch sizes)
 
 
 class AllReduce(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 
 from pelton.entries import OpEntry
 from pelton.errors import ConfigError, PluginError
-from pelton.ops.interface import SEAMS, OpImplementation
+from pelton.ops.interface import SEAMS, LinearWeights, OpImplementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class OpSelector:
             tried = "; ".join(f"{name}: {why}" for name, why in refused) or "none is offered"
             partly = f" {', '.join(names)} fit for some batch sizes only." if names else ""
             raise ConfigError(f"No op for seam {seam!r} fits {needs}. Tried: {tried}.{partly}")
+        if len(parts) > 1 and isinstance(weights := getattr(tensors, "linear", None), LinearWeights):
+            weights.is_shared = True
         choice = OpChoice(seam, needs, tuple(names), tuple(refused))
         if choice not in self.choices:
             self.choices.append(choice)

@@ -1,5 +1,7 @@
 """The C products against a float64 oracle with the reference's roundings, by each instruction set that this CPU has."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pelton_linear_oracle import check, make_case
@@ -8,11 +10,14 @@ from pelton.ops.interface import (
     AddNormLinearNeeds,
     AddNormLogitsNeeds,
     AddNormLogitsTensors,
+    LinearNeeds,
     LinearSpec,
+    LinearTensors,
     LinearWeights,
     NormSpec,
 )
 from pelton.ops.reference import ReferenceAddNormLogits
+from pelton_backends.native import library
 from pelton_backends.native.linear import (
     NativeAddNormGatedLinear,
     NativeAddNormLinear,
@@ -20,16 +25,62 @@ from pelton_backends.native.linear import (
     NativeLinear,
 )
 
+
+class Loaded:
+    """An implementation whose ops are told that their weights, copies of the case's, are in place."""
+
+    def __init__(self, implementation):
+        self.unsupported = implementation.unsupported
+        self.implementation = implementation
+
+    def bind(self, needs, tensors):
+        copies = {name: tensor.clone() for name, tensor in tensors.linear.tensors.items()}
+        op = self.implementation.bind(needs, replace(tensors, linear=replace(tensors.linear, tensors=copies)))
+        op.weights_loaded()
+        return op
+
+
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
 SHAPES = [(64, 96), (66, 10), (130, 33), (576, 960), (7, 5)]  # in, out
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 13, 65])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 13, 65])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_add_norm_linear(isa, dtype, num_rows, shape):
-    check(make_case(num_rows, *shape, dtype, CPU), NativeAddNormLinear)
+@pytest.mark.parametrize("form", [NativeAddNormLinear, Loaded(NativeAddNormLinear)], ids=["plain", "loaded"])
+def test_add_norm_linear(isa, dtype, num_rows, shape, form):
+    check(make_case(num_rows, *shape, dtype, CPU), form)
+
+
+@pytest.mark.parametrize("num_rows", range(1, 27))
+def test_every_number_of_rows_in_a_block(num_rows):
+    check(make_case(num_rows, 70, 64, torch.bfloat16, CPU), Loaded(NativeAddNormLinear))
+    check(make_case(num_rows, 70, 64, torch.bfloat16, CPU, norm=False), Loaded(NativeLinear))
+    check(make_case(num_rows, 70, 37, torch.bfloat16, CPU), NativeAddNormLinear)
+
+
+def test_more_rows_than_meet_a_panel_at_once():
+    """The packed rows of a task have half a MiB."""
+    check(make_case(300, 1536, 96, torch.bfloat16, CPU, norm=False), Loaded(NativeLinear))
+    check(make_case(300, 1536, 40, torch.bfloat16, CPU, norm=False), NativeLinear)
+
+
+def test_a_loaded_weight_keeps_its_memory_and_a_shared_one_its_order():
+    spec, kernels = LinearSpec(in_features=64, out_features=96), library.kernels()
+    weight = torch.randn(96, 64).to(torch.bfloat16)
+    for is_shared in (True, False):
+        given = weight.clone()
+        weights = LinearWeights(spec, {"weight": given}, is_shared=is_shared)
+        op = NativeLinear.bind(LinearNeeds(dtype="bfloat16", linear=spec), LinearTensors(weights))
+        x = torch.randn(3, 64).to(torch.bfloat16)
+        before = op(x)
+        op.weights_loaded()
+        op.weights_loaded()  # once is enough
+        assert torch.equal(op(x), before) or not is_shared
+        torch.testing.assert_close(op(x), before, atol=2e-2, rtol=2e-2)
+        assert torch.equal(given, weight) == (is_shared or kernels.isa != "avx512")
+        assert torch.equal(given.flatten().sort().values, weight.flatten().sort().values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,33 +100,37 @@ def test_add_norm_linear_in_every_form(isa, dtype, num_rows, changes):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_add_norm_gated_linear(isa, dtype, num_rows, activation):
     for half in (8, 19, 160):
-        check(
-            make_case(num_rows, 64, 2 * half, dtype, CPU, activation=activation, bias=half == 19),
-            NativeAddNormGatedLinear,
-        )
+        for bias in (False, True):
+            case = make_case(num_rows, 64, 2 * half, dtype, CPU, activation=activation, bias=bias)
+            check(case, NativeAddNormGatedLinear)
+            check(case, Loaded(NativeAddNormGatedLinear))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 12, 300])
 def test_linear(isa, dtype, num_rows):
     for bias in (False, True):
-        check(make_case(num_rows, 98, 70, dtype, CPU, norm=False, bias=bias, row_gap=2), NativeLinear)
+        for out_features in (70, 96):
+            case = make_case(num_rows, 98, out_features, dtype, CPU, norm=False, bias=bias, row_gap=2)
+            check(case, NativeLinear)
+            check(case, Loaded(NativeLinear))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [[], [3], [0, 4, 2]], ids=str)
+@pytest.mark.parametrize("rows", [[], [3], [0, 4, 2], [4, 4, 1, 0, 2, 3, 3]], ids=str)
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
-def test_add_norm_logits_equal_the_reference(isa, dtype, rows, soft_cap):
-    case = make_case(5, 64, 75, dtype, CPU)
-    spec = LinearSpec(in_features=64, out_features=75)
+@pytest.mark.parametrize("num_columns", [75, 96])
+def test_add_norm_logits_equal_the_reference(isa, dtype, rows, soft_cap, num_columns):
+    case = make_case(5, 64, num_columns, dtype, CPU)
+    spec = LinearSpec(in_features=64, out_features=num_columns)
     needs = AddNormLogitsNeeds(
         dtype=str(dtype).removeprefix("torch."), norm=case.norm_spec, linear=spec, vocab_size=73, soft_cap=soft_cap
     )
     tensors = AddNormLogitsTensors(case.norm, LinearWeights(spec, {"weight": case.weight}))
     before = case.hidden.clone(), case.residual.clone()
     index = torch.tensor(rows, dtype=torch.int64)
-    got = NativeAddNormLogits.bind(needs, tensors)(case.hidden, case.residual, index)
     want = ReferenceAddNormLogits.bind(needs, tensors)(case.hidden, case.residual, index)
+    got = Loaded(NativeAddNormLogits).bind(needs, tensors)(case.hidden, case.residual, index)
     assert got.dtype == torch.float32 and torch.equal(case.hidden, before[0]) and torch.equal(case.residual, before[1])
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)

@@ -77,6 +77,16 @@ def test_batch_sizes_that_the_best_does_not_serve_go_to_the_next():
     assert selector.choices[0].names == ("few", "many", "plain")
 
 
+def test_weights_that_several_ops_read_are_shared():
+    for entries, is_shared in (
+        ([entry("few", 90, token_range=(1, 16)), entry("plain", 10)], True),
+        ([entry("fused", 90), entry("plain", 10)], False),
+    ):
+        weights = LinearWeights(NEEDS.linear, {"weight": torch.eye(2)})
+        OpSelector(entries).bind("linear", NEEDS, LinearTensors(weights))
+        assert weights.is_shared == is_shared
+
+
 def test_an_op_for_all_sizes_is_called_without_a_wrapper():
     op = OpSelector([entry("fused", 90), entry("plain", 10)]).bind("linear", NEEDS, TENSORS)
     assert type(op).__name__ == "Bound"

@@ -11,13 +11,47 @@
 enum { ACTIVATION_NONE = -1, ACTIVATION_SILU = 0, ACTIVATION_GELU = 1, ACTIVATION_GELU_TANH = 2 };
 
 struct linear {
-    const void *weight;                 /* [out_features, in_features] */
+    const void *weight;                 /* [out_features, in_features], or panels where is_packed (linear_avx512.c) */
     const void *bias;                   /* [out_features] or NULL */
     const void *norm, *post_norm;       /* [in_features] or NULL */
     int64_t in_features, out_features;  /* with an activation: gate rows, then up rows */
     int64_t output_stride;              /* numbers between rows of the output */
     float eps, post_eps, soft_cap;      /* soft_cap 0: none */
-    int32_t unit_offset, post_unit_offset, activation, is_logits, dtype;
+    int32_t unit_offset, post_unit_offset, activation, is_logits, dtype, is_packed;
 };
+
+/* Rows of one call. Row i of a product reads row rows[i] of hidden and residual, row i where rows is NULL. */
+struct rows {
+    const void *hidden, *residual; /* [*, in_features]; residual may be NULL */
+    void *residual_out;            /* NULL, or where residual' goes: may be hidden or residual */
+    const int64_t *rows;           /* only with a norm */
+    int64_t num_rows;
+};
+
+enum { LINEAR_DONE = 0, LINEAR_NO_MEMORY = 1, LINEAR_ONE_ROW_ONLY = 2 };
+
+/* bfloat16 on AVX-512, in_features even, any number of rows; nonzero: out of memory. And residual and norm of one row. */
+int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output);
+void pelton_prepare_avx512(const struct linear *op, const struct rows *in, int64_t row, void *x);
+
+INLINE int64_t num_columns(const struct linear *op) {
+    return op->activation == ACTIVATION_NONE ? op->out_features : op->out_features / 2;
+}
+
+INLINE int num_threads(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
+INLINE int this_thread(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
 
 #endif

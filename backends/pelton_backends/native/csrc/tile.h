@@ -165,7 +165,7 @@ TARGET_AVX512 INLINE void avx512_block(const bf16 *a, int64_t lda, const bf16 *p
 }
 
 /* k even: a row of A is read in pairs. */
-TARGET_AVX512 static __attribute__((noinline)) void avx512_multiply(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t m,
+TARGET_AVX512 static __attribute__((noinline, unused)) void avx512_multiply(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t m,
                                           int64_t k) {
     int64_t row = 0;
     for (; row + 12 <= m; row += 12)

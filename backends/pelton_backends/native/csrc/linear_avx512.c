@@ -1,0 +1,402 @@
+/* Products of bfloat16 on AVX-512, any number of rows.
+
+   The weight is read as panels: PANEL of its rows (with an activation: 16 of the gate and the 16 of up that belong to them) as
+   [in / 2][PANEL][2], so that vdpbf16ps adds two products of 16 columns and one row at once. `pelton_pack` brings a weight into
+   that order in its own memory; one that others read too (a tied head) is packed a panel at a time as it is read.
+
+   Rows of the input go in blocks of BLOCK, as [in / 2][rows of the block][2]: 24 of 32 registers are sums, two a panel's
+   vectors, and every operand is read in one stream. Threads first norm and pack rows, then take panels, each from its own share
+   while there are any, then from the others': a core that is held up holds nobody up. */
+#include "seam.h"
+
+#if PELTON_X86
+
+#include <stdatomic.h>
+
+enum {
+    BLOCK = 12,
+    DOT_ROWS = 4,              /* of a plain weight: more rows are worth packing it */
+    GROUP_BYTES = 512 << 10,   /* packed rows that panels are multiplied with before others: half of an L2 cache */
+    FETCH_BYTES = 4 << 10,     /* ahead in a weight, where one block of rows is all that a panel is read for */
+};
+
+/* ---- panels ---- */
+
+struct shape {
+    int64_t k, width, columns, num_panels; /* width: columns of the output in a panel */
+};
+
+INLINE struct shape shape_of(const struct linear *op) {
+    int64_t width = op->activation == ACTIVATION_NONE ? PANEL : PANEL / 2, columns = num_columns(op);
+    return (struct shape){op->in_features, width, columns, (columns + width - 1) / width};
+}
+
+/* Panel `index` of a weight [out, in]. */
+TARGET_AVX512 static void pack_panel(const struct shape *shape, const bf16 *weight, int64_t index, bf16 *panel) {
+    int64_t first = index * shape->width, count = least(shape->width, shape->columns - first);
+    const void *rows[PANEL];
+    for (int64_t i = 0; i < PANEL; i++) {
+        int64_t column = first + least(i % shape->width, count - 1);
+        rows[i] = weight + (i < shape->width ? column : shape->columns + column) * shape->k;
+    }
+    avx512_pack_rows(rows, shape->k, panel);
+}
+
+/* Bring a weight into panels, in its own memory. 0: done; 1: it stays as it is, for want of memory or for its shape. */
+EXPORT int pelton_pack(const struct linear *op, bf16 *weight) {
+    struct shape shape = shape_of(op);
+    if (pelton_isa() != ISA_AVX512 || op->dtype != DTYPE_BF16 || shape.columns % shape.width || shape.k % 2 ||
+        (uintptr_t)weight % 64)
+        return 1;
+    size_t bytes = (size_t)(op->out_features * shape.k) * sizeof(bf16);
+    bf16 *plain = malloc(bytes);
+    if (plain == NULL)
+        return 1;
+    memcpy(plain, weight, bytes);
+#pragma omp parallel for schedule(static)
+    for (int64_t index = 0; index < shape.num_panels; index++)
+        pack_panel(&shape, plain, index, weight + index * PANEL * shape.k);
+    free(plain);
+    return 0;
+}
+
+/* ---- a block of rows times a panel ---- */
+
+/* a [pairs][M][2] times panel [pairs][PANEL][2] -> sums [M][PANEL]. Reads `fetch` into the L2 cache, `step` bytes a pair. */
+TARGET_AVX512 INLINE void block(const uint32_t *a, const bf16 *panel, int64_t pairs, float *sums, const char *fetch,
+                                int64_t step, int M) {
+    __m512 low[BLOCK], high[BLOCK];
+#pragma GCC unroll 12
+    for (int row = 0; row < M; row++)
+        low[row] = high[row] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < pairs; i++) {
+        __m512bh left = (__m512bh)_mm512_load_si512(panel), right = (__m512bh)_mm512_load_si512(panel + PANEL);
+        _mm_prefetch(fetch, _MM_HINT_T1);
+        _mm_prefetch(fetch + 64, _MM_HINT_T1);
+#pragma GCC unroll 12
+        for (int row = 0; row < M; row++) {
+            __m512bh factor = (__m512bh)_mm512_set1_epi32((int)a[row]);
+            low[row] = _mm512_dpbf16_ps(low[row], left, factor);
+            high[row] = _mm512_dpbf16_ps(high[row], right, factor);
+        }
+        a += M, panel += 2 * PANEL, fetch += step;
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < M; row++) {
+        _mm512_storeu_ps(sums + row * PANEL, low[row]);
+        _mm512_storeu_ps(sums + row * PANEL + 16, high[row]);
+    }
+}
+
+TARGET_AVX512 static __attribute__((noinline)) void multiply(const uint32_t *a, const bf16 *panel, int64_t pairs, float *sums,
+                                                             const char *fetch, int64_t step, int64_t m) {
+    switch (m) {
+#define ROWS(M)                                         \
+    case M:                                             \
+        block(a, panel, pairs, sums, fetch, step, M); \
+        break;
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#undef ROWS
+    }
+}
+
+/* ---- rows ---- */
+
+/* `m` rows of `k` numbers, `stride` apart -> [k / 2][m][2]. */
+TARGET_AVX512 static void pack_block(const bf16 *rows, int64_t stride, int64_t m, int64_t k, uint32_t *a) {
+    __mmask16 used = (__mmask16)((1u << m) - 1u);
+    for (int64_t i = 0; i < k; i += 32) {
+        int64_t left = least(k - i, 32);
+        __mmask32 mask = left == 32 ? 0xffffffffu : (1u << left) - 1u;
+        __m512i words[16];
+#pragma GCC unroll 16
+        for (int row = 0; row < 16; row++)
+            words[row] = row < m ? _mm512_maskz_loadu_epi16(mask, rows + row * stride + i) : _mm512_setzero_si512();
+        transpose_16(words);
+        if (left == 32) {
+#pragma GCC unroll 16
+            for (int pair = 0; pair < 16; pair++)
+                _mm512_mask_storeu_epi32(a + (i / 2 + pair) * m, used, words[pair]);
+        } else {
+            for (int64_t pair = 0; pair < left / 2; pair++)
+                _mm512_mask_storeu_epi32(a + (i / 2 + pair) * m, used, words[pair]);
+        }
+    }
+}
+
+/* Parts of 32 numbers of a line: the first 16 as `half` 0. */
+TARGET_AVX512 INLINE __m512 read(const void *line, int64_t i, int half, __mmask32 mask) {
+    return widen(_mm256_maskz_loadu_epi16((__mmask16)(mask >> 16 * half), (const bf16 *)line + i + 16 * half));
+}
+
+TARGET_AVX512 INLINE void write(void *line, int64_t i, int half, __mmask32 mask, __m512 numbers) {
+    _mm256_mask_storeu_epi16((bf16 *)line + i + 16 * half, (__mmask16)(mask >> 16 * half), narrow(numbers));
+}
+
+TARGET_AVX512 INLINE __mmask32 used(int64_t size, int64_t i) {
+    return size - i >= 32 ? 0xffffffffu : (1u << (size - i)) - 1u;
+}
+
+TARGET_AVX512 INLINE __m512 normed(__m512 numbers, __m512 factor, __m512 weight, int unit_offset) {
+    if (unit_offset)
+        return widen(narrow(_mm512_mul_ps(_mm512_mul_ps(numbers, factor), _mm512_add_ps(_mm512_set1_ps(1.0f), weight))));
+    return widen(narrow(_mm512_mul_ps(widen(narrow(_mm512_mul_ps(numbers, factor))), weight)));
+}
+
+TARGET_AVX512 INLINE __m512 norm_factor(const __m512 squares[2], int64_t size, float eps) {
+    return _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / (float)size + eps));
+}
+
+/* `prepare_row`, in vectors. */
+TARGET_AVX512 void pelton_prepare_avx512(const struct linear *op, const struct rows *in, int64_t row, void *x) {
+    int64_t size = op->in_features, from = (in->rows == NULL ? row : in->rows[row]) * size;
+    const bf16 *hidden = (const bf16 *)in->hidden + from;
+    const bf16 *residual = in->residual == NULL ? NULL : (const bf16 *)in->residual + from;
+    bf16 *residual_out = in->residual_out == NULL ? NULL : (bf16 *)in->residual_out + row * size, line[size];
+    __m512 factor = _mm512_setzero_ps(), squares[2] = {factor, factor};
+    if (op->post_norm != NULL) {
+        for (int64_t i = 0; i < size; i += 32)
+            for (int half = 0; half < 2; half++) {
+                __m512 numbers = read(hidden, i, half, used(size, i));
+                squares[half] = _mm512_fmadd_ps(numbers, numbers, squares[half]);
+            }
+        factor = norm_factor(squares, size, op->post_eps);
+        squares[0] = squares[1] = _mm512_setzero_ps();
+    }
+    for (int64_t i = 0; i < size; i += 32)
+        for (int half = 0; half < 2; half++) {
+            __mmask32 mask = used(size, i);
+            __m512 numbers = read(hidden, i, half, mask);
+            if (op->post_norm != NULL)
+                numbers = normed(numbers, factor, read(op->post_norm, i, half, mask), op->post_unit_offset);
+            if (residual != NULL)
+                numbers = widen(narrow(_mm512_add_ps(numbers, read(residual, i, half, mask))));
+            if (residual_out != NULL)
+                write(residual_out, i, half, mask, numbers);
+            write(line, i, half, mask, numbers);
+            squares[half] = _mm512_fmadd_ps(numbers, numbers, squares[half]);
+        }
+    factor = norm_factor(squares, size, op->eps);
+    for (int64_t i = 0; i < size; i += 32)
+        for (int half = 0; half < 2; half++) {
+            __mmask32 mask = used(size, i);
+            write(x, i, half, mask, normed(read(line, i, half, mask), factor, read(op->norm, i, half, mask), op->unit_offset));
+        }
+}
+
+/* ---- few rows times a plain weight ---- */
+
+/* Dot products of M rows with `count` rows of a weight, read one after the other -> sums [M][PANEL]. */
+TARGET_AVX512 INLINE void dots(const bf16 *weight, const bf16 *x, int64_t k, int64_t count, float *sums, int M) {
+    int64_t whole = k / 64 * 64;
+    for (int64_t column = 0; column < count; column++) {
+        const bf16 *w = weight + column * k;
+        __m512 even[DOT_ROWS], odd[DOT_ROWS];
+#pragma GCC unroll 4
+        for (int row = 0; row < M; row++)
+            even[row] = odd[row] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < whole; i += 64) {
+            __m512bh left = (__m512bh)_mm512_loadu_si512(w + i), right = (__m512bh)_mm512_loadu_si512(w + i + 32);
+            _mm_prefetch((const char *)(w + i) + FETCH_BYTES, _MM_HINT_T0);
+            _mm_prefetch((const char *)(w + i) + FETCH_BYTES + 64, _MM_HINT_T0);
+#pragma GCC unroll 4
+            for (int row = 0; row < M; row++) {
+                even[row] = _mm512_dpbf16_ps(even[row], left, (__m512bh)_mm512_loadu_si512(x + row * k + i));
+                odd[row] = _mm512_dpbf16_ps(odd[row], right, (__m512bh)_mm512_loadu_si512(x + row * k + i + 32));
+            }
+        }
+        for (int64_t i = whole; i < k; i += 32) {
+            __mmask32 mask = k - i >= 32 ? 0xffffffffu : (1u << (k - i)) - 1u;
+            __m512bh left = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + i);
+#pragma GCC unroll 4
+            for (int row = 0; row < M; row++)
+                even[row] = _mm512_dpbf16_ps(even[row], left, (__m512bh)_mm512_maskz_loadu_epi16(mask, x + row * k + i));
+        }
+#pragma GCC unroll 4
+        for (int row = 0; row < M; row++)
+            sums[row * PANEL + column] = _mm512_reduce_add_ps(_mm512_add_ps(even[row], odd[row]));
+    }
+}
+
+TARGET_AVX512 static __attribute__((noinline)) void dot_rows(const bf16 *weight, const bf16 *x, int64_t k, int64_t count,
+                                                             float *sums, int64_t m) {
+    switch (m) {
+#define ROWS(M)                               \
+    case M:                                   \
+        dots(weight, x, k, count, sums, M); \
+        break;
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4)
+#undef ROWS
+    }
+}
+
+/* ---- threads ---- */
+
+/* Tasks [next, last) of one thread, alone on a cache line. */
+struct share {
+    _Atomic int64_t next;
+    int64_t last;
+    char rest[48];
+};
+
+/* A task of share `*from`, or of the next that has any; -1: all are done. */
+static int64_t take(struct share *shares, int count, int *from, int *left) {
+    while (*left > 0) {
+        int64_t task = atomic_fetch_add_explicit(&shares[*from].next, 1, memory_order_relaxed);
+        if (task < shares[*from].last)
+            return task;
+        *from = (*from + 1) % count, --*left;
+    }
+    return -1;
+}
+
+/* What threads share in one call. */
+struct call {
+    const struct linear *op;
+    const struct rows *in;
+    struct shape shape;
+    char *output;
+    size_t row_bytes;                 /* of the output */
+    int64_t num_blocks, group_blocks; /* of rows; those of one task at most */
+    int is_dots;
+    bf16 *x;      /* normed rows, where few: every thread packs them for itself */
+    uint32_t *a;  /* packed rows, where many */
+};
+
+/* One thread's memory. */
+struct room {
+    float *sums;
+    bf16 *rows, *panel; /* [BLOCK][k], [k / 2][PANEL][2] */
+    uint32_t *a;        /* [num_rows][k / 2] */
+};
+
+/* One group of blocks times one panel. */
+TARGET_AVX512 static void run_task(const struct call *call, int64_t task, const uint32_t *a, const struct room *room) {
+    const struct linear *op = call->op;
+    const struct shape *shape = &call->shape;
+    int64_t k = shape->k, num_rows = call->in->num_rows, index = task % shape->num_panels;
+    int64_t column = index * shape->width, count = least(shape->width, shape->columns - column);
+    const bf16 *weight = (const bf16 *)op->weight + index * PANEL * k, *panel = weight;
+    if (call->is_dots) {
+        int64_t up = shape->columns * k;
+        weight = (const bf16 *)op->weight + column * k;
+        dot_rows(weight, call->x, k, count, room->sums, num_rows);
+        if (shape->width < PANEL)
+            dot_rows(weight + up, call->x, k, count, room->sums + PANEL / 2, num_rows);
+        for (int64_t row = 0; row < num_rows; row++)
+            finish_panel(op, room->sums + row * PANEL, column, count, call->output + (size_t)row * call->row_bytes);
+        return;
+    }
+    if (!op->is_packed) {
+        pack_panel(shape, op->weight, index, room->panel);
+        panel = room->panel;
+    }
+    int64_t first = task / shape->num_panels * call->group_blocks, last = least(first + call->group_blocks, call->num_blocks);
+    int64_t panel_bytes = PANEL * k * (int64_t)sizeof(bf16), part = panel_bytes / (last - first);
+    int is_single = last - first == 1 && op->is_packed;
+    const char *fetch = (const char *)weight + (is_single ? FETCH_BYTES : panel_bytes);
+    int64_t step = is_single ? 128 : (part + k / 2 - 1) / (k / 2);
+    for (int64_t at = first; at < last; at++) {
+        int64_t row = at * BLOCK, m = least(BLOCK, num_rows - row);
+        multiply(a + row * (k / 2), panel, k / 2, room->sums, fetch, step, m);
+        fetch += part;
+        for (int64_t i = 0; i < m; i++)
+            finish_panel(op, room->sums + i * PANEL, column, count, call->output + (size_t)(row + i) * call->row_bytes);
+    }
+}
+
+INLINE void *cut(char **memory, int64_t bytes) {
+    void *start = *memory;
+    *memory += round_up(bytes, 64);
+    return start;
+}
+
+TARGET_AVX512 int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output) {
+    struct call call = {.op = op, .in = in, .shape = shape_of(op), .output = output};
+    int64_t k = op->in_features, num_rows = in->num_rows, blocks = (num_rows + BLOCK - 1) / BLOCK;
+    if (num_rows == 0)
+        return 0;
+    int64_t row_bytes = k * (int64_t)sizeof(bf16);
+    call.row_bytes = (size_t)op->output_stride * (op->is_logits ? sizeof(float) : sizeof(bf16));
+    call.num_blocks = blocks;
+    int64_t groups = (round_up(num_rows, BLOCK) * row_bytes + GROUP_BYTES - 1) / GROUP_BYTES;
+    call.group_blocks = (blocks + groups - 1) / groups;
+    groups = (blocks + call.group_blocks - 1) / call.group_blocks;
+    call.is_dots = !op->is_packed && num_rows <= DOT_ROWS;
+    int is_few = blocks <= 2;
+    /* Shared: normed rows and packed rows. A thread's own: sums, rows, a panel, packed rows. */
+    int64_t x_bytes = is_few ? num_rows * row_bytes : 0, a_bytes = num_rows * row_bytes;
+    int64_t own_bytes = BLOCK * PANEL * 4 + BLOCK * row_bytes + PANEL * row_bytes + (is_few ? a_bytes : 0) + 4 * 64;
+    int64_t shared_bytes = x_bytes + (is_few ? 0 : a_bytes) + 2 * 64;
+    char *memory = pelton_scratch((size_t)(shared_bytes + own_bytes)), *shared = memory;
+    if (memory == NULL)
+        return 1;
+    int is_plain = op->norm == NULL;
+    call.x = is_few ? cut(&shared, x_bytes) : NULL;
+    call.a = is_few ? NULL : cut(&shared, a_bytes);
+    if (is_few && is_plain)
+        call.x = (bf16 *)in->hidden;
+    int is_one = num_rows == 1;
+    if (is_one && !is_plain)
+        pelton_prepare_avx512(op, in, 0, call.x);
+    int64_t tasks = call.shape.num_panels * groups;
+#ifdef _OPENMP
+    int most_threads = omp_get_max_threads();
+#else
+    int most_threads = 1;
+#endif
+    struct share shares[most_threads];
+    for (int t = 0; t < most_threads; t++) {
+        atomic_init(&shares[t].next, tasks * t / most_threads);
+        shares[t].last = tasks * (t + 1) / most_threads;
+    }
+    _Atomic int64_t prepared = 0;
+    /* A thread without memory leaves its work to the others: the first has some. */
+#pragma omp parallel if (num_rows * op->out_features * k > 1 << 16)
+    {
+        int from = this_thread(), left = most_threads;
+        char *own = from == 0 ? shared : pelton_scratch((size_t)own_bytes);
+        struct room room = {0};
+        if (own != NULL) {
+            room.sums = cut(&own, BLOCK * PANEL * 4), room.rows = cut(&own, BLOCK * row_bytes);
+            room.panel = cut(&own, PANEL * row_bytes), room.a = cut(&own, is_few ? a_bytes : 0);
+            if (!is_few)
+                for (int64_t at; (at = atomic_fetch_add_explicit(&prepared, 1, memory_order_relaxed)) < blocks;) {
+                    int64_t first = at * BLOCK, m = least(BLOCK, num_rows - first);
+                    const bf16 *rows = (const bf16 *)in->hidden + first * k;
+                    if (!is_plain) {
+                        for (int64_t i = 0; i < m; i++)
+                            pelton_prepare_avx512(op, in, first + i, room.rows + i * k);
+                        rows = room.rows;
+                    }
+                    pack_block(rows, k, m, k, call.a + first * (k / 2));
+                }
+            else if (!is_plain && !is_one)
+                for (int64_t row; (row = atomic_fetch_add_explicit(&prepared, 1, memory_order_relaxed)) < num_rows;)
+                    pelton_prepare_avx512(op, in, row, call.x + row * k);
+        }
+        if (!is_few || !(is_plain || is_one)) {
+#pragma omp barrier
+        }
+        if (own != NULL) {
+            const uint32_t *a = call.a;
+            if (is_few && !call.is_dots) {
+                a = room.a;
+                for (int64_t row = 0; row < num_rows; row += BLOCK)
+                    pack_block(call.x + row * k, k, least(BLOCK, num_rows - row), k, room.a + row * (k / 2));
+            }
+            for (int64_t task; (task = take(shares, most_threads, &from, &left)) >= 0;)
+                run_task(&call, task, a, &room);
+        }
+    }
+    return 0;
+}
+
+#else
+
+EXPORT int pelton_pack(const struct linear *op, bf16 *weight) {
+    (void)op, (void)weight;
+    return 1;
+}
+
+#endif
