@@ -1,8 +1,9 @@
 /* Paged attention of rows with one token or many, and what stands before it: q/k norm, rope, writing keys and values.
 
-   Work is cut into tasks of one row, one key head and up to TILE_ROWS query rows (tokens times the heads of that key head);
-   threads take tasks as they come. A task walks the row's keys in chunks: scores, softmax carried along in float32, values.
-   Scores and values are products over packed panels (tile.h). */
+   Work is cut into tasks of one row; threads take them as they come. Here is the path for float32, and for CPUs without AVX-512
+   BF16 (attention_avx512.c): a task has one key head and up to TILE_ROWS query rows (tokens times the heads of that key head), and
+   walks the row's keys in chunks: scores, softmax carried along in float32, values. Scores and values are products over packed
+   panels (tile.h). */
 #include "attention.h"
 #include "tile.h"
 
@@ -10,7 +11,7 @@
 #include <omp.h>
 #endif
 
-enum { CHUNK = 64, TILE_ROWS = 48 };
+enum { CHUNK = 64, TILE_ROWS = 48, LONG_TILE_ROWS = 192 };
 
 /* One task's memory, cut from the thread's scratch. */
 struct tile {
@@ -159,118 +160,9 @@ TARGET_AVX2 static void attend_avx2(const struct attention *op, const struct tas
         attend_floats(op, task, tile, DTYPE_F32, multiply_avx2);
 }
 
-/* As `soften`, without a soft cap; weights go to `weights` [CHUNK] bfloat16. */
-TARGET_AVX512 INLINE float soften_avx512(float scale, const float *scores, struct seen seen, int64_t width, float *best,
-                                         float *total, bf16 *weights) {
-    __m512 parts[CHUNK / 16], lowest = _mm512_set1_ps(-INFINITY), high = lowest, sum = _mm512_setzero_ps();
-    __m512i place = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __m512i lower = _mm512_set1_epi32((int)seen.lower), upper = _mm512_set1_epi32((int)seen.upper);
-    for (int i = 0; i < CHUNK / 16; i++) {
-        if (i * 16 >= width)
-            break;
-        __m512i at = _mm512_add_epi32(place, _mm512_set1_epi32(i * 16));
-        __mmask16 mask = _mm512_cmplt_epi32_mask(at, upper) & _mm512_cmpge_epi32_mask(at, lower);
-        parts[i] = _mm512_mask_mul_ps(lowest, mask, _mm512_loadu_ps(scores + i * 16), _mm512_set1_ps(scale));
-        high = _mm512_max_ps(high, parts[i]);
-    }
-    float highest = _mm512_reduce_max_ps(high);
-    highest = highest > *best ? highest : *best;
-    for (int i = 0; i < CHUNK / 16; i++) {
-        if (i * 16 >= width)
-            break;
-        __m512 weight = avx512_exp(_mm512_sub_ps(parts[i], _mm512_set1_ps(highest)));
-        sum = _mm512_add_ps(sum, weight);
-        _mm256_storeu_si256((__m256i *)(weights + i * 16), (__m256i)_mm512_cvtneps_pbh(weight));
-    }
-    float change = *best == -INFINITY ? 0.0f : fast_exp(*best - highest);
-    *total = *total * change + _mm512_reduce_add_ps(sum);
-    *best = highest;
-    return change;
-}
-
-/* Ask for keys and values [first, last) of a row: a chunk ahead, for blocks lie anywhere and the hardware follows a stream only
-   within one. */
-static void fetch_chunk(const struct attention *op, const int32_t *table, int64_t head, int64_t first, int64_t last) {
-    int64_t token_bytes = op->token_stride * (int64_t)sizeof(bf16), line_bytes = op->head_dim * (int64_t)sizeof(bf16);
-    while (first < last) {
-        int64_t offset = first % op->block_size, count = least(op->block_size - offset, last - first);
-        int64_t at = table[first / op->block_size] * op->block_stride + head * op->head_stride + offset * op->token_stride;
-        const char *keys = (const char *)((const bf16 *)op->k_cache + at), *values = (const char *)((const bf16 *)op->v_cache + at);
-        for (int64_t token = 0; token < count; token++)
-            for (int64_t byte = 0; byte < line_bytes; byte += 64) {
-                _mm_prefetch(keys + token * token_bytes + byte, _MM_HINT_T1);
-                _mm_prefetch(values + token * token_bytes + byte, _MM_HINT_T1);
-            }
-        first += count;
-    }
-}
-
-/* bfloat16, head_dim even. Weights are rounded to bfloat16 before they meet the values; their sum is not. */
-TARGET_AVX512 static void attend_avx512(const struct attention *op, const struct task *task, struct tile *tile) {
-    int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
-    bf16 *query = tile->query, *weights = tile->weights, *panel = tile->key_panel;
-    for (int64_t row = 0; row < m; row++)
-        memcpy(query + row * dim, (const bf16 *)task->query + row / op->group * task->query_stride + row % op->group * dim,
-               (size_t)dim * sizeof(bf16));
-    for (int64_t first = task->first_key; first < task->last_key; first += CHUNK) {
-        int64_t count = least(CHUNK, task->last_key - first), width = round_up(count, PANEL);
-        find_keys(op, task->table, task->head, first, count, tile);
-        for (int64_t i = count; i < width; i++)
-            tile->keys[i] = tile->keys[0];
-        memset(tile->scores, 0, (size_t)(m * CHUNK) * sizeof(float));
-        if (first + CHUNK < task->last_key)
-            fetch_chunk(op, task->table, task->head, first + CHUNK, least(task->last_key, first + 2 * CHUNK));
-        else if (task->head + 1 < op->num_kv_heads)
-            fetch_chunk(op, task->table, task->head + 1, task->first_key, least(task->last_key, task->first_key + CHUNK));
-        else if (task->next_table != NULL)
-            fetch_chunk(op, task->next_table, 0, task->next_key, least(task->next_length, task->next_key + CHUNK));
-        for (int64_t part = 0; part < width; part += PANEL) {
-            avx512_pack_rows(tile->keys + part, dim, panel);
-            avx512_multiply(query, dim, panel, tile->scores + part, CHUNK, m, dim);
-        }
-        for (int64_t row = 0; row < m; row++) {
-            struct seen seen = seen_by(op, task, row, first, count);
-            float *scores = tile->scores + row * CHUNK, change;
-            if (seen.lower >= seen.upper) {
-                memset(weights + row * CHUNK, 0, CHUNK * sizeof(bf16));
-                continue;
-            }
-            if (op->soft_cap > 0.0f) {
-                change = soften(op, scores, seen, CHUNK, &tile->best[row], &tile->total[row]);
-                for (int64_t i = 0; i < CHUNK; i++)
-                    weights[row * CHUNK + i] = to_bf16(scores[i]);
-            } else {
-                change = soften_avx512(op->scale, scores, seen, width, &tile->best[row], &tile->total[row], weights + row * CHUNK);
-            }
-            if (change != 1.0f)
-                for (int64_t i = 0; i < padded; i += 16) {
-                    float *sums = tile->sums + row * padded + i;
-                    _mm512_storeu_ps(sums, _mm512_mul_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(change)));
-                }
-        }
-        for (int64_t part = 0; part < dim; part += PANEL) {
-            avx512_pack_cols(tile->values, count, part, least(PANEL, dim - part), tile->value_panel);
-            avx512_multiply(weights, CHUNK, tile->value_panel, tile->sums + part, padded, m, round_up(count, 2));
-        }
-    }
-}
-
 #endif
 
-typedef void (*attend_fn)(const struct attention *, const struct task *, struct tile *);
-
-static attend_fn choose_attend(const struct attention *op) {
-#if PELTON_X86
-    int isa = pelton_isa();
-    if (isa == ISA_AVX512 && op->dtype == DTYPE_BF16 && op->head_dim % 2 == 0)
-        return attend_avx512;
-    if (isa >= ISA_AVX2)
-        return attend_avx2;
-#endif
-    return attend_plain;
-}
-
-static int run_task(attend_fn attend, const struct attention *op, const struct task *task) {
+static int run_tile(const struct attention *op, const struct task *task) {
     int64_t padded = round_up(op->head_dim, PANEL), m = task->num_tokens * op->group;
     struct tile *tile = make_tile(op->head_dim);
     if (tile == NULL)
@@ -278,85 +170,104 @@ static int run_task(attend_fn attend, const struct attention *op, const struct t
     memset(tile->sums, 0, (size_t)(m * padded) * sizeof(float));
     for (int64_t row = 0; row < m; row++)
         tile->best[row] = -INFINITY, tile->total[row] = 0.0f;
-    attend(op, task, tile);
+#if PELTON_X86
+    if (pelton_isa() >= ISA_AVX2)
+        attend_avx2(op, task, tile);
+    else
+#endif
+        attend_plain(op, task, tile);
     for (int64_t row = 0; row < m; row++) {
         const float *sums = tile->sums + row * padded;
         float factor = 1.0f / tile->total[row];
         int64_t at = row / op->group * op->num_heads * op->head_dim + row % op->group * op->head_dim;
         char *output = (char *)task->output + (size_t)at * size_of(op->dtype);
-        if (op->dtype == DTYPE_BF16)
-            for (int64_t i = 0; i < op->head_dim; i++)
-                ((bf16 *)output)[i] = to_bf16(sums[i] * factor);
-        else
-            for (int64_t i = 0; i < op->head_dim; i++)
-                ((float *)output)[i] = sums[i] * factor;
+        for (int64_t i = 0; i < op->head_dim; i++)
+            store(output, i, sums[i] * factor, op->dtype);
     }
     return 0;
 }
 
-/* Tokens of a row that one task takes. */
-INLINE int64_t task_tokens(const struct attention *op) { return most(TILE_ROWS / op->group, 1); }
+/* ---- a step's tasks ---- */
 
-static int64_t count_tiles(const struct attention *op, const struct step *step) {
-    int64_t count = 0, tokens = task_tokens(op);
-    for (int64_t row = 0; row < step->num_rows; row++)
-        count += (step->query_start[row + 1] - step->query_start[row] + tokens - 1) / tokens;
-    return count;
+typedef int (*task_fn)(const struct attention *, const struct task *);
+
+/* Who runs a step's tasks, and how they are cut. */
+struct plan {
+    task_fn one_token, more_tokens;
+    int64_t tokens;      /* of a row that one task takes */
+    int64_t heads;       /* key heads of a task with one token */
+    int64_t num_places;
+    struct place {
+        int32_t row, token, head, heads;
+    } places[];
+};
+
+INLINE int64_t tokens_of(const struct step *step, int64_t row) { return step->query_start[row + 1] - step->query_start[row]; }
+
+static void set_paths(const struct attention *op, const struct step *step, int64_t threads, struct plan *plan) {
+    int64_t num_tokens = step->query_start[step->num_rows] - step->query_start[0];
+    plan->one_token = plan->more_tokens = run_tile, plan->tokens = most(TILE_ROWS / op->group, 1), plan->heads = 1;
+#if PELTON_X86
+    if (pelton_isa() == ISA_AVX512 && op->dtype == DTYPE_BF16 && op->head_dim % 2 == 0) {
+        plan->one_token = plan->more_tokens = pelton_prefill_avx512, plan->tokens = most(LONG_TILE_ROWS / op->group, 1);
+        if (pelton_decodes_avx512(op)) {
+            plan->one_token = pelton_decode_avx512;
+            plan->heads = step->num_rows >= 2 * threads ? op->num_kv_heads : 1;
+        }
+    }
+#endif
+    while (plan->tokens > 16 && num_tokens * op->num_kv_heads < 4 * threads * plan->tokens)
+        plan->tokens /= 2;
 }
 
-/* 0, or 1 when memory ran out. query and output point at token 0; query_stride: numbers between tokens of the query. */
-EXPORT int pelton_attend(const struct attention *op, const struct step *step, const void *query, int64_t query_stride,
-                         void *output) {
-    attend_fn attend = choose_attend(op);
-    int64_t num_tiles = count_tiles(op, step), tokens = task_tokens(op), found = 0;
-    struct place {
-        int32_t row, token;
-    } *places = malloc((size_t)most(num_tiles, 1) * sizeof *places);
-    if (places == NULL)
-        return 1;
-    for (int64_t row = step->num_rows - 1; row >= 0; row--) /* long rows stand last: first to go */
-        for (int32_t token = (step->query_start[row + 1] - step->query_start[row] - 1) / (int32_t)tokens * (int32_t)tokens;
-             token >= 0 && step->query_start[row + 1] > step->query_start[row]; token -= (int32_t)tokens)
-            places[found++] = (struct place){(int32_t)row, token};
-    int failed = 0;
-    /* A row's heads go to one thread while there are rows enough: it fetches the next head's keys
-       ahead, and those of the row that it will likely take next. */
-    int64_t threads = 1;
-#ifdef _OPENMP
-    threads = omp_get_max_threads();
-#endif
-    int64_t portion = num_tiles > 8 ? op->num_kv_heads : 1;
-#pragma omp parallel for schedule(dynamic, portion) reduction(| : failed) if (num_tiles * op->num_kv_heads > 1)
-    for (int64_t index = 0; index < num_tiles * op->num_kv_heads; index++) {
-        struct place place = places[index / op->num_kv_heads];
-        int64_t head = index % op->num_kv_heads, start = step->query_start[place.row];
-        int64_t row_tokens = step->query_start[place.row + 1] - start, length = step->seq_lens[place.row];
-        size_t item = size_of(op->dtype);
-        struct task task = {
-            .table = step->block_table + place.row * step->table_stride,
-            .head = head,
-            .num_tokens = least(tokens, row_tokens - place.token),
-            .position = length - row_tokens + place.token,
-            .length = length,
-            .is_causal = step->is_causal,
-            .query = (const char *)query + (size_t)((start + place.token) * query_stride + head * op->group * op->head_dim) * item,
-            .query_stride = query_stride,
-            .output = (char *)output +
-                      (size_t)(((start + place.token) * op->num_heads + head * op->group) * op->head_dim) * item,
-        };
-        task.first_key = op->window > 0 ? most(task.position - op->window + 1, 0) : 0;
-        task.last_key = step->is_causal ? task.position + task.num_tokens : length;
-        int64_t next = index / op->num_kv_heads + threads;
-        if (next < num_tiles) {
-            int32_t row = places[next].row;
-            task.next_table = step->block_table + row * step->table_stride;
-            task.next_length = step->seq_lens[row];
-            task.next_key = op->window > 0 ? most(task.next_length - op->window, 0) : 0;
-        }
-        failed |= run_task(attend, op, &task);
+/* Long rows stand last, and a row's last tokens have most keys: these go first. NULL: no memory. */
+static struct plan *make_plan(const struct attention *op, const struct step *step, int64_t threads) {
+    struct plan paths;
+    set_paths(op, step, threads, &paths);
+    int64_t most_places = 0;
+    for (int64_t row = 0; row < step->num_rows; row++)
+        most_places += (tokens_of(step, row) + paths.tokens - 1) / paths.tokens * op->num_kv_heads;
+    struct plan *plan = malloc(sizeof *plan + (size_t)most_places * sizeof *plan->places);
+    if (plan == NULL)
+        return NULL;
+    *plan = paths, plan->num_places = 0;
+    for (int64_t row = step->num_rows - 1; row >= 0; row--) {
+        int64_t count = tokens_of(step, row), heads = count == 1 ? plan->heads : 1;
+        for (int64_t token = count > 0 ? (count - 1) / plan->tokens * plan->tokens : -1; token >= 0; token -= plan->tokens)
+            for (int64_t head = 0; head < op->num_kv_heads; head += heads)
+                plan->places[plan->num_places++] = (struct place){(int32_t)row, (int32_t)token, (int32_t)head, (int32_t)heads};
     }
-    free(places);
-    return failed;
+    return plan;
+}
+
+/* Place `index`; query and output point at token 0, `query_stride` numbers are between tokens of the query. */
+static int run_place(const struct attention *op, const struct step *step, const struct plan *plan, int64_t index, int64_t threads,
+                     const void *query, int64_t query_stride, void *output) {
+    struct place place = plan->places[index];
+    int64_t start = step->query_start[place.row], row_tokens = tokens_of(step, place.row), length = step->seq_lens[place.row];
+    int64_t head = place.head * op->group * op->head_dim, token = start + place.token;
+    size_t item = size_of(op->dtype);
+    struct task task = {
+        .table = step->block_table + place.row * step->table_stride,
+        .head = place.head,
+        .num_heads = place.heads,
+        .num_tokens = least(plan->tokens, row_tokens - place.token),
+        .position = length - row_tokens + place.token,
+        .length = length,
+        .is_causal = step->is_causal,
+        .query = (const char *)query + (size_t)(token * query_stride + head) * item,
+        .query_stride = query_stride,
+        .output = (char *)output + (size_t)(token * op->num_heads * op->head_dim + head) * item,
+    };
+    task.first_key = op->window > 0 ? most(task.position - op->window + 1, 0) : 0;
+    task.last_key = step->is_causal ? task.position + task.num_tokens : length;
+    if (index + threads < plan->num_places) {
+        int32_t row = plan->places[index + threads].row;
+        task.next_table = step->block_table + row * step->table_stride;
+        task.next_length = step->seq_lens[row];
+        task.next_key = op->window > 0 ? most(task.next_length - op->window, 0) : 0;
+    }
+    return (row_tokens == 1 ? plan->one_token : plan->more_tokens)(op, &task);
 }
 
 /* ---- q/k norm, rope, writing keys and values ---- */
@@ -426,25 +337,111 @@ TARGET_AVX2 static void rope_avx2(const struct rope *op, const struct attention 
 }
 #endif
 
+#if PELTON_X86
+TARGET_AVX512 INLINE __m512 sixteen(const bf16 *numbers) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)numbers)), 16));
+}
+
+/* One head without a norm, rotary_dim a multiple of 32. */
+TARGET_AVX512 INLINE void turn_head(const bf16 *from, bf16 *to, int64_t dim, int64_t half, const float *cos_sin) {
+    for (int64_t i = 0; i < half; i += 16) {
+        __m512 first = sixteen(from + i), second = sixteen(from + half + i);
+        __m512 cos = _mm512_loadu_ps(cos_sin + i), sin = _mm512_loadu_ps(cos_sin + half + i);
+        __m512 low = _mm512_sub_ps(_mm512_mul_ps(first, cos), _mm512_mul_ps(second, sin));
+        __m512 high = _mm512_add_ps(_mm512_mul_ps(second, cos), _mm512_mul_ps(first, sin));
+        _mm256_storeu_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(low));
+        _mm256_storeu_si256((__m256i *)(to + half + i), (__m256i)_mm512_cvtneps_pbh(high));
+    }
+    if (to != from)
+        memcpy(to + 2 * half, from + 2 * half, (size_t)(dim - 2 * half) * sizeof(bf16));
+}
+
+TARGET_AVX512 static void rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv,
+                                      char *query, int64_t token) {
+    int64_t dim = op->head_dim, half = op->rotary_dim / 2;
+    if (op->dtype != DTYPE_BF16 || op->q_norm != NULL || op->k_norm != NULL || half == 0 || half % 16) {
+        rope_avx2(op, cache, step, qkv, query, token);
+        return;
+    }
+    const float *cos_sin = op->cos_sin + step->positions[token] * op->rotary_dim;
+    for (int64_t head = 0; head < op->num_heads; head++)
+        turn_head((bf16 *)qkv + head * dim, (bf16 *)query + head * dim, dim, half, cos_sin);
+    int64_t slot = step->slots[token];
+    if (slot < 0 || !op->writes_kv)
+        return;
+    const bf16 *keys = (bf16 *)qkv + op->num_heads * dim, *values = keys + op->num_kv_heads * dim;
+    int64_t start = slot / cache->block_size * cache->block_stride + slot % cache->block_size * cache->token_stride;
+    for (int64_t head = 0; head < op->num_kv_heads; head++) {
+        int64_t at = start + head * cache->head_stride;
+        turn_head(keys + head * dim, (bf16 *)cache->k_cache + at, dim, half, cos_sin);
+        memcpy((bf16 *)cache->v_cache + at, values + head * dim, (size_t)dim * sizeof(bf16));
+    }
+}
+#endif
+
+static rope_fn choose_rope(void) {
+#if PELTON_X86
+    if (pelton_isa() >= ISA_AVX2)
+        return pelton_isa() == ISA_AVX512 ? rope_avx512 : rope_avx2;
+#endif
+    return rope_plain;
+}
+
+INLINE void rope_one(rope_fn run, const struct rope *op, const struct attention *cache, const struct written *step, void *qkv,
+                     void *query, int64_t query_stride, int64_t token) {
+    size_t item = size_of(op->dtype);
+    int64_t row = (op->num_heads + 2 * op->num_kv_heads) * op->head_dim;
+    run(op, cache, step, (char *)qkv + (size_t)(token * row) * item, (char *)query + (size_t)(token * query_stride) * item, token);
+}
+
 /* query: [T, num_heads head_dim] with query_stride numbers between tokens; may be qkv itself, rotated in place. */
 EXPORT void pelton_rope_write(const struct rope *op, const struct attention *cache, const struct written *step, void *qkv,
                               void *query, int64_t query_stride) {
-    rope_fn rope = rope_plain;
-#if PELTON_X86
-    if (pelton_isa() >= ISA_AVX2)
-        rope = rope_avx2;
-#endif
-    size_t item = size_of(op->dtype);
-    size_t row_bytes = (size_t)((op->num_heads + 2 * op->num_kv_heads) * op->head_dim) * item;
+    rope_fn rope = choose_rope();
 #pragma omp parallel for schedule(static) if (step->num_tokens > 8)
     for (int64_t token = 0; token < step->num_tokens; token++)
-        rope(op, cache, step, (char *)qkv + token * row_bytes, (char *)query + token * query_stride * item, token);
+        rope_one(rope, op, cache, step, qkv, query, query_stride, token);
+}
+
+/* ---- both ---- */
+
+enum { FEW_KEYS = 256 }; /* times heads: one thread is as fast */
+
+static int attend(const struct rope *rope, const struct attention *op, const struct written *written, const struct step *step,
+                  void *query, int64_t query_stride, void *output) {
+    int64_t threads = 1, num_keys = 0, num_written = rope == NULL ? 0 : written->num_tokens;
+    for (int64_t row = 0; row < step->num_rows; row++)
+        num_keys += step->seq_lens[row];
+#ifdef _OPENMP
+    threads = num_keys * op->num_heads > FEW_KEYS ? omp_get_max_threads() : 1;
+#endif
+    struct plan *plan = make_plan(op, step, threads);
+    if (plan == NULL)
+        return 1;
+    rope_fn rotate = choose_rope();
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        if (num_written) { /* all keys are there before any is read */
+#pragma omp for schedule(static)
+            for (int64_t token = 0; token < num_written; token++)
+                rope_one(rotate, rope, op, written, query, query, query_stride, token);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t index = 0; index < plan->num_places; index++)
+            failed |= run_place(op, step, plan, index, threads, query, query_stride, output);
+    }
+    free(plan);
+    return failed;
+}
+
+/* 0, or 1 when memory ran out. query and output point at token 0; query_stride: numbers between tokens of the query. */
+EXPORT int pelton_attend(const struct attention *op, const struct step *step, void *query, int64_t query_stride, void *output) {
+    return attend(NULL, op, NULL, step, query, query_stride, output);
 }
 
 /* Both, for a whole step: queries are rotated where they stand in qkv. */
 EXPORT int pelton_rope_attend(const struct rope *rope, const struct attention *op, const struct written *written,
                               const struct step *step, void *qkv, void *output) {
-    int64_t stride = (op->num_heads + 2 * op->num_kv_heads) * op->head_dim;
-    pelton_rope_write(rope, op, written, qkv, qkv, stride);
-    return pelton_attend(op, step, qkv, stride, output);
+    return attend(rope, op, written, step, qkv, (op->num_heads + 2 * op->num_kv_heads) * op->head_dim, output);
 }

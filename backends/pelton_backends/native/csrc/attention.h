@@ -39,10 +39,10 @@ struct written {
     int64_t num_tokens;
 };
 
-/* Some tokens of one row against its keys [first_key, last_key) of one head. */
+/* Some tokens of one row against its keys [first_key, last_key) of some key heads: of one where there are several tokens. */
 struct task {
     const int32_t *table;
-    int64_t head, num_tokens, position, length, first_key, last_key;
+    int64_t head, num_heads, num_tokens, position, length, first_key, last_key;
     const void *query;
     int64_t query_stride;
     void *output;
@@ -50,5 +50,13 @@ struct task {
     const int32_t *next_table; /* a row whose keys may be wanted soon, from next_key on; NULL: none */
     int64_t next_key, next_length;
 };
+
+#if PELTON_X86
+/* Where `pelton_isa` is ISA_AVX512, the dtype bfloat16 and head_dim even: 0, or 1 when memory ran out. The first one takes one
+   token, where `pelton_decodes_avx512` says so. */
+int pelton_decodes_avx512(const struct attention *op);
+int pelton_decode_avx512(const struct attention *op, const struct task *task);
+int pelton_prefill_avx512(const struct attention *op, const struct task *task);
+#endif
 
 #endif
