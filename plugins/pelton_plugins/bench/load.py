@@ -8,6 +8,7 @@ nothing may be held, no request may have failed, memory and the inter-token late
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import sys
@@ -19,7 +20,7 @@ import msgspec
 
 from pelton.cli.table import format_table
 from pelton.config.flags import parse_flags
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench import memory
 from pelton_plugins.bench.arrivals import arrival_times
 from pelton_plugins.bench.http_target import HttpTarget
@@ -30,6 +31,9 @@ from pelton_plugins.bench.workloads import random_requests
 
 MIB = 2**20
 POOL_SIZE = 512  # different requests; they come again with another first token
+SATURATION_DRAIN_S = 300.0
+DRAIN_S = 60.0  # what is still running so long after the last request was sent never ends
+GIVE_UP_AFTER = 500  # requests that failed one after the other: the engine is not coming back
 DOC = """Load an engine for minutes, with clients that go away, then check that nothing leaked and nothing drifted.
 The engine runs in a process of its own; with --url it is a server that runs already. Exit status 1 when a check fails.
 
@@ -98,7 +102,9 @@ class Seen:
     num_aborted: int = 0
     num_short: int = 0
     """Ended before their number of tokens, without an abort or an error."""
+    num_stuck: int = 0
     errors: dict[str, int] = field(default_factory=dict)
+    failed_in_a_row: int = 0
 
 
 def run(argv: list[str]) -> int:
@@ -169,7 +175,12 @@ async def _saturate(target: Target, arguments: LoadArguments, source: _Source) -
             num_done += inside / max(len(times.tokens), 1)
 
     _say(f"measuring the saturation: {concurrency} requests in flight for {arguments.saturation_s:g} s")
-    await asyncio.gather(*(client() for _ in range(concurrency)))
+    try:
+        await asyncio.wait_for(
+            asyncio.gather(*(client() for _ in range(concurrency))), arguments.saturation_s + SATURATION_DRAIN_S
+        )
+    except TimeoutError:
+        raise EngineError("Requests that measured the saturation never ended.") from None
     counted_s = end - counted_from
     if not num_done:
         raise ConfigError("No request was served while the saturation was measured; raise --saturation-s.")
@@ -188,12 +199,18 @@ async def _open_loop(target: Target, arguments: LoadArguments, source: _Source, 
         prompt, num_out, stop_after = source.next()
         times = RequestTimes()
         sent_in = third()
-        await target.request(prompt, num_out, stop_after, times)
+        try:
+            await target.request(prompt, num_out, stop_after, times)
+        except Exception as error:  # the target's own mistake, which is to be seen at the end as well
+            times.error = f"{type(error).__name__}: {error}"
         _note(seen, third(), sent_in, times, num_out)
 
     watcher = asyncio.create_task(_watch(arguments, third, lambda: len(tasks)))
     for due in arrival_times(rate, arguments.burstiness, source.rng):
         if due >= arguments.duration_s:
+            break
+        if seen.failed_in_a_row >= GIVE_UP_AFTER:
+            _say(f"the last {seen.failed_in_a_row} requests failed: the load ends after {due:.0f} s")
             break
         delay = began + due - time.perf_counter()
         if delay > 0:
@@ -202,8 +219,15 @@ async def _open_loop(target: Target, arguments: LoadArguments, source: _Source, 
         task = asyncio.create_task(one())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-    await asyncio.gather(*tasks)
+    if tasks:
+        _, stuck = await asyncio.wait(tasks, timeout=DRAIN_S)
+        seen.num_stuck = len(stuck)
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
     watcher.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watcher
 
 
 def _note(seen: Seen, now: Third, sent_in: Third, times: RequestTimes, num_out: int) -> None:
@@ -212,6 +236,7 @@ def _note(seen: Seen, now: Third, sent_in: Third, times: RequestTimes, num_out: 
     now.num_tokens += len(times.tokens)
     if times.tokens:
         sent_in.ttfts.add(times.ttft_s)
+    seen.failed_in_a_row = 0 if times.error is None else seen.failed_in_a_row + 1
     if times.error is not None:
         seen.errors[times.error] = seen.errors.get(times.error, 0) + 1
     elif times.was_aborted:
@@ -261,6 +286,7 @@ def _result(
     checks = [
         _check("requests failed", sum(seen.errors.values()), 0),
         _check("requests with too few tokens", seen.num_short, 0),
+        _check("requests that never ended", seen.num_stuck, 0),
         _check("requests left in the engine", after.num_unfinished, 0),
         _check("KV blocks held, share", after.kv_cache_usage, 0),
         _check("p99 ITL, last third over first", itl_growth, arguments.max_itl_growth),

@@ -146,10 +146,10 @@ class BadTarget(Target):
 
     vocab_size, max_model_len, max_num_seqs = 1000, 128, 4
 
-    def __init__(self, *, fails: bool = False, leaks: bool = False, slows: bool = False, cuts: bool = False) -> None:
-        self.fails, self.leaks, self.slows, self.cuts = fails, leaks, slows, cuts
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
         self.num_requests = 0
-        self.is_closed = False
+        self.was_settled = self.is_closed = False
 
     async def start(self) -> None:
         pass
@@ -158,15 +158,20 @@ class BadTarget(Target):
         self.num_requests += 1
         await asyncio.sleep(0.002)
         times.num_prompt_tokens = len(prompt)
-        gap = 1e-6 * (self.num_requests if self.slows else 1)
-        num = max(num_tokens - 1, 1) if self.cuts else num_tokens
+        gap = 1e-6 * (self.num_requests if self.fault == "slows" else 1)
+        num = max(num_tokens - 1, 1) if self.fault == "cuts" else num_tokens
         times.tokens = [0.001 + gap * index for index in range(num)]
         times.was_aborted = stop_after is not None
-        if self.fails and self.num_requests % 5 == 0:
+        if (self.fault == "fails" and self.num_requests % 5 == 0) or (self.fault == "dies" and self.was_settled):
             times.error = "the device fell over"
+        if self.fault in ("raises", "hangs") and self.was_settled:
+            fault, self.fault = self.fault, ""
+            await asyncio.sleep(0 if fault == "raises" else 600)
+            raise RuntimeError("nobody expects this")
 
     async def state(self) -> TargetState:
-        return TargetState(0.25 if self.leaks else 0.0, 0)
+        self.was_settled = True
+        return TargetState(0.25 if self.fault == "leaks" else 0.0, 0)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -175,20 +180,22 @@ class BadTarget(Target):
 @pytest.mark.parametrize(
     "fault, broken",
     [
-        ({}, set()),
-        ({"fails": True}, {"requests failed"}),
-        ({"leaks": True}, {"KV blocks held, share"}),
-        ({"slows": True}, {"p99 ITL, last third over first"}),
-        ({"cuts": True}, {"requests with too few tokens"}),
+        ("", set()),
+        ("fails", {"requests failed"}),
+        ("raises", {"requests failed"}),
+        ("hangs", {"requests that never ended"}),
+        ("leaks", {"KV blocks held, share"}),
+        ("slows", {"p99 ITL, last third over first"}),
+        ("cuts", {"requests with too few tokens"}),
     ],
-    ids=["nothing", "failing", "leaking", "slowing", "cutting"],
 )
 async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
     from pelton_plugins.bench import load
 
     settle = load._settle
     monkeypatch.setattr(load, "_settle", lambda target: settle(target, 0.05))
-    target = BadTarget(**fault)
+    monkeypatch.setattr(load, "DRAIN_S", 0.5)
+    target = BadTarget(fault)
     arguments = LoadArguments(
         duration_s=0.6, saturation_s=0.1, saturation_concurrency=4, load_fraction=0.5, sample_s=0.1, max_total_len=64,
         abort_fraction=0.2, max_host_growth_mib=1000,
@@ -196,8 +203,21 @@ async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
     result = await measure(target, arguments)
     assert {check["name"] for check in result["checks"] if not check["ok"]} == broken
     assert result["num_sent"] > 20 and target.is_closed
-    if "fails" in fault:
-        assert result["errors"].keys() == {"the device fell over"}
+    if "requests failed" in broken:
+        assert result["errors"].keys() <= {"the device fell over", "RuntimeError: nobody expects this"}
+        assert sum(result["errors"].values()) + result["num_completed"] + result["num_aborted"] == result["num_sent"]
+
+
+async def test_load_of_an_engine_that_is_gone_ends_early(monkeypatch, capsys):
+    from pelton_plugins.bench import load
+
+    monkeypatch.setattr(load, "GIVE_UP_AFTER", 20)
+    arguments = LoadArguments(
+        duration_s=600, saturation_s=0.1, saturation_concurrency=2, load_fraction=0.5, max_host_growth_mib=1000
+    )
+    result = await measure(BadTarget("dies"), arguments)
+    assert result["duration_s"] < 60 and not result["checks"][0]["ok"]
+    assert "requests failed: the load ends" in capsys.readouterr().err
 
 
 async def test_sending_keeps_to_the_times_and_the_concurrency():
