@@ -124,7 +124,11 @@ class BatchState:
             places.append(_places(np.array(slots), counts, table.shape[1]))
             ids = chain.from_iterable(request.block_ids[group] for request in new)
             values.append(np.fromiter(ids, np.int64, int(counts.sum())))
-        staged = self._staging.stage([*columns, *places, *values])
+        floats = (
+            (self.temperature, self.host.temperature), (self.top_p, self.host.top_p), (self.min_p, self.host.min_p),
+        )  # fmt: skip
+        bits = [array[slots].astype(np.float64).view(np.int64) for _, array in floats]
+        staged = self._staging.stage([*columns, *bits, *places, *values])
         rows, computed, num_prompt, seeds, side_slots, top_k = staged[:6]
         left = [table[rows].unbind() for table in self.block_tables]
         for index, owner in enumerate(self.host.change_owners(slots)):
@@ -134,12 +138,10 @@ class BatchState:
             (self.side_slots, side_slots), (self.top_k, top_k),
         ):  # fmt: skip
             column[rows] = numbers
-        for column, array in (
-            (self.temperature, self.host.temperature), (self.top_p, self.host.top_p), (self.min_p, self.host.min_p),
-        ):  # fmt: skip
-            column[rows] = torch.from_numpy(array[slots]).to(self.device, non_blocking=True)
-        half = 6 + len(places)
-        for table, at, numbers in zip((self.token_ids, *self.block_tables), staged[6:half], staged[half:], strict=True):
+        for (column, _), numbers in zip(floats, staged[6:9], strict=True):
+            column[rows] = numbers.view(torch.float64).to(torch.float32)
+        half = 9 + len(places)
+        for table, at, numbers in zip((self.token_ids, *self.block_tables), staged[9:half], staged[half:], strict=True):
             table.view(-1)[at] = numbers.to(torch.int32)
 
     def blocks_of(self, owner: SlotOwner) -> list[Tensor]:

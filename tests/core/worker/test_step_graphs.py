@@ -84,6 +84,14 @@ def test_logits_that_could_not_be_captured_are_sampled_without_a_graph(driver, m
     assert [request.output for request in requests] == [oracle_greedy(prompt, 4) for prompt in PROMPTS]
 
 
+def test_room_for_captures_is_recorded_first_and_kept(driver):
+    graphs, tapes = driver.runner.graphs, driver.runner.graphs._recorder.tapes
+    graphs.make_room(1000)
+    (tape,) = tapes
+    assert graphs._room is tape
+    assert max(result.nbytes for *_, results in tape.ops for result in results) == 1000
+
+
 def test_graphs_of_side_tables_that_moved_are_freed(driver):
     requests = [driver.add(slot, prompt, side_slot=slot, repetition_penalty=1.1) for slot, prompt in enumerate(PROMPTS)]
     driver.step([(request, len(request.token_ids)) for request in requests])
