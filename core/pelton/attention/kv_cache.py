@@ -28,13 +28,19 @@ def bind_kv_cache(plan: KVCachePlan, build: BuildConfig) -> list[AttentionBacken
     ]
     place = {name: index for index, group in enumerate(plan.groups) for name in group.layer_names}
     for tensor in plan.tensors:
-        memory = torch.zeros(tensor.size_bytes, dtype=torch.uint8, device=build.device)
+        memory = _zeros(tensor.size_bytes, build)
         for name in tensor.shared_by:
             layer, spec = build.attention_layers[name], plan.groups[place[name]].spec
             assert isinstance(spec, FullAttentionSpec), f"{name} has no attention spec"
             k_cache, v_cache = page_views(memory, plan.num_blocks, spec, layer.selection.backend.kv_layout(layer.needs))
             layer.bind_cache(backends[place[name]], place[name], k_cache, v_cache)
     return backends
+
+
+def _zeros(num_bytes: int, build: BuildConfig) -> Tensor:
+    if build.device.type == "cpu":
+        return build.large_pages.zeros((num_bytes,), torch.uint8)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=build.device)
 
 
 def page_views(memory: Tensor, num_blocks: int, spec: FullAttentionSpec, layout: KVLayout) -> tuple[Tensor, Tensor]:

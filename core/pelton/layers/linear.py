@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import nn
 
 from pelton.errors import ConfigError
@@ -96,7 +95,7 @@ class PlainWeights:
 
 
 def _parameter(config: BuildConfig, *shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=config.dtype, device=config.device), requires_grad=False)
+    return nn.Parameter(config.empty(*shape), requires_grad=False)
 
 
 class _LinearModule(nn.Module):

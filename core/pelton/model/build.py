@@ -14,6 +14,7 @@ import torch
 
 from pelton.attention.selector import AttentionSelector
 from pelton.errors import ConfigError
+from pelton.large_pages import LargePages
 from pelton.layers.linear import PlainWeights, QuantizationMethod
 from pelton.model.weights import WeightMap
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
@@ -21,6 +22,8 @@ from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pelton.attention.layer import AttentionLayer
     from pelton.config import EngineConfig
     from pelton.layers.rope import Rope, RopeParameters
@@ -77,10 +80,17 @@ class BuildConfig:
     weights: WeightMap = field(default_factory=WeightMap)
     attention_layers: dict[str, AttentionLayer] = field(default_factory=dict)
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
+    large_pages: LargePages = field(default_factory=LargePages)
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    def empty(self, *shape: int) -> Tensor:
+        """Memory for a parameter, in the model's dtype."""
+        if self.device.type == "cpu":
+            return self.large_pages.zeros(shape, self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def all_reduce(self, hidden_size: int) -> AllReduce | None:
         """Sums partial results over ranks; None with one rank."""

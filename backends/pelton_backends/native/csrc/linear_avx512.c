@@ -17,7 +17,12 @@ enum {
     BLOCK = 12,
     DOT_ROWS = 4,              /* of a plain weight: more rows are worth packing it */
     GROUP_BYTES = 512 << 10,   /* packed rows that panels are multiplied with before others: half of an L2 cache */
-    FETCH_BYTES = 4 << 10,     /* ahead in a weight, where one block of rows is all that a panel is read for */
+    /* Ahead in a weight that one block of rows reads. While memory decides, the core follows the stream by itself and is only
+       disturbed from further on (4 rows: 40 GB/s at 0.5 KiB, 31 at 2 KiB); while sums do, it looks too little ahead (8 rows: 40
+       GB/s from 8 KiB on, 29 at 0.5 KiB). EPYC 9004, 64 GB/s. */
+    FEW_ROWS = 4,
+    FETCH_NEAR = 512,
+    FETCH_FAR = 12 << 10,
 };
 
 /* ---- panels ---- */
@@ -105,6 +110,12 @@ TARGET_AVX512 static __attribute__((noinline)) void multiply(const uint32_t *a, 
 /* `m` rows of `k` numbers, `stride` apart -> [k / 2][m][2]. */
 TARGET_AVX512 static void pack_block(const bf16 *rows, int64_t stride, int64_t m, int64_t k, uint32_t *a) {
     __mmask16 used = (__mmask16)((1u << m) - 1u);
+    if (m < 4) { /* a transposition takes as long for one row as for 16 */
+        for (int64_t row = 0; row < m; row++)
+            for (int64_t i = 0; i < k / 2; i++)
+                memcpy(a + i * m + row, rows + row * stride + 2 * i, sizeof *a);
+        return;
+    }
     for (int64_t i = 0; i < k; i += 32) {
         int64_t left = least(k - i, 32);
         __mmask32 mask = left == 32 ? 0xffffffffu : (1u << left) - 1u;
@@ -124,17 +135,18 @@ TARGET_AVX512 static void pack_block(const bf16 *rows, int64_t stride, int64_t m
     }
 }
 
-/* Parts of 32 numbers of a line: the first 16 as `half` 0. */
-TARGET_AVX512 INLINE __m512 read(const void *line, int64_t i, int half, __mmask32 mask) {
-    return widen(_mm256_maskz_loadu_epi16((__mmask16)(mask >> 16 * half), (const bf16 *)line + i + 16 * half));
+/* 16 numbers of a line, fewer at its end; masked accesses cost several times as much. */
+TARGET_AVX512 INLINE __m512 read(const void *line, int64_t i, int64_t count) {
+    const __m256i *from = (const __m256i *)((const bf16 *)line + i);
+    return widen(count >= 16 ? _mm256_loadu_si256(from) : _mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1u), from));
 }
 
-TARGET_AVX512 INLINE void write(void *line, int64_t i, int half, __mmask32 mask, __m512 numbers) {
-    _mm256_mask_storeu_epi16((bf16 *)line + i + 16 * half, (__mmask16)(mask >> 16 * half), narrow(numbers));
-}
-
-TARGET_AVX512 INLINE __mmask32 used(int64_t size, int64_t i) {
-    return size - i >= 32 ? 0xffffffffu : (1u << (size - i)) - 1u;
+TARGET_AVX512 INLINE void write(void *line, int64_t i, int64_t count, __m512 numbers) {
+    __m256i *to = (__m256i *)((bf16 *)line + i);
+    if (count >= 16)
+        _mm256_storeu_si256(to, narrow(numbers));
+    else
+        _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1u), narrow(numbers));
 }
 
 TARGET_AVX512 INLINE __m512 normed(__m512 numbers, __m512 factor, __m512 weight, int unit_offset) {
@@ -147,41 +159,54 @@ TARGET_AVX512 INLINE __m512 norm_factor(const __m512 squares[2], int64_t size, f
     return _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / (float)size + eps));
 }
 
+struct line {
+    const bf16 *hidden, *residual;
+    bf16 *residual_out, *x;
+};
+
+/* Numbers [i, i + count) of residual', kept in `x` until they are normed; returns their squares. */
+TARGET_AVX512 INLINE __m512 add_part(const struct linear *op, const struct line *line, __m512 factor, int64_t i, int64_t count,
+                                     __m512 squares) {
+    __m512 numbers = read(line->hidden, i, count);
+    if (op->post_norm != NULL)
+        numbers = normed(numbers, factor, read(op->post_norm, i, count), op->post_unit_offset);
+    if (line->residual != NULL)
+        numbers = widen(narrow(_mm512_add_ps(numbers, read(line->residual, i, count))));
+    if (line->residual_out != NULL)
+        write(line->residual_out, i, count, numbers);
+    write(line->x, i, count, numbers);
+    return _mm512_fmadd_ps(numbers, numbers, squares);
+}
+
 /* `prepare_row`, in vectors. */
 TARGET_AVX512 void pelton_prepare_avx512(const struct linear *op, const struct rows *in, int64_t row, void *x) {
-    int64_t size = op->in_features, from = (in->rows == NULL ? row : in->rows[row]) * size;
-    const bf16 *hidden = (const bf16 *)in->hidden + from;
-    const bf16 *residual = in->residual == NULL ? NULL : (const bf16 *)in->residual + from;
-    bf16 *residual_out = in->residual_out == NULL ? NULL : (bf16 *)in->residual_out + row * size, line[size];
+    int64_t size = op->in_features, from = (in->rows == NULL ? row : in->rows[row]) * size, whole = size / 32 * 32;
+    struct line line = {
+        .hidden = (const bf16 *)in->hidden + from,
+        .residual = in->residual == NULL ? NULL : (const bf16 *)in->residual + from,
+        .residual_out = in->residual_out == NULL ? NULL : (bf16 *)in->residual_out + row * size,
+        .x = x,
+    };
     __m512 factor = _mm512_setzero_ps(), squares[2] = {factor, factor};
     if (op->post_norm != NULL) {
-        for (int64_t i = 0; i < size; i += 32)
-            for (int half = 0; half < 2; half++) {
-                __m512 numbers = read(hidden, i, half, used(size, i));
-                squares[half] = _mm512_fmadd_ps(numbers, numbers, squares[half]);
-            }
+        for (int64_t i = 0; i < size; i += 16) {
+            __m512 numbers = read(line.hidden, i, size - i);
+            squares[i / 16 % 2] = _mm512_fmadd_ps(numbers, numbers, squares[i / 16 % 2]);
+        }
         factor = norm_factor(squares, size, op->post_eps);
         squares[0] = squares[1] = _mm512_setzero_ps();
     }
-    for (int64_t i = 0; i < size; i += 32)
-        for (int half = 0; half < 2; half++) {
-            __mmask32 mask = used(size, i);
-            __m512 numbers = read(hidden, i, half, mask);
-            if (op->post_norm != NULL)
-                numbers = normed(numbers, factor, read(op->post_norm, i, half, mask), op->post_unit_offset);
-            if (residual != NULL)
-                numbers = widen(narrow(_mm512_add_ps(numbers, read(residual, i, half, mask))));
-            if (residual_out != NULL)
-                write(residual_out, i, half, mask, numbers);
-            write(line, i, half, mask, numbers);
-            squares[half] = _mm512_fmadd_ps(numbers, numbers, squares[half]);
-        }
+    for (int64_t i = 0; i < whole; i += 32) {
+        squares[0] = add_part(op, &line, factor, i, 16, squares[0]);
+        squares[1] = add_part(op, &line, factor, i + 16, 16, squares[1]);
+    }
+    for (int64_t i = whole; i < size; i += 16)
+        squares[0] = add_part(op, &line, factor, i, least(size - i, 16), squares[0]);
     factor = norm_factor(squares, size, op->eps);
-    for (int64_t i = 0; i < size; i += 32)
-        for (int half = 0; half < 2; half++) {
-            __mmask32 mask = used(size, i);
-            write(x, i, half, mask, normed(read(line, i, half, mask), factor, read(op->norm, i, half, mask), op->unit_offset));
-        }
+    for (int64_t i = 0; i < size; i += 16) {
+        int64_t count = size - i;
+        write(x, i, count, normed(read(x, i, count), factor, read(op->norm, i, count), op->unit_offset));
+    }
 }
 
 /* ---- few rows times a plain weight ---- */
@@ -197,8 +222,8 @@ TARGET_AVX512 INLINE void dots(const bf16 *weight, const bf16 *x, int64_t k, int
             even[row] = odd[row] = _mm512_setzero_ps();
         for (int64_t i = 0; i < whole; i += 64) {
             __m512bh left = (__m512bh)_mm512_loadu_si512(w + i), right = (__m512bh)_mm512_loadu_si512(w + i + 32);
-            _mm_prefetch((const char *)(w + i) + FETCH_BYTES, _MM_HINT_T0);
-            _mm_prefetch((const char *)(w + i) + FETCH_BYTES + 64, _MM_HINT_T0);
+            _mm_prefetch((const char *)(w + i) + FETCH_NEAR, _MM_HINT_T0);
+            _mm_prefetch((const char *)(w + i) + FETCH_NEAR + 64, _MM_HINT_T0);
 #pragma GCC unroll 4
             for (int row = 0; row < M; row++) {
                 even[row] = _mm512_dpbf16_ps(even[row], left, (__m512bh)_mm512_loadu_si512(x + row * k + i));
@@ -294,7 +319,7 @@ TARGET_AVX512 static void run_task(const struct call *call, int64_t task, const 
     int64_t first = task / shape->num_panels * call->group_blocks, last = least(first + call->group_blocks, call->num_blocks);
     int64_t panel_bytes = PANEL * k * (int64_t)sizeof(bf16), part = panel_bytes / (last - first);
     int is_single = last - first == 1 && op->is_packed;
-    const char *fetch = (const char *)weight + (is_single ? FETCH_BYTES : panel_bytes);
+    const char *fetch = (const char *)weight + (!is_single ? panel_bytes : num_rows <= FEW_ROWS ? FETCH_NEAR : FETCH_FAR);
     int64_t step = is_single ? 128 : (part + k / 2 - 1) / (k / 2);
     for (int64_t at = first; at < last; at++) {
         int64_t row = at * BLOCK, m = least(BLOCK, num_rows - row);
