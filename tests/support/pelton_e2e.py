@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,3 +224,21 @@ def serving(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def gauge(url: str, name: str) -> float:
+    """One of a server's metrics."""
+    with urllib.request.urlopen(url + "/metrics", timeout=10) as reply:
+        found = re.search(rf"^pelton_{name}(?:{{.*}})? (\S+)$", reply.read().decode(), re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether it holds before the time is over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()

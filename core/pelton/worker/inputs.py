@@ -97,24 +97,27 @@ def _group_metadata(
     is_token: Tensor,
     shape: StepShape,
 ) -> CommonMetadata:
-    num_rows, num_tokens, block_size = shape.num_padded_reqs, shape.num_padded_tokens, state.block_sizes[group]
-    table = state.block_tables[group]
+    common, block_size = common_metadata(state, buffers, group, shape), state.block_sizes[group]
+    table, ratio = state.block_tables[group], buffers.blocks_per_block[group]
     block = table[slot, position // block_size].long()
-    slot_mapping = buffers.slot_mapping[group][:num_tokens]
-    slot_mapping.copy_(torch.where(is_token, block * block_size + position % block_size, -1))
-    ratio = buffers.blocks_per_block[group]
-    width = min(-(-shape.max_seq_len // block_size), table.shape[1])
-    block_table = buffers.block_tables[group][:num_rows, : width * ratio]
-    blocks = table[slots, :width]
+    common.slot_mapping.copy_(torch.where(is_token, block * block_size + position % block_size, -1))
+    blocks = table[slots, : common.block_table.shape[1] // ratio]
     if ratio > 1:
         blocks = (blocks.unsqueeze(-1) * ratio + buffers.parts[group]).flatten(1)
-    block_table.copy_(blocks)
+    common.block_table.copy_(blocks)
+    return common
+
+
+def common_metadata(state: BatchState, buffers: InputBuffers, group: int, shape: StepShape) -> CommonMetadata:
+    """One group's, over the buffers that `prepare_inputs` fills."""
+    num_rows, num_tokens, block_size = shape.num_padded_reqs, shape.num_padded_tokens, state.block_sizes[group]
+    width = min(-(-shape.max_seq_len // block_size), state.block_tables[group].shape[1])
     common = shape.common_prefix_blocks
     return CommonMetadata(
         query_start_loc=buffers.query_start_loc[: num_rows + 1],
         seq_lens=buffers.seq_lens[:num_rows],
-        block_table=block_table,
-        slot_mapping=slot_mapping,
+        block_table=buffers.block_tables[group][:num_rows, : width * buffers.blocks_per_block[group]],
+        slot_mapping=buffers.slot_mapping[group][:num_tokens],
         num_reqs=num_rows,
         num_tokens=num_tokens,
         num_actual_tokens=shape.num_tokens,

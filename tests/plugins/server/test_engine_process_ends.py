@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import psutil
 import pytest
-from pelton_e2e import serving
+from pelton_e2e import eventually, gauge, serving
 
 from pelton.testing import fake_engine
 
@@ -42,21 +42,6 @@ def serving_slowly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 
     start.log = log
     return start
-
-
-def gauge(url: str, name: str) -> float:
-    found = re.search(rf"^pelton_{name}(?:{{.*}})? (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE)
-    assert found, name
-    return float(found[1])
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
 
 
 def test_a_killed_engine_is_told_within_a_second_and_comes_back(serving_slowly):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from pelton_e2e import serving
+from pelton_e2e import eventually, gauge, serving
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
@@ -39,21 +38,6 @@ def url(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
-
-
-def gauge(url: str, name: str) -> float:
-    found = re.search(rf"^pelton_{name}(?:{{.*}})? (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE)
-    assert found, name
-    return float(found[1])
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
 
 
 def test_models(client):

@@ -30,7 +30,7 @@ from torch import Tensor
 from pelton.attention.metadata import CommonMetadata
 from pelton.ops.interface import PrepareInputs, PrepareInputsNeeds, PrepareInputsTensors
 from pelton.worker.batch_state import BatchState
-from pelton.worker.inputs import InputBuffers, StepShape
+from pelton.worker.inputs import InputBuffers, StepShape, common_metadata
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 _TABLE_BLOCK = 512  # block ids at once: 4 a thread
@@ -204,26 +204,6 @@ class TritonPrepareInputs:
                     buffers.input_ids, buffers.positions, state.token_ids.stride(0), num_rows, num_tokens,
                     SEARCH_STEPS=search_steps, BLOCK=_TOKEN_BLOCK, PDL=pdl, num_warps=4, **options,
                 )  # fmt: skip
-            return [_metadata(state, buffers, group, shape) for group in range(num_groups)]
+            return [common_metadata(state, buffers, group, shape) for group in range(num_groups)]
 
         return prepare
-
-
-def _metadata(state: BatchState, buffers: InputBuffers, group: int, shape: StepShape) -> CommonMetadata:
-    num_rows, num_tokens, block_size = shape.num_padded_reqs, shape.num_padded_tokens, state.block_sizes[group]
-    width = min(-(-shape.max_seq_len // block_size), state.block_tables[group].shape[1])
-    common = shape.common_prefix_blocks
-    return CommonMetadata(
-        query_start_loc=buffers.query_start_loc[: num_rows + 1],
-        seq_lens=buffers.seq_lens[:num_rows],
-        block_table=buffers.block_tables[group][:num_rows, : width * buffers.blocks_per_block[group]],
-        slot_mapping=buffers.slot_mapping[group][:num_tokens],
-        num_reqs=num_rows,
-        num_tokens=num_tokens,
-        num_actual_tokens=shape.num_tokens,
-        num_decode_rows=shape.num_decode_rows,
-        num_decode_tokens=shape.num_decode_rows,
-        max_query_len=shape.max_query_len,
-        max_seq_len=shape.max_seq_len,
-        common_prefix_len=common[group] * block_size if common else 0,
-    )
