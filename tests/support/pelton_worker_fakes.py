@@ -14,7 +14,12 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pelton.builtin import pelton_ops
+from pelton.config import EngineConfig
+from pelton.kv_cache.planner import plan_kv_cache
+from pelton.model.resolve import resolve_model
 from pelton.ops.selector import OpSelector
+from pelton.platform.select import select_platform
+from pelton.plugins import load_plugins
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.output import ModelOutput, NewRequest, SchedulerOutput
 from pelton.worker.batch_state import BatchState
@@ -22,6 +27,7 @@ from pelton.worker.inputs import InputBuffers
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.step_ops import StepOps
+from pelton.worker.worker import DeviceWorker
 
 VOCAB = 40
 _CLASSES = 97
@@ -261,3 +267,26 @@ class Driver:
     def decode(self, requests: Sequence[Running], count: int) -> None:
         for _ in range(count):
             self.step([(request, 1) for request in requests])
+
+
+def make_worker(path: Any, **flat: Any) -> DeviceWorker:
+    """A worker that is ready for steps, over a checkpoint."""
+    plugins = load_plugins(only=[])
+    config = EngineConfig.from_flat(
+        **{
+            "model": str(path),
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 96,
+            "device": "cpu",
+            **flat,
+        }
+    )
+    model = resolve_model(config, plugins)
+    worker = DeviceWorker(config, model, select_platform(config, plugins), plugins)
+    worker.init_device()
+    worker.load_model()
+    plan = plan_kv_cache(worker.kv_cache_specs(), 2**24, num_blocks_override=120, max_model_len=model.max_model_len)
+    worker.initialize_kv_cache(plan)
+    worker.warm_up()
+    return worker

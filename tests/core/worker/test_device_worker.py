@@ -5,41 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from pelton_worker_fakes import Driver, Running
+from pelton_worker_fakes import Driver, Running, make_worker
 
-from pelton.config import EngineConfig
 from pelton.errors import ConfigError
-from pelton.kv_cache.planner import plan_kv_cache
-from pelton.model.resolve import resolve_model
-from pelton.platform.select import select_platform
-from pelton.plugins import load_plugins
 from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_greedy
-from pelton.worker.worker import DeviceWorker
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73)), [11, 12] * 9]
 COUNT = 24
-
-
-def make_worker(path, **flat) -> DeviceWorker:
-    plugins = load_plugins(only=[])
-    config = EngineConfig.from_flat(
-        **{
-            "model": str(path),
-            "max_num_seqs": 6,
-            "max_num_batched_tokens": 64,
-            "max_model_len": 96,
-            "device": "cpu",
-            **flat,
-        }
-    )
-    model = resolve_model(config, plugins)
-    worker = DeviceWorker(config, model, select_platform(config, plugins), plugins)
-    worker.init_device()
-    worker.load_model()
-    plan = plan_kv_cache(worker.kv_cache_specs(), 2**24, num_blocks_override=120, max_model_len=model.max_model_len)
-    worker.initialize_kv_cache(plan)
-    worker.warm_up()
-    return worker
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3"])

@@ -1,0 +1,90 @@
+"""Steps on a GPU's worker: rows that ask for more than a token, with graphs and without; none waits for the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pelton_worker_fakes import Driver, Running, make_worker
+
+from pelton.scheduler.output import GrammarMasks, ModelOutput
+from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+from pelton.worker.pending import PendingOutput
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[7], [5, 80, 81], list(range(40, 60)), [11, 12] * 9, [3] * 20]
+WANTED: list[dict[str, Any]] = [
+    {}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 3}, {"temperature": 1.2, "repetition_penalty": 1.3}, {},
+]  # fmt: skip
+NUM_STEPS, NUM_FIRST = 14, 4
+"""All steps; those that may wait: they compile, load and capture."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("steps") / "llama", "llama", head_dim=64))
+
+
+@pytest.fixture(autouse=True)
+def own_stream() -> Iterator[None]:
+    before = torch.cuda.current_stream()
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_stream(before)
+
+
+@torch.inference_mode()
+def outputs(checkpoint: str, mode: str, *, with_extras: bool) -> list[list[int]]:
+    """What each request got; some of the rows of some steps under a random half of the vocabulary."""
+    worker = make_worker(checkpoint, device="cuda", dtype="float32", cudagraph_mode=mode)
+    driver, chooser, requests = Driver(worker.runner), random.Random(3), []
+    for slot, (prompt, wanted) in enumerate(zip(PROMPTS, WANTED, strict=True)):
+        side_slot = 0 if with_extras and "repetition_penalty" in wanted else -1
+        params = wanted if with_extras else {}
+        requests.append(driver.add(slot, prompt, seed=slot, side_slot=side_slot, **params))
+    rows = sorted(((request, len(request.token_ids)) for request in requests), key=lambda row: row[1] != 1)
+    step(driver, rows, None)
+    for index in range(NUM_STEPS):
+        is_masked = index % 2 == 0 if index < NUM_FIRST else chooser.random() < 0.5
+        allowed = np.array([[chooser.random() < 0.5 for _ in range(VOCAB_SIZE)] for _ in requests[1:4]])
+        if index == NUM_FIRST:
+            torch.cuda.set_sync_debug_mode("error")
+        step(driver, [(request, 1) for request in requests], allowed if is_masked else None)
+    torch.cuda.set_sync_debug_mode("default")
+    assert not [error for request in requests for error in request.errors]
+    if with_extras:
+        columns = [result.logprobs[2] for result in requests[2].results[1:]]
+        assert all(len(column.token_ids[0]) == 4 for column in columns)
+    worker.shutdown()
+    return [request.output for request in requests]
+
+
+def step(driver: Driver, rows: list[tuple[Running, int]], allowed: np.ndarray | None) -> None:
+    """allowed [3, V]: of rows 1 to 3."""
+    masked = [] if allowed is None else [1, 2, 3]
+    result = driver.runner.execute(driver.plan(rows, grammar_rows=masked))
+    assert (result is None) == bool(masked)
+    if allowed is not None:
+        words = np.zeros((3, -(-VOCAB_SIZE // 32) * 32), dtype=bool)
+        words[:, :VOCAB_SIZE] = allowed
+        bitmask = np.packbits(words, axis=1, bitorder="little").tobytes()
+        result = driver.runner.sample(GrammarMasks(step_id=driver.step_id - 1, bitmask=bitmask, num_masks=[1] * 3))
+    assert isinstance(result, PendingOutput)
+    read: ModelOutput = result.result()
+    driver.take(rows, None, read)
+    if allowed is not None:
+        assert all(allowed[row - 1, read.token_ids[row][0]] for row in masked)
+
+
+@pytest.mark.parametrize("with_extras", [False, True], ids=["greedy", "extras"])
+def test_masked_steps_give_the_same_in_every_graph_mode(checkpoint: str, with_extras: bool) -> None:
+    """Reading a result waits, for an event; launching a step must not: its masks and columns travel from pinned memory."""
+    expected = outputs(checkpoint, "NONE", with_extras=with_extras)
+    assert all(len(tokens) == NUM_STEPS + 1 for tokens in expected)
+    for mode in ("FULL_AND_PIECEWISE", "FULL"):
+        assert outputs(checkpoint, mode, with_extras=with_extras) == expected
