@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from pelton.graphs.tape import launch
 from pelton_backends.native.build import CannotBuildError, build_library
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ class Linear(Structure):
         ("eps", c_float), ("post_eps", c_float), ("soft_cap", c_float),
         ("unit_offset", c_int32), ("post_unit_offset", c_int32), ("activation", c_int32), ("is_logits", c_int32),
         ("dtype", c_int32), ("is_packed", c_int32),
+    )  # fmt: skip
+
+
+class Embed(Structure):
+    _fields_ = (
+        ("weight", c_void_p), ("hidden_size", c_int64), ("scale", c_float), ("dtype", c_int32), ("is_packed", c_int32),
     )  # fmt: skip
 
 
@@ -118,6 +125,6 @@ EXTRA_FLAGS: list[str] = []
 
 
 def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:
+    """Calls go on the tape of a step that is being recorded."""
     function.restype, function.argtypes = result, list(arguments)
-    typed: Callable[..., int] = function
-    return typed
+    return partial(launch, function) if arguments else function

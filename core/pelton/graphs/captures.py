@@ -29,6 +29,9 @@ class _Refusals:
     def __init__(self) -> None:
         self._keys: set[Hashable] = set()
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._keys
+
     def attempt(self, key: Hashable, capture: Callable[[], None]) -> None:
         """The step itself has run: a capture that fails must not fail it."""
         if key in self._keys:
@@ -77,11 +80,30 @@ class FullGraphs:
             return call()
         captured = self._captured.get(key)
         if captured is None:
+            if self._recorder.runs_calls:
+                return self._run_recorded(key, call)
             outputs = call()
             self._refusals.attempt(key, lambda: self._capture(key, call))
             return outputs
         captured.graph.replay()
         return captured.outputs  # type: ignore[no-any-return]
+
+    def _run_recorded(self, key: Hashable, call: Callable[[], T]) -> T:
+        """Record while running; a step that cannot be recorded has run all the same."""
+        if key in self._refusals:
+            return call()
+        self._recorder.begin()
+        try:
+            outputs = call()
+        except BaseException:
+            self._recorder.abort()
+            raise
+
+        def capture() -> None:
+            self._captured[key] = _Captured(self._recorder.end(), outputs)
+
+        self._refusals.attempt(key, capture)
+        return outputs
 
     def _capture(self, key: Hashable, call: Callable[[], Any]) -> None:
         """Record without running."""

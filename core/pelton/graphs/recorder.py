@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +21,12 @@ class GraphRecorder(ABC):
     """One per worker, used from its thread. Captures share one memory pool: they are replayed one after the other, and what
     a graph leaves in memory is read before the next one runs."""
 
+    runs_calls: ClassVar[bool] = False
+    """Whether what is recorded runs as well. `end` may then refuse what it could not record, by raising."""
+
     @abstractmethod
     def begin(self) -> None:
-        """Record what the thread launches from now on, without running it."""
+        """Record what the thread launches from now on, without running it unless `runs_calls` says so."""
 
     @abstractmethod
     def end(self) -> Graph:

@@ -14,7 +14,7 @@ An op must be free of host synchronisation, and must do the same work for the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ class OpImplementation(Protocol):
 
     Optional: `token_range(needs) -> (least, most or None)`, when it serves only some batch sizes; the next fitting
     entry serves the others. A bound callable may have `weights_loaded()`: called once when the weights are in place,
-    for packing them; those of a `LinearWeights` that is not shared it may overwrite with an order of its own.
+    for packing them; it may bring those of a `LinearWeights` into an order of its own, where all their readers follow.
+    `is_recordable = True`: on devices that compute in the calling process, it computes with torch's ops and with functions
+    that it calls by `pelton.graphs.tape.launch` only, so that a step can be recorded and replayed. Without it none is there.
     """
 
     def unsupported(self, needs: Any) -> list[str]:
@@ -77,7 +79,9 @@ class LinearWeights:
     spec: LinearSpec
     tensors: Mapping[str, Tensor]  # plain: {"weight": [out, in]}
     bias: Tensor | None = None  # [out]
-    is_shared: bool = False  # others read the tensors too (a tied embedding, an op for other batch sizes)
+    num_readers: int = 1  # ops bound to the tensors: more of a tied embedding's, and of those for some batch sizes
+    followers: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
+    """By the name of an order: readers to be called once another reader has brought the tensors into it."""
 
 
 class AllReduce(Protocol):
@@ -100,8 +104,9 @@ class EmbedNeeds:
 
 @dataclass(slots=True)
 class EmbedTensors:
-    weight: Tensor  # [num_rows, H]
+    weight: Tensor  # plain: [num_rows, H]
     first_row: int  # vocabulary id of row 0
+    linear: LinearWeights | None = None  # the same matrix, as a product reads it where it is tied
 
 
 class Embed(Protocol):

@@ -75,6 +75,11 @@ class OpSelector:
             self.choices.append(choice)
         return parts[0].call if len(parts) == 1 else _by_batch_size(parts)
 
+    def unrecordable(self) -> list[str]:
+        """Entries in use that a tape may not see all of: strangers' that do not say otherwise."""
+        used = {name for choice in self.choices for name in choice.names}
+        return sorted(name for name in used if not _is_recordable(self._loaded[name]))
+
     def weights_loaded(self) -> None:
         """Tell the bound ops that their weights are in place, so that they may pack them."""
         for call in self._bound:
@@ -86,6 +91,12 @@ class OpSelector:
         if entry.name not in self._loaded:
             self._loaded[entry.name] = entry.resolve()
         return self._loaded[entry.name]
+
+
+def _is_recordable(implementation: OpImplementation) -> bool:
+    module = str(getattr(implementation, "__module__", None) or getattr(implementation, "__name__", ""))
+    is_ours = module.partition(".")[0] in ("pelton", "pelton_backends")
+    return bool(getattr(implementation, "is_recordable", is_ours))
 
 
 def _all_sizes(needs: Any) -> tuple[int, int | None]:

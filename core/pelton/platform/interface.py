@@ -26,6 +26,8 @@ class Platform(ABC):
     """What `dtype="auto"` becomes when the checkpoint does not say."""
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
     supported_graph_modes: ClassVar[tuple[CUDAGraphMode, ...]] = (CUDAGraphMode.NONE,)
+    pads_graphs: ClassVar[bool] = True
+    """Whether a captured step serves the sizes below its own too: what padding costs is less than a graph for every size."""
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device: ...

@@ -160,10 +160,18 @@ class ModelRunner:
             output, started, plan, self._stage(plan), logits=found[:num_rows], tail=tail, num_padded_rows=len(found)
         )
 
+    @property
+    def tail_variants(self) -> tuple[str, ...]:
+        """Of the `sample` seam that decode graphs end in. On a CPU `StepSampler` does better for random rows: it runs only the
+        filters that some row has."""
+        return (GREEDY,) if self.graphs is not None and self.graphs.runs_calls else (GREEDY, FULL)
+
     def _tail_variant(self, slots: npt.NDArray[np.int64], has_masks: bool) -> str | None:
         """The least variant of the `sample` seam that gives these rows what they ask for; None when none does."""
         host = self.state.host
         variant = FULL if has_masks or host.temperature[slots].any() else GREEDY
+        if FULL not in self.tail_variants:
+            return None if variant == FULL or host.has_extras[slots].any() else GREEDY
         if host.has_extras[slots].any():
             wanted = host.num_logprobs[slots]
             if (wanted == ALL_LOGPROBS).any() or wanted.max() > self.ops.num_logprobs:

@@ -72,6 +72,11 @@ class StepGraphs:
             for backend in self._backends:
                 backend.reserve(BatchDescriptor(largest, max(most, most_mixed), dispatcher.decode_query_len))
 
+    @property
+    def runs_calls(self) -> bool:
+        """See `GraphRecorder.runs_calls`."""
+        return self._recorder.runs_calls
+
     def decode_key(self, num_rows: int, variant: str, *, has_common_prefix: bool = False) -> BatchDescriptor | None:
         """The key of a decode step with one token a row; None when it is not captured whole."""
         if self._side_version != self._state.side.layout_version:

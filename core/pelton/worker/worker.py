@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from pelton.worker.interface import Worker
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.pending import PendingOutput
-from pelton.worker.step_ops import FULL, GREEDY, StepOps
+from pelton.worker.step_ops import StepOps
 
 _WARM_UP_TOKENS = 16
 _FIRST_GRAPH_TOKENS = 8
@@ -149,15 +149,20 @@ class DeviceWorker(Worker):
         if recorder is None:
             self.notes.append(f"cudagraph_mode {mode} became NONE: platform {self.platform.name!r} gives no recorder")
             return
+        foreign = self.build.ops.unrecordable() if recorder.runs_calls else []
+        if foreign:
+            self.notes.append(f"cudagraph_mode {mode} became NONE: {', '.join(foreign)} may not be recordable")
+            return
         dispatcher = GraphDispatcher(
             mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens,
-            sizes=self.config.compilation.cudagraph_capture_sizes,
+            sizes=self._graph_sizes(),
         )  # fmt: skip
         graphs = self.runner.use_graphs(dispatcher, recorder)
         most_rows = max(dispatcher.decode_sizes, default=0)
-        graphs.make_room(self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows))
+        if not recorder.runs_calls:
+            graphs.make_room(self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows))
         for kind, key in dispatcher.valid_keys():
-            variants = (GREEDY, FULL) if key.uniform_query_len else ("",)
+            variants = self.runner.tail_variants if key.uniform_query_len else ("",)
             self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
         first = sum(key.num_tokens <= _FIRST_GRAPH_TOKENS for _, key in self._to_capture)
         with phase("capture graphs", self.phase_s, total=first, unit=" graphs") as progress:
@@ -165,6 +170,10 @@ class DeviceWorker(Worker):
                 graphs.warm_up(*self._to_capture.popleft())
                 progress.advance(1)
             self.platform.synchronize()
+
+    def _graph_sizes(self) -> Sequence[int] | None:
+        sizes = self.config.compilation.cudagraph_capture_sizes
+        return range(1, self.max_num_seqs + 1) if sizes is None and not self.platform.pads_graphs else sizes
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:

@@ -14,6 +14,8 @@ from pelton_platforms.cpu import host
 if TYPE_CHECKING:
     import torch
 
+    from pelton.graphs.recorder import GraphRecorder
+
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 _LEAST_KV_CACHE_BYTES = 16 * 2**20
 
@@ -28,7 +30,8 @@ class CPUPlatform(Platform):
     default_max_num_batched_tokens: ClassVar[int] = 2048
     default_max_num_seqs: ClassVar[int] = 64
     default_dtype: ClassVar[str] = "float32"
-    supported_graph_modes: ClassVar[tuple[CUDAGraphMode, ...]] = (CUDAGraphMode.NONE,)
+    supported_graph_modes: ClassVar[tuple[CUDAGraphMode, ...]] = (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
+    pads_graphs: ClassVar[bool] = False
 
     def device(self, local_rank: int) -> torch.device:
         import torch
@@ -44,6 +47,11 @@ class CPUPlatform(Platform):
             torch.set_num_interop_threads(1)
         except RuntimeError as error:  # torch allows it only before the process's first parallel work
             logger.debug("inter-op threads stay at %d: %s", torch.get_num_interop_threads(), error)
+
+    def graph_recorder(self) -> GraphRecorder:
+        from pelton.graphs.tape import TapeRecorder
+
+        return TapeRecorder()
 
     def describe(self, local_rank: int = 0) -> str:
         count = num_threads()

@@ -77,14 +77,14 @@ def test_batch_sizes_that_the_best_does_not_serve_go_to_the_next():
     assert selector.choices[0].names == ("few", "many", "plain")
 
 
-def test_weights_that_several_ops_read_are_shared():
-    for entries, is_shared in (
-        ([entry("few", 90, token_range=(1, 16)), entry("plain", 10)], True),
-        ([entry("fused", 90), entry("plain", 10)], False),
+def test_weights_know_how_many_ops_read_them():
+    for entries, num_readers in (
+        ([entry("few", 90, token_range=(1, 16)), entry("plain", 10)], 2),
+        ([entry("fused", 90), entry("plain", 10)], 1),
     ):
         weights = LinearWeights(NEEDS.linear, {"weight": torch.eye(2)})
         OpSelector(entries).bind("linear", NEEDS, LinearTensors(weights))
-        assert weights.is_shared == is_shared
+        assert weights.num_readers == num_readers
 
 
 def test_an_op_for_all_sizes_is_called_without_a_wrapper():
@@ -126,3 +126,10 @@ def test_equal_choices_are_listed_once_with_who_was_passed_over():
 def test_core_offers_a_reference_for_every_seam_of_a_dense_step():
     offered = {e.seam for e in plugins_of().entries("pelton_ops", device_type="cuda")}
     assert offered == set(SEAMS) - {"moe", "lora"}
+
+
+def test_strangers_ops_are_recordable_only_when_they_say_so():
+    selector = OpSelector([entry("silent", 90, token_range=(0, 4)), entry("speaking", 50)])
+    sys.modules[MODULE].speaking.is_recordable = True
+    selector.bind("linear", NEEDS, TENSORS)
+    assert selector.unrecordable() == ["silent"]

@@ -1,0 +1,179 @@
+"""Graphs of devices that compute in the calling process: a tape of calls on fixed addresses, played again in their order.
+
+The calls run while they are recorded. Functions of C go through `launch`; torch's ops are seen by the recorder. What makes the
+step's memory is recorded as well: tensors lie in the recorder's room, which all tapes share, so a replay allocates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pelton.errors import EngineError
+from pelton.graphs.recorder import Graph, GraphRecorder
+
+_HOST_READS = ("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.unique", "aten.masked_select")
+_EMPTY = ("aten.empty.memory_format", "aten.new_empty", "aten.empty_like", "aten.empty_strided")
+_ALIGNMENT = 64
+_LEAST_CHUNK = 2**21
+
+
+class Tape:
+    """Calls in the order of their capture; each returns 0 or None, or it failed."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], Any]] = []
+
+    def replay(self) -> None:
+        for call in self.calls:
+            if call():
+                raise EngineError("A step's kernel failed: it found no memory. Give the process more memory.")
+
+
+_recording: ContextVar[Tape | None] = ContextVar("pelton_tape", default=None)
+
+
+def launch(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that computes in memory given by address, and put the call on the tape that this thread records, if any.
+
+    arguments: numbers, addresses and structs, which stay as they are. It returns 0 or None, or it failed.
+    """
+    tape = _recording.get()
+    if tape is not None:
+        tape.calls.append(partial(function, *arguments))
+    return function(*arguments)
+
+
+class TapeRecorder(GraphRecorder):
+    """A step that reads a value on the host (`item`) runs, and is refused at its `end`."""
+
+    runs_calls: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._room = _Room()
+        self._mode: _Watch | None = None
+        self._token: Token[Tape | None] | None = None
+
+    def begin(self) -> None:
+        assert self._mode is None, "a capture runs already"
+        tape = Tape()
+        self._mode = _Watch(tape, self._room)
+        self._token = _recording.set(tape)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> Graph:
+        assert self._mode is not None, "no capture runs"
+        mode = self._mode
+        self.abort()
+        if mode.refused is not None:
+            raise EngineError(f"{mode.refused} reads values on the host while a step is recorded.")
+        return mode.tape
+
+    def abort(self) -> None:
+        if self._mode is not None and self._token is not None:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            _recording.reset(self._token)
+        self._mode = self._token = None
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Puts torch's ops on the tape, and their results into the room."""
+
+    def __init__(self, tape: Tape, room: _Room) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape, self._room = tape, room
+        self.refused: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith(_HOST_READS):
+            self.refused = name
+        result = func(*args, **(kwargs or {}))
+        if name.startswith(_EMPTY):
+            return self._room.like(result)
+        if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
+            self._record(func, args, kwargs, None)
+            return result
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if not made or any(one.untyped_storage().data_ptr() in given for one in made):
+            return result  # a view, whose address stays
+        kept = tree_map_only(Tensor, lambda one: self._room.like(one).copy_(one), result)
+        self._record(
+            func, args, kwargs, [self._room.unowned(one) for one in tree_leaves(kept) if isinstance(one, Tensor)]
+        )
+        return kept
+
+    def _record(self, func: Any, args: Any, kwargs: Any, results: list[Tensor] | None) -> None:
+        args, kwargs = tree_map_only(Tensor, self._room.unowned, (args, kwargs or {}))
+        call = partial(func, *args, **kwargs)
+        self.tape.calls.append(partial(_again, call, results))
+
+
+def _again(call: Callable[[], Any], results: list[Tensor] | None) -> None:
+    made = call()
+    if results is not None:
+        for old, new in zip(results, (one for one in tree_leaves(made) if isinstance(one, Tensor)), strict=True):
+            old.copy_(new)
+
+
+class _Piece(np.ndarray):
+    """Memory of one tensor, which goes back to the room with it."""
+
+    give_back: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.give_back is not None:
+            self.give_back()
+
+
+class _Room:
+    """Memory for tensors that are made while recording. What one leaves is there for later ones, of later tapes too: they are
+    played one after the other."""
+
+    def __init__(self) -> None:
+        self._chunks: list[tuple[Tensor, np.ndarray]] = []
+        self._used = 0  # of the last chunk
+        self._free: dict[int, list[tuple[int, int]]] = {}  # size -> (chunk, start)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """One with its shape and dtype, and its strides where these leave no gaps; its numbers are undefined."""
+        if not tensor.numel():
+            return tensor
+        flat = torch.from_numpy(self._take(tensor.numel() * tensor.element_size())).view(tensor.dtype)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return flat.as_strided(tensor.shape, tensor.stride()) if span == tensor.numel() else flat.view(tensor.shape)
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The same memory, free for others as soon as its tensor is gone; memory of others as it is."""
+        address = tensor.untyped_storage().data_ptr()
+        for chunk, _ in self._chunks:
+            start = address - chunk.data_ptr()
+            if 0 <= start < chunk.numel():
+                part = chunk[start : start + tensor.untyped_storage().nbytes()].view(tensor.dtype)
+                return part.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + part.storage_offset())
+        return tensor
+
+    def _take(self, num_bytes: int) -> np.ndarray:
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        free = self._free.setdefault(size, [])
+        chunk, start = free.pop() if free else self._carve(size)
+        piece = self._chunks[chunk][1][start : start + num_bytes].view(_Piece)
+        piece.give_back = lambda: free.append((chunk, start))
+        return piece
+
+    def _carve(self, size: int) -> tuple[int, int]:
+        if not self._chunks or self._used + size > self._chunks[-1][0].numel():
+            memory = torch.empty(max(size, _LEAST_CHUNK), dtype=torch.uint8)
+            self._chunks.append((memory, memory.numpy()))
+            self._used = 0
+        start, self._used = self._used, self._used + size
+        return len(self._chunks) - 1, start

@@ -1,0 +1,128 @@
+"""A tape plays again what ran while it was recorded, in memory that all tapes share."""
+
+import ctypes
+
+import pytest
+import torch
+
+from pelton.config import CUDAGraphMode
+from pelton.errors import EngineError
+from pelton.graphs.captures import FullGraphs
+from pelton.graphs.tape import TapeRecorder, launch
+
+
+def record(recorder, call):
+    recorder.begin()
+    result = call()
+    return recorder.end(), result
+
+
+def move(target, source, num_bytes):
+    ctypes.memmove(target, source, num_bytes)
+
+
+def test_torch_ops_and_launches_are_played_in_their_order():
+    x, y = torch.arange(4.0), torch.zeros(4)
+
+    def call():
+        middle = (x * 2)[1:] + 1
+        launch(move, y.data_ptr(), middle.data_ptr(), 12)
+        y[3] = 7.0
+        return y + x
+
+    graph, result = record(TapeRecorder(), call)
+    assert result.tolist() == [3.0, 6.0, 9.0, 10.0]
+    x += 10
+    graph.replay()
+    assert y.tolist() == [23.0, 25.0, 27.0, 7.0] and result.tolist() == [33.0, 36.0, 39.0, 20.0]
+
+
+def test_a_replay_makes_no_tensor_anew():
+    x = torch.ones(8)
+    graph, result = record(TapeRecorder(), lambda: torch.empty(8).copy_(x))
+    address = result.data_ptr()
+    x.fill_(3.0)
+    graph.replay()
+    assert result.data_ptr() == address and result.tolist() == [3.0] * 8
+
+
+def test_tensors_of_one_tape_lie_where_those_of_another_were():
+    recorder = TapeRecorder()
+
+    def call():
+        scratch = torch.empty(100, 3)
+        return scratch.data_ptr()
+
+    (_, first), (_, second) = record(recorder, call), record(recorder, call)
+    assert first == second
+
+
+def test_a_result_that_is_kept_is_nobody_elses():
+    recorder = TapeRecorder()
+    x = torch.full((5,), 2.0)
+    one, kept = record(recorder, lambda: x + 1)
+    two, other = record(recorder, lambda: x + 2)
+    one.replay(), two.replay()
+    assert kept.tolist() == [3.0] * 5 and other.tolist() == [4.0] * 5
+
+
+@pytest.mark.parametrize("shape, order", [((3, 5), (1, 0)), ((2, 3, 4), (2, 0, 1)), ((4,), (0,)), ((0, 3), (1, 0))])
+def test_results_keep_shape_and_strides(shape, order):
+    x = torch.randn(shape)
+    graph, result = record(TapeRecorder(), lambda: x.permute(order) * 1)
+    expected = x.permute(order) * 1
+    assert result.stride() == expected.stride()
+    x.add_(1)
+    graph.replay()
+    assert torch.equal(result, x.permute(order))
+
+
+def test_what_was_viewed_is_read_where_it_lies():
+    x = torch.arange(6)
+    view = x[2:4]
+    graph, result = record(TapeRecorder(), lambda: view.view(2, 1).expand(2, 3) + 0)
+    x += 1
+    graph.replay()
+    assert result.tolist() == [[3] * 3, [4] * 3]
+
+
+def test_a_launch_outside_of_a_recording_is_a_call():
+    target, source = torch.zeros(2), torch.ones(2)
+    launch(move, target.data_ptr(), source.data_ptr(), 8)
+    assert target.tolist() == [1.0, 1.0]
+
+
+def test_a_call_that_fails_ends_the_replay():
+    answers = iter([0, 1])
+    graph, _ = record(TapeRecorder(), lambda: launch(lambda: next(answers)))
+    with pytest.raises(EngineError, match="no memory"):
+        graph.replay()
+
+
+def test_a_step_that_reads_on_the_host_runs_and_is_not_captured(caplog):
+    graphs, calls = FullGraphs(TapeRecorder()), []
+
+    def step():
+        calls.append(1)
+        return int(torch.ones(3).sum())
+
+    assert [graphs.run(CUDAGraphMode.FULL, "key", step) for _ in range(3)] == [3, 3, 3]
+    assert len(calls) == 3 and len(graphs) == 0
+    assert sum("reads values on the host" in str(record.exc_info) for record in caplog.records) == 1
+
+
+def test_a_step_that_raises_leaves_the_recorder_ready():
+    graphs = FullGraphs(TapeRecorder())
+    with pytest.raises(ZeroDivisionError):
+        graphs.run(CUDAGraphMode.FULL, "bad", lambda: 1 // 0)
+    x = torch.ones(2)
+    assert graphs.run(CUDAGraphMode.FULL, "good", lambda: x + 1).tolist() == [2.0, 2.0]
+    x += 1
+    assert graphs.run(CUDAGraphMode.FULL, "good", lambda: x + 1).tolist() == [3.0, 3.0] and "good" in graphs
+
+
+def test_the_first_run_of_a_key_runs_once():
+    graphs, total = FullGraphs(TapeRecorder()), torch.zeros(1)
+    for _ in range(3):
+        graphs.run(CUDAGraphMode.FULL, "key", lambda: total.add_(1))
+    assert total.item() == 3.0
