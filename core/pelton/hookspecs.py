@@ -128,6 +128,14 @@ def pelton_model_formats() -> Sequence[Entry]:
 
 
 @hookspec(since="1.0")
+def pelton_quantization_methods() -> Sequence[Entry]:
+    """Offer quantization methods: what --quantization or a checkpoint's quant_method may name. `load` gives a factory from
+    `(EngineConfig, ResolvedModel)` to a `pelton.layers.linear.QuantizationMethod`. Called once per worker, before the
+    model is built; the ops that read the method's weight format come through `pelton_ops`."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
 def pelton_executors() -> Sequence[Entry]:
     """Offer executors: `load` gives a `pelton.executor.interface.Executor` class."""
     raise NotImplementedError

@@ -86,6 +86,11 @@ class Kernels:
             library.pelton_prepare, None, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64
         )
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
+        self.embed = _typed(library.pelton_embed, None, POINTER(Embed), c_void_p, c_int64, c_void_p)
+        self.quant = _typed(
+            library.pelton_quant, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
+        )
+        self.quant_embed = _typed(library.pelton_quant_embed, None, c_void_p, c_void_p, c_int64, c_void_p)
         self._isa = _typed(library.pelton_isa, c_int)
         self._force_isa = _typed(library.pelton_force_isa, c_int, c_int)
 

@@ -1,7 +1,7 @@
 """The seams around products in C: one row, or (bfloat16 on AVX-512) any number; what is left goes to torch.
 
-There a weight that no other op reads is brought into the kernels' order once it is loaded, in its own memory; a tied head
-stays as it is. Elsewhere weights are read where they lie, [out, in].
+There a weight is brought into the kernels' order once it is loaded, in its own memory, unless another op reads it that does
+not know this order. Elsewhere weights are read where they lie, [out, in].
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from pelton_backends.native.library import ACTIVATIONS, DTYPES, NO_ACTIVATION
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+PANELS = "pelton_native.panels"
+"""The order of weights that csrc/linear_avx512.c reads."""
 
 
 def refusals(needs: Any) -> list[str]:
@@ -85,8 +89,13 @@ class _Product:
 
     def weights_loaded(self) -> None:
         """From here on only the kernels can read the weight, where they have an order of their own for it."""
-        if not self.op.is_packed and not self.weights.is_shared:
-            self.op.is_packed = not self.pack(self.struct, self.op.weight)
+        followers = self.weights.followers.get(PANELS, [])
+        if self.op.is_packed or len(followers) + 1 < self.weights.num_readers:
+            return
+        self.op.is_packed = not self.pack(self.struct, self.op.weight)
+        if self.op.is_packed:
+            for follow in followers:
+                follow()
 
     def result(
         self, hidden: Tensor, residual: Tensor | None, residual_out: int | None, rows: Tensor | None = None

@@ -10,11 +10,19 @@ from pelton.hookspecs import hookimpl
 PELTON_API = ">=1,<2"
 
 _ENTRIES = (
+    ("embed", "embed:NativeEmbed"),
     ("qk_norm_rope_write_kv", "rope:NativeQkNormRopeWriteKv"),
     ("add_norm_linear", "linear:NativeAddNormLinear"),
     ("linear", "linear:NativeLinear"),
     ("add_norm_gated_linear", "linear:NativeAddNormGatedLinear"),
     ("add_norm_logits", "linear:NativeAddNormLogits"),
+)
+_PACKED_ENTRIES = (
+    ("embed", "quant:QuantEmbedding"),
+    ("add_norm_linear", "quant:QuantAddNormLinear"),
+    ("linear", "quant:QuantLinear"),
+    ("add_norm_gated_linear", "quant:QuantAddNormGatedLinear"),
+    ("add_norm_logits", "quant:QuantAddNormLogits"),
 )
 
 
@@ -39,11 +47,12 @@ def pelton_ops(device_type: str) -> Sequence[OpEntry]:
         return []
     return [
         OpEntry(
-            name=f"native.{seam}",
+            name=f"{name}.{seam}",
             seam=seam,
             load=f"pelton_backends.native.{target}",
             priority=50,
             device_types=("cpu",),
         )
-        for seam, target in _ENTRIES
+        for name, entries in (("native", _ENTRIES), ("native_packed", _PACKED_ENTRIES))
+        for seam, target in entries
     ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
+from pelton.layers.linear import LinearModule, LinearShard
 from pelton.layers.norm import RMSNorm
 from pelton.ops.interface import (
     AddNormLogits,
@@ -15,8 +15,6 @@ from pelton.ops.interface import (
     Embed,
     EmbedNeeds,
     EmbedTensors,
-    LinearSpec,
-    LinearWeights,
 )
 
 if TYPE_CHECKING:
@@ -25,22 +23,20 @@ if TYPE_CHECKING:
     from pelton.model.build import BuildConfig
 
 
-class _VocabMatrix(nn.Module):
+class _VocabMatrix(LinearModule):
     """This rank's rows [first_row, first_row + num_rows) of a [vocab_size, H] matrix; zeros beyond the vocabulary."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, config: BuildConfig, prefix: str) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.num_rows = -(-vocab_size // config.parallel.size)
-        self.first_row = min(config.parallel.rank * self.num_rows, vocab_size)
-        stop = min(self.first_row + self.num_rows, vocab_size)
-        self.weight = nn.Parameter(
-            torch.zeros(self.num_rows, hidden_size, dtype=config.dtype, device=config.device), requires_grad=False
+        num_rows = -(-vocab_size // config.parallel.size)
+        first_row = min(config.parallel.rank * num_rows, vocab_size)
+        rows = (first_row, min(first_row + num_rows, vocab_size))
+        shard = LinearShard(
+            prefix, vocab_size, hidden_size, rows, (0, hidden_size), padding=num_rows - (rows[1] - rows[0])
         )
-        config.weights.expect(
-            f"{prefix}.weight", (vocab_size, hidden_size), self.weight[: stop - self.first_row],
-            dim=0, start=self.first_row, stop=stop,
-        )  # fmt: skip
+        weights = config.quantization.create(config, [shard], bias=False, is_vocabulary=True)
+        super().__init__(weights)
+        self.linear_weights = weights
+        self.vocab_size, self.num_rows, self.first_row = vocab_size, num_rows, first_row
 
 
 class VocabEmbedding(_VocabMatrix):
@@ -52,9 +48,10 @@ class VocabEmbedding(_VocabMatrix):
         super().__init__(vocab_size, hidden_size, config=config, prefix=prefix)
         needs = EmbedNeeds(
             dtype=config.dtype_name, num_rows=self.num_rows, hidden_size=hidden_size, scale=scale,
-            tp_size=config.parallel.size,
+            tp_size=config.parallel.size, weight_format=self.linear_weights.spec.weight_format,
         )  # fmt: skip
-        self.embed: Embed = config.ops.bind("embed", needs, EmbedTensors(self.weight, self.first_row))
+        (matrix,) = self.linear_weights.tensors.values()
+        self.embed: Embed = config.ops.bind("embed", needs, EmbedTensors(matrix, self.first_row, self.linear_weights))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, H]"""
@@ -84,14 +81,14 @@ class LMHead(nn.Module):
         else:
             self.matrix = matrix = _VocabMatrix(vocab_size, hidden_size, config=config, prefix=prefix)
         parallel = config.parallel
-        spec = LinearSpec(in_features=hidden_size, out_features=matrix.num_rows)
+        weights = matrix.linear_weights
+        weights.num_readers += tied
         needs = AddNormLogitsNeeds(
-            dtype=config.dtype_name, norm=norm.spec, linear=spec, vocab_size=vocab_size, soft_cap=soft_cap,
+            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, vocab_size=vocab_size, soft_cap=soft_cap,
             post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
         )  # fmt: skip
         tensors = AddNormLogitsTensors(
-            norm.weight, LinearWeights(spec, {"weight": matrix.weight}, is_shared=tied),
-            post_norm.weight if post_norm else None,
+            norm.weight, weights, post_norm.weight if post_norm else None,
             config.all_reduce(hidden_size), parallel.all_gather if parallel.size > 1 else None,
         )  # fmt: skip
         self.add_norm_logits: AddNormLogits = config.ops.bind("add_norm_logits", needs, tensors)

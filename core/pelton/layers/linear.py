@@ -52,6 +52,7 @@ class LinearShard:
     num_cols: int
     rows: tuple[int, int]
     cols: tuple[int, int]
+    padding: int = 0  # rows of zeros behind them
 
 
 class QuantizationMethod(Protocol):
@@ -59,8 +60,11 @@ class QuantizationMethod(Protocol):
 
     name: str
 
-    def create(self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool) -> LinearWeights:
-        """Shards lie below each other; all have the same columns. With column shards only rank 0 holds the bias."""
+    def create(
+        self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
+    ) -> LinearWeights:
+        """Shards lie below each other; all have the same columns. With column shards only rank 0 holds the bias.
+        is_vocabulary: the one shard is an embedding or an output head, or both."""
         ...
 
 
@@ -69,13 +73,13 @@ class PlainWeights:
 
     name = "plain"
 
-    def create(self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool) -> LinearWeights:
+    def create(
+        self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
+    ) -> LinearWeights:
         num_cols = shards[0].cols[1] - shards[0].cols[0]
-        num_rows = sum(shard.rows[1] - shard.rows[0] for shard in shards)
         is_row_parallel = num_cols < shards[0].num_cols
-        has_bias = bias and not (is_row_parallel and config.parallel.rank)
+        num_rows = sum(shard.rows[1] - shard.rows[0] + shard.padding for shard in shards)
         weight = _parameter(config, num_rows, num_cols)
-        bias_vector = _parameter(config, num_rows) if has_bias else None
         row = 0
         for shard in shards:
             count = shard.rows[1] - shard.rows[0]
@@ -84,21 +88,34 @@ class PlainWeights:
                 f"{shard.name}.weight", (shard.num_rows, shard.num_cols), weight[row : row + count],
                 dim=dim, start=start, stop=stop,
             )  # fmt: skip
-            if bias:
-                part = None if bias_vector is None else bias_vector[row : row + count]
-                config.weights.expect(
-                    f"{shard.name}.bias", (shard.num_rows,), part, dim=0, start=shard.rows[0], stop=shard.rows[1]
-                )
             row += count
-        spec = LinearSpec(in_features=num_cols, out_features=num_rows, has_bias=has_bias)
+            weight.data[row : row + shard.padding] = 0
+            row += shard.padding
+        bias_vector = make_bias(config, shards) if bias else None
+        spec = LinearSpec(in_features=num_cols, out_features=num_rows, has_bias=bias_vector is not None)
         return LinearWeights(spec, {"weight": weight}, bias_vector)
+
+
+def make_bias(config: BuildConfig, shards: Sequence[LinearShard]) -> nn.Parameter | None:
+    """The shards' bias in the model's dtype; None where another rank holds it."""
+    counts = [shard.rows[1] - shard.rows[0] for shard in shards]
+    is_row_parallel = shards[0].cols[1] - shards[0].cols[0] < shards[0].num_cols
+    vector = None if is_row_parallel and config.parallel.rank else _parameter(config, sum(counts))
+    row = 0
+    for shard, count in zip(shards, counts, strict=True):
+        part = None if vector is None else vector[row : row + count]
+        config.weights.expect(
+            f"{shard.name}.bias", (shard.num_rows,), part, dim=0, start=shard.rows[0], stop=shard.rows[1]
+        )
+        row += count
+    return vector
 
 
 def _parameter(config: BuildConfig, *shape: int) -> nn.Parameter:
     return nn.Parameter(config.empty(*shape), requires_grad=False)
 
 
-class _LinearModule(nn.Module):
+class LinearModule(nn.Module):
     """Registers a method's tensors under their names, so that they count as the module's."""
 
     def __init__(self, weights: LinearWeights) -> None:
@@ -118,7 +135,7 @@ def split_heads(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
     raise ConfigError(f"{what} is {total}, which tensor_parallel_size {size} neither divides nor is a multiple of.")
 
 
-class QKVLinear(_LinearModule):
+class QKVLinear(LinearModule):
     """q, k and v of one attention layer, below each other; reads the norm before it (`add_norm_linear`)."""
 
     def __init__(
@@ -166,7 +183,7 @@ class QKVLinear(_LinearModule):
         return self.add_norm_linear(hidden, residual)
 
 
-class MergedGateUp(_LinearModule):
+class MergedGateUp(LinearModule):
     """gate and up of a gated MLP with its activation; reads the norm before it (`add_norm_gated_linear`)."""
 
     def __init__(
@@ -207,7 +224,7 @@ class MergedGateUp(_LinearModule):
         return self.add_norm_gated_linear(hidden, residual)
 
 
-class RowParallelLinear(_LinearModule):
+class RowParallelLinear(LinearModule):
     """A sub-layer's last matrix (O, down): each rank has its input columns, the bare output is partial (`linear`)."""
 
     def __init__(

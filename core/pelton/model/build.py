@@ -86,11 +86,12 @@ class BuildConfig:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def empty(self, *shape: int) -> Tensor:
-        """Memory for a parameter, in the model's dtype."""
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for a parameter; in the model's dtype when none is given."""
+        dtype = dtype or self.dtype
         if self.device.type == "cpu":
-            return self.large_pages.zeros(shape, self.dtype)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+            return self.large_pages.zeros(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def all_reduce(self, hidden_size: int) -> AllReduce | None:
         """Sums partial results over ranks; None with one rank."""
@@ -116,12 +117,6 @@ def make_build_config(
     """From settings and what was resolved. device_type: what plugins offer ops and backends for, the platform's own word
     (`Platform.device_type`); torch's name of the device when None."""
     device_type = device_type or device.type
-    method = config.model.quantization or (model.hf_config.get("quantization_config") or {}).get("quant_method")
-    if method is not None:
-        raise ConfigError(
-            f"quantization is {method!r} (from the settings or config.json's quantization_config); "
-            "no quantization method is installed. Use a checkpoint in float32, bfloat16 or float16."
-        )
     return BuildConfig(
         hf=HFConfig(model.hf_config),
         dtype=getattr(torch, model.dtype),
@@ -140,4 +135,22 @@ def make_build_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         parallel=parallel or ParallelContext(),
+        quantization=_quantization(config, model, plugins),
     )
+
+
+def _quantization(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> QuantizationMethod:
+    """The method of the settings, or of config.json; plain weights when neither names one."""
+    named, own = config.model.quantization, (model.hf_config.get("quantization_config") or {}).get("quant_method")
+    if named is not None and own not in (None, named):
+        raise ConfigError(
+            f"quantization is {named!r}, and the checkpoint is quantized by {own!r} (config.json's quantization_config). "
+            "Leave quantization unset, or take the checkpoint that is not quantized."
+        )
+    name = named or own
+    if name is None:
+        return PlainWeights()
+    setting = "quantization" if named else "quantization (config.json's quant_method)"
+    entry = plugins.find("pelton_quantization_methods", name, setting=setting)
+    method: QuantizationMethod = entry.resolve()(config, model)
+    return method

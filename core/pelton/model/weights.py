@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.masked_bias")
 _SHOWN = 5  # names in an error
 
+Fill = Callable[[LazyWeight, "Tensor"], None]
+
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
@@ -33,6 +35,7 @@ class WeightTarget:
     dim: int | None  # axis of the slice; None: the whole tensor
     start: int
     stop: int | None
+    fill: Fill | None = None  # puts the whole tensor there in a form of its own, in place of a copy
 
 
 class WeightMap:
@@ -51,10 +54,11 @@ class WeightMap:
         dim: int | None = None,
         start: int = 0,
         stop: int | None = None,
+        fill: Fill | None = None,
     ) -> None:
-        """`target` is filled with the slice [start, stop) along `dim` of the checkpoint's `name`."""
+        """`target` is filled with the slice [start, stop) along `dim` of the checkpoint's `name`, or by `fill`."""
         assert name not in self._targets, f"two layers read {name}"
-        self._targets[name] = WeightTarget(shape, target, dim, start, stop)
+        self._targets[name] = WeightTarget(shape, target, dim, start, stop, fill)
 
     def ignore(self, pattern: str) -> None:
         """Checkpoint names that match (a regular expression) are skipped without an error."""
@@ -115,6 +119,9 @@ class _Copy:
         self._copier: HostCopier | None = None
 
     def __call__(self, weight: LazyWeight, place: Tensor, target: WeightTarget) -> None:
+        if target.fill is not None:
+            target.fill(weight, place)
+            return
         part = () if target.dim is None else (target.dim, target.start, target.stop)
         if weight.fill(place, *part):
             return

@@ -68,8 +68,11 @@ class LinearSpec:
 
     in_features: int
     out_features: int
-    weight_format: str = "plain"  # "plain": `weight` [out, in] of the model's dtype; others by quantization plugins
+    weight_format: str = "plain"
+    """plain: `weight` [out, in] of the model's dtype. q8_0, q4_0, q4_1, or one a part, joined by "+": blocks as in
+    `pelton.quantization.blocks`, a tensor `part0`, `part1`, ... for each part. Others by quantization plugins."""
     has_bias: bool = False
+    parts: tuple[int, ...] = ()  # rows of each part, in formats that keep the parts of a merged matrix apart
 
 
 @dataclass(slots=True)
@@ -100,6 +103,7 @@ class EmbedNeeds:
     hidden_size: int
     scale: float | None = None
     tp_size: int = 1
+    weight_format: str = "plain"  # as in `LinearSpec`
 
 
 @dataclass(slots=True)

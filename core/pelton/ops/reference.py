@@ -30,7 +30,6 @@ from pelton.ops.interface import (
     EmbedTensors,
     Linear,
     LinearNeeds,
-    LinearSpec,
     LinearTensors,
     LinearWeights,
     NormSpec,
@@ -38,6 +37,7 @@ from pelton.ops.interface import (
     QkNormRopeWriteKvNeeds,
     QkNormRopeWriteKvTensors,
 )
+from pelton.quantization.blocks import KINDS, PANEL_ROWS, dense, dequantize, kinds_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,9 @@ def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor:
 
 
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
-    return F.linear(x, weights.tensors["weight"], weights.bias)
+    """With blocks: dequantized for each call, into the input's dtype."""
+    is_plain = weights.spec.weight_format == "plain"
+    return F.linear(x, weights.tensors["weight"] if is_plain else dense(weights).to(x.dtype), weights.bias)
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
@@ -111,23 +113,31 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
 # Implementations, one a seam: `unsupported` and `bind`, as the interface says.
 
 
-def _plain_only(spec: LinearSpec) -> list[str]:
-    return [] if spec.weight_format == "plain" else [f"weight format {spec.weight_format!r}, only 'plain'"]
+def _unknown_format(weight_format: str) -> list[str]:
+    if weight_format == "plain" or kinds_of(weight_format):
+        return []
+    return [f"weight format {weight_format!r}, only 'plain' and {', '.join(KINDS)}"]
 
 
 class ReferenceEmbed:
     @staticmethod
     def unsupported(needs: EmbedNeeds) -> list[str]:
-        return []
+        return _unknown_format(needs.weight_format)
 
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
         weight, first_row, num_rows = tensors.weight, tensors.first_row, needs.num_rows
+        kinds, dtype = kinds_of(needs.weight_format), getattr(torch, needs.dtype)
         # As the model's dtype holds it: transformers multiplies by a rounded scale.
-        scale = None if needs.scale is None else torch.tensor(needs.scale).to(weight.dtype).item()
+        scale = None if needs.scale is None else torch.tensor(needs.scale).to(dtype).item()
 
         def embed(input_ids: Tensor) -> Tensor:
-            hidden = F.embedding(input_ids, weight)
+            if kinds:
+                panels = dequantize(weight[input_ids // PANEL_ROWS], kinds[0], input_ids.shape[0] * PANEL_ROWS)
+                rows = torch.arange(input_ids.shape[0], device=weight.device) * PANEL_ROWS + input_ids % PANEL_ROWS
+                hidden = panels[rows].to(dtype)
+            else:
+                hidden = F.embedding(input_ids, weight)
             return hidden if scale is None else hidden * scale
 
         def embed_shard(input_ids: Tensor) -> Tensor:
@@ -141,7 +151,7 @@ class ReferenceEmbed:
 class ReferenceAddNormLinear:
     @staticmethod
     def unsupported(needs: AddNormLinearNeeds) -> list[str]:
-        return _plain_only(needs.linear)
+        return _unknown_format(needs.linear.weight_format)
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
@@ -185,7 +195,7 @@ class ReferenceQkNormRopeWriteKv:
 class ReferenceLinear:
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
-        return _plain_only(needs.linear)
+        return _unknown_format(needs.linear.weight_format)
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
@@ -201,7 +211,7 @@ class ReferenceAddNormGatedLinear:
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
         known = needs.activation in ACTIVATIONS
-        return _plain_only(needs.linear) + ([] if known else [f"activation {needs.activation!r}"])
+        return _unknown_format(needs.linear.weight_format) + ([] if known else [f"activation {needs.activation!r}"])
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
@@ -216,7 +226,7 @@ class ReferenceAddNormGatedLinear:
 class ReferenceAddNormLogits:
     @staticmethod
     def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
-        return _plain_only(needs.linear)
+        return _unknown_format(needs.linear.weight_format)
 
     @staticmethod
     def bind(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:

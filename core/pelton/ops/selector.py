@@ -68,8 +68,8 @@ class OpSelector:
             tried = "; ".join(f"{name}: {why}" for name, why in refused) or "none is offered"
             partly = f" {', '.join(names)} fit for some batch sizes only." if names else ""
             raise ConfigError(f"No op for seam {seam!r} fits {needs}. Tried: {tried}.{partly}")
-        if len(parts) > 1 and isinstance(weights := getattr(tensors, "linear", None), LinearWeights):
-            weights.is_shared = True
+        if isinstance(weights := getattr(tensors, "linear", None), LinearWeights):
+            weights.num_readers += len(parts) - 1
         choice = OpChoice(seam, needs, tuple(names), tuple(refused))
         if choice not in self.choices:
             self.choices.append(choice)

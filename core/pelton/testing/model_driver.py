@@ -7,7 +7,7 @@ blocks in every KV group and runs the steps it is told to.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,23 +66,30 @@ class ModelDriver:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None = None,
         *,
         num_blocks: int = 128,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         parallel: ParallelContext | None = None,
         plugins: Plugins | None = None,
+        hf_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
+        weights: Iterable[tuple[str, LazyWeight]] | None = None,
         **fields: Any,
     ) -> None:
+        """path: a checkpoint folder, from which config and weights come where they are not given."""
         plugins = plugins or load_plugins(only=[])
-        hf_config = {**json.loads((Path(path) / "config.json").read_text()), **(hf_overrides or {})}
+        if path is not None:
+            hf_config = hf_config or json.loads((Path(path) / "config.json").read_text())
+            weights = weights or checkpoint_weights(path)
+        assert hf_config is not None and weights is not None, "without a path, give hf_config and weights"
+        hf_config = {**hf_config, **(hf_overrides or {})}
         self.build = make_test_build(
             hf_config, plugins, dtype=dtype, block_size=block_size, parallel=parallel or ParallelContext(), **fields
         )
         self.model = build_model(self.build, hf_config["architectures"][0], plugins)
-        self.used_weights = self.model.load_weights(checkpoint_weights(path))
+        self.used_weights = self.model.load_weights(weights)
         self.build.ops.weights_loaded()
         self.block_size = block_size
         self.plan = plan_one_group_per_spec(self.build, num_blocks)

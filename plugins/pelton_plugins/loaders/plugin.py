@@ -21,6 +21,12 @@ def pelton_model_loaders() -> Sequence[LoaderEntry]:
 
 
 @hookimpl
+def pelton_quantization_methods() -> Sequence[Entry]:
+    return [Entry(name="gguf", load="pelton_plugins.loaders.gguf.quantization:GGUFBlocks",
+                  doc="a .gguf file's own blocks, kept packed")]  # fmt: skip
+
+
+@hookimpl
 def pelton_model_formats() -> Sequence[Entry]:
     return [Entry(name="gguf", load="pelton_plugins.loaders.gguf.format:GGUFFormat",
                   doc="a .gguf file with config, tokenizer and weights")]  # fmt: skip

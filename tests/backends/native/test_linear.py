@@ -10,14 +10,17 @@ from pelton.ops.interface import (
     AddNormLinearNeeds,
     AddNormLogitsNeeds,
     AddNormLogitsTensors,
+    EmbedNeeds,
+    EmbedTensors,
     LinearNeeds,
     LinearSpec,
     LinearTensors,
     LinearWeights,
     NormSpec,
 )
-from pelton.ops.reference import ReferenceAddNormLogits
+from pelton.ops.reference import ReferenceAddNormLogits, ReferenceEmbed
 from pelton_backends.native import library
+from pelton_backends.native.embed import NativeEmbed
 from pelton_backends.native.linear import (
     NativeAddNormGatedLinear,
     NativeAddNormLinear,
@@ -66,12 +69,34 @@ def test_more_rows_than_meet_a_panel_at_once():
     check(make_case(300, 1536, 40, torch.bfloat16, CPU, norm=False), NativeLinear)
 
 
-def test_a_loaded_weight_keeps_its_memory_and_a_shared_one_its_order():
+@pytest.mark.parametrize("num_ids", [0, 1, 7, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [None, 1.7])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_rows_of_an_embedding_equal_the_reference(isa, num_ids, dtype, scale, is_tied):
+    weight = torch.randn(96, 70).to(dtype)
+    given, spec = weight.clone(), LinearSpec(in_features=70, out_features=96)
+    needs = EmbedNeeds(dtype=str(dtype).removeprefix("torch."), num_rows=96, hidden_size=70, scale=scale)
+    weights = LinearWeights(spec, {"weight": given}, num_readers=2)
+    embed = NativeEmbed.bind(needs, EmbedTensors(given, 0, weights))
+    if is_tied:
+        product = NativeLinear.bind(LinearNeeds(dtype=needs.dtype, linear=spec), LinearTensors(weights))
+        x = torch.randn(3, 70).to(dtype)
+        before = product(x)
+        product.weights_loaded()
+        assert torch.equal(given, weight) == (isa != "avx512" or dtype != torch.bfloat16)
+        torch.testing.assert_close(product(x), before, atol=3e-2, rtol=3e-2)
+    ids = torch.randint(0, 96, (2 * num_ids,))[::2]
+    got, wanted = embed(ids), ReferenceEmbed.bind(needs, EmbedTensors(weight, 0))(ids)
+    assert got.dtype == dtype and torch.equal(got, wanted)
+
+
+def test_a_loaded_weight_keeps_its_memory_and_its_order_where_a_reader_does_not_follow():
     spec, kernels = LinearSpec(in_features=64, out_features=96), library.kernels()
     weight = torch.randn(96, 64).to(torch.bfloat16)
     for is_shared in (True, False):
         given = weight.clone()
-        weights = LinearWeights(spec, {"weight": given}, is_shared=is_shared)
+        weights = LinearWeights(spec, {"weight": given}, num_readers=1 + is_shared)
         op = NativeLinear.bind(LinearNeeds(dtype="bfloat16", linear=spec), LinearTensors(weights))
         x = torch.randn(3, 64).to(torch.bfloat16)
         before = op(x)

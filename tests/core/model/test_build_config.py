@@ -64,8 +64,13 @@ def test_a_backend_that_is_not_there_is_named():
 @pytest.mark.parametrize("model, flat", [(resolved(), {"quantization": "awq"}),
                                          (resolved(quantization_config={"quant_method": "awq"}), {})])  # fmt: skip
 def test_quantized_weights_are_refused_by_method(model, flat):
-    with pytest.raises(ConfigError, match="quantization is 'awq'"):
+    with pytest.raises(ConfigError, match=r"quantization (\(config.json's quant_method\) )?is 'awq'; there is q4_0, q4_1"):
         make(model, **flat)
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again():
+    with pytest.raises(ConfigError, match="quantization is 'q8_0', and the checkpoint is quantized by 'awq'"):
+        make(resolved(quantization_config={"quant_method": "awq"}), quantization="q8_0")
 
 
 @pytest.mark.parametrize("hidden_act", ["relu2"])

@@ -127,10 +127,10 @@ def test_add_norm_gated_linear_refuses_an_activation_it_does_not_have():
     assert ReferenceAddNormGatedLinear.unsupported(needs) == ["activation 'relu2'"]
 
 
-def test_references_refuse_packed_weights():
-    spec = LinearSpec(in_features=H, out_features=4, weight_format="q4_0")
+def test_references_refuse_a_weight_format_that_they_do_not_know():
+    spec = LinearSpec(in_features=H, out_features=4, weight_format="awq")
     needs = AddNormLinearNeeds(dtype="float32", norm=NormSpec(size=H, eps=0), linear=spec)
-    assert ReferenceAddNormLinear.unsupported(needs) == ["weight format 'q4_0', only 'plain'"]
+    assert ReferenceAddNormLinear.unsupported(needs) == ["weight format 'awq', only 'plain' and q8_0, q4_0, q4_1"]
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])

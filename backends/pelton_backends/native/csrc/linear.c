@@ -1,7 +1,7 @@
 /* Products with a weight, with what stands before (residual, norms) and behind them (bias, activation).
 
    bfloat16 on AVX-512 goes to linear_avx512.c, for any number of rows. Here: one row by dot products on every other CPU and
-   dtype, each thread with its share of the weight's rows; more rows than one are torch's there. */
+   dtype, each thread with its share of the weight's rows; more rows than one are torch's there. And rows of an embedding. */
 #include "seam.h"
 
 INLINE void dot_rows(const void *weight, const void *x, int64_t size, int64_t first, int64_t count, float *results, int dtype) {
@@ -109,4 +109,34 @@ EXPORT void pelton_prepare(const struct linear *op, const void *hidden, const vo
 #pragma omp parallel for schedule(static) if (num_rows > 3)
     for (int64_t row = 0; row < num_rows; row++)
         kernel.prepare(op, &in, row, (char *)x + (size_t)row * row_bytes);
+}
+
+/* ---- rows of an embedding ---- */
+
+INLINE void embed_row(const struct embed *op, int64_t id, char *output, int dtype) {
+    int64_t size = op->hidden_size;
+    if (op->is_packed) { /* pairs of numbers, PANEL of them apart; size is even, the dtype bfloat16 */
+        const char *from = (const char *)op->weight + (id / PANEL * PANEL * size + id % PANEL * 2) * (int64_t)sizeof(bf16);
+        for (int64_t i = 0; i < size / 2; i++)
+            memcpy(output + 4 * i, from + 4 * PANEL * i, 4);
+    } else {
+        size_t row_bytes = (size_t)size * size_of(dtype);
+        memcpy(output, (const char *)op->weight + (size_t)id * row_bytes, row_bytes);
+    }
+    if (op->scale != 1.0f)
+        for (int64_t i = 0; i < size; i++)
+            store(output, i, load(output, i, dtype) * op->scale, dtype);
+}
+
+/* ids [num_ids], each a row of the matrix -> output [num_ids, hidden_size], rounded as the reference: number, times scale. */
+EXPORT void pelton_embed(const struct embed *op, const int64_t *ids, int64_t num_ids, void *output) {
+    size_t row_bytes = (size_t)op->hidden_size * size_of(op->dtype);
+#pragma omp parallel for schedule(static) if (num_ids > 8)
+    for (int64_t i = 0; i < num_ids; i++) {
+        char *row = (char *)output + (size_t)i * row_bytes;
+        if (op->dtype == DTYPE_BF16)
+            embed_row(op, ids[i], row, DTYPE_BF16);
+        else
+            embed_row(op, ids[i], row, DTYPE_F32);
+    }
 }

@@ -34,6 +34,14 @@ enum { LINEAR_DONE = 0, LINEAR_NO_MEMORY = 1, LINEAR_ONE_ROW_ONLY = 2 };
 int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output);
 void pelton_prepare_avx512(const struct linear *op, const struct rows *in, int64_t row, void *x);
 
+/* Rows of a matrix [*, hidden_size], which may be in panels. */
+struct embed {
+    const void *weight;
+    int64_t hidden_size;
+    float scale; /* 1: none */
+    int32_t dtype, is_packed;
+};
+
 INLINE int64_t num_columns(const struct linear *op) {
     return op->activation == ACTIVATION_NONE ? op->out_features : op->out_features / 2;
 }

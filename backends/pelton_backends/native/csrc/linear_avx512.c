@@ -2,11 +2,11 @@
 
    The weight is read as panels: PANEL of its rows (with an activation: 16 of the gate and the 16 of up that belong to them) as
    [in / 2][PANEL][2], so that vdpbf16ps adds two products of 16 columns and one row at once. `pelton_pack` brings a weight into
-   that order in its own memory; one that others read too (a tied head) is packed a panel at a time as it is read.
+   that order in its own memory; one that stays plain for others is packed a panel at a time as it is read.
 
    Rows of the input go in blocks of BLOCK, as [in / 2][rows of the block][2]: 24 of 32 registers are sums, two a panel's
-   vectors, and every operand is read in one stream. Threads first norm and pack rows, then take panels, each from its own share
-   while there are any, then from the others': a core that is held up holds nobody up. */
+   vectors, and every operand is read in one stream. Threads first norm and pack rows, then multiply groups of blocks with panels.
+   Each takes tasks from its own share while there are any, then from the others': a core that is held up holds nobody up. */
 #include "seam.h"
 
 #if PELTON_X86
@@ -16,6 +16,10 @@
 enum {
     BLOCK = 12,
     DOT_ROWS = 4,              /* of a plain weight: more rows are worth packing it */
+    /* From here on a thread multiplies rows that it packed itself, so that they need not leave its cache: 4 to 14 % at 64 to 128
+       rows where the cores share no L3, nothing where they do. Below, reading the weight twice costs more. */
+    MANY_ROWS = 64,
+    GROUP_ROWS = 32,           /* of one thread, at least */
     GROUP_BYTES = 512 << 10,   /* packed rows that panels are multiplied with before others: half of an L2 cache */
     /* Ahead in a weight that one block of rows reads. While memory decides, the core follows the stream by itself and is only
        disturbed from further on (4 rows: 40 GB/s at 0.5 KiB, 31 at 2 KiB); while sums do, it looks too little ahead (8 rows: 40
@@ -264,66 +268,100 @@ struct share {
     char rest[48];
 };
 
-/* A task of share `*from`, or of the next that has any; -1: all are done. */
-static int64_t take(struct share *shares, int count, int *from, int *left) {
-    while (*left > 0) {
-        int64_t task = atomic_fetch_add_explicit(&shares[*from].next, 1, memory_order_relaxed);
-        if (task < shares[*from].last)
+static void deal(struct share *shares, int count, int64_t num_tasks) {
+    for (int i = 0; i < count; i++) {
+        atomic_init(&shares[i].next, num_tasks * i / count);
+        shares[i].last = num_tasks * (i + 1) / count;
+    }
+}
+
+/* Who takes: its own share first, then the others'. */
+struct hand {
+    struct share *shares;
+    int count, from, left;
+};
+
+/* -1: all are done. */
+static int64_t take(struct hand *hand) {
+    while (hand->left > 0) {
+        struct share *share = &hand->shares[hand->from];
+        int64_t task = atomic_fetch_add_explicit(&share->next, 1, memory_order_relaxed);
+        if (task < share->last)
             return task;
-        *from = (*from + 1) % count, --*left;
+        hand->from = (hand->from + 1) % hand->count, hand->left--;
     }
     return -1;
 }
 
-/* What threads share in one call. */
+/* What threads share in one call. Rows are cut into blocks, blocks into groups; a task is one group times one panel. */
 struct call {
     const struct linear *op;
     const struct rows *in;
     struct shape shape;
     char *output;
-    size_t row_bytes;                 /* of the output */
-    int64_t num_blocks, group_blocks; /* of rows; those of one task at most */
-    int is_dots;
-    bf16 *x;      /* normed rows, where few: every thread packs them for itself */
-    uint32_t *a;  /* packed rows, where many */
+    size_t row_bytes; /* of the output */
+    int64_t num_blocks, num_groups;
+    int is_few, is_dots;
+    bf16 *x;     /* few: normed rows, which every thread packs for itself */
+    uint32_t *a; /* many: packed rows */
 };
 
 /* One thread's memory. */
 struct room {
     float *sums;
     bf16 *rows, *panel; /* [BLOCK][k], [k / 2][PANEL][2] */
-    uint32_t *a;        /* [num_rows][k / 2] */
+    uint32_t *a;        /* [num_rows][k / 2], where few */
 };
 
-/* One group of blocks times one panel. */
+INLINE int64_t block_start(const struct call *call, int64_t block) { return call->in->num_rows * block / call->num_blocks; }
+
+INLINE int64_t group_start(const struct call *call, int64_t group) { return call->num_blocks * group / call->num_groups; }
+
+/* Norm and pack one block. */
+TARGET_AVX512 static void prepare_block(const struct call *call, int64_t block, const struct room *room) {
+    int64_t k = call->shape.k, first = block_start(call, block), m = block_start(call, block + 1) - first;
+    const bf16 *rows = (const bf16 *)call->in->hidden + first * k;
+    if (call->op->norm != NULL) {
+        for (int64_t i = 0; i < m; i++)
+            pelton_prepare_avx512(call->op, call->in, first + i, room->rows + i * k);
+        rows = room->rows;
+    }
+    pack_block(rows, k, m, k, call->a + first * (k / 2));
+}
+
+TARGET_AVX512 static void dot_task(const struct call *call, int64_t column, int64_t count, float *sums) {
+    const struct shape *shape = &call->shape;
+    const bf16 *weight = (const bf16 *)call->op->weight + column * shape->k;
+    dot_rows(weight, call->x, shape->k, count, sums, call->in->num_rows);
+    if (shape->width < PANEL)
+        dot_rows(weight + shape->columns * shape->k, call->x, shape->k, count, sums + PANEL / 2, call->in->num_rows);
+    for (int64_t row = 0; row < call->in->num_rows; row++)
+        finish_panel(call->op, sums + row * PANEL, column, count, call->output + (size_t)row * call->row_bytes);
+}
+
 TARGET_AVX512 static void run_task(const struct call *call, int64_t task, const uint32_t *a, const struct room *room) {
     const struct linear *op = call->op;
     const struct shape *shape = &call->shape;
-    int64_t k = shape->k, num_rows = call->in->num_rows, index = task % shape->num_panels;
+    int64_t k = shape->k, index = task % shape->num_panels, group = task / shape->num_panels;
     int64_t column = index * shape->width, count = least(shape->width, shape->columns - column);
-    const bf16 *weight = (const bf16 *)op->weight + index * PANEL * k, *panel = weight;
     if (call->is_dots) {
-        int64_t up = shape->columns * k;
-        weight = (const bf16 *)op->weight + column * k;
-        dot_rows(weight, call->x, k, count, room->sums, num_rows);
-        if (shape->width < PANEL)
-            dot_rows(weight + up, call->x, k, count, room->sums + PANEL / 2, num_rows);
-        for (int64_t row = 0; row < num_rows; row++)
-            finish_panel(op, room->sums + row * PANEL, column, count, call->output + (size_t)row * call->row_bytes);
+        dot_task(call, column, count, room->sums);
         return;
     }
+    const bf16 *weight = (const bf16 *)op->weight + index * PANEL * k, *panel = weight;
     if (!op->is_packed) {
         pack_panel(shape, op->weight, index, room->panel);
         panel = room->panel;
     }
-    int64_t first = task / shape->num_panels * call->group_blocks, last = least(first + call->group_blocks, call->num_blocks);
-    int64_t panel_bytes = PANEL * k * (int64_t)sizeof(bf16), part = panel_bytes / (last - first);
-    int is_single = last - first == 1 && op->is_packed;
-    const char *fetch = (const char *)weight + (!is_single ? panel_bytes : num_rows <= FEW_ROWS ? FETCH_NEAR : FETCH_FAR);
-    int64_t step = is_single ? 128 : (part + k / 2 - 1) / (k / 2);
-    for (int64_t at = first; at < last; at++) {
-        int64_t row = at * BLOCK, m = least(BLOCK, num_rows - row);
-        multiply(a + row * (k / 2), panel, k / 2, room->sums, fetch, step, m);
+    /* The next panel is fetched while this one is used, a part with every block. */
+    int64_t first = group_start(call, group), last = group_start(call, group + 1), pairs = k / 2;
+    int64_t panel_bytes = PANEL * k * (int64_t)sizeof(bf16), part = panel_bytes / (last - first), ahead = panel_bytes;
+    if (last - first == 1 && op->is_packed)
+        ahead = call->in->num_rows <= FEW_ROWS ? FETCH_NEAR : FETCH_FAR;
+    const char *fetch = (const char *)weight + ahead;
+    for (int64_t block = first; block < last; block++) {
+        int64_t row = block_start(call, block), m = block_start(call, block + 1) - row;
+        multiply(a + row * pairs, panel, pairs, room->sums, fetch, (part + pairs - 1) / pairs, m);
         fetch += part;
         for (int64_t i = 0; i < m; i++)
             finish_panel(op, room->sums + i * PANEL, column, count, call->output + (size_t)(row + i) * call->row_bytes);
@@ -337,82 +375,75 @@ INLINE void *cut(char **memory, int64_t bytes) {
 }
 
 TARGET_AVX512 int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output) {
-    struct call call = {.op = op, .in = in, .shape = shape_of(op), .output = output};
-    int64_t k = op->in_features, num_rows = in->num_rows, blocks = (num_rows + BLOCK - 1) / BLOCK;
+    int64_t k = op->in_features, num_rows = in->num_rows, line = k * (int64_t)sizeof(bf16);
     if (num_rows == 0)
         return 0;
-    int64_t row_bytes = k * (int64_t)sizeof(bf16);
-    call.row_bytes = (size_t)op->output_stride * (op->is_logits ? sizeof(float) : sizeof(bf16));
-    call.num_blocks = blocks;
-    int64_t groups = (round_up(num_rows, BLOCK) * row_bytes + GROUP_BYTES - 1) / GROUP_BYTES;
-    call.group_blocks = (blocks + groups - 1) / groups;
-    groups = (blocks + call.group_blocks - 1) / call.group_blocks;
-    call.is_dots = !op->is_packed && num_rows <= DOT_ROWS;
-    int is_few = blocks <= 2;
-    /* Shared: normed rows and packed rows. A thread's own: sums, rows, a panel, packed rows. */
-    int64_t x_bytes = is_few ? num_rows * row_bytes : 0, a_bytes = num_rows * row_bytes;
-    int64_t own_bytes = BLOCK * PANEL * 4 + BLOCK * row_bytes + PANEL * row_bytes + (is_few ? a_bytes : 0) + 4 * 64;
-    int64_t shared_bytes = x_bytes + (is_few ? 0 : a_bytes) + 2 * 64;
-    char *memory = pelton_scratch((size_t)(shared_bytes + own_bytes)), *shared = memory;
+#ifdef _OPENMP
+    int threads = omp_get_max_threads();
+#else
+    int threads = 1;
+#endif
+    struct call call = {
+        .op = op,
+        .in = in,
+        .shape = shape_of(op),
+        .output = output,
+        .row_bytes = (size_t)op->output_stride * (op->is_logits ? sizeof(float) : sizeof(bf16)),
+        .num_groups = 1,
+        .is_few = num_rows < MANY_ROWS,
+        .is_dots = !op->is_packed && num_rows <= DOT_ROWS,
+    };
+    if (!call.is_few) {
+        call.num_groups = most((num_rows * line + GROUP_BYTES - 1) / GROUP_BYTES, least(threads, num_rows / GROUP_ROWS));
+        if (call.num_groups > threads)
+            call.num_groups = round_up(call.num_groups, threads);
+    }
+    call.num_blocks = round_up((num_rows + BLOCK - 1) / BLOCK, call.num_groups);
+
+    int is_normed = op->norm != NULL, is_one = num_rows == 1;
+    int64_t rows_bytes = num_rows * line;
+    int64_t own_bytes = BLOCK * PANEL * 4 + BLOCK * line + PANEL * line + (call.is_few ? rows_bytes : 0) + 4 * 64;
+    char *memory = pelton_scratch((size_t)(rows_bytes + own_bytes + 64));
     if (memory == NULL)
         return 1;
-    int is_plain = op->norm == NULL;
-    call.x = is_few ? cut(&shared, x_bytes) : NULL;
-    call.a = is_few ? NULL : cut(&shared, a_bytes);
-    if (is_few && is_plain)
-        call.x = (bf16 *)in->hidden;
-    int is_one = num_rows == 1;
-    if (is_one && !is_plain)
+    void *shared_rows = cut(&memory, rows_bytes);
+    if (call.is_few)
+        call.x = is_normed ? shared_rows : (bf16 *)in->hidden;
+    else
+        call.a = shared_rows;
+    if (is_one && is_normed)
         pelton_prepare_avx512(op, in, 0, call.x);
-    int64_t tasks = call.shape.num_panels * groups;
-#ifdef _OPENMP
-    int most_threads = omp_get_max_threads();
-#else
-    int most_threads = 1;
-#endif
-    struct share shares[most_threads];
-    for (int t = 0; t < most_threads; t++) {
-        atomic_init(&shares[t].next, tasks * t / most_threads);
-        shares[t].last = tasks * (t + 1) / most_threads;
-    }
-    _Atomic int64_t prepared = 0;
-    /* A thread without memory leaves its work to the others: the first has some. */
+    int64_t preparations = !call.is_few ? call.num_blocks : is_normed && !is_one ? num_rows : 0;
+    struct share first_shares[threads], shares[threads];
+    deal(first_shares, threads, preparations);
+    deal(shares, threads, call.shape.num_panels * call.num_groups);
 #pragma omp parallel if (num_rows * op->out_features * k > 1 << 16)
     {
-        int from = this_thread(), left = most_threads;
-        char *own = from == 0 ? shared : pelton_scratch((size_t)own_bytes);
+        int thread = this_thread();
+        struct hand first = {first_shares, threads, thread, threads}, hand = {shares, threads, thread, threads};
+        char *own = thread == 0 ? memory : pelton_scratch((size_t)own_bytes);
         struct room room = {0};
-        if (own != NULL) {
-            room.sums = cut(&own, BLOCK * PANEL * 4), room.rows = cut(&own, BLOCK * row_bytes);
-            room.panel = cut(&own, PANEL * row_bytes), room.a = cut(&own, is_few ? a_bytes : 0);
-            if (!is_few)
-                for (int64_t at; (at = atomic_fetch_add_explicit(&prepared, 1, memory_order_relaxed)) < blocks;) {
-                    int64_t first = at * BLOCK, m = least(BLOCK, num_rows - first);
-                    const bf16 *rows = (const bf16 *)in->hidden + first * k;
-                    if (!is_plain) {
-                        for (int64_t i = 0; i < m; i++)
-                            pelton_prepare_avx512(op, in, first + i, room.rows + i * k);
-                        rows = room.rows;
-                    }
-                    pack_block(rows, k, m, k, call.a + first * (k / 2));
-                }
-            else if (!is_plain && !is_one)
-                for (int64_t row; (row = atomic_fetch_add_explicit(&prepared, 1, memory_order_relaxed)) < num_rows;)
-                    pelton_prepare_avx512(op, in, row, call.x + row * k);
+        if (own == NULL) { /* the others do its work: the first thread has memory */
+            first.left = hand.left = 0;
+        } else {
+            room.sums = cut(&own, BLOCK * PANEL * 4), room.rows = cut(&own, BLOCK * line);
+            room.panel = cut(&own, PANEL * line), room.a = cut(&own, call.is_few ? rows_bytes : 0);
         }
-        if (!is_few || !(is_plain || is_one)) {
+        for (int64_t task; (task = take(&first)) >= 0;)
+            if (call.is_few)
+                pelton_prepare_avx512(op, in, task, call.x + task * k);
+            else
+                prepare_block(&call, task, &room);
+        if (preparations > 0) {
 #pragma omp barrier
         }
-        if (own != NULL) {
-            const uint32_t *a = call.a;
-            if (is_few && !call.is_dots) {
-                a = room.a;
-                for (int64_t row = 0; row < num_rows; row += BLOCK)
-                    pack_block(call.x + row * k, k, least(BLOCK, num_rows - row), k, room.a + row * (k / 2));
+        if (call.is_few && !call.is_dots && hand.left > 0)
+            for (int64_t block = 0; block < call.num_blocks; block++) {
+                int64_t row = block_start(&call, block);
+                pack_block(call.x + row * k, k, block_start(&call, block + 1) - row, k, room.a + row * (k / 2));
             }
-            for (int64_t task; (task = take(shares, most_threads, &from, &left)) >= 0;)
-                run_task(&call, task, a, &room);
-        }
+        for (int64_t task; (task = take(&hand)) >= 0;)
+            run_task(&call, task, call.is_few ? room.a : call.a, &room);
     }
     return 0;
 }

@@ -60,6 +60,8 @@ class TritonEmbed:
     @staticmethod
     def unsupported(needs: EmbedNeeds) -> list[str]:
         reasons = [] if needs.dtype in DTYPES else [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
+        if needs.weight_format != "plain":
+            reasons.append(f"weight format {needs.weight_format!r}, only 'plain'")
         return reasons + (["a vocabulary split over ranks"] if needs.tp_size > 1 else [])
 
     @staticmethod

@@ -51,6 +51,7 @@ class GGUFWeight(LazyWeight):
 
     def __init__(self, file: GGUFFile, info: TensorInfo, *, num_heads: int | None = None) -> None:
         self.shape = info.shape
+        self.quant_type = info.quant_type
         self._file = file
         self._info = info
         self._rows = None if num_heads is None else _row_order(file, info, num_heads)
@@ -59,6 +60,12 @@ class GGUFWeight(LazyWeight):
         if dim in (None, 0):
             return self._read_rows(slice(start, stop) if dim == 0 else slice(None))
         return self._read_rows(slice(None)).narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
+
+    def blocks(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a matrix as they are stored, [stop - start, bytes] uint8: a copy."""
+        raw = np.frombuffer(self._file.data, dtype=np.uint8, count=self._info.num_bytes, offset=self._info.start)
+        rows = raw.reshape(self.shape[0], -1)
+        return torch.from_numpy(np.array(rows[start:stop] if self._rows is None else rows[self._rows[start:stop]]))
 
     def _read_rows(self, wanted: slice) -> Tensor:
         quant_type = self._info.quant_type

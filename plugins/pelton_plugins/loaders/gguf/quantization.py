@@ -1,0 +1,55 @@
+"""`--quantization gguf`: the blocks of a .gguf file stay packed in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pelton.errors import ConfigError
+from pelton.quantization.blocks import KINDS, BlockKind
+from pelton.quantization.packed import PackedWeights
+from pelton_plugins.loaders.gguf.file import GGUFFile
+from pelton_plugins.loaders.gguf.loader import PLAIN_DTYPES, GGUFWeight
+from pelton_plugins.loaders.gguf.names import hf_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.config import EngineConfig
+    from pelton.layers.linear import LinearShard
+    from pelton.model.loading import LazyWeight
+    from pelton.model.resolved import ResolvedModel
+
+
+class GGUFBlocks(PackedWeights):
+    """Each matrix in the kind that the file has it in; F32, F16 and BF16 ones in the model's dtype."""
+
+    name: ClassVar[str] = "gguf"
+
+    def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
+        if model.weights_format != "gguf":
+            raise ConfigError(
+                f"quantization is 'gguf', and the weights of {model.name!r} are read as {model.weights_format!r}. "
+                "Give a .gguf file, or use q8_0 or q4_1, which quantize any checkpoint."
+            )
+        file = GGUFFile(model.path)
+        self._path = file.path
+        self._tensors = {name: info for info in file.tensors.values() if (name := hf_name(info.name)) is not None}
+
+    def kind(self, shard: LinearShard, *, is_vocabulary: bool) -> BlockKind | None:
+        info = self._tensors.get(f"{shard.name}.weight")
+        if info is None:  # loading says what is missing
+            return None
+        if info.quant_type.name in PLAIN_DTYPES:
+            return None
+        kind = KINDS.get(info.quant_type.name.lower())
+        if kind is None:
+            raise ConfigError(
+                f"quantization is 'gguf', and {self._path} has {info.name} in {info.quant_type.name}; kept packed are "
+                f"{', '.join(KINDS).upper()}. Leave quantization unset (weights are dequantized), or use q8_0 or q4_1, "
+                "which quantize them anew."
+            )
+        return kind
+
+    def read_blocks(self, weight: LazyWeight, kind: BlockKind, start: int, stop: int) -> Tensor:
+        assert isinstance(weight, GGUFWeight) and weight.quant_type.name.lower() == kind.name
+        return weight.blocks(start, stop)

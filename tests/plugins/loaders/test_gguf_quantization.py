@@ -1,0 +1,129 @@
+"""`--quantization gguf`: a file's blocks stay packed, in Hugging Face's order of rows, and mean what they meant."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError
+from pelton.model.build import make_build_config
+from pelton.model.resolve import resolve_model
+from pelton.ops.selector import OpSelector
+from pelton.plugins import load_plugins
+from pelton.testing.model_driver import ModelDriver
+from pelton.testing.models import make_tiny_checkpoint
+
+HIDDEN, HEADS, KV_HEADS, MLP, VOCAB, LAYERS = 64, 4, 2, 96, 50, 2
+PLUGINS = load_plugins(only=[])
+PROMPT = [5, 9, 31, 44, 4, 18]
+SHAPES = {
+    "attn_q": (HIDDEN, HIDDEN), "attn_k": (HIDDEN // 2, HIDDEN), "attn_v": (HIDDEN // 2, HIDDEN),
+    "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP),
+}  # fmt: skip
+
+
+def write_model(path, kinds=None, *, default="Q4_1", output=None, embedding="Q8_0", arch="llama"):
+    """kinds: layer tensor -> GGML type, where it is not `default`."""
+    rng = np.random.default_rng(3)
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in {"block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": MLP,
+                       "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS}.items():  # fmt: skip
+        writer.add_uint32(f"{arch}.{key}", value)
+
+    def add(name, shape, kind, scale=1.0):
+        values = (rng.standard_normal(shape) * scale / shape[-1] ** 0.5).astype(np.float32)
+        kind = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+
+    add("token_embd.weight", (VOCAB, HIDDEN), embedding, scale=8.0)
+    if output is not None:
+        add("output.weight", (VOCAB, HIDDEN), output, scale=8.0)
+    norms, head_norms = ["output_norm"], []
+    for layer in range(LAYERS):
+        for name, shape in SHAPES.items():
+            add(f"blk.{layer}.{name}.weight", shape, (kinds or {}).get(name, default), scale=2.0)
+        norms += [f"blk.{layer}.attn_norm", f"blk.{layer}.ffn_norm"]
+        head_norms += [f"blk.{layer}.attn_{part}_norm" for part in "qk" if arch == "qwen3"]
+    for size, names in ((HIDDEN, norms), (HIDDEN // HEADS, head_norms)):
+        for name in names:
+            writer.add_tensor(f"{name}.weight", rng.uniform(0.5, 1.5, size).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def build(path, **flat):
+    config = EngineConfig.from_flat(model=str(path), skip_tokenizer_init=True, **flat)
+    model = resolve_model(config, PLUGINS)
+    made = make_build_config(
+        config, model, PLUGINS, device=torch.device("cpu"), max_num_seqs=4, max_num_batched_tokens=64
+    )
+    return config, model, made.quantization
+
+
+def logits(path, *, dtype=torch.float32, native=False, **flat):
+    config, model, quantization = build(path, **flat)
+    loader = PLUGINS.find("pelton_model_loaders", model.weights_format, setting="load_format").resolve()(config, model)
+    entries = PLUGINS.entries("pelton_ops", device_type="cpu")
+    ops = OpSelector([entry for entry in entries if native or entry.name.startswith("reference.")])
+    driver = ModelDriver(
+        hf_config=model.hf_config, weights=loader.weights(), plugins=PLUGINS, dtype=dtype, quantization=quantization,
+        ops=ops,
+    )  # fmt: skip
+    return driver.step({"a": PROMPT})["a"], driver
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param({}, id="q4_1"),
+        pytest.param({"default": "Q8_0"}, id="q8_0"),
+        pytest.param({"default": "Q4_0", "output": "Q8_0", "embedding": "Q4_1"}, id="q4_0-own-head"),
+        pytest.param({"kinds": {"attn_v": "Q8_0", "ffn_up": "Q4_0", "ffn_down": "Q8_0"}}, id="mixed-parts"),
+        pytest.param({"embedding": "F16", "kinds": {"attn_output": "BF16"}}, id="plain-beside"),
+        pytest.param({"arch": "qwen3"}, id="rows-in-order"),
+    ],
+)
+def test_logits_equal_those_of_the_dequantized_file(tmp_path, file):
+    path = write_model(tmp_path / "m.gguf", **file)
+    wanted, plain = logits(path)
+    found, driver = logits(path, quantization="gguf")
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert any(p.dtype == torch.uint8 for p in driver.model.parameters())
+    assert not any(p.dtype == torch.uint8 for p in plain.model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_come_near_the_dequantized_file(tmp_path, dtype):
+    """In float32 the kernels' rounding of inputs is seen, else bfloat16's own."""
+    path = write_model(tmp_path / "m.gguf", {"attn_v": "Q8_0", "ffn_up": "Q4_0"})
+    wanted, _ = logits(path)
+    found, _ = logits(path, quantization="gguf", native=True, dtype=dtype)
+    assert (found - wanted).norm() < {torch.float32: 5e-4, torch.bfloat16: 0.03}[dtype] * wanted.norm()
+
+
+def test_a_kind_that_stays_not_packed_is_named(tmp_path):
+    path = write_model(tmp_path / "m.gguf", {"ffn_down": "Q5_0"})
+    with pytest.raises(ConfigError, match=r"blk.0.ffn_down.weight in Q5_0; kept packed are Q8_0, Q4_0, Q4_1. .* q8_0"):
+        logits(path, quantization="gguf")
+    logits(path, quantization="q4_1")  # what the message offers
+
+
+def test_a_part_that_is_not_quantized_is_named(tmp_path):
+    path = write_model(tmp_path / "m.gguf", {"attn_v": "F16"})
+    with pytest.raises(ConfigError, match=r"'gguf', and model.layers.0.self_attn.v_proj is not quantized"):
+        logits(path, quantization="gguf")
+
+
+def test_another_form_of_checkpoint_is_refused(tmp_path):
+    path = make_tiny_checkpoint(tmp_path / "m", "llama")
+    with pytest.raises(ConfigError, match=r"quantization is 'gguf', and the weights of .* are read as 'safetensors'"):
+        build(path, quantization="gguf")
+
+
+def test_the_methods_are_offered_by_their_hook():
+    names = {entry.name for entry in PLUGINS.entries("pelton_quantization_methods")}
+    assert {"gguf", "q8_0", "q4_0", "q4_1"} <= names
