@@ -91,6 +91,12 @@ class Kernels:
             library.pelton_quant, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
         )
         self.quant_embed = _typed(library.pelton_quant_embed, None, c_void_p, c_void_p, c_int64, c_void_p)
+        self.prepare_inputs = _typed(
+            library.pelton_prepare_inputs, None, c_void_p, c_void_p, c_void_p, c_int64, c_int64
+        )
+        self.take_best = _typed(
+            library.pelton_take_best, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p
+        )
         self._isa = _typed(library.pelton_isa, c_int)
         self._force_isa = _typed(library.pelton_force_isa, c_int, c_int)
 

@@ -1,0 +1,148 @@
+/* Before a step's forward pass its inputs, behind it the best token of every row. */
+#include "step.h"
+
+/* ---- inputs ---- */
+
+static void write_tokens(const struct inputs *op, int64_t slot, int64_t context, int64_t start, int64_t count) {
+    const struct batch *batch = op->batch;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t position = context + i;
+        op->positions[start + i] = position;
+        op->input_ids[start + i] = batch->token_ids[slot * batch->token_stride + least(position, batch->max_model_len)];
+    }
+    for (int64_t index = 0; index < op->num_groups; index++) {
+        const struct group *group = op->groups + index;
+        const int32_t *table = group->table + slot * group->table_stride;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t position = context + i;
+            group->slot_mapping[start + i] = table[position / group->block_size] * group->block_size + position % group->block_size;
+        }
+    }
+}
+
+/* The kernel blocks that hold a row's tokens; a row without any points at block 0. */
+static void write_tables(const struct inputs *op, int64_t slot, int64_t row, int64_t length) {
+    for (int64_t index = 0; index < op->num_groups; index++) {
+        const struct group *group = op->groups + index;
+        const int32_t *table = group->table + slot * group->table_stride;
+        int32_t *to = group->block_table + row * group->block_table_stride;
+        for (int64_t block = 0; block * group->block_size < most(length, 1); block++)
+            for (int64_t part = 0; part < group->ratio; part++)
+                to[block * group->ratio + part] = length > 0 ? (int32_t)(table[block] * group->ratio + part) : 0;
+    }
+}
+
+/* slots, scheduled [num_rows]; rows with nothing scheduled and tokens behind the last row are padding. */
+EXPORT void pelton_prepare_inputs(const struct inputs *op, const int64_t *slots, const int64_t *scheduled, int64_t num_rows,
+                                  int64_t num_tokens) {
+    int64_t start = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t context = op->batch->num_computed_tokens[slots[row]], count = scheduled[row];
+        int64_t length = count > 0 ? context + count : 0;
+        write_tokens(op, slots[row], context, start, count);
+        write_tables(op, slots[row], row, length);
+        start += count;
+        op->seq_lens[row] = (int32_t)length;
+        op->query_start[row + 1] = (int32_t)start;
+    }
+    for (int64_t token = start; token < num_tokens; token++) {
+        op->positions[token] = op->input_ids[token] = 0;
+        for (int64_t index = 0; index < op->num_groups; index++)
+            op->groups[index].slot_mapping[token] = -1;
+    }
+}
+
+/* ---- the best token ---- */
+
+/* One part of a row. */
+struct best {
+    float value;
+    int32_t place, has_nan;
+};
+
+INLINE struct best find_best(const float *numbers, int64_t first, int64_t last) {
+    float best = -INFINITY;
+    int32_t num_nan = 0;
+#pragma omp simd reduction(max : best) reduction(+ : num_nan)
+    for (int64_t i = first; i < last; i++) {
+        best = numbers[i] > best ? numbers[i] : best;
+        num_nan += numbers[i] != numbers[i];
+    }
+    int64_t place = first;
+    while (place < last && numbers[place] != best)
+        place++;
+    return (struct best){best, (int32_t)(place < last ? place : first), num_nan > 0};
+}
+
+static struct best find_plain(const float *numbers, int64_t first, int64_t last) { return find_best(numbers, first, last); }
+
+#if PELTON_X86
+TARGET_AVX2 static struct best find_avx2(const float *numbers, int64_t first, int64_t last) { return find_best(numbers, first, last); }
+
+TARGET_AVX512 static struct best find_avx512(const float *numbers, int64_t first, int64_t last) {
+    __m512 high[4];
+    __mmask16 unordered = 0;
+    for (int i = 0; i < 4; i++)
+        high[i] = _mm512_set1_ps(-INFINITY);
+    int64_t at = first;
+    for (; at + 64 <= last; at += 64)
+        for (int i = 0; i < 4; i++) {
+            __m512 part = _mm512_loadu_ps(numbers + at + i * 16);
+            unordered |= _mm512_cmp_ps_mask(part, part, _CMP_UNORD_Q);
+            high[i] = _mm512_max_ps(high[i], part);
+        }
+    struct best rest = find_best(numbers, at, last);
+    float best = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(high[0], high[1]), _mm512_max_ps(high[2], high[3])));
+    best = rest.value > best ? rest.value : best;
+    for (int64_t place = first; place < at; place += 16) {
+        __mmask16 equal = _mm512_cmp_ps_mask(_mm512_loadu_ps(numbers + place), _mm512_set1_ps(best), _CMP_EQ_OQ);
+        if (equal)
+            return (struct best){best, (int32_t)(place + __builtin_ctz(equal)), unordered || rest.has_nan};
+    }
+    return (struct best){best, rest.place, unordered || rest.has_nan};
+}
+#endif
+
+enum { PARTS = 8, NOT_FINITE = 1 };
+
+static void take_token(const struct batch *batch, int64_t slot, struct best best, int32_t *result) {
+    result[0] = result[1] = 0;
+    if (slot == batch->padding_slot)
+        return;
+    int64_t position = batch->num_computed_tokens[slot] + 1;
+    result[0] = best.place, result[1] = best.has_nan || isinf(best.value) ? NOT_FINITE : 0;
+    batch->token_ids[slot * batch->token_stride + least(position, batch->max_model_len)] = best.place;
+    batch->num_computed_tokens[slot] = position;
+}
+
+/* logits: num_rows rows, `stride` numbers apart, of which the first vocab_size count; slots [num_rows]; result [num_rows, 2]:
+   token and error code. The first of equal tokens wins. Tokens are put into the batch. */
+EXPORT int pelton_take_best(const struct batch *batch, const float *logits, int64_t stride, int64_t vocab_size, const int64_t *slots,
+                            int64_t num_rows, int32_t *result) {
+    struct best (*find)(const float *, int64_t, int64_t) = find_plain;
+#if PELTON_X86
+    if (pelton_isa() >= ISA_AVX2)
+        find = pelton_isa() == ISA_AVX512 ? find_avx512 : find_avx2;
+#endif
+    int64_t parts = num_rows < PARTS ? PARTS : 1, width = (vocab_size + parts - 1) / parts;
+    struct best *found = malloc((size_t)most(num_rows * parts, 1) * sizeof *found);
+    if (found == NULL)
+        return 1;
+#pragma omp parallel for schedule(dynamic) if (num_rows * vocab_size > 1 << 14)
+    for (int64_t index = 0; index < num_rows * parts; index++) {
+        int64_t first = least(index % parts * width, vocab_size), last = least(first + width, vocab_size);
+        found[index] = find(logits + index / parts * stride, first, last);
+    }
+    for (int64_t row = 0; row < num_rows; row++) {
+        struct best best = found[row * parts];
+        for (int64_t part = 1; part < parts; part++) {
+            struct best other = found[row * parts + part];
+            int32_t has_nan = best.has_nan | other.has_nan;
+            best = other.value > best.value ? other : best;
+            best.has_nan = has_nan;
+        }
+        take_token(batch, slots[row], best, result + 2 * row);
+    }
+    free(found);
+    return 0;
+}
