@@ -317,7 +317,7 @@ class Lora(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleNeeds:
     vocab_size: int
-    max_num_seqs: int
+    max_num_seqs: int  # a step never has more rows, padding included
     variant: str = "full"  # greedy: every row takes its best token; full: by its parameters, greedy rows among them
     has_mask: bool = False  # `SampleTensors.mask` is there
     num_logprobs: int = 0  # alternatives beside the chosen token, where `SampleTensors.logprobs` is there

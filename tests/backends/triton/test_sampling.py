@@ -106,7 +106,7 @@ def assert_same_state(state: BatchState, other: BatchState) -> None:
 @pytest.mark.parametrize("variant", ["greedy", "full"])
 @pytest.mark.parametrize("vocab", [1, 70, 512, 9001])
 def test_greedy_rows_equal_the_reference(device, variant, vocab):
-    state = make_state(device, vocab)
+    state = make_state(device, vocab, num_seqs=9)  # as many as rows: scratch is made for no more
     for slot in range(8):
         add(state, slot, [0] * (3 + 5 * slot), temperature=0)
     other = copy_of(state)
