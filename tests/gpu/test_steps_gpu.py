@@ -42,7 +42,7 @@ def own_stream() -> Iterator[None]:
 def outputs(checkpoint: str, mode: str, *, with_extras: bool) -> list[list[int]]:
     """What each request got; some of the rows of some steps under a random half of the vocabulary."""
     worker = make_worker(checkpoint, device="cuda", dtype="float32", cudagraph_mode=mode)
-    driver, chooser, requests = Driver(worker.runner), random.Random(3), []
+    driver, chooser, requests, others = Driver(worker.runner), random.Random(3), [], []
     for slot, (prompt, wanted) in enumerate(zip(PROMPTS, WANTED, strict=True)):
         side_slot = 0 if with_extras and "repetition_penalty" in wanted else -1
         params = wanted if with_extras else {}
@@ -51,17 +51,22 @@ def outputs(checkpoint: str, mode: str, *, with_extras: bool) -> list[list[int]]
     step(driver, rows, None)
     for index in range(NUM_STEPS):
         is_masked = index % 2 == 0 if index < NUM_FIRST else chooser.random() < 0.5
+        rows = [(request, 1) for request in requests]
+        if index in (2, NUM_FIRST + 2):  # a prompt beside them, in the slot of the one before
+            extras = {"side_slot": 1, "presence_penalty": 0.5, "min_tokens": 3} if with_extras else {}
+            others.append(driver.add(5, [9, index] * 4, **extras))
+            rows.append((others[-1], 8))
         allowed = np.array([[chooser.random() < 0.5 for _ in range(VOCAB_SIZE)] for _ in requests[1:4]])
         if index == NUM_FIRST:
             torch.cuda.set_sync_debug_mode("error")
-        step(driver, [(request, 1) for request in requests], allowed if is_masked else None)
+        step(driver, rows, allowed if is_masked else None)
     torch.cuda.set_sync_debug_mode("default")
     assert not [error for request in requests for error in request.errors]
     if with_extras:
         columns = [result.logprobs[2] for result in requests[2].results[1:]]
         assert all(len(column.token_ids[0]) == 4 for column in columns)
     worker.shutdown()
-    return [request.output for request in requests]
+    return [request.output for request in [*requests, *others]]
 
 
 def step(driver: Driver, rows: list[tuple[Running, int]], allowed: np.ndarray | None) -> None:
@@ -85,6 +90,6 @@ def step(driver: Driver, rows: list[tuple[Running, int]], allowed: np.ndarray | 
 def test_masked_steps_give_the_same_in_every_graph_mode(checkpoint: str, with_extras: bool) -> None:
     """Reading a result waits, for an event; launching a step must not: its masks and columns travel from pinned memory."""
     expected = outputs(checkpoint, "NONE", with_extras=with_extras)
-    assert all(len(tokens) == NUM_STEPS + 1 for tokens in expected)
+    assert [len(tokens) for tokens in expected] == [NUM_STEPS + 1] * 5 + [1] * 2
     for mode in ("FULL_AND_PIECEWISE", "FULL"):
         assert outputs(checkpoint, mode, with_extras=with_extras) == expected

@@ -17,7 +17,8 @@ _BAD_WORDS, _BAD_WORD_PREFIX = 32, 16  # room at first: words of more than one t
 
 
 class SideTables:
-    """Written when a request gets its side slot; `counts` also after each step."""
+    """Written when a request gets its side slot; `counts` also after each step. A number assigned to indexed places is
+    copied to the device, and the copy waited for: hence `index_fill_`."""
 
     def __init__(self, num_side_slots: int, vocab_size: int, device: torch.device) -> None:
         shape = (num_side_slots, vocab_size)
@@ -64,7 +65,7 @@ class SideTables:
             self.stop_ids[slot] = False
         self.has_min_tokens[slot] = bool(stop_ids)
         if stop_ids:
-            self.stop_ids[slot, self._ids(stop_ids)] = True
+            self.stop_ids[slot].index_fill_(0, self._ids(stop_ids), True)
         self.min_tokens[slot] = params.min_tokens
         self._set_bad_words(slot, [word for word in request.bad_words_token_ids if len(word) > 1])
 
@@ -74,7 +75,7 @@ class SideTables:
 
     def _count(self, slot: int, token_ids: list[int], num_prompt_tokens: int) -> None:
         ids = self._ids(token_ids, checked=False)
-        self.in_prompt[slot, ids[:num_prompt_tokens]] = True
+        self.in_prompt[slot].index_fill_(0, ids[:num_prompt_tokens], True)
         output = ids[num_prompt_tokens:]
         if output.numel():
             ones = torch.ones_like(output, dtype=torch.int32)
@@ -95,9 +96,9 @@ class SideTables:
         self.has_banned[slot] = allowed is not None or bool(banned)
         if allowed is not None:
             self.banned[slot] = True
-            self.banned[slot, self._ids(allowed)] = False
+            self.banned[slot].index_fill_(0, self._ids(allowed), False)
         if banned:
-            self.banned[slot, self._ids(banned)] = True
+            self.banned[slot].index_fill_(0, self._ids(banned), True)
 
     def _set_bad_words(self, slot: int, words: list[list[int]]) -> None:
         if self.has_bad_words[slot]:

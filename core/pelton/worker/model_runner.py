@@ -203,7 +203,7 @@ class ModelRunner:
         index, given = self._staging.stage([slots, mask_column(masks.bitmask, len(slots), words.shape[1])])
         words[index] = mask_words(given, len(slots), words.shape[1])
         has_mask.zero_()
-        has_mask[index] = True
+        has_mask.index_fill_(0, index, True)  # `has_mask[index] = True` waits for the device
         result = self.graphs.tail(step.num_padded_rows, step.tail)
         return self._decoded(step.output, step.started, step.plan.slots, step.tail, result)
 
