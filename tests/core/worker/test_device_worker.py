@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 import torch
 from pelton_worker_fakes import Driver, Running, make_worker
 
 from pelton.errors import ConfigError
-from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_greedy
+from pelton.scheduler.output import GrammarMasks
+from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73)), [11, 12] * 9]
 COUNT = 24
@@ -79,6 +82,34 @@ def test_resume_recomputes_prompt_and_output(model, driver):
 
 
 @torch.inference_mode()
+@torch.inference_mode()
+def sampled(path, mode: str) -> list[list[int]]:
+    """Random rows, some under masks, in steps of other sizes each time."""
+    worker, chooser = make_worker(path, cudagraph_mode=mode), random.Random(2)
+    driver = Driver(worker.runner)
+    requests = [driver.add(slot, prompt, seed=slot, temperature=1.0) for slot, prompt in enumerate(PROMPTS)]
+    driver.step(ordered(requests))
+    for _ in range(20):
+        rows = [(request, 1) for request in chooser.sample(requests, chooser.randint(1, len(requests)))]
+        if chooser.random() < 0.5:
+            driver.step(rows)
+            continue
+        output = driver.plan(rows, grammar_rows=[0])
+        assert driver.runner.execute(output) is None
+        allowed = bytes(chooser.randrange(256) for _ in range(VOCAB_SIZE // 8))
+        result = driver.runner.sample(GrammarMasks(step_id=output.step_id, bitmask=allowed, num_masks=[1]))
+        driver.take(rows, None, result)
+    assert (worker.runner.graphs is not None) == (mode != "NONE")
+    worker.shutdown()
+    return [request.output for request in requests]
+
+
+def test_recorded_steps_sample_what_others_sample(model):
+    """Tapes of all sizes compute in one room: logits that a step leaves there are read before the next one."""
+    expected = sampled(model[0], "NONE")
+    assert sampled(model[0], "FULL_DECODE_ONLY") == expected
+
+
 def test_report_and_specs(model):
     worker = make_worker(model[0])
     report = worker.report()
