@@ -51,21 +51,22 @@ def make_packed(num_rows, in_features, kinds, parts, dtype, **changes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 8, 13, 131])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 8, 9, 13, 131])
 @pytest.mark.parametrize("kind", KINDS)
 def test_add_norm_linear(isa, dtype, num_rows, kind):
     check(make_packed(num_rows, 96, [kind] * 3, [48, 16, 19], dtype), QuantAddNormLinear)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 5])
-@pytest.mark.parametrize("parts", [[1, 2, 3], [16, 17, 15], [64, 32, 32]], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+@pytest.mark.parametrize("parts", [[1, 2, 3], [16, 17, 15], [64, 32, 32], [32, 64, 9], [32, 32, 50]], ids=str)
 def test_parts_of_different_kinds(isa, dtype, num_rows, parts):
-    check(make_packed(num_rows, 64, ["q8_0", "q4_1", "q4_0"], parts, dtype), QuantAddNormLinear)
+    for kinds in (["q8_0", "q4_1", "q4_0"], ["q4_0", "q8_0", "q4_1"]):
+        check(make_packed(num_rows, 64, kinds, parts, dtype), QuantAddNormLinear)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3, 11])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -114,10 +115,15 @@ def test_extreme_numbers_do_not_overflow(isa, kind):
 def test_a_rows_result_does_not_depend_on_the_others(isa, dtype, kind):
     case = make_packed(150, 128, [kind, kind], [32, 32], dtype, activation="silu")
     call = QuantAddNormGatedLinear.bind(case.needs, case.tensors)
-    together, _ = call(case.hidden.clone(), case.residual.clone())
-    for row in (0, 7, 8, 130, 149):
-        alone, _ = call(case.hidden[row : row + 1].clone(), case.residual[row : row + 1].clone())
-        assert torch.equal(alone[0], together[row])
+
+    def results(first, last):
+        return call(case.hidden[first:last].clone(), case.residual[first:last].clone())[0]
+
+    is_two_ways = isa == "avx512" and dtype == torch.bfloat16  # from 9 rows on by products of bfloat16
+    for most, size in ((8, 1), (150, 9)) if is_two_ways else ((150, 1),):
+        together = results(0, most)
+        for row in {0, 5, most - size}:
+            assert torch.equal(results(row, row + size), together[row : row + size])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,16 +136,18 @@ def test_rounded_inputs_hardly_move_results(isa, dtype, kind):
     assert (result.double() - exact).norm() < {torch.float32: 5e-5, torch.bfloat16: 3e-3}[dtype] * exact.norm()
 
 
+@pytest.mark.parametrize("num_rows", [3, 12])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_so_and_stays_in_its_row(isa, kind, bad):
-    case = make_packed(3, 64, [kind], [20], torch.bfloat16, norm=False)
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(isa, num_rows, kind, bad):
+    case = make_packed(num_rows, 64, [kind], [20], torch.bfloat16, norm=False)
+    call = QuantLinear.bind(case.needs, case.tensors)
     hidden = case.hidden.clone()
     hidden[1, 40] = bad
-    result = QuantLinear.bind(case.needs, case.tensors)(hidden)
-    assert not result[1].isfinite().any()
-    clean = QuantLinear.bind(case.needs, case.tensors)(case.hidden.clone())
-    assert torch.equal(result[[0, 2]], clean[[0, 2]])
+    result = call(hidden)
+    others = [row for row in range(num_rows) if row != 1]
+    assert not result[1].isfinite().any() and result[others].isfinite().all()
+    assert torch.equal(result[others], call(case.hidden.clone())[others])
 
 
 def test_rows_of_zeros_give_zeros(isa):

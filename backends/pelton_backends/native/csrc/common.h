@@ -9,7 +9,6 @@
 
 #if defined(__x86_64__)
 #define PELTON_X86 1
-#include <immintrin.h>
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #else

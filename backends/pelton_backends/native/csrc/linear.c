@@ -2,7 +2,133 @@
 
    bfloat16 on AVX-512 goes to linear_avx512.c, for any number of rows. Here: one row by dot products on every other CPU and
    dtype, each thread with its share of the weight's rows; more rows than one are torch's there. And rows of an embedding. */
-#include "seam.h"
+#include "linear.h"
+
+enum { STRIP = 64 };
+
+/* ---- lines of numbers ---- */
+
+/* Everything is computed on float32 lines; these three know the dtype. One set for each instruction set. */
+struct lines {
+    void (*widen)(const void *from, int64_t count, float *line, int dtype);
+    void (*round)(float *line, int64_t count, int dtype);
+    void (*narrow)(const float *line, int64_t count, void *to, int dtype);
+};
+
+INLINE void widen_line(const void *from, int64_t count, float *line, int dtype) {
+    if (dtype == DTYPE_F32)
+        memcpy(line, from, (size_t)count * sizeof *line);
+    else
+        for (int64_t i = 0; i < count; i++)
+            line[i] = to_float(((const bf16 *)from)[i]);
+}
+
+INLINE void round_line(float *line, int64_t count, int dtype) {
+    if (dtype == DTYPE_BF16)
+        for (int64_t i = 0; i < count; i++)
+            line[i] = to_float(to_bf16(line[i]));
+}
+
+INLINE void narrow_line(const float *line, int64_t count, void *to, int dtype) {
+    if (dtype == DTYPE_F32)
+        memcpy(to, line, (size_t)count * sizeof *line);
+    else
+        for (int64_t i = 0; i < count; i++)
+            ((bf16 *)to)[i] = to_bf16(line[i]);
+}
+
+INLINE const void *part(const void *numbers, int64_t first, int dtype) {
+    return (const char *)numbers + (size_t)first * size_of(dtype);
+}
+
+/* ---- residual and norms ---- */
+
+/* x * 1 / rms(x) * weight, of numbers that have the dtype's precision. */
+INLINE void norm_line(const struct lines *lines, float *line, float *room, int64_t size, const void *weight, float eps,
+                      int unit_offset, int dtype) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++)
+        sum += line[i] * line[i];
+    float factor = 1.0f / sqrtf(sum / (float)size + eps), offset = unit_offset ? 1.0f : 0.0f;
+    for (int64_t i = 0; i < size; i++)
+        line[i] *= factor;
+    if (!unit_offset)
+        lines->round(line, size, dtype);
+    lines->widen(weight, size, room, dtype);
+    for (int64_t i = 0; i < size; i++)
+        line[i] *= offset + room[i];
+    lines->round(line, size, dtype);
+}
+
+/* Row `row` of a call: residual' to its place where that is wanted, norm(residual') to `x`. */
+INLINE void prepare_row(const struct lines *lines, const struct linear *op, const struct rows *in, int64_t row, void *x) {
+    int64_t size = op->in_features, from = (in->rows == NULL ? row : in->rows[row]) * size;
+    int dtype = op->dtype;
+    float line[size], room[size];
+    lines->widen(part(in->hidden, from, dtype), size, line, dtype);
+    if (op->post_norm != NULL)
+        norm_line(lines, line, room, size, op->post_norm, op->post_eps, op->post_unit_offset, dtype);
+    if (in->residual != NULL) {
+        lines->widen(part(in->residual, from, dtype), size, room, dtype);
+        for (int64_t i = 0; i < size; i++)
+            line[i] += room[i];
+        lines->round(line, size, dtype);
+    }
+    if (in->residual_out != NULL)
+        lines->narrow(line, size, (void *)part(in->residual_out, row * size, dtype), dtype);
+    norm_line(lines, line, room, size, op->norm, op->eps, op->unit_offset, dtype);
+    lines->narrow(line, size, x, dtype);
+}
+
+/* ---- what follows a product ---- */
+
+INLINE void add_bias(const struct lines *lines, const struct linear *op, float *line, int64_t first, int64_t count) {
+    float bias[STRIP];
+    if (op->bias == NULL)
+        return;
+    lines->widen(part(op->bias, first, op->dtype), count, bias, op->dtype);
+    for (int64_t i = 0; i < count; i++)
+        line[i] += bias[i];
+}
+
+INLINE void activate_line(float *line, int64_t count, int activation) {
+    if (activation == ACTIVATION_SILU)
+        for (int64_t i = 0; i < count; i++)
+            line[i] = line[i] / (1.0f + fast_exp(-line[i]));
+    else if (activation == ACTIVATION_GELU)
+        for (int64_t i = 0; i < count; i++)
+            line[i] = 0.5f * line[i] * (1.0f + erff(line[i] * 0.70710678f));
+    else
+        for (int64_t i = 0; i < count; i++) {
+            float x = line[i];
+            line[i] = 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+        }
+}
+
+INLINE void finish_line(const struct lines *lines, const struct linear *op, float *gate, float *up, int64_t first, int64_t count,
+                        void *output) {
+    int dtype = op->dtype;
+    add_bias(lines, op, gate, first, count);
+    if (op->is_logits) {
+        lines->round(gate, count, dtype);
+        for (int64_t i = 0; i < count; i++)
+            ((float *)output)[first + i] = op->soft_cap > 0.0f ? op->soft_cap * tanhf(gate[i] / op->soft_cap) : gate[i];
+        return;
+    }
+    if (op->activation != ACTIVATION_NONE) {
+        add_bias(lines, op, up, op->out_features / 2 + first, count);
+        lines->round(gate, count, dtype);
+        lines->round(up, count, dtype);
+        activate_line(gate, count, op->activation);
+        lines->round(gate, count, dtype);
+        for (int64_t i = 0; i < count; i++)
+            gate[i] *= up[i];
+    }
+    lines->narrow(gate, count, (void *)part(output, first, dtype), dtype);
+}
+
+/* ---- one row ---- */
 
 INLINE void dot_rows(const void *weight, const void *x, int64_t size, int64_t first, int64_t count, float *results, int dtype) {
     for (int64_t row = 0; row < count; row++) {
@@ -23,66 +149,82 @@ INLINE void dot_rows(const void *weight, const void *x, int64_t size, int64_t fi
     }
 }
 
-enum { STRIP = 64 };
+/* ---- instruction sets ---- */
 
-/* Results [first, last), a strip at a time. */
-INLINE void run_row(const struct linear *op, const void *x, int64_t first, int64_t last, void *output, int dtype) {
-    float gate[STRIP], up[STRIP];
-    for (int64_t at = first; at < last; at += STRIP) {
-        int64_t count = least(STRIP, last - at);
-        dot_rows(op->weight, x, op->in_features, at, count, gate, dtype);
-        if (op->activation != ACTIVATION_NONE)
-            dot_rows(op->weight, x, op->in_features, op->out_features / 2 + at, count, up, dtype);
-        finish(op, gate, up, at, count, output, dtype);
-    }
-}
-
-#define DEFINE_ROW(NAME, TARGET, DTYPE)                                                                             \
-    TARGET static void NAME(const struct linear *op, const void *x, int64_t first, int64_t last, void *output) {    \
-        run_row(op, x, first, last, output, DTYPE);                                                                 \
-    }                                                                                                               \
-    TARGET static void NAME##_prepare(const struct linear *op, const struct rows *in, int64_t row, void *x) {       \
-        prepare_row(op, in, row, x, DTYPE);                                                                         \
-    }
-
-DEFINE_ROW(plain_bf16, , DTYPE_BF16)
-DEFINE_ROW(plain_f32, , DTYPE_F32)
-#if PELTON_X86
-DEFINE_ROW(avx2_bf16, TARGET_AVX2, DTYPE_BF16)
-DEFINE_ROW(avx2_f32, TARGET_AVX2, DTYPE_F32)
-#endif
-
-struct row_kernel {
-    void (*run)(const struct linear *, const void *, int64_t, int64_t, void *);
-    void (*prepare)(const struct linear *, const struct rows *, int64_t, void *);
+struct kernels {
+    void (*prepare)(const struct linear *op, const struct rows *in, int64_t row, void *x);
+    void (*finish)(const struct linear *op, float *gate, float *up, int64_t first, int64_t count, void *output);
+    void (*dots)(const void *weight, const void *x, int64_t size, int64_t first, int64_t count, float *results, int dtype);
 };
 
-static struct row_kernel choose_row(const struct linear *op) {
-    int is_bf16 = op->dtype == DTYPE_BF16;
+#define DEFINE_KERNELS(NAME, TARGET)                                                                                           \
+    TARGET static void NAME##_widen(const void *from, int64_t count, float *line, int dtype) {                                 \
+        widen_line(from, count, line, dtype);                                                                                  \
+    }                                                                                                                          \
+    TARGET static void NAME##_round(float *line, int64_t count, int dtype) { round_line(line, count, dtype); }                 \
+    TARGET static void NAME##_narrow(const float *line, int64_t count, void *to, int dtype) {                                  \
+        narrow_line(line, count, to, dtype);                                                                                   \
+    }                                                                                                                          \
+    static const struct lines NAME##_lines = {NAME##_widen, NAME##_round, NAME##_narrow};                                      \
+    TARGET static void NAME##_prepare(const struct linear *op, const struct rows *in, int64_t row, void *x) {                  \
+        prepare_row(&NAME##_lines, op, in, row, x);                                                                            \
+    }                                                                                                                          \
+    TARGET static void NAME##_finish(const struct linear *op, float *gate, float *up, int64_t first, int64_t count,            \
+                                     void *output) {                                                                           \
+        finish_line(&NAME##_lines, op, gate, up, first, count, output);                                                        \
+    }                                                                                                                          \
+    TARGET static void NAME##_dots(const void *weight, const void *x, int64_t size, int64_t first, int64_t count,              \
+                                   float *results, int dtype) {                                                                \
+        dot_rows(weight, x, size, first, count, results, dtype);                                                               \
+    }                                                                                                                          \
+    static const struct kernels NAME##_kernels = {NAME##_prepare, NAME##_finish, NAME##_dots};
+
+DEFINE_KERNELS(plain, )
 #if PELTON_X86
-    if (pelton_isa() == ISA_AVX512 && is_bf16)
-        return (struct row_kernel){avx2_bf16, pelton_prepare_avx512};
-    if (pelton_isa() >= ISA_AVX2)
-        return is_bf16 ? (struct row_kernel){avx2_bf16, avx2_bf16_prepare} : (struct row_kernel){avx2_f32, avx2_f32_prepare};
+DEFINE_KERNELS(avx2, TARGET_AVX2)
 #endif
-    return is_bf16 ? (struct row_kernel){plain_bf16, plain_bf16_prepare} : (struct row_kernel){plain_f32, plain_f32_prepare};
+
+static const struct kernels *choose_kernels(void) {
+#if PELTON_X86
+    if (pelton_isa() >= ISA_AVX2)
+        return &avx2_kernels;
+#endif
+    return &plain_kernels;
 }
 
+void pelton_prepare_row(const struct linear *op, const struct rows *in, int64_t row, void *x) {
+#if PELTON_X86
+    if (pelton_isa() == ISA_AVX512 && op->dtype == DTYPE_BF16) {
+        pelton_prepare_avx512(op, in, row, x);
+        return;
+    }
+#endif
+    choose_kernels()->prepare(op, in, row, x);
+}
+
+void pelton_finish(const struct linear *op, float *gate, float *up, int64_t first, int64_t count, void *output) {
+    choose_kernels()->finish(op, gate, up, first, count, output);
+}
+
+/* ---- entries ---- */
+
 static void linear_row(const struct linear *op, const struct rows *in, void *output) {
-    struct row_kernel kernel = choose_row(op);
+    const struct kernels *kernels = choose_kernels();
     float room[op->in_features]; /* for either dtype */
     const void *x = in->hidden;
     if (op->norm != NULL) {
-        kernel.prepare(op, in, 0, room);
+        pelton_prepare_row(op, in, 0, room);
         x = room;
     }
-    int64_t columns = num_columns(op), groups = (columns + 3) / 4;
-#pragma omp parallel if (columns * op->in_features > 1 << 14)
-    {
-        int64_t threads = num_threads(), thread = this_thread();
-        int64_t first = groups * thread / threads * 4, last = least(groups * (thread + 1) / threads * 4, columns);
-        if (first < last)
-            kernel.run(op, x, first, last, output);
+    int64_t columns = num_columns(op), size = op->in_features, strips = (columns + STRIP - 1) / STRIP;
+#pragma omp parallel for schedule(static) if (columns * size > 1 << 14)
+    for (int64_t strip = 0; strip < strips; strip++) {
+        int64_t first = strip * STRIP, count = least(STRIP, columns - first);
+        float gate[STRIP], up[STRIP];
+        kernels->dots(op->weight, x, size, first, count, gate, op->dtype);
+        if (op->activation != ACTIVATION_NONE)
+            kernels->dots(op->weight, x, size, columns + first, count, up, op->dtype);
+        kernels->finish(op, gate, up, first, count, output);
     }
 }
 
@@ -92,7 +234,7 @@ EXPORT int pelton_linear(const struct linear *op, const void *hidden, const void
     struct rows in = {hidden, residual, residual_out, rows, num_rows};
 #if PELTON_X86
     if (op->is_packed || (pelton_isa() == ISA_AVX512 && op->dtype == DTYPE_BF16 && op->in_features % 2 == 0))
-        return pelton_linear_avx512(op, &in, output) ? LINEAR_NO_MEMORY : LINEAR_DONE;
+        return pelton_linear_avx512(op, &in, output, NULL) ? LINEAR_NO_MEMORY : LINEAR_DONE;
 #endif
     if (num_rows != 1)
         return LINEAR_ONE_ROW_ONLY;
@@ -104,11 +246,10 @@ EXPORT int pelton_linear(const struct linear *op, const void *hidden, const void
 EXPORT void pelton_prepare(const struct linear *op, const void *hidden, const void *residual, void *residual_out, void *x,
                            const int64_t *rows, int64_t num_rows) {
     struct rows in = {hidden, residual, residual_out, rows, num_rows};
-    struct row_kernel kernel = choose_row(op);
     size_t row_bytes = (size_t)op->in_features * size_of(op->dtype);
 #pragma omp parallel for schedule(static) if (num_rows > 3)
     for (int64_t row = 0; row < num_rows; row++)
-        kernel.prepare(op, &in, row, (char *)x + (size_t)row * row_bytes);
+        pelton_prepare_row(op, &in, row, (char *)x + (size_t)row * row_bytes);
 }
 
 /* ---- rows of an embedding ---- */

@@ -30,8 +30,21 @@ struct rows {
 
 enum { LINEAR_DONE = 0, LINEAR_NO_MEMORY = 1, LINEAR_ONE_ROW_ONLY = 2 };
 
-/* bfloat16 on AVX-512, in_features even, any number of rows; nonzero: out of memory. And residual and norm of one row. */
-int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output);
+/* Row `row` of a call: residual' to its place where that is wanted, norm(residual') to `x`. */
+void pelton_prepare_row(const struct linear *op, const struct rows *in, int64_t row, void *x);
+
+/* Up to 64 results of a row, from column `first` on: bias, activation, soft cap; `output` is the row's. Overwrites the sums. */
+void pelton_finish(const struct linear *op, float *gate, float *up, int64_t first, int64_t count, void *output);
+
+/* A weight in a form of its own: `make` writes panel `index` of it, as linear_avx512.c orders them. */
+struct panel_source {
+    void (*make)(const void *weight, int64_t index, bf16 *panel);
+    const void *weight;
+};
+
+/* bfloat16 on AVX-512, in_features even, any number of rows; nonzero: out of memory. `source`: NULL, or in place of the op's
+   weight. And residual and norm of one row. */
+int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output, const struct panel_source *source);
 void pelton_prepare_avx512(const struct linear *op, const struct rows *in, int64_t row, void *x);
 
 /* Rows of a matrix [*, hidden_size], which may be in panels. */

@@ -297,6 +297,7 @@ static int64_t take(struct hand *hand) {
 struct call {
     const struct linear *op;
     const struct rows *in;
+    const struct panel_source *source;
     struct shape shape;
     char *output;
     size_t row_bytes; /* of the output */
@@ -349,7 +350,10 @@ TARGET_AVX512 static void run_task(const struct call *call, int64_t task, const 
         return;
     }
     const bf16 *weight = (const bf16 *)op->weight + index * PANEL * k, *panel = weight;
-    if (!op->is_packed) {
+    if (call->source != NULL) {
+        call->source->make(call->source->weight, index, room->panel);
+        weight = panel = room->panel;
+    } else if (!op->is_packed) {
         pack_panel(shape, op->weight, index, room->panel);
         panel = room->panel;
     }
@@ -374,7 +378,8 @@ INLINE void *cut(char **memory, int64_t bytes) {
     return start;
 }
 
-TARGET_AVX512 int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output) {
+TARGET_AVX512 int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output,
+                                       const struct panel_source *source) {
     int64_t k = op->in_features, num_rows = in->num_rows, line = k * (int64_t)sizeof(bf16);
     if (num_rows == 0)
         return 0;
@@ -386,12 +391,13 @@ TARGET_AVX512 int pelton_linear_avx512(const struct linear *op, const struct row
     struct call call = {
         .op = op,
         .in = in,
+        .source = source,
         .shape = shape_of(op),
         .output = output,
         .row_bytes = (size_t)op->output_stride * (op->is_logits ? sizeof(float) : sizeof(bf16)),
         .num_groups = 1,
         .is_few = num_rows < MANY_ROWS,
-        .is_dots = !op->is_packed && num_rows <= DOT_ROWS,
+        .is_dots = !op->is_packed && source == NULL && num_rows <= DOT_ROWS,
     };
     if (!call.is_few) {
         call.num_groups = most((num_rows * line + GROUP_BYTES - 1) / GROUP_BYTES, least(threads, num_rows / GROUP_ROWS));

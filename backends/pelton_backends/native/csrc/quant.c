@@ -3,7 +3,10 @@
    Inputs are rounded to 16 bits in blocks of 32 with a float32 scale each, and kept as two int8: scale * (high + low / 254),
    the largest high being 127. So a block's product is two of integers, exact, and inputs lose less than bfloat16 does. Blocks
    are added up in float32, in order: a row's result is the same whichever rows are computed with it. Every instruction set
-   does the same but for the fused multiply-adds of AVX2 and AVX-512. */
+   does the same but for the fused multiply-adds of AVX2 and AVX-512.
+
+   From MANY_ROWS rows of bfloat16 on AVX-512, where two products of int8 take longer than one of bfloat16, panels are
+   dequantized to bfloat16 as they are read, for the products of linear_avx512.c. */
 #include "quant.h"
 #include "seam.h"
 
@@ -11,7 +14,7 @@
 #define TARGET_QUANT_AVX512 \
     __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
 
-enum { LOW_STEPS = 254, TILE = 16, SPAN = 2 * QUANT_ROWS, BLOCK_OF_ROWS = 128 };
+enum { LOW_STEPS = 254, TILE = 8, SPAN = 2 * QUANT_ROWS, BLOCK_OF_ROWS = 128, MANY_ROWS = 9 };
 
 /* Rows of inputs: high and low parts [n, in], and for each block of them scale / 254 and, of q = 254 high + low,
    scale / 254 * sum(q) and -8 * sum(q). */
@@ -98,7 +101,7 @@ INLINE const void *row_of(const struct linear *op, const struct rows *in, int64_
 INLINE void round_row(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x, int dtype) {
     float room[op->in_features]; /* for either dtype */
     if (op->norm != NULL)
-        prepare_row(op, in, row, room, dtype);
+        pelton_prepare_row(op, in, row, room);
     round_numbers(x, row, op->norm != NULL ? room : row_of(op, in, row), dtype);
 }
 
@@ -146,12 +149,8 @@ static void multiply_plain(const uint8_t *const *panels, int64_t num_panels, int
         plain_panel(panels[n], kind, x, row, m, sums + n * QUANT_ROWS);
 }
 
-static void finish_bf16(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
-    finish(op, sums, sums + QUANT_ROWS, first, count, output, DTYPE_BF16);
-}
-
-static void finish_f32(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
-    finish(op, sums, sums + QUANT_ROWS, first, count, output, DTYPE_F32);
+static void finish_plain(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
+    pelton_finish(op, sums, sums + QUANT_ROWS, first, count, output);
 }
 
 #if PELTON_X86
@@ -240,9 +239,9 @@ TARGET_QUANT_AVX512 INLINE void avx512_unpack(const uint8_t *quants, int kind, _
    once for both panels. */
 TARGET_QUANT_AVX512 INLINE void avx512_tile(const uint8_t *const *panels, int N, int kind, const struct inputs *x, int64_t row,
                                             int64_t m, float *sums) {
+    __m512 totals[TILE][2];
     for (int64_t i = 0; i < m; i++)
-        for (int n = 0; n < N; n++)
-            _mm512_storeu_ps(sums + i * SPAN + n * QUANT_ROWS, _mm512_setzero_ps());
+        totals[i][0] = totals[i][1] = _mm512_setzero_ps();
     for (int64_t block = 0; block < x->num_blocks; block++) {
         int64_t at = row * x->num_blocks + block, offset = block * record_bytes(kind);
         __m512i weights[2][8];
@@ -273,26 +272,31 @@ TARGET_QUANT_AVX512 INLINE void avx512_tile(const uint8_t *const *panels, int N,
             }
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) {
-                float *sum = sums + i * SPAN + n * QUANT_ROWS;
-                __m512 total = _mm512_loadu_ps(sum), steps = _mm512_set1_ps(LOW_STEPS);
+                __m512 steps = _mm512_set1_ps(LOW_STEPS), total = totals[i][n];
                 __m512 dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[n]), steps, _mm512_cvtepi32_ps(low[n]));
                 total = _mm512_fmadd_ps(_mm512_mul_ps(dot, _mm512_set1_ps(x->scale[at])), scale[n], total);
                 if (kind == QUANT_Q4_1)
                     total = _mm512_fmadd_ps(minimum[n], _mm512_set1_ps(x->scaled_sum[at]), total);
-                _mm512_storeu_ps(sum, total);
+                totals[i][n] = total;
             }
         }
     }
+    for (int64_t i = 0; i < m; i++)
+        for (int n = 0; n < N; n++)
+            _mm512_storeu_ps(sums + i * SPAN + n * QUANT_ROWS, totals[i][n]);
 }
 
 TARGET_QUANT_AVX512 static void multiply_avx512(const uint8_t *const *panels, int64_t num_panels, int kind,
                                                 const struct inputs *x, int64_t row, int64_t m, float *sums) {
-#define KIND(NAME)                                                \
-    case NAME:                                                    \
-        if (num_panels == 2)                                      \
-            avx512_tile(panels, 2, NAME, x, row, m, sums);        \
-        else                                                      \
-            avx512_tile(panels, 1, NAME, x, row, m, sums);        \
+#define KIND(NAME)                                                        \
+    case NAME:                                                            \
+        if (m == 1) { /* memory decides: one stream, in order */          \
+            for (int64_t n = 0; n < num_panels; n++)                      \
+                avx512_tile(panels + n, 1, NAME, x, row, 1, sums + n * QUANT_ROWS); \
+        } else if (num_panels == 2)                                       \
+            avx512_tile(panels, 2, NAME, x, row, m, sums);                \
+        else                                                              \
+            avx512_tile(panels, 1, NAME, x, row, m, sums);                \
         break;
     switch (kind) { KIND(QUANT_Q8_0) KIND(QUANT_Q4_0) KIND(QUANT_Q4_1) }
 #undef KIND
@@ -346,9 +350,57 @@ TARGET_QUANT_AVX512 static void round_avx512(const struct linear *op, const stru
         pelton_prepare_avx512(op, in, row, room);
         avx512_round(x, row, room, DTYPE_BF16);
     } else {
-        prepare_row(op, in, row, room, DTYPE_F32);
+        pelton_prepare_row(op, in, row, room);
         avx512_round(x, row, room, DTYPE_F32);
     }
+}
+
+/* Two panels [in / 2][32][2] of bfloat16, dequantized; NULL: zeros. Those `distance` panels further on are fetched. */
+TARGET_QUANT_AVX512 static void avx512_dequantize(const uint8_t *const *panels, const int *kinds, int64_t num_blocks,
+                                                  int64_t distance, bf16 *result) {
+    /* Of 16 even numbers before 16 odd ones: pairs. */
+    __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+                                     3, 18, 2, 17, 1, 16, 0);
+    /* Byte i of each 32-bit word, as a number. */
+    __m512i bytes_of_words[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        bytes_of_words[i] = _mm512_or_si512(
+            _mm512_broadcast_i32x4(_mm_setr_epi8(0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12, -1, -1, -1)), _mm512_set1_epi32(i));
+    for (int n = 0; n < 2; n++)
+        for (int64_t block = 0; block < num_blocks; block++) {
+            bf16 *target = result + block * QUANT_BLOCK * PANEL + n * PANEL;
+            if (panels[n] == NULL) {
+                for (int64_t pair = 0; pair < QUANT_BLOCK / 2; pair++)
+                    _mm512_store_si512(target + pair * 2 * PANEL, _mm512_setzero_si512());
+                continue;
+            }
+            int64_t bytes = record_bytes(kinds[n]), ahead = distance * num_blocks * bytes;
+            const uint8_t *record = panels[n] + block * bytes, *scales = record + quant_bytes(kinds[n]);
+            for (int64_t line = 0; line < bytes; line += 64)
+                _mm_prefetch((const char *)record + ahead + line, _MM_HINT_T1);
+            __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales)), minimum;
+            __m512i weights[8];
+            avx512_unpack(record, kinds[n], weights);
+            if (kinds[n] == QUANT_Q4_1)
+                minimum = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + 2 * QUANT_ROWS)));
+            else
+                minimum = _mm512_mul_ps(scale, _mm512_set1_ps(kinds[n] == QUANT_Q8_0 ? -128.0f : -8.0f));
+#pragma GCC unroll 8
+            for (int group = 0; group < 8; group++) {
+                __m512 numbers[4];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    __m512i whole = _mm512_shuffle_epi8(weights[group], bytes_of_words[i]);
+                    numbers[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), scale, minimum);
+                }
+#pragma GCC unroll 2
+                for (int pair = 0; pair < 2; pair++) {
+                    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(numbers[2 * pair + 1], numbers[2 * pair]);
+                    _mm512_store_si512(target + (group * 2 + pair) * 2 * PANEL, _mm512_permutexvar_epi16(order, both));
+                }
+            }
+        }
 }
 
 TARGET_QUANT_AVX512 static void finish_avx512(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
@@ -358,15 +410,14 @@ TARGET_QUANT_AVX512 static void finish_avx512(const struct linear *op, float *su
 #endif
 
 static struct quant_kernels choose_kernels(int dtype) {
-    finish_fn plain = dtype == DTYPE_BF16 ? finish_bf16 : finish_f32;
 #if PELTON_X86
     int isa = pelton_isa();
     if (isa == ISA_AVX512 && __builtin_cpu_supports("avx512vnni"))
-        return (struct quant_kernels){multiply_avx512, round_avx512, dtype == DTYPE_BF16 ? finish_avx512 : plain};
+        return (struct quant_kernels){multiply_avx512, round_avx512, dtype == DTYPE_BF16 ? finish_avx512 : finish_plain};
     if (isa >= ISA_AVX2 && __builtin_cpu_supports("f16c"))
-        return (struct quant_kernels){multiply_avx2, round_avx2, plain};
+        return (struct quant_kernels){multiply_avx2, round_avx2, finish_plain};
 #endif
-    return (struct quant_kernels){multiply_plain, round_plain, plain};
+    return (struct quant_kernels){multiply_plain, round_plain, finish_plain};
 }
 
 /* ---- the seams ---- */
@@ -420,10 +471,46 @@ static void span_rows(const struct quant *op, const struct quant_kernels *kernel
     }
 }
 
+#if PELTON_X86
+
+/* For `pelton_linear_avx512`, whose panels are the spans here. */
+static void make_panel(const void *weight, int64_t index, bf16 *result) {
+    const struct quant *op = weight;
+    struct span span = find_span(op, index);
+    int64_t num_blocks = op->op.in_features / QUANT_BLOCK, panel_bytes = num_blocks * record_bytes(span.part->kind);
+    const uint8_t *panels[2] = {span.part->panels + span.first / QUANT_ROWS * panel_bytes, NULL};
+    int kinds[2] = {span.part->kind, span.part->kind}, distance = 2;
+    if (op->op.activation != ACTIVATION_NONE) {
+        distance = 1;
+        kinds[1] = span.part[1].kind;
+        panels[1] = span.part[1].panels + span.first / QUANT_ROWS * num_blocks * record_bytes(kinds[1]);
+    } else if (span.count > QUANT_ROWS) {
+        panels[1] = panels[0] + panel_bytes;
+    }
+    avx512_dequantize(panels, kinds, num_blocks, distance, result);
+}
+
+/* Whether spans are the panels of `pelton_linear_avx512`: each but the last is whole. */
+static int has_whole_spans(const struct quant *op) {
+    int64_t parts = op->op.activation == ACTIVATION_NONE ? op->num_parts : 1;
+    for (int64_t i = 0; i + 1 < parts; i++)
+        if (op->parts[i].num_rows % SPAN)
+            return 0;
+    return 1;
+}
+
+#endif
+
 /* Rows -> output [num_rows, output_stride]; `rows` only with a norm. 1: no memory. */
 EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *residual, void *residual_out,
                         const int64_t *rows, int64_t num_rows, void *output) {
     struct rows in = {hidden, residual, residual_out, rows, num_rows};
+#if PELTON_X86
+    if (num_rows >= MANY_ROWS && op->op.dtype == DTYPE_BF16 && pelton_isa() == ISA_AVX512 && has_whole_spans(op)) {
+        struct panel_source source = {make_panel, op};
+        return pelton_linear_avx512(&op->op, &in, output, &source);
+    }
+#endif
     int64_t num_blocks = op->op.in_features / QUANT_BLOCK;
     size_t blocks = (size_t)(num_rows * num_blocks);
     float *memory = pelton_scratch(blocks * (2 * QUANT_BLOCK + 3 * sizeof(float)) + 1); /* all threads': they take none */

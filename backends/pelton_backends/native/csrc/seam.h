@@ -6,82 +6,15 @@
 #include "linear.h"
 #include "tile.h"
 
-/* x * 1 / rms(x) * weight, of float32 numbers that have the dtype's precision. */
-INLINE void norm_line(float *line, int64_t size, const void *weight, float eps, int unit_offset, int dtype) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++)
-        sum += line[i] * line[i];
-    float factor = 1.0f / sqrtf(sum / (float)size + eps);
-    if (unit_offset)
-        for (int64_t i = 0; i < size; i++)
-            line[i] = round_to(line[i] * factor * (1.0f + load(weight, i, dtype)), dtype);
-    else
-        for (int64_t i = 0; i < size; i++)
-            line[i] = round_to(round_to(line[i] * factor, dtype) * load(weight, i, dtype), dtype);
-}
-
-/* Row `row` of a call: residual' to its place where that is wanted, norm(residual') to `x`. */
+/* For callers that know the dtype. */
 INLINE void prepare_row(const struct linear *op, const struct rows *in, int64_t row, void *x, int dtype) {
-    int64_t size = op->in_features;
-    size_t row_bytes = (size_t)size * size_of(dtype), from = (size_t)(in->rows == NULL ? row : in->rows[row]) * row_bytes;
-    const void *hidden = (const char *)in->hidden + from;
-    float line[size];
-    for (int64_t i = 0; i < size; i++)
-        line[i] = load(hidden, i, dtype);
-    if (op->post_norm != NULL)
-        norm_line(line, size, op->post_norm, op->post_eps, op->post_unit_offset, dtype);
-    if (in->residual != NULL) {
-        const void *residual = (const char *)in->residual + from;
-        for (int64_t i = 0; i < size; i++)
-            line[i] = round_to(line[i] + load(residual, i, dtype), dtype);
-    }
-    if (in->residual_out != NULL) {
-        void *residual_out = (char *)in->residual_out + (size_t)row * row_bytes;
-        for (int64_t i = 0; i < size; i++)
-            store(residual_out, i, line[i], dtype);
-    }
-    norm_line(line, size, op->norm, op->eps, op->unit_offset, dtype);
-    for (int64_t i = 0; i < size; i++)
-        store(x, i, line[i], dtype);
+    (void)dtype;
+    pelton_prepare_row(op, in, row, x);
 }
 
-INLINE float activate(float x, int activation) {
-    if (activation == ACTIVATION_GELU)
-        return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-    if (activation == ACTIVATION_GELU_TANH)
-        return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
-    return x / (1.0f + fast_exp(-x));
-}
-
-/* `count` results from column `first` on; rounded as the reference: product, activation, their product. */
 INLINE void finish(const struct linear *op, float *gate, float *up, int64_t first, int64_t count, void *output, int dtype) {
-    if (op->bias != NULL)
-        for (int64_t i = 0; i < count; i++)
-            gate[i] += load(op->bias, first + i, dtype);
-    if (op->is_logits) {
-        for (int64_t i = 0; i < count; i++) {
-            float logit = round_to(gate[i], dtype);
-            ((float *)output)[first + i] = op->soft_cap > 0.0f ? op->soft_cap * tanhf(logit / op->soft_cap) : logit;
-        }
-    } else if (op->activation == ACTIVATION_NONE) {
-        for (int64_t i = 0; i < count; i++)
-            store(output, first + i, gate[i], dtype);
-    } else {
-        if (op->bias != NULL)
-            for (int64_t i = 0; i < count; i++)
-                up[i] += load(op->bias, op->out_features / 2 + first + i, dtype);
-        if (op->activation == ACTIVATION_SILU)
-            for (int64_t i = 0; i < count; i++) {
-                float active = round_to(activate(round_to(gate[i], dtype), ACTIVATION_SILU), dtype);
-                store(output, first + i, active * round_to(up[i], dtype), dtype);
-            }
-        else
-            for (int64_t i = 0; i < count; i++) {
-                float active = round_to(activate(round_to(gate[i], dtype), op->activation), dtype);
-                store(output, first + i, active * round_to(up[i], dtype), dtype);
-            }
-    }
+    (void)dtype;
+    pelton_finish(op, gate, up, first, count, output);
 }
 
 #if PELTON_X86

@@ -1,6 +1,10 @@
 /* Before a step's forward pass its inputs, behind it the best token of every row. */
 #include "step.h"
 
+#if PELTON_X86
+#include <immintrin.h>
+#endif
+
 /* ---- inputs ---- */
 
 static void write_tokens(const struct inputs *op, int64_t slot, int64_t context, int64_t start, int64_t count) {

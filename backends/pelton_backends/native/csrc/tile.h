@@ -10,6 +10,10 @@
 
 #include "common.h"
 
+#if PELTON_X86
+#include <immintrin.h>
+#endif
+
 typedef float vec8 __attribute__((vector_size(32)));
 
 /* ---- float32 ---- */
