@@ -1,21 +1,9 @@
-/* What stands around a product, whatever its weights are: residual and norms before it; bias, activation, soft cap behind.
-   Rounded as the reference rounds. */
+/* What follows a product on AVX-512, whatever its weights are: bias, activation, soft cap, rounded as the reference rounds. */
 #ifndef PELTON_SEAM_H
 #define PELTON_SEAM_H
 
 #include "linear.h"
 #include "tile.h"
-
-/* For callers that know the dtype. */
-INLINE void prepare_row(const struct linear *op, const struct rows *in, int64_t row, void *x, int dtype) {
-    (void)dtype;
-    pelton_prepare_row(op, in, row, x);
-}
-
-INLINE void finish(const struct linear *op, float *gate, float *up, int64_t first, int64_t count, void *output, int dtype) {
-    (void)dtype;
-    pelton_finish(op, gate, up, first, count, output);
-}
 
 #if PELTON_X86
 
@@ -31,7 +19,7 @@ TARGET_AVX512 INLINE __m512 with_bias(const struct linear *op, __m512 sums, __mm
     return _mm512_add_ps(sums, widen(_mm256_maskz_loadu_epi16(mask, (const bf16 *)op->bias + column)));
 }
 
-/* `finish` of one row of a panel in bfloat16, 16 at a time: loops as short as these are not vectorised by compilers. With an
+/* `pelton_finish` of one row of a panel in bfloat16, 16 at a time: loops as short as these are not vectorised by compilers. With an
    activation, `sums` holds 16 of the gate and the 16 of up that belong to them. */
 TARGET_AVX512 INLINE void finish_panel(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
     if (op->activation == ACTIVATION_SILU) {
@@ -51,7 +39,7 @@ TARGET_AVX512 INLINE void finish_panel(const struct linear *op, float *sums, int
                 _mm256_mask_storeu_epi16((bf16 *)output + first + i, mask, rounded);
         }
     } else {
-        finish(op, sums, sums + 16, first, count, output, DTYPE_BF16);
+        pelton_finish(op, sums, sums + 16, first, count, output);
     }
 }
 
