@@ -19,9 +19,13 @@ _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 def usable_cores() -> int:
     """Physical cores that this process may keep busy: affinity, hyperthreads and CPU quota considered. At least 1."""
-    allowed = _affinity()
-    cores = {_siblings(cpu) for cpu in allowed}
+    cores = core_cpus()
     return max(1, min(len(cores), cpu_quota() or len(cores)))
+
+
+def core_cpus() -> list[int]:
+    """Of each physical core that this process may use, the first CPU."""
+    return sorted({_siblings(cpu): cpu for cpu in sorted(_affinity(), reverse=True)}.values())
 
 
 def cpu_quota(root: Path = CGROUP) -> int | None:

@@ -10,6 +10,7 @@ from pelton.errors import ConfigError
 from pelton.logging import get_logger
 from pelton.platform.interface import Platform
 from pelton_platforms.cpu import host
+from pelton_platforms.cpu.threads import bind_team
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,7 @@ class CPUPlatform(Platform):
             torch.set_num_interop_threads(1)
         except RuntimeError as error:  # torch allows it only before the process's first parallel work
             logger.debug("inter-op threads stay at %d: %s", torch.get_num_interop_threads(), error)
+        bind_team(num_threads(), host.core_cpus())
 
     def graph_recorder(self) -> GraphRecorder:
         from pelton.graphs.tape import TapeRecorder

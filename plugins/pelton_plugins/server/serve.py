@@ -29,6 +29,9 @@ from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.wire import BoundedHttpProtocol
 
+NICENESS = 5
+"""Of the process that serves beside an engine on a CPU."""
+
 logger = get_logger(__name__)
 
 
@@ -111,6 +114,8 @@ class Server:
             raise
         gc.collect()
         gc.freeze()  # what the start made lives on; the collector need not look at it again
+        if llm.info.report.platform == "cpu":
+            give_way()
         self.state.llm = llm
         self._announce(llm, time.perf_counter() - started)
 
@@ -175,6 +180,15 @@ def _shutdown(llm: Any) -> None:
     """AsyncLLM's own shutdown; an engine that is dead already is no news here."""
     with contextlib.suppress(EngineDeadError):
         llm.shutdown()
+
+
+def give_way(by: int = NICENESS) -> None:
+    """Lower the priority of this process: its engine, which has started already, computes on the same cores."""
+    with contextlib.suppress(OSError):  # Linux has one for each thread, others have no such folder
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                now = os.getpriority(os.PRIO_PROCESS, int(thread))
+                os.setpriority(os.PRIO_PROCESS, int(thread), now + by)
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.testing.platform import PlatformConformance
-from pelton_platforms.cpu import host
+from pelton_platforms.cpu import host, threads
 from pelton_platforms.cpu.platform import DEFAULT_KV_CACHE_BYTES, CPUPlatform, num_threads
 
 
@@ -118,3 +121,64 @@ def test_cpu_has_a_name(tmp_path):
     info.write_text("processor : 0\nmodel name\t: Some  CPU 9000\n")
     assert host.cpu_name(info) == "Some CPU 9000"
     assert host.cpu_name(tmp_path / "none")
+
+
+def test_a_core_counts_once_by_its_first_cpu(monkeypatch):
+    monkeypatch.setattr(host, "_affinity", lambda: {1, 2, 3, 5, 6})
+    monkeypatch.setattr(host, "_siblings", lambda cpu: f"{cpu % 4},{cpu % 4 + 4}")
+    assert host.core_cpus() == [1, 2, 3]
+
+
+@pytest.fixture
+def threads_in(monkeypatch):
+    """Threads of a process as the kernel lists them, before and after a team of torch's has started; and what is bound."""
+
+    def make(before, after):
+        lists, bound = iter([set(before), set(after)]), {}
+        monkeypatch.setattr(threads, "_threads", lambda: next(lists))
+        monkeypatch.setattr(threads, "_start_team", lambda count: None)
+        monkeypatch.setattr(threads.os, "sched_setaffinity", lambda thread, cpus: bound.update({thread: cpus}))
+        for name in threads.OPERATORS:
+            monkeypatch.delenv(name, raising=False)
+        return bound
+
+    return make
+
+
+def test_all_threads_but_the_workers_are_bound(threads_in):
+    bound = threads_in([10, 11], [10, 11, 14, 13])
+    assert threads.bind_team(3, [0, 2, 4]) and bound == {13: {2}, 14: {4}}
+
+
+@pytest.mark.parametrize("after, cores", [([10, 11], [0, 2]), ([10, 11, 12, 13], [0, 2]), ([10, 11, 12], [0, 1, 2])])
+def test_threads_that_are_not_known_for_certain_stay_free(threads_in, after, cores):
+    bound = threads_in([10, 11], after)
+    assert not threads.bind_team(2, cores) and not bound
+
+
+@pytest.mark.parametrize("name", threads.OPERATORS)
+def test_the_operators_binding_wins(threads_in, monkeypatch, name):
+    bound = threads_in([10], [10, 11])
+    monkeypatch.setenv(name, "")
+    assert not threads.bind_team(2, [0, 1]) and not bound
+
+
+@pytest.mark.skipif(len(host.core_cpus()) < 2, reason="one core")
+def test_torchs_threads_are_found_and_bound():
+    """In a process of its own, whose thread has no team yet."""
+    script = """
+import os, threading, torch
+from pelton_platforms.cpu import host, threads
+def work():
+    torch.set_num_threads(2)
+    cores = host.core_cpus()[:2]
+    before = threads._threads()
+    assert threads.bind_team(2, cores)
+    (started,) = threads._threads() - before
+    print(os.sched_getaffinity(started) == {cores[1]}, len(os.sched_getaffinity(0)) > 1)
+worker = threading.Thread(target=work)
+worker.start(), worker.join()
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=clean, check=True)
+    assert found.stdout.split() == ["True", "True"]

@@ -14,6 +14,7 @@ import uvicorn
 
 from pelton.entries import Entry
 from pelton.errors import EngineDeadError, NotSupportedError, RequestError
+from pelton.executor.interface import DeviceReport
 from pelton.metrics.snapshot import Gauge, Metric
 from pelton.model.resolved import ResolvedModel
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
@@ -38,6 +39,7 @@ class CharTokenizer:
 
 class FakeInfo:
     max_model_len = 256
+    report = DeviceReport(device="fake", platform="fake", attention_backend="fake", attention_reason="a test")
 
 
 class FakeAsyncLLM:

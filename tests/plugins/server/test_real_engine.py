@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import httpx
 import openai
 import pytest
 from pelton_e2e import eventually, gauge, serving
+
+from pelton_plugins.server.serve import NICENESS
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
@@ -27,17 +30,33 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """URL and process id."""
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(
         checkpoint, "--served-model-name", "tiny", "--max-num-seqs", "16", "--trust-request-chat-template", log=log
-    ) as (url, _):
-        yield url
+    ) as (url, process):
+        yield url, process.pid
+
+
+@pytest.fixture(scope="module")
+def url(server: tuple[str, int]) -> str:
+    return server[0]
 
 
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_all_threads_of_the_server_give_way_to_its_engine(server):
+    _, pid = server
+    threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    (engine,) = [
+        int(one) for thread in threads for one in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+    ]
+    own = os.getpriority(os.PRIO_PROCESS, engine)
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {min(own + NICENESS, 19)}
 
 
 def test_models(client):
