@@ -7,7 +7,7 @@ import torch
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case, rms_norm
 
 from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
-from pelton_backends.triton.ops.gated_matmul import gated_matmul
+from pelton_backends.triton.ops.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.large_batch import (
     MAX_HIDDEN_SIZE,
     LargeBatchAddNormGatedLinear,
@@ -49,13 +49,39 @@ def test_linear_follows_the_oracle(bias, dtype, device):
     check(make_case(5, 96, 50, dtype, device, norm=False, bias=bias, row_gap=8), LargeBatchLinear)
 
 
+@pytest.mark.gpu  # Gluon has no interpreter
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_gated_matmul_follows_the_oracle(activation, dtype, device):
-    for rows, size, out in ((130, 72, 136), (5, 64, 128)):  # cut tiles of rows, K and I; a single tile
-        case = make_case(rows, size, 2 * out, dtype, device, norm=False)
-        result = gated_matmul(case.hidden, case.weight, activation)
+@pytest.mark.parametrize("activation", [None, *sorted(ACTIVATIONS)], ids=str)
+def test_hopper_matmul_follows_the_oracle(activation, dtype, device):
+    halves = 1 if activation is None else 2
+    for rows, size, out in (
+        (1, 8, 16), (5, 64, 128), (193, 72, 136), (400, 200, 528), (64, 192, 256), (3000, 264, 1680)  # cut in all directions
+    ):  # fmt: skip
+        case = make_case(rows, size, halves * out, dtype, device, norm=False, row_gap=8 if rows == 400 else 0)
+        if not can_multiply_many(case.weight):
+            pytest.skip("Hopper only")
+        result = hopper_matmul(case.hidden, case.weight, activation)
         assert_close(result, replace(case, activation=activation).expected()[0], "result", factor=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_many_rows(dtype, device):
+    """2,112 rows are 11 tiles, by 12 columns of them one for each of 132 multiprocessors: `hopper_matmul` serves them."""
+    assert share_of_work(2112, 3072, 132) == share_of_work(2112, 3072, 132, "silu") == 1.0
+    check(make_case(2112, 320, 3072, dtype, device, activation="silu"), LargeBatchAddNormGatedLinear)
+    check(make_case(2112, 320, 3072, dtype, device, post_norm=True), LargeBatchAddNormLinear)
+    check(make_case(2112, 320, 3072, dtype, device, norm=False, row_gap=8), LargeBatchLinear)
+    check(
+        make_case(2112, 320, 3072, dtype, device, norm=False, row_gap=7), LargeBatchLinear
+    )  # no rows for the copy engine
+
+
+def test_share_of_work_counts_what_is_computed_for_nothing():
+    assert share_of_work(192, 256, 1) == 1.0
+    assert share_of_work(96, 256, 1) == 0.5  # half of the tile's rows
+    assert share_of_work(192, 3 * 256, 2) == 0.75  # three tiles in two rounds of two
+    assert share_of_work(192, 3 * 256, 2, "silu") == 0.75  # 384 columns, 128 a tile
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

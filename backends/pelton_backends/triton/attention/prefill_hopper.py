@@ -1,8 +1,7 @@
 """Paged prefill for compute capability 9.0: two warp groups compute, one warp copies pages with the tensor memory accelerator.
 
-Written in Gluon, which places layouts, barriers and the copies that Triton's own pipeliner leaves to pointer loads. Serves what
-most prompts need (16-bit dtypes, a cache of the same dtype, heads of 64 or 128 numbers); `prefill.py` serves the rest, and
-says in `prefill_attention` what both compute.
+Serves what most prompts need (16-bit dtypes, a cache of the same dtype, heads of 64 or 128 numbers); `prefill.py` serves
+the rest, and says in `prefill_attention` what both compute. The kernel is in `prefill_hopper_kernel.py`.
 """
 
 from __future__ import annotations
@@ -13,336 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pelton_backends.triton.attention.prefill_hopper_kernel import PAGE, ROWS, hopper_prefill_kernel
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.runtime import launch_options, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LOG2E = gl.constexpr(1.4426950408889634)
-PAGE = 16  # tokens a copy; blocks are multiples of it
-_PAGE = gl.constexpr(PAGE)
-ROWS = 64  # of a warp group
-_ROWS = gl.constexpr(ROWS)
 BLOCK_N = 128
 STAGES = 2
-
-
-@gluon.jit
-def _copy_pages(
-    k_pages, v_pages, k_smem, v_smem, k_ready, k_free, v_ready, v_free, table, first_block, num_blocks, seq_len,
-    k_block_rows, v_block_rows, k_row, v_row, k_column, v_column,
-    BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The copying warp: keys and values of `num_blocks` tiles, the last tile first."""
-    PAGES: gl.constexpr = BLOCK_N // _PAGE
-    PANELS: gl.constexpr = D // 64
-    BYTES: gl.constexpr = BLOCK_N * D * 2
-    last_page = (seq_len - 1) // _PAGE  # the table says nothing of what lies behind
-    for i in range(num_blocks):
-        tile = first_block + num_blocks - 1 - i
-        stage, phase = i % STAGES, (i // STAGES) & 1
-        # Table entries first: their way from memory passes while the stage is still in use.
-        blocks = ()
-        for p in gl.static_range(PAGES):
-            page = gl.minimum(tile * PAGES + p, last_page)
-            blocks = blocks + (gl.load(table + page * _PAGE // BLOCK_SIZE),)  # noqa: RUF005  Gluon unpacks no tuple
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
-        mbarrier.expect(k_ready.index(stage), BYTES)
-        for p in gl.static_range(PAGES):
-            page = gl.minimum(tile * PAGES + p, last_page)
-            row = blocks[p] * k_block_rows + page * _PAGE % BLOCK_SIZE + k_row
-            for panel in gl.static_range(PANELS):
-                place = k_smem.index((stage * PANELS + panel) * PAGES + p)
-                tma.async_copy_global_to_shared(k_pages, [row, k_column + panel * 64], k_ready.index(stage), place)
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        mbarrier.expect(v_ready.index(stage), BYTES)
-        for p in gl.static_range(PAGES):
-            page = gl.minimum(tile * PAGES + p, last_page)
-            row = blocks[p] * v_block_rows + page * _PAGE % BLOCK_SIZE + v_row
-            for panel in gl.static_range(PANELS):
-                place = v_smem.index((stage * PANELS + panel) * PAGES + p)
-                tma.async_copy_global_to_shared(v_pages, [row, v_column + panel * 64], v_ready.index(stage), place)
-
-
-@gluon.jit
-def _weights(
-    scores, highest, denominator, tile, q_position, seq_len, factor, window,
-    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """One tile's scores -> softmax weights, and the running maximum, sum and factor for what was summed before."""
-    if MASKED:
-        position = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        is_seen = gl.expand_dims(position < seq_len, 0)
-        if CAUSAL:
-            is_seen = is_seen & (gl.expand_dims(position, 0) <= gl.expand_dims(q_position, 1))
-        if WINDOW:
-            is_seen = is_seen & (gl.expand_dims(q_position, 1) - gl.expand_dims(position, 0) < window)
-        scores = gl.where(is_seen, scores, -float("inf"))
-    now_highest = gl.maximum(highest, gl.max(scores, 1) * factor)
-    finite = now_highest
-    if MASKED:
-        finite = gl.where(now_highest == -float("inf"), 0.0, now_highest)  # a query that has seen no key yet
-    weights = gl.exp2(scores * factor - gl.expand_dims(finite, 1))
-    shrink = gl.exp2(highest - finite)
-    return weights, now_highest, denominator * shrink + gl.sum(weights, 1), shrink
-
-
-@gluon.jit
-def _step(
-    i, acc, weights, highest, denominator, q_smem, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-    last_tile, q_position, seq_len, factor, window,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Scores of tile i and the sum over tile i - 1 run together on the tensor cores; then the weights of tile i, beside the sum."""
-    stage, phase = i % STAGES, (i // STAGES) & 1
-    before, before_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
-    mbarrier.wait(k_ready.index(stage), phase)
-    nothing = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(q_smem, k_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    mbarrier.wait(v_ready.index(before), before_phase)
-    acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
-    scores = warpgroup_mma_wait(1, [scores])
-    gl.thread_barrier()
-    mbarrier.arrive(k_free.index(stage), count=1)
-    now_weights, highest, denominator, shrink = _weights(
-        scores, highest, denominator, last_tile - i, q_position, seq_len, factor, window,
-        BLOCK_N, CAUSAL, WINDOW, MASKED, S_LAYOUT,
-    )  # fmt: skip
-    acc = warpgroup_mma_wait(0, [acc])
-    gl.thread_barrier()
-    mbarrier.arrive(v_free.index(before), count=1)
-    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    acc = acc * gl.expand_dims(shrink, 1)
-    weights = gl.convert_layout(now_weights.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2), assert_trivial=True)
-    return acc, weights, highest, denominator
-
-
-@gluon.jit
-def _attend(
-    GROUP_INDEX: gl.constexpr, query, output, parts, logs, sinks, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-    row_start, query_len, seq_len, first_token, kv_head, num_heads, split, num_tokens, first_tile, num_tiles,
-    q_stride, output_stride, factor, window,
-    G: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """A computing warp group: 64 // G tokens."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    dtype: gl.constexpr = query.dtype.element_ty
-    TOKENS: gl.constexpr = _ROWS // G
-    token_begin = first_token + GROUP_INDEX * TOKENS
-
-    m = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, COPY))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
-    token = token_begin + m // G
-    is_row = (m < TOKENS * G) & (token < query_len)
-    place = (row_start + token).to(gl.int64)
-    head_column = (kv_head * G + m % G) * D
-    q_at = gl.expand_dims(place * q_stride + head_column, 1) + gl.expand_dims(d, 0)
-    is_number = gl.expand_dims(is_row, 1) & (gl.expand_dims(d, 0) < D)
-    q_smem.store(gl.load(query + q_at, is_number, 0.0))
-    fence_async_shared()
-    gl.thread_barrier()
-
-    k_tiles = k_smem._reinterpret(dtype, [STAGES, BLOCK_N, D], TILE)
-    v_tiles = v_smem._reinterpret(dtype, [STAGES, BLOCK_N, D], TILE)
-    s_row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    first_position = seq_len - query_len + token_begin
-    q_position = first_position + s_row // G
-    last_tile = first_tile + num_tiles - 1
-    # Tiles before `whole`, counted from the last, hold keys that some query does not see.
-    if CAUSAL:
-        whole = last_tile + 1 - (first_position + 1) // BLOCK_N
-    else:
-        whole = last_tile + 1 - seq_len // BLOCK_N
-    whole = gl.minimum(gl.maximum(whole, 1), num_tiles)
-    windowed = num_tiles
-    if WINDOW:  # and so do those from `windowed` on
-        last_position = gl.minimum(first_position + TOKENS, seq_len) - 1
-        low = gl.maximum(last_position - window + BLOCK_N, 0) // BLOCK_N
-        windowed = gl.minimum(gl.maximum(last_tile + 1 - low, whole), num_tiles)
-
-    highest = gl.full([_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    denominator = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    if SINKS:  # the first share has it
-        sink = gl.load(sinks + kv_head * G + s_row % G).to(gl.float32) * _LOG2E
-        highest = gl.where(split == 0, sink, highest)
-        denominator = gl.where(split == 0, 1.0, denominator)
-    acc = gl.zeros([_ROWS, D], gl.float32, O_LAYOUT)
-
-    mbarrier.wait(k_ready.index(0), 0)
-    nothing = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(q_smem, k_tiles.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, [scores])
-    gl.thread_barrier()
-    mbarrier.arrive(k_free.index(0), count=1)
-    weights, highest, denominator, _ = _weights(
-        scores, highest, denominator, last_tile, q_position, seq_len, factor, window,
-        BLOCK_N, CAUSAL, WINDOW, True, S_LAYOUT,
-    )  # fmt: skip
-    weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, O_LAYOUT, 2), assert_trivial=True)
-    if (last_tile + 1) * BLOCK_N > seq_len:
-        # Slots past the sequence hold anything, NaN too, which a weight of 0 would not silence. Both warp groups write zeros.
-        mbarrier.wait(v_ready.index(0), 0)
-        position = last_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, COPY))
-        values = v_tiles.index(0).load(COPY)
-        v_tiles.index(0).store(gl.where(gl.expand_dims(position < seq_len, 1), values, gl.zeros_like(values)))
-        fence_async_shared()
-        gl.thread_barrier()
-
-    for i in range(1, whole):
-        acc, weights, highest, denominator = _step(
-            i, acc, weights, highest, denominator, q_smem, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, last_tile,
-            q_position, seq_len, factor, window, BLOCK_N, D, STAGES, CAUSAL, WINDOW, True, S_LAYOUT, O_LAYOUT,
-        )  # fmt: skip
-    for i in range(whole, windowed):
-        acc, weights, highest, denominator = _step(
-            i, acc, weights, highest, denominator, q_smem, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, last_tile,
-            q_position, seq_len, factor, window, BLOCK_N, D, STAGES, CAUSAL, WINDOW, False, S_LAYOUT, O_LAYOUT,
-        )  # fmt: skip
-    if WINDOW:
-        for i in range(windowed, num_tiles):
-            acc, weights, highest, denominator = _step(
-                i, acc, weights, highest, denominator, q_smem, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-                last_tile, q_position, seq_len, factor, window, BLOCK_N, D, STAGES, CAUSAL, WINDOW, True, S_LAYOUT, O_LAYOUT,
-            )  # fmt: skip
-    before = num_tiles - 1
-    mbarrier.wait(v_ready.index(before % STAGES), (before // STAGES) & 1)
-    acc = warpgroup_mma(weights, v_tiles.index(before % STAGES), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, [acc])
-
-    if SPLIT:
-        token = token_begin + s_row // G
-        is_row = (s_row < TOKENS * G) & (token < query_len)
-        at = (split * num_tokens + row_start + token).to(gl.int64) * num_heads + kv_head * G + s_row % G
-        gl.store(logs + at, highest + gl.log2(denominator), is_row)  # -inf without keys
-        o_row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
-        token = token_begin + o_row // G
-        is_row = (o_row < TOKENS * G) & (token < query_len)
-        at = (split * num_tokens + row_start + token).to(gl.int64) * num_heads + kv_head * G + o_row % G
-        column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
-        denominator = gl.where(denominator == 0.0, 1.0, denominator)
-        denominator = gl.convert_layout(denominator, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-        part_at = gl.expand_dims(at * D, 1) + column
-        gl.store(parts + part_at, acc / gl.expand_dims(denominator, 1), gl.expand_dims(is_row, 1) & (column < D))
-    else:
-        denominator = gl.where(denominator == 0.0, 1.0, denominator)
-        denominator = gl.convert_layout(denominator, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-        q_smem.store((acc / gl.expand_dims(denominator, 1)).to(dtype))
-        out_at = gl.expand_dims(place * output_stride + head_column, 1) + gl.expand_dims(d, 0)
-        gl.store(output + out_at, q_smem.load(COPY), is_number)
-
-
-@gluon.jit(do_not_specialize=["num_tokens", "table_stride", "first_row", "num_reqs"])
-def hopper_prefill_kernel(
-    query, k_pages, v_pages, output, parts, logs, query_start_loc, seq_lens, block_table, sinks, num_tokens,
-    q_stride, output_stride, table_stride,
-    k_block_rows, v_block_rows, k_head_rows, v_head_rows, k_head_columns, v_head_columns, first_row, num_reqs, scale, window,
-    G: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr, SKIP_SINGLE: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """A program: one kv head, 2 (64 // G) tokens of one row, with SPLIT one share of their keys; rows are found as in
-    `prefill.py`."""
-    BLOCK_Q: gl.constexpr = 2 * (_ROWS // G)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    kv_head = gl.program_id(0)
-    index = gl.num_programs(1) - 1 - gl.program_id(1) + gl.load(query_start_loc + first_row) // BLOCK_Q + first_row
-    row, above = first_row, num_reqs
-    while above - row > 1:
-        middle = (row + above) // 2
-        if gl.load(query_start_loc + middle) // BLOCK_Q + middle <= index:
-            row = middle
-        else:
-            above = middle
-    row_start = gl.load(query_start_loc + row)
-    query_len = gl.load(query_start_loc + row + 1) - row_start
-    first_token = (index - (row_start // BLOCK_Q + row)) * BLOCK_Q
-    if first_token >= query_len:
-        return
-    if SKIP_SINGLE and query_len == 1:
-        return
-    seq_len = gl.load(seq_lens + row)
-    first_position = seq_len - query_len + first_token
-    if CAUSAL:
-        end = gl.minimum(first_position + BLOCK_Q, seq_len)
-    else:
-        end = seq_len
-    first_tile = 0
-    if WINDOW:
-        first_tile = gl.maximum(first_position - window + 1, 0) // BLOCK_N
-    num_tiles = (end + BLOCK_N - 1) // BLOCK_N - first_tile
-    split = gl.program_id(2)
-    num_heads = gl.num_programs(0) * G
-    if SPLIT:
-        share = (num_tiles + gl.num_programs(2) - 1) // gl.num_programs(2)
-        first_tile += split * share
-        num_tiles = gl.minimum(num_tiles - split * share, share)
-        if num_tiles <= 0:
-            m = gl.arange(0, 2 * _ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-            token = first_token + m // G
-            at = (split * num_tokens + row_start + token).to(gl.int64) * num_heads + kv_head * G + m % G
-            gl.store(logs + at, float("-inf"), (m < BLOCK_Q * G) & (token < query_len))
-            return
-    factor = scale * _LOG2E
-    table = block_table + row.to(gl.int64) * table_stride
-
-    dtype: gl.constexpr = query.dtype.element_ty
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    PIECES: gl.constexpr = STAGES * (D // 64) * (BLOCK_N // _PAGE)
-    q0 = gl.allocate_shared_memory(dtype, [_ROWS, D], TILE)
-    q1 = gl.allocate_shared_memory(dtype, [_ROWS, D], TILE)
-    # A tile of NVMMASharedLayout is its 64-column panels one after the other, and 16 rows of a panel lie together: a page
-    # goes to where the tile wants it.
-    k_smem = gl.allocate_shared_memory(dtype, [PIECES, _PAGE, 64], TILE)
-    v_smem = gl.allocate_shared_memory(dtype, [PIECES, _PAGE, 64], TILE)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_attend, (
-                gl.constexpr(0), query, output, parts, logs, sinks, q0, k_smem, v_smem, k_ready, k_free, v_ready, v_free, row_start,
-                query_len, seq_len, first_token, kv_head, num_heads, split, num_tokens, first_tile, num_tiles,
-                q_stride, output_stride, factor, window, G, D, BLOCK_N, STAGES, CAUSAL, WINDOW, SINKS, SPLIT,
-            )),
-            (_attend, (
-                gl.constexpr(1), query, output, parts, logs, sinks, q1, k_smem, v_smem, k_ready, k_free, v_ready, v_free, row_start,
-                query_len, seq_len, first_token, kv_head, num_heads, split, num_tokens, first_tile, num_tiles,
-                q_stride, output_stride, factor, window, G, D, BLOCK_N, STAGES, CAUSAL, WINDOW, SINKS, SPLIT,
-            )),
-            (_copy_pages, (
-                k_pages, v_pages, k_smem, v_smem, k_ready, k_free, v_ready, v_free, table, first_tile, num_tiles,
-                seq_len, k_block_rows, v_block_rows, kv_head * k_head_rows, kv_head * v_head_rows,
-                kv_head * k_head_columns, kv_head * v_head_columns, BLOCK_SIZE, BLOCK_N, D, STAGES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_row", "num_reqs", "num_parts"])
@@ -449,14 +130,16 @@ def hopper_prefill(
 
     Paper  Shah et al., FlashAttention-3 (arXiv:2407.08608): a copying warp, and scores of one tile beside the sum over the last.
 
-    Tiles of 2 x 64 rows and 128 keys, two stages: 160 KiB of shared memory and 240 registers a thread, one program on a
-    multiprocessor of an H200. Keys and values come page by page (16 tokens) into the place the tile has for them. Where the
-    launch would leave multiprocessors without work and sequences may be long, several programs share a tile's keys.
+    Tiles of 2 x 64 rows and 128 keys, two stages: 160 KiB of shared memory and 240 registers a thread, one program on each
+    multiprocessor of an H200. Keys and values come page by page (16 tokens) into the place the tile has for them. Where
+    there would be fewer items than multiprocessors and sequences may be long, several share a tile's keys.
 
-    Measured there, bfloat16, 16 heads over 8 of 128 numbers, causal, blocks of 16, TFLOP/s (in brackets torch's cuDNN backend on
-    contiguous keys): 2,048 tokens 450 (324), 8 x 2,048 464 (529), 8,192 612 (574), 16,384 595 (640), 32,768 580 (614). Three
-    stages, and letting the two groups take turns at the tensor cores, changed less than 2 %.
-    Split, beside other jobs on the card: 64 tokens behind 8,000 took 104 us, with 8 programs to a tile 25 us.
+    Measured there, bfloat16, 128 numbers a head, causal, blocks of 16, TFLOP/s (in brackets torch's cuDNN backend on
+    contiguous keys). 16 heads over 8: 2,048 tokens 439 (323), 8 x 2,048 497 (527), 8,192 625 (567). 32 over 8: 2,048 tokens
+    444 (392), 16 x 1,024 398 (476), 8 x 2,048 515 (556), 8,192 566 (605), 16,384 574 (572). With a program an item 8 x 2,048
+    took 9 % longer; with items taken one ahead 4 %, dealt out beforehand 16 %. Three stages, and letting the two groups take
+    turns at the tensor cores, changed less than 2 %; norm and rotation of the query in here cost as much as they saved.
+    Split, beside other jobs on the card: 64 tokens behind 8,000 took 104 us, with 8 shares of a tile's keys 25 us.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = k_cache.shape[2]
@@ -469,7 +152,11 @@ def hopper_prefill(
     if splits > 1:
         parts = torch.empty(splits, num_tokens, num_heads, head_dim, dtype=torch.float32, device=query.device)
         logs = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=query.device)
-    grid = (num_kv_heads, num_blocks, splits)
+    num_items = num_kv_heads * num_blocks * splits
+    num_programs = min(num_items, num_sms(query.device))
+    # Counts the items taken beyond each program's first one; where there are none it is not looked at.
+    counter = seq_lens if num_items == num_programs else torch.zeros(1, dtype=torch.int32, device=query.device)
+    grid = (num_programs,)
     constants = {
         "G": group, "D": head_dim, "BLOCK_N": BLOCK_N, "STAGES": stages, "BLOCK_SIZE": k_cache.shape[1], "CAUSAL": causal,
         "WINDOW": sliding_window is not None, "SINKS": sinks is not None, "SPLIT": splits > 1,
@@ -484,8 +171,9 @@ def hopper_prefill(
         sinks is not None and sinks.dtype, alignment(query, output, query_start_loc, seq_lens, block_table, sinks),
     )  # fmt: skip
     arguments = (
-        query, k_pages, v_pages, output, parts, logs, query_start_loc, seq_lens, block_table, sinks,
+        query, k_pages, v_pages, output, parts, logs, query_start_loc, seq_lens, block_table, counter, sinks,
         num_tokens, *strides, first_row, num_reqs, scale, sliding_window or 0,
+        num_kv_heads, num_blocks, splits,
     )  # fmt: skip
     options = launch_options(pdl)
     _launch(key, grid, arguments, constants, num_warps=4, **options)

@@ -1,9 +1,9 @@
-"""Norms and activations fused into one pass over the rows, the product left to torch's matmul (cuBLAS).
+"""Norms and activations fused into one pass over the rows, the product torch's matmul (cuBLAS) or, of many rows, `hopper_matmul`.
 
 These serve every batch size; `gemv` and `small_batch` come before them for few rows.
 
-A product costs as many kernels as it has stages: rows in (add, norms), cuBLAS, rows out (activation). The two of ours
-are bound by memory: each number is read and written once.
+A product costs as many kernels as it has stages: rows in (add, norms), the product, rows out (activation). The two around
+it are bound by memory: each number is read and written once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from pelton.ops.interface import (
     Linear,
     LinearNeeds,
     LinearTensors,
+    LinearWeights,
     NormSpec,
 )
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.gated_matmul import can_multiply_gated, gated_matmul
+from pelton_backends.triton.ops.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows, normed
-from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
+from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_HIDDEN_SIZE = 16384  # a row is held in the registers of one program
-MIN_FUSED_ROWS = (
-    1024  # from here on gate, up and activation as one product of our own are faster than cuBLAS and `gated`
-)
+# `hopper_matmul` is faster than cuBLAS, with an activation than cuBLAS and `gated`, where its tiles keep the multiprocessors
+# busy (`share_of_work`): see there.
+MIN_ROWS = 1024
+MIN_SHARE = 0.9
+MIN_GATED_SHARE = 0.85
 
 
 @triton.jit
@@ -49,7 +52,8 @@ def _add_norm_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program. residual_ptr, post_norm_ptr may be None; sum_ptr None: the sum is not stored."""
-    row = tl.program_id(0).to(tl.int64)
+    # The product before has written the last rows last, and the one behind begins with the first: those are still in L2.
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     dtype = normed_ptr.dtype.element_ty
@@ -58,7 +62,8 @@ def _add_norm_kernel(
         post_norm = tl.load(post_norm_ptr + columns, mask=mask, other=0.0)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    x = tl.load(hidden_ptr + row * hidden_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    hidden = hidden_ptr + row * hidden_stride + columns
+    x = tl.load(hidden, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if post_norm_ptr is not None:
@@ -180,6 +185,29 @@ def _refusals(needs: Any) -> list[str]:
     return reasons
 
 
+def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
+    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
+    weight, bias = weights.tensors["weight"], weights.bias
+
+    def by_cublas(x: Tensor) -> Tensor:
+        rows = F.linear(x, weight, bias)
+        return rows if activation is None else gated(rows, activation)
+
+    if bias is not None or not can_multiply_many(weight):
+        return by_cublas
+    programs, min_share = num_sms(weight.device), MIN_SHARE if activation is None else MIN_GATED_SHARE
+
+    def product(x: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        if num_rows < MIN_ROWS or share_of_work(num_rows, weight.shape[0], programs, activation) < min_share:
+            return by_cublas(x)
+        if x.stride(0) % 8 or x.data_ptr() % 16:
+            return by_cublas(x)
+        return hopper_matmul(x, weight, activation)
+
+    return product
+
+
 class LargeBatchLinear:
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
@@ -187,12 +215,7 @@ class LargeBatchLinear:
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        weight, bias = tensors.linear.tensors["weight"], tensors.linear.bias
-
-        def linear(x: Tensor) -> Tensor:
-            return F.linear(x, weight, bias)
-
-        return linear
+        return _product(tensors.linear)
 
 
 class LargeBatchAddNormLinear:
@@ -202,13 +225,13 @@ class LargeBatchAddNormLinear:
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        weight, bias, reduce = tensors.linear.tensors["weight"], tensors.linear.bias, tensors.reduce
+        product, reduce = _product(tensors.linear), tensors.reduce
 
         def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             if reduce is not None:
                 hidden = reduce(hidden)
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
-            return F.linear(rows, weight, bias), residual
+            return product(rows), residual
 
         return add_norm_linear
 
@@ -220,15 +243,12 @@ class LargeBatchAddNormGatedLinear:
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        weight, bias, reduce = tensors.linear.tensors["weight"], tensors.linear.bias, tensors.reduce
-        is_fusable = bias is None and can_multiply_gated(weight)
+        product, reduce = _product(tensors.linear, needs.activation), tensors.reduce
 
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             if reduce is not None:
                 hidden = reduce(hidden)
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
-            if is_fusable and rows.shape[0] >= MIN_FUSED_ROWS:
-                return gated_matmul(rows, weight, needs.activation), residual
-            return gated(F.linear(rows, weight, bias), needs.activation), residual
+            return product(rows), residual
 
         return add_norm_gated_linear
