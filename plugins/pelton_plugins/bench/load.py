@@ -132,7 +132,9 @@ async def measure(target: Target, arguments: LoadArguments, *, seed: int = 0) ->
         after = await _settle(target)
     finally:
         await target.close()
-    return _result(arguments, seen, after, rate, tokens_per_s, loaded_s)
+    return _result(
+        arguments, seen, after, rate, tokens_per_s, loaded_s, has_device_memory=target.device.startswith("cuda")
+    )
 
 
 class _Source:
@@ -275,7 +277,14 @@ async def _settle(target: Target, timeout_s: float = 10.0) -> TargetState:
 
 
 def _result(
-    arguments: LoadArguments, seen: Seen, after: TargetState, rate: float, tokens_per_s: float, loaded_s: float
+    arguments: LoadArguments,
+    seen: Seen,
+    after: TargetState,
+    rate: float,
+    tokens_per_s: float,
+    loaded_s: float,
+    *,
+    has_device_memory: bool,
 ) -> dict[str, Any]:
     first, last = seen.thirds[0], seen.thirds[2]
     itl_growth = last.itls.percentile(99) / first.itls.percentile(99)
@@ -291,8 +300,10 @@ def _result(
         _check("KV blocks held, share", after.kv_cache_usage, 0),
         _check("p99 ITL, last third over first", itl_growth, arguments.max_itl_growth),
     ]
-    if device is not None:
-        checks.append(_check("device memory growth, MiB", device, arguments.max_device_growth_mib))
+    if device is not None or has_device_memory:  # not read: NaN, which is not well
+        checks.append(
+            _check("device memory growth, MiB", math.nan if device is None else device, arguments.max_device_growth_mib)
+        )
     if host is not None:
         checks.append(_check("host memory growth, MiB", host, arguments.max_host_growth_mib))
     return {

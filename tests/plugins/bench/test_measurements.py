@@ -187,6 +187,7 @@ class BadTarget(Target):
         ("leaks", {"KV blocks held, share"}),
         ("slows", {"p99 ITL, last third over first"}),
         ("cuts", {"requests with too few tokens"}),
+        ("hides its memory", {"device memory growth, MiB"}),
     ],
 )
 async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
@@ -196,6 +197,8 @@ async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
     monkeypatch.setattr(load, "_settle", lambda target: settle(target, 0.05))
     monkeypatch.setattr(load, "DRAIN_S", 0.5)
     target = BadTarget(fault)
+    if fault == "hides its memory":
+        target.device = "cuda: with no tool to ask"
     arguments = LoadArguments(
         duration_s=0.6, saturation_s=0.1, saturation_concurrency=4, load_fraction=0.5, sample_s=0.1, max_total_len=64,
         abort_fraction=0.2, max_host_growth_mib=1000,
