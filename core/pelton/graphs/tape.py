@@ -92,6 +92,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape, self._room = tape, room
         self.refused: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by a wrapper that imports torch's compiler: that takes a second at the start."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if name.startswith(_HOST_READS):
