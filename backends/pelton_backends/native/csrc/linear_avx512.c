@@ -139,28 +139,53 @@ TARGET_AVX512 static void pack_block(const bf16 *rows, int64_t stride, int64_t m
     }
 }
 
-/* 16 numbers of a line, fewer at its end; masked accesses cost several times as much. */
-TARGET_AVX512 INLINE __m512 read(const void *line, int64_t i, int64_t count) {
-    const __m256i *from = (const __m256i *)((const bf16 *)line + i);
-    return widen(count >= 16 ? _mm256_loadu_si256(from) : _mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1u), from));
+/* 32 numbers in float32: those at even places, and those at odd ones, which is cheaper than keeping their order. */
+struct pair {
+    __m512 even, odd;
+};
+
+TARGET_AVX512 INLINE struct pair split(__m512i numbers) {
+    __m512i odd = _mm512_and_si512(numbers, _mm512_set1_epi32((int)0xffff0000u));
+    return (struct pair){_mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16)), _mm512_castsi512_ps(odd)};
 }
 
-TARGET_AVX512 INLINE void write(void *line, int64_t i, int64_t count, __m512 numbers) {
-    __m256i *to = (__m256i *)((bf16 *)line + i);
-    if (count >= 16)
-        _mm256_storeu_si256(to, narrow(numbers));
-    else
-        _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1u), narrow(numbers));
+TARGET_AVX512 INLINE __m512i joined(struct pair pair) {
+    __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                     19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(pair.odd, pair.even));
 }
 
-TARGET_AVX512 INLINE __m512 normed(__m512 numbers, __m512 factor, __m512 weight, int unit_offset) {
-    if (unit_offset)
-        return widen(narrow(_mm512_mul_ps(_mm512_mul_ps(numbers, factor), _mm512_add_ps(_mm512_set1_ps(1.0f), weight))));
-    return widen(narrow(_mm512_mul_ps(widen(narrow(_mm512_mul_ps(numbers, factor))), weight)));
+TARGET_AVX512 INLINE __m512i read(const void *line, int64_t i, __mmask32 mask) {
+    return _mm512_maskz_loadu_epi16(mask, (const bf16 *)line + i);
 }
 
-TARGET_AVX512 INLINE __m512 norm_factor(const __m512 squares[2], int64_t size, float eps) {
-    return _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / (float)size + eps));
+TARGET_AVX512 INLINE void write(void *line, int64_t i, __mmask32 mask, __m512i numbers) {
+    _mm512_mask_storeu_epi16((bf16 *)line + i, mask, numbers);
+}
+
+TARGET_AVX512 INLINE struct pair scaled(struct pair pair, __m512 factor) {
+    return (struct pair){_mm512_mul_ps(pair.even, factor), _mm512_mul_ps(pair.odd, factor)};
+}
+
+TARGET_AVX512 INLINE __m512i normed(__m512i numbers, __m512 factor, __m512i weight, int unit_offset) {
+    struct pair x = scaled(split(numbers), factor), w = split(weight);
+    if (unit_offset) {
+        __m512 one = _mm512_set1_ps(1.0f);
+        w = (struct pair){_mm512_add_ps(one, w.even), _mm512_add_ps(one, w.odd)};
+    } else {
+        x = split(joined(x));
+    }
+    return joined((struct pair){_mm512_mul_ps(x.even, w.even), _mm512_mul_ps(x.odd, w.odd)});
+}
+
+TARGET_AVX512 INLINE struct pair add_squares(struct pair sums, __m512i numbers) {
+    struct pair x = split(numbers);
+    return (struct pair){_mm512_fmadd_ps(x.even, x.even, sums.even), _mm512_fmadd_ps(x.odd, x.odd, sums.odd)};
+}
+
+TARGET_AVX512 INLINE __m512 norm_factor(struct pair squares, int64_t size, float eps) {
+    float sum = _mm512_reduce_add_ps(_mm512_add_ps(squares.even, squares.odd));
+    return _mm512_set1_ps(1.0f / sqrtf(sum / (float)size + eps));
 }
 
 struct line {
@@ -168,49 +193,60 @@ struct line {
     bf16 *residual_out, *x;
 };
 
-/* Numbers [i, i + count) of residual', kept in `x` until they are normed; returns their squares. */
-TARGET_AVX512 INLINE __m512 add_part(const struct linear *op, const struct line *line, __m512 factor, int64_t i, int64_t count,
-                                     __m512 squares) {
-    __m512 numbers = read(line->hidden, i, count);
+/* Up to 32 numbers of residual' from `i` on, kept in `x` until they are normed. */
+TARGET_AVX512 INLINE __m512i add_part(const struct linear *op, const struct line *line, __m512 factor, int64_t i,
+                                      __mmask32 mask) {
+    __m512i numbers = read(line->hidden, i, mask);
     if (op->post_norm != NULL)
-        numbers = normed(numbers, factor, read(op->post_norm, i, count), op->post_unit_offset);
-    if (line->residual != NULL)
-        numbers = widen(narrow(_mm512_add_ps(numbers, read(line->residual, i, count))));
+        numbers = normed(numbers, factor, read(op->post_norm, i, mask), op->post_unit_offset);
+    if (line->residual != NULL) {
+        struct pair a = split(numbers), b = split(read(line->residual, i, mask));
+        numbers = joined((struct pair){_mm512_add_ps(a.even, b.even), _mm512_add_ps(a.odd, b.odd)});
+    }
     if (line->residual_out != NULL)
-        write(line->residual_out, i, count, numbers);
-    write(line->x, i, count, numbers);
-    return _mm512_fmadd_ps(numbers, numbers, squares);
+        write(line->residual_out, i, mask, numbers);
+    write(line->x, i, mask, numbers);
+    return numbers;
 }
 
-/* `prepare_row`, in vectors. */
+/* Loops over a line: whole vectors without masks, and what is left. */
+#define EACH_PART(SIZE, WORK)                                     \
+    do {                                                          \
+        int64_t i = 0;                                            \
+        for (; i + 32 <= (SIZE); i += 32) {                       \
+            __mmask32 mask = 0xffffffffu;                         \
+            WORK;                                                 \
+        }                                                         \
+        if (i < (SIZE)) {                                         \
+            __mmask32 mask = (1u << ((SIZE) - i)) - 1u;           \
+            WORK;                                                 \
+        }                                                         \
+    } while (0)
+
+/* As linear.c's `prepare_row`. */
 TARGET_AVX512 void pelton_prepare_avx512(const struct linear *op, const struct rows *in, int64_t row, void *x) {
-    int64_t size = op->in_features, from = (in->rows == NULL ? row : in->rows[row]) * size, whole = size / 32 * 32;
+    int64_t size = op->in_features, from = (in->rows == NULL ? row : in->rows[row]) * size;
     struct line line = {
         .hidden = (const bf16 *)in->hidden + from,
         .residual = in->residual == NULL ? NULL : (const bf16 *)in->residual + from,
         .residual_out = in->residual_out == NULL ? NULL : (bf16 *)in->residual_out + row * size,
         .x = x,
     };
-    __m512 factor = _mm512_setzero_ps(), squares[2] = {factor, factor};
+    if (row + 1 < in->num_rows) { /* the next row's, which another core may have written */
+        const char *next = (const char *)in->hidden + (in->rows == NULL ? row + 1 : in->rows[row + 1]) * size * 2;
+        for (int64_t byte = 0; byte < size * 2; byte += 64)
+            _mm_prefetch(next + byte, _MM_HINT_T0);
+    }
+    __m512 factor = _mm512_setzero_ps();
+    struct pair squares = {factor, factor};
     if (op->post_norm != NULL) {
-        for (int64_t i = 0; i < size; i += 16) {
-            __m512 numbers = read(line.hidden, i, size - i);
-            squares[i / 16 % 2] = _mm512_fmadd_ps(numbers, numbers, squares[i / 16 % 2]);
-        }
+        EACH_PART(size, squares = add_squares(squares, read(line.hidden, i, mask)));
         factor = norm_factor(squares, size, op->post_eps);
-        squares[0] = squares[1] = _mm512_setzero_ps();
+        squares.even = squares.odd = _mm512_setzero_ps();
     }
-    for (int64_t i = 0; i < whole; i += 32) {
-        squares[0] = add_part(op, &line, factor, i, 16, squares[0]);
-        squares[1] = add_part(op, &line, factor, i + 16, 16, squares[1]);
-    }
-    for (int64_t i = whole; i < size; i += 16)
-        squares[0] = add_part(op, &line, factor, i, least(size - i, 16), squares[0]);
+    EACH_PART(size, squares = add_squares(squares, add_part(op, &line, factor, i, mask)));
     factor = norm_factor(squares, size, op->eps);
-    for (int64_t i = 0; i < size; i += 16) {
-        int64_t count = size - i;
-        write(x, i, count, normed(read(x, i, count), factor, read(op->norm, i, count), op->unit_offset));
-    }
+    EACH_PART(size, write(x, i, mask, normed(read(x, i, mask), factor, read(op->norm, i, mask), op->unit_offset)));
 }
 
 /* ---- few rows times a plain weight ---- */
