@@ -118,26 +118,47 @@ INLINE int32_t number_at(const uint8_t *quants, int kind, int64_t row, int64_t i
     return (i < 16 ? both & 15 : both >> 4) - (kind == QUANT_Q4_0 ? 8 : 0);
 }
 
+/* A block's numbers as the record has them: [8][16][4]. */
+INLINE void plain_unpack(const uint8_t *quants, int kind, int8_t *numbers) {
+    int offset = kind == QUANT_Q4_0 ? 8 : 0;
+    if (kind == QUANT_Q8_0)
+        memcpy(numbers, quants, 512);
+    else
+        for (int64_t i = 0; i < 256; i++) {
+            numbers[i] = (int8_t)((quants[i] & 15) - offset);
+            numbers[256 + i] = (int8_t)((quants[i] >> 4) - offset);
+        }
+}
+
+/* Loops of 64 that any compiler vectorises. */
 static void plain_panel(const uint8_t *panel, int kind, const struct inputs *x, int64_t row, int64_t m, float *sums) {
     for (int64_t i = 0; i < m; i++)
         memset(sums + i * SPAN, 0, QUANT_ROWS * sizeof(float));
     for (int64_t block = 0; block < x->num_blocks; block++) {
         const uint8_t *record = panel + block * record_bytes(kind), *scales = record + quant_bytes(kind);
+        int8_t numbers[512];
+        float scale[QUANT_ROWS], minimum[QUANT_ROWS];
+        plain_unpack(record, kind, numbers);
         for (int64_t column = 0; column < QUANT_ROWS; column++) {
-            float scale = half_to_float(half_at(scales, column));
-            float minimum = kind == QUANT_Q4_1 ? half_to_float(half_at(scales, QUANT_ROWS + column)) : 0.0f;
-            int32_t numbers[QUANT_BLOCK];
-            for (int64_t i = 0; i < QUANT_BLOCK; i++)
-                numbers[i] = number_at(record, kind, column, i);
-            for (int64_t i = 0; i < m; i++) {
-                int64_t at = (row + i) * x->num_blocks + block, from = at * QUANT_BLOCK;
-                int32_t dot = 0;
-                for (int64_t k = 0; k < QUANT_BLOCK; k++)
-                    dot += numbers[k] * (x->high[from + k] * LOW_STEPS + x->low[from + k]);
-                float *sum = sums + i * SPAN + column;
-                *sum += (float)dot * x->scale[at] * scale;
-                if (kind == QUANT_Q4_1)
-                    *sum += minimum * x->scaled_sum[at];
+            scale[column] = half_to_float(half_at(scales, column));
+            minimum[column] = kind == QUANT_Q4_1 ? half_to_float(half_at(scales, QUANT_ROWS + column)) : 0.0f;
+        }
+        for (int64_t i = 0; i < m; i++) {
+            int64_t at = (row + i) * x->num_blocks + block, from = at * QUANT_BLOCK;
+            int32_t dots[64] = {0};
+            for (int64_t group = 0; group < 8; group++) {
+                int16_t factors[64];
+                for (int64_t k = 0; k < 4; k++)
+                    factors[k] = (int16_t)(x->high[from + group * 4 + k] * LOW_STEPS + x->low[from + group * 4 + k]);
+                for (int64_t k = 4; k < 64; k += 4)
+                    memcpy(factors + k, factors, 4 * sizeof factors[0]);
+                for (int64_t k = 0; k < 64; k++)
+                    dots[k] += (int16_t)numbers[group * 64 + k] * factors[k];
+            }
+            for (int64_t column = 0; column < QUANT_ROWS; column++) {
+                const int32_t *four = dots + column * 4;
+                float dot = (float)(four[0] + four[1] + four[2] + four[3]) * x->scale[at];
+                sums[i * SPAN + column] += dot * scale[column] + minimum[column] * x->scaled_sum[at];
             }
         }
     }
@@ -505,8 +526,9 @@ static int has_whole_spans(const struct quant *op) {
 EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *residual, void *residual_out,
                         const int64_t *rows, int64_t num_rows, void *output) {
     struct rows in = {hidden, residual, residual_out, rows, num_rows};
+    struct quant_kernels kernels = choose_kernels(op->op.dtype);
 #if PELTON_X86
-    if (num_rows >= MANY_ROWS && op->op.dtype == DTYPE_BF16 && pelton_isa() == ISA_AVX512 && has_whole_spans(op)) {
+    if (num_rows >= MANY_ROWS && op->op.dtype == DTYPE_BF16 && kernels.multiply == multiply_avx512 && has_whole_spans(op)) {
         struct panel_source source = {make_panel, op};
         return pelton_linear_avx512(&op->op, &in, output, &source);
     }
@@ -521,7 +543,6 @@ EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *
         .scale = memory, .scaled_sum = memory + blocks, .minus_8_sums = (int32_t *)(memory + 2 * blocks),
         .num_blocks = num_blocks,
     };
-    struct quant_kernels kernels = choose_kernels(op->op.dtype);
     int64_t spans = num_spans(op), row_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
     if (num_rows == 1)
         kernels.round(&op->op, &in, 0, &x);
