@@ -21,18 +21,18 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.attention.decode_pieces import (
-    NOTHING,
-    block_of,
-    copy_chunk,
-    first_blocks,
-    keys_of,
+    angles_at,
+    attend,
+    blocks_of,
+    load_chunk,
+    load_heads,
+    make_query,
     merge_parts,
-    one_chunk,
-    start_row,
+    norm_weights,
+    partner_of,
     store_output,
     store_part,
 )
-from pelton_backends.triton.attention.decode_streamed import streamed_decode_kernel
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.runtime import launch_options, let_next_start, num_sms, wait_for_inputs
 
@@ -44,16 +44,21 @@ if TYPE_CHECKING:
 
 @triton.jit
 def share_of_row(
-    length, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
+    seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
 ):
-    """A row's chunks, and how many splits share them: 0 for a row left out."""
-    first_key, last_key = keys_of(length, FUSED, WINDOW)
-    num_chunks = (last_key + N - 1) // N - first_key // N
-    num_splits = tl.minimum(tl.maximum((num_chunks + LEAST - 1) // LEAST, 1), SPLITS)
-    return num_chunks, tl.where(length > 0, num_splits, 0)
+    """First key and the one past the last, the same of chunks, and how many splits share them: 0 for a row left out."""
+    last_key = seq_len
+    if FUSED:
+        last_key = seq_len - 1
+    first_key = seq_len * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(seq_len - WINDOW, 0)
+    first_chunk, last_chunk = first_key // N, (last_key + N - 1) // N
+    num_splits = tl.minimum(tl.maximum((last_chunk - first_chunk + LEAST - 1) // LEAST, 1), SPLITS)
+    return first_key, last_key, first_chunk, last_chunk, tl.where(seq_len > 0, num_splits, 0)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
 def decode_kernel(
     query,
     positions,
@@ -76,6 +81,7 @@ def decode_kernel(
     stride_output,
     stride_table,
     stride_block,
+    stride_token,
     stride_head,
     num_blocks,
     scale,
@@ -90,10 +96,10 @@ def decode_kernel(
     ROTARY_DIM: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    Q: tl.constexpr,
     M: tl.constexpr,
     MEMBERS: tl.constexpr,
     N: tl.constexpr,
-    STRIDE_TOKEN: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
     PARTS: tl.constexpr,
@@ -107,81 +113,94 @@ def decode_kernel(
     """
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_start(PDL)
-    if not IS_EARLY:
-        wait_for_inputs(PDL)
-    length = tl.load(seq_lens + row, cache_modifier=".cg")
+    dim = tl.arange(0, PADDED_DIM)
+    own, partners = q_norm, q_norm
+    if q_norm is not None:
+        own = norm_weights(q_norm, k_norm, dim, HEAD_DIM, GROUP, Q)
+        partners = norm_weights(q_norm, k_norm, partner_of(dim, ROTARY_DIM), HEAD_DIM, GROUP, Q)
+    table = block_table + row.to(tl.int64) * stride_table
+    local = tl.arange(0, N)
+    keys, values = k_cache + head * stride_head, v_cache + head * stride_head
+    # Before the kernels before have finished: keys and values are of earlier steps, with which no launch of this step overlaps;
+    # lengths and tables may not be written yet, so what rests on them is used only if they are the same later.
+    key, value, cos, sin = own, own, own, own
+    early_length, early_block = 0, 0
+    is_idle = False
+    if IS_EARLY:
+        early_length = tl.load(seq_lens + row, cache_modifier=".cg")
+        first_key, last_key, first_chunk, last_chunk, num_splits = share_of_row(
+            early_length, FUSED, WINDOW, N, SPLITS, LEAST
+        )
+        is_idle = split >= num_splits
+        token = (first_chunk + split) * N + local
+        is_entry = token < stride_table * BLOCK_SIZE
+        early_block = tl.load(table + token // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
+        is_seen = (token >= first_key) & (token < last_key) & (early_block >= 0) & (early_block < num_blocks)
+        key, value = load_chunk(
+            keys, values, early_block, token, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE, HEAD_DIM,
+            PADDED_DIM,
+        )  # fmt: skip
+        if FUSED and ROTARY_DIM > 0:
+            cos, sin = angles_at(cos_sin, tl.maximum(early_length - 1, 0).to(tl.int64), dim, ROTARY_DIM, Q)
+    wait_for_inputs(PDL)
+
+    seq_len = tl.load(seq_lens + row)
     token_index = row
     if query_start_loc is not None:  # rows with another number of tokens belong to another kernel
         token_index = tl.load(query_start_loc + row)
         if tl.load(query_start_loc + row + 1) - token_index != 1:
-            length = 0
-    num_chunks, num_splits = share_of_row(length, FUSED, WINDOW, N, SPLITS, LEAST)
-    if not IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
+            seq_len = 0
+    first_key, last_key, first_chunk, last_chunk, num_splits = share_of_row(seq_len, FUSED, WINDOW, N, SPLITS, LEAST)
+    # A program that seems to have work goes on to its loads before it knows: a way out here would wait for the length.
+    if is_idle or not IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
         if split >= num_splits:
             return
-    keys, values = k_cache + head * stride_head, v_cache + head * stride_head
-    slopes = alibi_slopes
-    if alibi_slopes is not None:
-        member = tl.minimum(tl.arange(0, M), GROUP - 1)
-        slopes = tl.load(alibi_slopes + head * GROUP + member).to(tl.float32)[None, :]
-    top = tl.full([M], NOTHING, tl.float32)
-    total = tl.zeros([N, M], tl.float32)
-    sums = tl.zeros([PADDED_DIM, M], tl.float32)
-    true_length = length
-    is_right = False
-    while not is_right:
-        is_right = True
-        first_key, last_key = keys_of(length, FUSED, WINDOW)
-        step = tl.maximum(num_splits, 1)
-        end = tl.where(split < num_splits, tl.maximum(num_chunks, 1), split)
-        block = block_of(block_table, row, split, length, stride_table, FUSED, WINDOW, BLOCK_SIZE, N)
-        early = block
-        if IS_EARLY:
-            early = first_blocks(block_table, row, split, step, length, stride_table, FUSED, WINDOW, BLOCK_SIZE, N, 8)
-            if split >= num_splits:
-                wait_for_inputs(PDL)
-                true_length = tl.load(seq_lens + row, cache_modifier=".cg")
-                is_right = true_length == length
-        x = tl.zeros([M, PADDED_DIM], query.dtype.element_ty)
-        for chunk in tl.range(split, end, step, num_stages=STAGES):
-            start = (first_key // N + chunk) * N
-            token = start + tl.arange(0, N)
-            last_seen = last_key
+    x, other, new_value = load_heads(
+        query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
+    )  # fmt: skip
+    if WINDOW > 0:
+        block = blocks_of(table, (first_chunk + split) * N + local, stride_table, BLOCK_SIZE)
+    else:
+        block = blocks_of(table, split * N + local, stride_table, BLOCK_SIZE)
+    slot = tl.full([], -1, tl.int64)
+    if FUSED:
+        slot = tl.load(slot_mapping + row)
+        if ROTARY_DIM > 0:
+            # Where a row's position is its number of keys, its angles are under way with the rest.
+            guess = seq_len - 1
             if IS_EARLY:
-                last_seen = tl.where((block >= 0) & (block < num_blocks), last_key, 0)
-            key, value, is_seen = copy_chunk(
-                keys, values, block, start, token, first_key, last_seen, stride_block, STRIDE_TOKEN, WINDOW, BLOCK_SIZE,
-                HEAD_DIM, PADDED_DIM,
-            )  # fmt: skip
-            block = block_of(block_table, row, chunk + step, length, stride_table, FUSED, WINDOW, BLOCK_SIZE, N)
-            if chunk == split:
-                if IS_EARLY:
-                    wait_for_inputs(PDL)
-                    true_length = tl.load(seq_lens + row, cache_modifier=".cg")
-                    now = first_blocks(
-                        block_table, row, split, step, length, stride_table, FUSED, WINDOW, BLOCK_SIZE, N, 8
-                    )
-                    is_right = (true_length == length) & (tl.sum((now != early).to(tl.int32), 0) == 0)
-                x, top, total, sums = start_row(
-                    query + token_index.to(tl.int64) * stride_query, positions, slot_mapping, cos_sin, q_norm, k_norm,
-                    row, head, split == 0, k_cache, v_cache, alibi_slopes, stride_block, STRIDE_TOKEN, stride_head,
-                    scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
-                    NUM_KV_HEADS, GROUP, M, N,
-                )  # fmt: skip
-            top, total, sums = one_chunk(
-                tl.trans(x), top, total, sums, key, value, is_seen, token - (length - 1), slopes, scale, SOFT_CAP
-            )
-        if IS_EARLY:
-            length = true_length
-            num_chunks, num_splits = share_of_row(length, FUSED, WINDOW, N, SPLITS, LEAST)
+                guess = early_length - 1
+            else:
+                cos, sin = angles_at(cos_sin, guess.to(tl.int64), dim, ROTARY_DIM, Q)
+            row_position = tl.load(positions + row)
+            if row_position != guess:
+                cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
+    if (split > 0) | (seq_len <= 0):
+        slot = tl.full([], -1, tl.int64)
+    x, new_value, new_logit = make_query(
+        x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
+        stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q,
+        ROTARY_DIM,
+    )  # fmt: skip
     if split >= num_splits:
         return
+    is_loaded = seq_len == early_length
+    if IS_EARLY:
+        # is_seen left out what no table of this pool can name; such an entry differs from the true one
+        is_same = (block == early_block) | ((first_chunk + split) * N + local >= last_key)
+        is_loaded = is_loaded & (tl.min(is_same.to(tl.int32), 0) > 0)
+
+    top, total, sums = attend(
+        x, new_value, new_logit, split == 0, head, first_chunk + split, last_chunk, num_splits, first_key, last_key,
+        seq_len - 1, key, value, is_loaded, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
+        stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N, IS_EARLY,
+        STAGES,
+    )  # fmt: skip
 
     head_output = output + token_index.to(tl.int64) * stride_output + head * (GROUP * HEAD_DIM)
     head_sinks = sinks
     if sinks is not None:
         head_sinks = sinks + head * GROUP
-    total = tl.sum(total, 0)
     if num_splits == 1:
         store_output(head_output, top, total, sums, head_sinks, HEAD_DIM, GROUP)
     else:
@@ -197,6 +216,169 @@ def decode_kernel(
             tl.store(arrivals + pair, 0)  # for the next launch
 
 
+@triton.jit
+def _num_chunks(length, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
+    """Chunks to attend to, one at least; 0 for a row that is left out (length 0)."""
+    last_key = length
+    if FUSED:
+        last_key = length - 1
+    chunks = (last_key + N - 1) // N
+    if WINDOW > 0:
+        chunks -= tl.maximum(length - WINDOW, 0) // N
+    return tl.where(length > 0, tl.maximum(chunks, 1), 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def streamed_decode_kernel(
+    query,
+    positions,
+    slot_mapping,
+    k_cache,
+    v_cache,
+    output,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    cos_sin,
+    q_norm,
+    k_norm,
+    sinks,
+    alibi_slopes,
+    part_sums,
+    part_stats,
+    arrivals,
+    stride_query,
+    stride_output,
+    stride_table,
+    stride_block,
+    stride_token,
+    stride_head,
+    num_rows,
+    scale,
+    EPS: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    FUSED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q: tl.constexpr,
+    M: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Chunks are numbered row by row, within a row kv head by kv head; program p has the p-th equal share of them.
+
+    A share may begin and end within a (row, kv head): such a part goes to place 0 of the program if it continues what the program
+    before began, to place 1 if it begins what the next will continue. So the parts of one (row, kv head) are at
+    2 p + 1, 2 (p + 1), 2 (p + 2), .. of its first program p.
+    """
+    program = tl.program_id(0)
+    let_next_start(PDL)
+    dim = tl.arange(0, PADDED_DIM)
+    own, partners = q_norm, q_norm
+    if q_norm is not None:
+        own = norm_weights(q_norm, k_norm, dim, HEAD_DIM, GROUP, Q)
+        partners = norm_weights(q_norm, k_norm, partner_of(dim, ROTARY_DIM), HEAD_DIM, GROUP, Q)
+    local = tl.arange(0, N)
+    wait_for_inputs(PDL)
+
+    rows = tl.arange(0, ROWS)
+    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
+    if query_start_loc is not None:
+        starts = tl.load(query_start_loc + rows, mask=rows < num_rows, other=0)
+        ends = tl.load(query_start_loc + rows + 1, mask=rows < num_rows, other=0)
+        lengths = tl.where(ends - starts == 1, lengths, 0)
+    chunks = _num_chunks(lengths, FUSED, WINDOW, N) * NUM_KV_HEADS
+    ends_of_rows = tl.cumsum(chunks, 0)
+    num_units = tl.sum(chunks, 0)
+    share = (num_units + tl.num_programs(0) - 1) // tl.num_programs(0)
+    unit = program * share
+    last_unit = tl.minimum(unit + share, num_units)
+    row = tl.sum((ends_of_rows <= unit).to(tl.int32), 0)
+    row_unit = tl.sum(tl.where(rows == row, ends_of_rows - chunks, 0), 0)  # number of the row's first chunk
+
+    while unit < last_unit:
+        seq_len = tl.sum(tl.where(rows == row, lengths, 0), 0)
+        token_index = row
+        if query_start_loc is not None:
+            token_index = tl.load(query_start_loc + row)
+        row_chunks = _num_chunks(seq_len, FUSED, WINDOW, N)
+        if row_chunks > 0:
+            table = block_table + row.to(tl.int64) * stride_table
+            head = (unit - row_unit) // row_chunks
+            pair_unit = row_unit + head * row_chunks
+            begin = unit - pair_unit
+            end = tl.minimum(row_chunks, begin + last_unit - unit)
+            unit += end - begin
+            slot = tl.full([], -1, tl.int64)
+            last_key = seq_len
+            if FUSED:
+                slot = tl.load(slot_mapping + row)
+                last_key = seq_len - 1
+            first_key = 0
+            first_chunk = begin
+            if WINDOW > 0:
+                first_key = tl.maximum(seq_len - WINDOW, 0)
+                first_chunk += first_key // N
+            block = blocks_of(table, first_chunk * N + local, stride_table, BLOCK_SIZE)
+            x, other, new_value = load_heads(
+                query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS,
+                GROUP, Q,
+            )  # fmt: skip
+            cos, sin = x, x
+            if FUSED and ROTARY_DIM > 0:
+                cos, sin = angles_at(cos_sin, (seq_len - 1).to(tl.int64), dim, ROTARY_DIM, Q)
+                row_position = tl.load(positions + row)
+                if row_position != seq_len - 1:
+                    cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
+            if begin > 0:
+                slot = tl.full([], -1, tl.int64)
+            x, new_value, new_logit = make_query(
+                x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
+                stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
+                GROUP, Q, ROTARY_DIM,
+            )  # fmt: skip
+            top, total, sums = attend(
+                x, new_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
+                seq_len - 1, x, x, False, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
+                stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N,
+                False, STAGES,
+            )  # fmt: skip
+
+            head_output = output + token_index.to(tl.int64) * stride_output + head * (GROUP * HEAD_DIM)
+            head_sinks = sinks
+            if sinks is not None:
+                head_sinks = sinks + head * GROUP
+            if end - begin == row_chunks:
+                store_output(head_output, top, total, sums, head_sinks, HEAD_DIM, GROUP)
+            else:
+                first_program = pair_unit // share
+                num_parts = (pair_unit + row_chunks - 1) // share - first_program + 1
+                part = program * 2 + (begin == 0).to(tl.int32)
+                store_part(part, part_sums, part_stats, top, total, sums, HEAD_DIM, GROUP)
+                tl.debug_barrier()
+                pair = row * NUM_KV_HEADS + head
+                arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
+                if arrived == num_parts - 1:
+                    merge_parts(
+                        head_output, first_program * 2 + 1, first_program * 2, 2, num_parts, part_sums, part_stats,
+                        head_sinks, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
+                    )  # fmt: skip
+                    tl.store(arrivals + pair, 0)
+        if unit >= row_unit + row_chunks * NUM_KV_HEADS:
+            row_unit += row_chunks * NUM_KV_HEADS
+            row += 1
+
+
 _launch, _launch_streamed = Launcher(decode_kernel), Launcher(streamed_decode_kernel)
 
 
@@ -206,9 +388,10 @@ class LaunchShape:
 
     splits: int  # programs of a (row, kv head); 0: streamed
     programs: int  # of a streamed launch
+    keys: int  # of a chunk
     num_stages: int
     least: int = 1  # chunks of a split
-    is_early: bool = True  # a fused launch: keys and values are on their way before the kernels before have finished
+    is_early: bool = False
 
 
 @dataclass(slots=True)
@@ -249,7 +432,6 @@ class NewTokens:
     norm_spec: NormSpec | None  # of both norms
 
 
-KEYS = 16  # of a chunk: within one block of any cache
 STREAMED_PROGRAMS_PER_SM = 8  # as many as registers let run at once: each multiprocessor has an equal share
 _FEW_PAIRS = ((64, 16), (128, 8), (256, 4))
 """(pairs of row and kv head up to, programs of a pair at most)."""
@@ -272,11 +454,12 @@ def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int)
     is_narrow = row_bytes <= 256
     for pairs, splits in _FEW_PAIRS:
         if num_pairs <= pairs:
-            return LaunchShape(min(splits, -(-max_seq_len // KEYS)), 0, 3, is_early=is_narrow)
+            keys = 32 if is_narrow else 16
+            return LaunchShape(min(splits, -(-max_seq_len // keys)), 0, keys, 2, is_early=is_narrow)
     if num_pairs <= _STREAMED_UP_TO:
-        return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 3, is_early=False)
+        return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 16, 3)
     splits = next((splits for splits in (8, 4, 2) if splits * num_pairs <= _PARTS), 1)
-    return LaunchShape(splits, 0, 3, least=16, is_early=False)
+    return LaunchShape(splits, 0, 16, 3, least=16)
 
 
 def decode_attention(
@@ -331,7 +514,7 @@ def decode_attention(
         row_bytes = padded_dim * output.element_size()
         shape = launch_shape(num_rows * num_kv_heads, max_seq_len, row_bytes, num_sms(output.device))
     spec = new.norm_spec if new else None
-    members = triton.next_power_of_2(group)
+    heads_of_tile, members = triton.next_power_of_2(group + 1), triton.next_power_of_2(group)
     constants = {
         "EPS": spec.eps if spec else None,
         "UNIT_OFFSET": spec.unit_offset if spec else False,
@@ -344,13 +527,12 @@ def decode_attention(
         "ROTARY_DIM": new.rotary_dim if new else 0,
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
-        "M": max(triton.next_power_of_2(group + 1), 8),
+        "Q": heads_of_tile,
+        "M": max(heads_of_tile, 8),
         "MEMBERS": members,
-        "N": KEYS,
-        "STRIDE_TOKEN": k_cache.stride(1),
+        "N": shape.keys,
         "PARTS": max(2, min(16, 4096 // (members * padded_dim))),
         "STAGES": shape.num_stages,
-        "IS_EARLY": shape.is_early and new is not None and query_start_loc is None,
         "PDL": pdl,
     }
     grid: tuple[int, ...]
@@ -359,7 +541,7 @@ def decode_attention(
         constants["ROWS"] = triton.next_power_of_2(num_rows)
     else:
         launch, grid = _launch, (num_kv_heads, num_rows, shape.splits)
-        constants |= {"SPLITS": shape.splits, "LEAST": shape.least}
+        constants |= {"SPLITS": shape.splits, "LEAST": shape.least, "IS_EARLY": shape.is_early and new is not None}
     tensors = (
         query,
         new.positions if new else None,
@@ -379,10 +561,10 @@ def decode_attention(
         parts.stats,
         parts.arrivals,
     )
-    strides = (query.stride(0), output.stride(0), block_table.stride(0), k_cache.stride(0), k_cache.stride(2))
+    strides = (query.stride(0), output.stride(0), block_table.stride(0), *k_cache.stride()[:3])
     key = (
-        *constants.values(), query.dtype, k_cache.dtype, query.device, strides, query_start_loc is None,
+        *constants.values(), query.dtype, k_cache.dtype, query.device, strides, num_blocks, query_start_loc is None,
         None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype, alignment(*tensors),
     )  # fmt: skip
-    counts = (num_blocks, num_rows) if shape.splits == 0 else (num_blocks,)
-    launch(key, grid, (*tensors, *strides, *counts, scale), constants, num_warps=1, **launch_options(pdl))
+    count = num_rows if shape.splits == 0 else num_blocks
+    launch(key, grid, (*tensors, *strides, count, scale), constants, num_warps=1, **launch_options(pdl))

@@ -1,7 +1,6 @@
 """Stages of the decode kernels: the query, chunks of keys, and the parts that several programs made of one row.
 
-M: heads of a kv head and its key, padded to a power of two, 8 at least (what a tensor core's tile has); N: keys of a chunk, a
-divisor of a block's; D: head_dim, padded.
+Q: heads of a kv head and its key, padded to a power of two; M: Q, or 8 where Q is less; N keys of a chunk; D padded head_dim.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ def partner_of(dim, ROTARY_DIM: tl.constexpr):
 
 
 @triton.jit
-def angles_at(cos_sin, position, dim, ROTARY_DIM: tl.constexpr, M: tl.constexpr):
-    """Cosine and signed sine of each of a head's numbers at a position, [M, D] with equal rows: in the heads' layout."""
+def angles_at(cos_sin, position, dim, ROTARY_DIM: tl.constexpr, Q: tl.constexpr):
+    """Cosine and signed sine of each of a head's numbers at a position, [Q, D] with equal rows: in the heads' layout."""
     HALF: tl.constexpr = ROTARY_DIM // 2
-    frequency = tl.where(dim < HALF, dim, dim - HALF)[None, :] + tl.zeros([M, 1], tl.int32)
+    frequency = tl.where(dim < HALF, dim, dim - HALF)[None, :] + tl.zeros([Q, 1], tl.int32)
     is_rotated = (dim < ROTARY_DIM)[None, :]
     row = cos_sin + position * ROTARY_DIM
     cos = tl.load(row + frequency, mask=is_rotated, other=1.0)
@@ -46,10 +45,10 @@ def load_heads(
     ROTARY_DIM: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    M: tl.constexpr,
+    Q: tl.constexpr,
 ):
-    """Of one kv head: its query heads and, from row GROUP on, its key [M, D]; the same with partners; its value [D]."""
-    member = tl.arange(0, M)
+    """Of one kv head: its query heads and, from row GROUP on, its key [Q, D]; the same with partners; its value [D]."""
+    member = tl.arange(0, Q)
     mask = (dim < HEAD_DIM)[None, :]
     if FUSED:
         heads = tl.where(member < GROUP, head * GROUP + member, NUM_KV_HEADS * GROUP + head)
@@ -68,11 +67,11 @@ def load_heads(
 
 @triton.jit
 def norm_rope(
-    x,  # [M, D]
-    other,  # [M, D] each number's partner
+    x,  # [Q, D]
+    other,  # [Q, D] each number's partner
     cos,
     sin,
-    own,  # [M, D] norm weights, None: no norm
+    own,  # [Q, D] norm weights, None: no norm
     partners,
     EPS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
@@ -93,9 +92,9 @@ def norm_rope(
 
 
 @triton.jit
-def norm_weights(q_norm, k_norm, dim, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
-    """[M, D]: the query's for the first GROUP rows, the key's after them. May be read before `wait_for_inputs`."""
-    is_query = (tl.arange(0, M) < GROUP)[:, None]
+def norm_weights(q_norm, k_norm, dim, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, Q: tl.constexpr):
+    """[Q, D]: the query's for the first GROUP rows, the key's after them. May be read before `wait_for_inputs`."""
+    is_query = (tl.arange(0, Q) < GROUP)[:, None]
     mask = (dim < HEAD_DIM)[None, :]
     return tl.load(tl.where(is_query, q_norm, k_norm) + dim[None, :], mask=mask, other=0.0)
 
@@ -115,150 +114,46 @@ def scaled_logits(products, distance, slopes, scale, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def keys_of(length, FUSED: tl.constexpr, WINDOW: tl.constexpr):
-    """First key of a row that is in the cache and seen, and the one past the last."""
-    first_key = length * 0
-    if WINDOW > 0:
-        first_key = tl.maximum(length - WINDOW, 0)
-    last_key = length
-    if FUSED:
-        last_key = length - 1
-    return first_key, last_key
+def blocks_of(table, token, stride_table, BLOCK_SIZE: tl.constexpr):
+    """The block of each token; within the row of the table, whether or not the row's request goes so far."""
+    return tl.load(table + token // BLOCK_SIZE, mask=token < stride_table * BLOCK_SIZE, other=0)
 
 
 @triton.jit
-def block_of(
-    block_table, row, chunk, length, stride_table, FUSED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    N: tl.constexpr,
-):  # fmt: skip
-    """The block of each key of a row's chunk, past L1: the table may not be written yet. Within the table's row in any case."""
-    first_key, _ = keys_of(length, FUSED, WINDOW)
-    entry = ((first_key // N + chunk) * N + tl.arange(0, N)) // BLOCK_SIZE
-    table = block_table + row.to(tl.int64) * stride_table
-    return tl.load(table + tl.minimum(entry, stride_table - 1), cache_modifier=".cg")
-
-
-@triton.jit
-def copy_chunk(
+def load_chunk(
     keys,
     values,
-    block,  # [N]: the same one
-    start,
-    token,  # start + [N]
-    first_key,
-    last_key,
+    block,
+    token,
+    is_seen,
     stride_block,
-    STRIDE_TOKEN: tl.constexpr,
-    WINDOW: tl.constexpr,
+    stride_token,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Keys [N, D] and values [D, N] of a chunk that lies within one block, and which of its keys are seen; 0 elsewhere."""
-    dim, local = tl.arange(0, PADDED_DIM), tl.arange(0, token.shape[0])
-    is_seen = token < last_key
-    if WINDOW > 0:
-        is_seen = is_seen & (token >= first_key)
-    place = block.to(tl.int64) * stride_block + start % BLOCK_SIZE * STRIDE_TOKEN
+    """Keys [N, D] and values [D, N] of a kv head; 0 where nothing is seen."""
+    dim = tl.arange(0, PADDED_DIM)
+    place = block.to(tl.int64) * stride_block + (token % BLOCK_SIZE) * stride_token
     key_mask, value_mask = is_seen[:, None], is_seen[None, :]
     if HEAD_DIM < PADDED_DIM:
         key_mask = key_mask & (dim < HEAD_DIM)[None, :]
         value_mask = value_mask & (dim < HEAD_DIM)[:, None]
-    keys += place[:, None] + (local[:, None] * STRIDE_TOKEN + dim[None, :])
-    values += place[None, :] + (local[None, :] * STRIDE_TOKEN + dim[:, None])
-    return tl.load(keys, mask=key_mask, other=0.0), tl.load(values, mask=value_mask, other=0.0), is_seen
-
-
-@triton.jit
-def first_blocks(
-    block_table, row, chunk, step, length, stride_table, FUSED: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Of COUNT chunks from a row's chunk on, in steps. Read as `block_of` does: nobody sees an older value after a newer."""
-    first_key, _ = keys_of(length, FUSED, WINDOW)
-    entry = (first_key // N + chunk + tl.arange(0, COUNT) * step) * N // BLOCK_SIZE
-    table = block_table + row.to(tl.int64) * stride_table
-    return tl.load(table + tl.minimum(entry, stride_table - 1), cache_modifier=".cg")
-
-
-@triton.jit
-def start_row(
-    query,  # pointer to the token's row
-    positions,
-    slot_mapping,
-    cos_sin,
-    q_norm,
-    k_norm,
-    row,
-    head,
-    is_owner,
-    k_cache,
-    v_cache,
-    alibi_slopes,
-    stride_block,
-    stride_token,
-    stride_head,
-    scale,
-    EPS: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    FUSED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """Query heads [M, D] of a (row, kv head) and the running softmax before its first key: maximum, sum, weighted values.
-
-    Fused, the owner of the new token writes it to the cache, and its softmax has seen it.
-    """
-    dim = tl.arange(0, PADDED_DIM)
-    own, partners = q_norm, q_norm
-    if q_norm is not None:
-        own = norm_weights(q_norm, k_norm, dim, HEAD_DIM, GROUP, M)
-        partners = norm_weights(q_norm, k_norm, partner_of(dim, ROTARY_DIM), HEAD_DIM, GROUP, M)
-    x, other, new_value = load_heads(query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, M)
-    slot = tl.full([], -1, tl.int64)
-    cos, sin = x, x
-    if FUSED:
-        slot = tl.load(slot_mapping + row)
-        if ROTARY_DIM > 0:
-            cos, sin = angles_at(cos_sin, tl.load(positions + row), dim, ROTARY_DIM, M)
-    if not is_owner:
-        slot = tl.full([], -1, tl.int64)
-    x, new_value, new_logit = make_query(
-        x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
-        stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, M,
-        ROTARY_DIM,
-    )  # fmt: skip
-    top = tl.full([M], NOTHING, tl.float32)
-    total = tl.zeros([N, M], tl.float32)
-    sums = tl.zeros([PADDED_DIM, M], tl.float32)
-    if FUSED:
-        top = tl.where(is_owner, new_logit, NOTHING)
-        weight = tl.where(is_owner, 1.0, 0.0)
-        total += tl.where(tl.arange(0, N) == 0, weight, 0.0)[:, None]
-        sums += (weight * new_value.to(x.dtype).to(tl.float32))[:, None]
-    return x, top, total, sums
+    key = tl.load(keys + place[:, None] + dim[None, :], mask=key_mask, other=0.0)
+    value = tl.load(values + place[None, :] + dim[:, None], mask=value_mask, other=0.0)
+    return key, value
 
 
 @triton.jit
 def one_chunk(tile, top, total, sums, key, value, is_seen, distance, slopes, scale, SOFT_CAP: tl.constexpr):
-    """The running softmax takes N keys. Keys are rows of the products, heads are columns: tile [D, M], sums [D, M].
-
-    total [N, M]: every place of a chunk has a sum of its own, for the threads not to have to meet in each.
-    """
+    """The running softmax takes N keys. Keys are rows of the products, heads are columns: tile [D, M], sums [D, M]."""
     products = dot(key.to(tile.dtype), tile, tl.zeros([key.shape[0], tile.shape[1]], tl.float32))
     logits = scaled_logits(products, distance[:, None], slopes, scale, SOFT_CAP)
     logits = tl.where(is_seen[:, None], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 0))
     weights = tl.exp2(logits - new_top[None, :])
     shrink = tl.exp2(top - new_top)
-    total = total * shrink[None, :] + weights
+    total = total * shrink + tl.sum(weights, 0)
     sums = dot(value.to(tile.dtype), weights.to(tile.dtype), sums * shrink[None, :])
     return new_top, total, sums
 
@@ -289,13 +184,13 @@ def make_query(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr,
-    M: tl.constexpr,
+    Q: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
 ):
-    """The heads [M, D] as the products want them; fused, the new token's logits [M] and its value as the cache holds it."""
+    """The heads [Q, D] as the products want them; fused, the new token's logits [Q] and its value as the cache holds it."""
     dim = tl.arange(0, PADDED_DIM)
-    member = tl.arange(0, M)
-    new_logit = tl.zeros([M], tl.float32)
+    member = tl.arange(0, Q)
+    new_logit = tl.zeros([Q], tl.float32)
     if FUSED:
         x = norm_rope(x, other, cos, sin, own, partners, EPS, UNIT_OFFSET, HEAD_DIM, ROTARY_DIM)
         new_key = tl.sum(tl.where((member == GROUP)[:, None], x.to(tl.float32), 0.0), 0).to(x.dtype)
@@ -309,8 +204,93 @@ def make_query(
         slopes = alibi_slopes
         if alibi_slopes is not None:
             slopes = tl.load(alibi_slopes + head * GROUP + tl.minimum(member, GROUP - 1)).to(tl.float32)
-        new_logit = scaled_logits(products, tl.zeros([M], tl.int32), slopes, scale, SOFT_CAP)
+        new_logit = scaled_logits(products, tl.zeros([Q], tl.int32), slopes, scale, SOFT_CAP)
     return x, new_value, new_logit
+
+
+@triton.jit
+def attend(
+    x,
+    new_value,
+    new_logit,
+    is_owner,
+    head,
+    chunk,  # the first
+    last_chunk,
+    step,
+    first_key,
+    last_key,
+    position,
+    early_key,  # the first chunk's, if is_loaded
+    early_value,
+    is_loaded,
+    block,  # [N] of the first chunk
+    table,
+    k_cache,
+    v_cache,
+    alibi_slopes,
+    stride_table,
+    stride_block,
+    stride_token,
+    stride_head,
+    scale,
+    FUSED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Chunks `chunk`, chunk + step, .. < last_chunk of one (row, kv head): of them the keys first_key <= key < last_key.
+
+    Returns maximum, sum and weighted values [M], [M], [D, M] in float32; columns from GROUP on are of no use. Fused, the owner of
+    the new token has seen it too. The M columns are the Q heads over and over: a tensor core's tile has 8 at least.
+    """
+    local = tl.arange(0, N)
+    keys, values = k_cache + head * stride_head, v_cache + head * stride_head
+    slopes = alibi_slopes
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + head * GROUP + tl.minimum(tl.arange(0, M) % Q, GROUP - 1)).to(tl.float32)
+        slopes = slopes[None, :]
+    tile = tl.trans(tl.reshape(tl.broadcast_to(x[None, :, :], [M // Q, Q, PADDED_DIM]), [M, PADDED_DIM]))
+    top = tl.full([M], NOTHING, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([PADDED_DIM, M], tl.float32)
+    if IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
+        if is_loaded:
+            token = chunk * N + local
+            is_seen = (token >= first_key) & (token < last_key)
+            top, total, sums = one_chunk(
+                tile, top, total, sums, early_key, early_value, is_seen, token - position, slopes, scale, SOFT_CAP
+            )
+            chunk += step
+            block = blocks_of(table, chunk * N + local, stride_table, BLOCK_SIZE)
+    for i in tl.range(chunk, last_chunk, step, num_stages=STAGES):
+        token = i * N + local
+        is_seen = (token >= first_key) & (token < last_key)
+        this_block = block
+        block = blocks_of(table, token + step * N, stride_table, BLOCK_SIZE)
+        key, value = load_chunk(
+            keys, values, this_block, token, is_seen, stride_block, stride_token, BLOCK_SIZE, HEAD_DIM, PADDED_DIM
+        )
+        top, total, sums = one_chunk(
+            tile, top, total, sums, key, value, is_seen, token - position, slopes, scale, SOFT_CAP
+        )
+    if FUSED:
+        logit = tl.reshape(tl.broadcast_to(new_logit[None, :], [M // Q, Q]), [M])
+        logit = tl.where(is_owner, logit, NOTHING)
+        new_top = tl.maximum(top, logit)
+        weight = tl.where(is_owner, tl.exp2(logit - new_top), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + weight
+        sums = sums * shrink[None, :] + weight[None, :] * new_value.to(x.dtype).to(tl.float32)[:, None]
+        top = new_top
+    return top, total, sums
 
 
 @triton.jit
