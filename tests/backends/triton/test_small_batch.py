@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case
 
 from pelton_backends.triton.ops import small_batch, split_k
+from pelton_backends.triton.ops.hopper_mid_batch import MidBatchProduct, MidBatchTiling, choose_mid_batch_tiling
 from pelton_backends.triton.ops.hopper_split_k import HopperProduct, HopperTiling, choose_hopper_tiling
 from pelton_backends.triton.ops.small_batch import (
     MAX_TOKENS,
-    MAX_TOKENS_OF_SMALL,
     MIN_TOKENS,
     SmallBatchAddNormGatedLinear,
     SmallBatchAddNormLinear,
@@ -84,11 +85,55 @@ def test_refuses_with_reasons(device):
     assert "'int4'" in SmallBatchAddNormGatedLinear.unsupported(replace(needs, linear=quantized))[0]
 
 
-def test_serves_more_rows_of_small_matrices(device):
+def test_large_matrices_and_many_rows_go_to_the_library(monkeypatch, device):
     needs = make_case(9, 64, 64, torch.float16, device).needs
-    assert SmallBatchAddNormLinear.token_range(needs) == (MIN_TOKENS, MAX_TOKENS_OF_SMALL)
-    large = replace(needs, linear=replace(needs.linear, in_features=4096, out_features=4096))
-    assert SmallBatchAddNormLinear.token_range(large) == (MIN_TOKENS, MAX_TOKENS)
+    assert SmallBatchAddNormLinear.token_range(needs) == (MIN_TOKENS, MAX_TOKENS)
+    calls: list[int] = []
+
+    def noted(product: Any) -> Any:
+        return lambda *args, **kwargs: calls.append(kwargs["out"].shape[0]) or product(*args, **kwargs)
+
+    monkeypatch.setattr(small_batch.torch, "mm", noted(torch.mm))
+    monkeypatch.setattr(small_batch.torch, "addmm", noted(torch.addmm))
+    monkeypatch.setattr(small_batch, "SMALL_MATRIX", 100 * 160)
+    small_batch.prefers_library.cache_clear()
+    try:
+        for rows in (64, 65, 129):
+            check(make_case(rows, 100, 160, torch.float16, device), SmallBatchAddNormLinear)
+            check(make_case(rows, 101, 160, torch.float16, device, bias=True), SmallBatchAddNormLinear)
+            check(make_case(rows, 101, 160, torch.float16, device, activation="silu"), SmallBatchAddNormGatedLinear)
+    finally:
+        small_batch.prefers_library.cache_clear()
+    assert calls == [65, 129, 129]
+
+
+def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
+    chosen = set()
+    for num_tokens in range(1, 260):
+        for out, size in (
+            (1024, 3072),
+            (6144, 1024),
+            (6144, 4096),
+            (4096, 4096),
+            (4096, 14336),
+            (4096, 14400),
+            (3584, 18944),
+        ):
+            for is_gated in (False, True):
+                tiling = choose_mid_batch_tiling(num_tokens, out, size, is_gated)
+                if tiling is None:
+                    continue
+                assert 64 < num_tokens <= 256
+                chosen.add(tiling)
+                run, rows, groups, split, stages = tiling
+                assert size % (64 * split) == 0 and (split == 1 or run == rows)
+                assert rows <= run <= 2 * rows and rows <= 256 and groups * rows <= 512 and run % 32 == 0
+                assert stages >= 2 and (triton.next_power_of_2(rows) + 64 * groups) * 128 * stages <= 225_000
+                programs = -(-out // run) * -(-num_tokens // (64 * groups)) * split
+                assert 96 <= programs <= 132, (tiling, num_tokens, out, size)
+                # `_product` has a counter for each.
+                assert programs * groups <= -(-out // split_k.SMALLEST_TILE) * (MAX_TOKENS // 16)
+    assert len(chosen) >= 4
 
 
 def test_tilings_cover_the_product_and_fit_the_device():
@@ -99,7 +144,7 @@ def test_tilings_cover_the_product_and_fit_the_device():
             assert tiling.stages >= 2 or tiling.columns * tiling.split >= size
             blocks = -(-num_tokens // tiling.tokens)
             # `_product` has a counter for each.
-            assert -(-out // tiling.rows) * blocks <= -(-out // split_k.SMALLEST_TILE) * (MAX_TOKENS_OF_SMALL // 16)
+            assert -(-out // tiling.rows) * blocks <= -(-out // split_k.SMALLEST_TILE) * (MAX_TOKENS // 16)
 
 
 SHAPES = [  # hidden, QKV, O in, gate and up, down in
@@ -111,7 +156,7 @@ SHAPES = [  # hidden, QKV, O in, gate and up, down in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 9, 24, 33, 64, 65, 128, 200])
+@pytest.mark.parametrize("rows", [1, 9, 24, 33, 64, 65, 128, 189, 200, 256])
 def test_real_sizes(rows, shape, device):
     hidden, qkv, o_in, gate_up, down_in = shape
     dtype = torch.bfloat16 if rows % 2 else torch.float16
@@ -149,11 +194,50 @@ def test_every_hopper_tiling_gives_the_product(dtype, tiling, device):
                 assert_close(result, replace(case, activation=activation).expected()[0], "result", factor=2.0)
 
 
+MID_BATCH_TILINGS = [  # run, rows, groups, split, stages
+    (64, 64, 2, 1, 8),
+    (48, 48, 2, 2, 4),
+    (224, 224, 2, 1, 4),
+    (192, 192, 2, 4, 4),
+    (224, 128, 4, 1, 4),
+    (128, 128, 3, 4, 5),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [24, 64, 128])
-def test_captured_chain_repeats_bit_for_bit(rows, device):
+@pytest.mark.parametrize("tiling", MID_BATCH_TILINGS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_mid_batch_tiling_gives_the_product(dtype, tiling, device):
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("for compute capability 9")
+    tiling = MidBatchTiling(*tiling)
+    # One block of rows and several, cut runs, fewer steps than buffers and several times round them.
+    for num_tokens, out_features, in_features, bias in (
+        (65, 1008, 256, True),
+        (131, 1264, 1280, False),
+        (300, 160, 768, True),
+    ):
+        case = make_case(num_tokens, in_features, out_features, dtype, device, norm=False, bias=bias, row_gap=8)
+        for activation in (None, *sorted(ACTIVATIONS)) if tiling.split == 1 else (None,):
+            counters = torch.zeros(512, dtype=torch.int32, device=device)
+            product = MidBatchProduct(case.weight, case.bias, activation, counters)
+            results = [product(case.hidden, tiling) for _ in range(3)]
+            assert not counters.any()
+            assert all(torch.equal(results[0], other) for other in results[1:])
+            assert_close(results[0], replace(case, activation=activation).expected()[0], "result", factor=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        *((rows, (1024, 4096, 2048, 6144, 3072)) for rows in (24, 64, 128, 200)),
+        *((rows, (4096, 2560, 2560, 6144, 3072)) for rows in (100, 190, 250)),
+    ],
+)
+def test_captured_chain_repeats_bit_for_bit(rows, sizes, device):
     """Dependent launches over shared workspaces: a race would show as other bits, or as a counter left above zero."""
-    hidden, qkv, o_in, gate_up, down_in = 1024, 4096, 2048, 6144, 3072
+    hidden, qkv, o_in, gate_up, down_in = sizes
     cases = [
         (
             make_case(rows, hidden, qkv, torch.bfloat16, device, seed=seed),

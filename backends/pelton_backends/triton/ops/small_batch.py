@@ -1,11 +1,13 @@
-"""The linear seams for few rows, while a product costs what reading its weights costs: split-K tensor-core kernels.
+"""The linear seams for few rows, while a product costs little more than reading its weights.
 
-`gemv` comes before these where it serves the number of rows; with more rows `large_batch` is as fast on an H200.
+`gemv` comes before these where it serves the number of rows, `large_batch` behind them. Which kernel multiplies goes by the
+number of rows and the size of the matrix, as measured on an H200: the same call always takes the same one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,20 +25,17 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
+from pelton_backends.triton.ops.hopper_mid_batch import LONG_ROW, SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
 from pelton_backends.triton.ops.hopper_split_k import HopperProduct, can_multiply
-from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm
-from pelton_backends.triton.ops.pieces import ACTIVATIONS
+from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
+from pelton_backends.triton.ops.pieces import ACTIVATIONS, empty_rows
 from pelton_backends.triton.ops.split_k import SMALLEST_TILE, multiply
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_TOKENS = 1
-# Up to here a chain of a layer's four products was faster than `large_batch`'s on an H200: 33 against 37 us at 256 rows on
-# Qwen3-0.6B's matrices, 138 against 144 us at 128 rows (240 against 200 at 256) on Llama-3.1-8B's.
-MAX_TOKENS = 128
-MAX_TOKENS_OF_SMALL = 256
-SMALL_MATRIX = 8 * 2**20  # numbers
+MAX_TOKENS = 256
 DTYPES = ("bfloat16", "float16")
 
 
@@ -56,20 +55,40 @@ def _refusals(needs: Any) -> list[str]:
 
 
 def _token_range(needs: Any) -> tuple[int, int | None]:
-    is_small = needs.linear.in_features * needs.linear.out_features <= SMALL_MATRIX
-    return MIN_TOKENS, MAX_TOKENS_OF_SMALL if is_small else MAX_TOKENS
+    return MIN_TOKENS, MAX_TOKENS
+
+
+@cache
+def prefers_library(num_tokens: int, out_features: int, in_features: int, is_gated: bool) -> bool:
+    """Where cuBLAS, with an activation and `gated` behind it, was faster on an H200 than `HopperProduct`."""
+    if num_tokens <= 64 or out_features * in_features <= SMALL_MATRIX:
+        return False
+    return num_tokens > 128 or not (is_gated or in_features >= LONG_ROW)
 
 
 def _product(weights: LinearWeights, activation: str | None = None) -> Callable[[Tensor], Tensor]:
     """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
     weight, bias = weights.tensors["weight"], weights.bias
+    sizes = (*weight.shape, activation is not None)
     # One a weight tile and block of tokens, for the last of its parts to be known; zeros whenever no kernel runs.
-    num_counters = triton.cdiv(weights.spec.out_features, SMALLEST_TILE) * triton.cdiv(MAX_TOKENS_OF_SMALL, 16)
+    num_counters = triton.cdiv(weight.shape[0], SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16)
     counters = torch.zeros(num_counters, dtype=torch.int32, device=weight.device)
-    if not can_multiply(weight):
-        return lambda x: multiply(x, weight, bias, activation, counters)
-    product = HopperProduct(weight, bias, activation, counters)
-    return lambda x: product(x) if product.takes(x) else multiply(x, weight, bias, activation, counters)
+    is_for_hopper = can_multiply(weight)
+    few = HopperProduct(weight, bias, activation, counters)
+    more = MidBatchProduct(weight, bias, activation, counters)
+
+    def product(x: Tensor) -> Tensor:
+        is_readable = is_for_hopper and few.takes(x)
+        tiling = choose_mid_batch_tiling(x.shape[0], *sizes) if is_readable else None
+        if tiling is not None:
+            return more(x, tiling)
+        if prefers_library(x.shape[0], *sizes):
+            out = empty_rows(x.shape[0], weight.shape[0], x)
+            rows = torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+            return rows if activation is None else gated(rows, activation)
+        return few(x) if is_readable else multiply(x, weight, bias, activation, counters)
+
+    return product
 
 
 class SmallBatchLinear:
