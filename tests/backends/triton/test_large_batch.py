@@ -68,7 +68,7 @@ def test_hopper_matmul_follows_the_oracle(activation, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_many_rows(dtype, device):
     """2,112 rows are 11 tiles, by 12 columns of them one for each of 132 multiprocessors: `hopper_matmul` serves them."""
-    assert share_of_work(2112, 3072, 132) == share_of_work(2112, 3072, 132, "silu") == 1.0
+    assert share_of_work(2112, 3072, 320, 132) == share_of_work(2112, 3072, 320, 132, "silu") == 1.0
     check(make_case(2112, 320, 3072, dtype, device, activation="silu"), LargeBatchAddNormGatedLinear)
     check(make_case(2112, 320, 3072, dtype, device, post_norm=True), LargeBatchAddNormLinear)
     check(make_case(2112, 320, 3072, dtype, device, norm=False, row_gap=8), LargeBatchLinear)
@@ -77,11 +77,28 @@ def test_many_rows(dtype, device):
     )  # no rows for the copy engine
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu"], ids=str)
+@pytest.mark.parametrize("rows", [193, 2600])
+def test_last_tiles_with_two_programs_each(rows, activation, device):
+    """Fewer tiles than half of 132 multiprocessors; a full round of them and 36 more."""
+    columns = 528 if rows == 193 else 3072
+    case = make_case(rows, 1224, columns, torch.bfloat16, device, norm=False)
+    if not can_multiply_many(case.weight):
+        pytest.skip("Hopper only")
+    for _ in range(3):
+        result = hopper_matmul(case.hidden, case.weight, activation)
+        assert_close(result, replace(case, activation=activation).expected()[0], "result", factor=2.0)
+
+
 def test_share_of_work_counts_what_is_computed_for_nothing():
-    assert share_of_work(192, 256, 1) == 1.0
-    assert share_of_work(96, 256, 1) == 0.5  # half of the tile's rows
-    assert share_of_work(192, 3 * 256, 2) == 0.75  # three tiles in two rounds of two
-    assert share_of_work(192, 3 * 256, 2, "silu") == 0.75  # 384 columns, 128 a tile
+    assert share_of_work(192, 256, 512, 1) == 1.0
+    assert share_of_work(96, 256, 512, 1) == 0.5  # half of the tile's rows
+    assert share_of_work(192, 3 * 256, 512, 2) == 0.75  # three tiles in two rounds of two
+    assert share_of_work(192, 3 * 256, 512, 2, "silu") == 0.75  # 384 columns, 128 a tile
+    assert share_of_work(192, 3 * 256, 1024, 2) == 1.0  # the third tile's rows are long enough for a half each
+    assert share_of_work(192, 6 * 256, 1024, 4) == 1.0
+    assert share_of_work(192, 7 * 256, 1024, 4) == 7 / 8  # three tiles are too many for that
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

@@ -198,7 +198,7 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
 
     def product(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
-        if num_rows < MIN_ROWS or share_of_work(num_rows, weight.shape[0], programs, activation) < min_share:
+        if num_rows < MIN_ROWS or share_of_work(num_rows, *weight.shape, programs, activation) < min_share:
             return by_cublas(x)
         if x.stride(0) % 8 or x.data_ptr() % 16:
             return by_cublas(x)
