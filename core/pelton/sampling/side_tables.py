@@ -17,8 +17,8 @@ _BAD_WORDS, _BAD_WORD_PREFIX = 32, 16  # room at first: words of more than one t
 
 
 class SideTables:
-    """Written when a request gets its side slot; `counts` also after each step. A number assigned to indexed places is
-    copied to the device, and the copy waited for: hence `index_fill_`."""
+    """Written when a request gets its side slot; `counts` also after each step. A number that is assigned to places is copied
+    to the device, and the copy waited for: hence `fill_` and `index_fill_`."""
 
     def __init__(self, num_side_slots: int, vocab_size: int, device: torch.device) -> None:
         shape = (num_side_slots, vocab_size)
@@ -51,22 +51,22 @@ class SideTables:
         slot, params = request.side_slot, request.sampling_params
         self.has_penalties[slot] = params.has_penalties
         if params.has_penalties:  # without penalties whatever is counted here has no weight
-            self.counts[slot] = 0
-            self.in_prompt[slot] = False
+            self.counts[slot].zero_()
+            self.in_prompt[slot].zero_()
             self._count(slot, request.token_ids, request.num_prompt_tokens)
-        self.presence_penalty[slot] = params.presence_penalty
-        self.frequency_penalty[slot] = params.frequency_penalty
-        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot].fill_(params.presence_penalty)
+        self.frequency_penalty[slot].fill_(params.frequency_penalty)
+        self.repetition_penalty[slot].fill_(params.repetition_penalty)
         self._set_bias(slot, params.logit_bias or {})
         single = [word[0] for word in request.bad_words_token_ids if len(word) == 1]
         self._set_banned(slot, params.allowed_token_ids, single)
         stop_ids = [*request.eos_token_ids, *(params.stop_token_ids or ())] if params.min_tokens else []
         if self.has_min_tokens[slot]:
-            self.stop_ids[slot] = False
+            self.stop_ids[slot].zero_()
         self.has_min_tokens[slot] = bool(stop_ids)
         if stop_ids:
             self.stop_ids[slot].index_fill_(0, self._ids(stop_ids), True)
-        self.min_tokens[slot] = params.min_tokens
+        self.min_tokens[slot].fill_(params.min_tokens)
         self._set_bad_words(slot, [word for word in request.bad_words_token_ids if len(word) > 1])
 
     def count(self, side_slots: Tensor, token_ids: Tensor, weights: Tensor) -> None:
@@ -83,7 +83,7 @@ class SideTables:
 
     def _set_bias(self, slot: int, bias: dict[int, float]) -> None:
         if self.has_bias[slot]:
-            self.bias[slot] = 0.0
+            self.bias[slot].zero_()
         kept = {token_id: value for token_id, value in bias.items() if token_id < self.vocab_size}
         self.has_bias[slot] = bool(kept)
         if kept:
@@ -92,17 +92,17 @@ class SideTables:
 
     def _set_banned(self, slot: int, allowed: list[int] | None, banned: list[int]) -> None:
         if self.has_banned[slot]:
-            self.banned[slot] = False
+            self.banned[slot].zero_()
         self.has_banned[slot] = allowed is not None or bool(banned)
         if allowed is not None:
-            self.banned[slot] = True
+            self.banned[slot].fill_(True)
             self.banned[slot].index_fill_(0, self._ids(allowed), False)
         if banned:
             self.banned[slot].index_fill_(0, self._ids(banned), True)
 
     def _set_bad_words(self, slot: int, words: list[list[int]]) -> None:
         if self.has_bad_words[slot]:
-            self.bad_word_prefix_len[slot] = _NO_WORD
+            self.bad_word_prefix_len[slot].fill_(_NO_WORD)
         self.has_bad_words[slot] = bool(words)
         if not words:
             return
