@@ -16,8 +16,8 @@
 enum {
     BLOCK = 12,
     DOT_ROWS = 4,              /* of a plain weight: more rows are worth packing it */
-    /* From here on a thread multiplies rows that it packed itself, so that they need not leave its cache: 4 to 14 % at 64 to 128
-       rows where the cores share no L3, nothing where they do. Below, reading the weight twice costs more. */
+    /* From here on a thread multiplies rows that it packed itself, so that they need not leave its cache: 6 % at 64 and 128 rows
+       where the cores share no L3, nothing where they do. With fewer rows, reading the weight twice costs more. */
     MANY_ROWS = 64,
     GROUP_ROWS = 32,           /* of one thread, at least */
     GROUP_BYTES = 512 << 10,   /* packed rows that panels are multiplied with before others: half of an L2 cache */
