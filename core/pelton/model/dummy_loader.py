@@ -22,17 +22,20 @@ _SCALE = 0.02  # of matrices, as most models are initialised
 
 
 class RandomWeight(LazyWeight):
-    """Made when it is read."""
+    """Made when it is read first."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
         self.name = name
         self.shape = shape
         self._dtype = dtype
         self._seed = seed
+        self._drawn: Tensor | None = None  # its rows may be asked for a part at a time
 
     def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
-        generator = torch.Generator().manual_seed(self._number())
-        weight = torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
+        if self._drawn is None:
+            generator = torch.Generator().manual_seed(self._number())
+            self._drawn = torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
+        weight = self._drawn
         if dim is not None:
             weight = weight.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
         return weight.to(self._dtype)
