@@ -6,6 +6,8 @@ from ctypes import byref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.errors import EngineError
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 MOST_HEADS = 48
 """Query heads of one key head that a task has room for (TILE_ROWS in csrc/attention.c)."""
 
+LEAST_PREFIX_ROWS, LEAST_PREFIX = 8, 64
+"""Rows that share a prefix, and its tokens: from here on it is read once for all."""
+
 
 @dataclass(slots=True)
 class NativeMetadata:
@@ -28,6 +33,7 @@ class NativeMetadata:
 
     common: CommonMetadata  # keeps the tensors alive
     step: library.Step
+    prefix: Tensor | None = None  # the struct has its address
 
 
 @dataclass(slots=True)
@@ -66,11 +72,26 @@ class NativeBackend(AttentionBackend):
         return KVLayout(heads_first=True)
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> NativeMetadata:
+        prefix = self._common_prefix(common, key)
         step = library.Step(
             common.query_start_loc.data_ptr(), common.seq_lens.data_ptr(), common.block_table.data_ptr(),
             common.block_table.stride(0), common.num_reqs, int(common.causal),
+            None if prefix is None else prefix.data_ptr(),
         )  # fmt: skip
-        return NativeMetadata(common, step)
+        return NativeMetadata(common, step, prefix)
+
+    def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
+        needs = self.needs
+        is_served = self._kernels.isa == "avx512" and needs.dtype == "bfloat16" and not needs.sliding_window
+        return is_served and num_rows >= LEAST_PREFIX_ROWS and prefix_len >= LEAST_PREFIX
+
+    def _common_prefix(self, common: CommonMetadata, key: BatchDescriptor | None) -> Tensor | None:
+        """[1] int32, for a step of one token a row that is served better by reading its common prefix once."""
+        if key is not None:
+            return common.common_prefix if key.has_common_prefix else None
+        if common.max_query_len != 1 or not self.uses_common_prefix(common.num_reqs, common.common_prefix_len):
+            return None
+        return torch.tensor([common.common_prefix_len], dtype=torch.int32)
 
     def slot_mapping(self, metadata: NativeMetadata) -> Tensor:
         return metadata.common.slot_mapping

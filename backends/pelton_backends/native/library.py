@@ -31,7 +31,7 @@ class Attention(Structure):
 class Step(Structure):
     _fields_ = (
         ("query_start", c_void_p), ("seq_lens", c_void_p), ("block_table", c_void_p),
-        ("table_stride", c_int64), ("num_rows", c_int64), ("is_causal", c_int32),
+        ("table_stride", c_int64), ("num_rows", c_int64), ("is_causal", c_int32), ("common_prefix", c_void_p),
     )  # fmt: skip
 
 

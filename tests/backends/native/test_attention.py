@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
+from pelton.attention.metadata import BatchDescriptor
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionCase, AttentionStep
 from pelton_backends.native import library
 from pelton_backends.native.backend import NativeBackend
@@ -82,3 +83,62 @@ def test_it_is_offered_for_cpus_only():
 
 def test_the_best_instruction_set_is_the_default():
     assert library.kernels().isa in library.ISAS
+
+
+def shared_step(case, prefix):
+    """Every row starts with row 0's blocks."""
+    step = AttentionStep(NativeBackend, case)
+    for row in range(1, len(case.rows)):
+        count = prefix // case.block_size
+        step.tables[row][:count] = step.tables[0][:count]
+        step.keys[row][:prefix], step.values[row][:prefix] = step.keys[0][:prefix], step.values[0][:prefix]
+    step.common = step._common()
+    step.common.common_prefix_len = prefix
+    step.common.common_prefix = torch.tensor([prefix], dtype=torch.int32)
+    step.write()
+    return step
+
+
+SHARING = AttentionCase(
+    rows=tuple((1, 160 + 7 * (row % 5)) for row in range(37)),
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+    dtype="bfloat16",
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"head_dim": 32, "num_heads": 5, "num_kv_heads": 1},
+        {"head_dim": 128, "num_kv_heads": 6},
+        {"soft_cap": 3.0},
+        {"num_padding": 3},
+        {"rows": ((1, 160),) * 9},  # the prefix ends where the step's own token stands
+        {"block_size": 7, "rows": ((1, 161),) * 9},
+        {"sliding_window": 50},
+        {"dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_a_shared_prefix_is_read_once_or_not_at_all_apart(isa, changes):
+    case = replace(SHARING, **changes)
+    step = shared_step(case, 160 // case.block_size * case.block_size)
+    tolerance = TOLERANCES[case.dtype]
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=tolerance, rtol=tolerance)
+
+
+def test_what_reads_a_prefix_once(monkeypatch):
+    if library.kernels().isa != "avx512":
+        pytest.skip("AVX-512 BF16 only")
+    step = shared_step(SHARING, 160)
+    backend = step.backend
+    assert backend.uses_common_prefix(37, 160)
+    assert not backend.uses_common_prefix(7, 160) and not backend.uses_common_prefix(37, 48)
+    metadata = backend.build(step.common)
+    assert metadata.prefix.tolist() == [160] and metadata.step.common_prefix == metadata.prefix.data_ptr()
+    key = BatchDescriptor(37, 37, 1)
+    assert backend.build(step.common, key).prefix is None
+    assert backend.build(step.common, replace(key, has_common_prefix=True)).prefix is step.common.common_prefix

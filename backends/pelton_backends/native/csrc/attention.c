@@ -194,6 +194,8 @@ typedef int (*task_fn)(const struct attention *, const struct task *);
 /* Who runs a step's tasks, and how they are cut. */
 struct plan {
     task_fn one_token, more_tokens;
+    int64_t prefix;      /* tokens that all rows share and that are read once */
+    float *states;       /* what each row's heads summed up over these */
     int64_t tokens;      /* of a row that one task takes */
     int64_t heads;       /* key heads of a task with one token */
     int64_t num_places;
@@ -206,6 +208,7 @@ INLINE int64_t tokens_of(const struct step *step, int64_t row) { return step->qu
 
 static void set_paths(const struct attention *op, const struct step *step, int64_t threads, struct plan *plan) {
     int64_t num_tokens = step->query_start[step->num_rows] - step->query_start[0];
+    plan->prefix = 0, plan->states = NULL;
     plan->one_token = plan->more_tokens = run_tile, plan->tokens = most(TILE_ROWS / op->group, 1), plan->heads = 1;
 #if PELTON_X86
     if (pelton_isa() == ISA_AVX512 && op->dtype == DTYPE_BF16 && op->head_dim % 2 == 0) {
@@ -213,6 +216,7 @@ static void set_paths(const struct attention *op, const struct step *step, int64
         if (pelton_decodes_avx512(op)) {
             plan->one_token = pelton_decode_avx512;
             plan->heads = step->num_rows >= 2 * threads ? op->num_kv_heads : 1;
+            plan->prefix = step->common_prefix == NULL ? 0 : *step->common_prefix;
         }
     }
 #endif
@@ -231,6 +235,13 @@ static struct plan *make_plan(const struct attention *op, const struct step *ste
     if (plan == NULL)
         return NULL;
     *plan = paths, plan->num_places = 0;
+    if (plan->prefix > 0) {
+        plan->states = malloc((size_t)(step->num_rows * op->num_heads * PREFIX_STATE(op->head_dim)) * sizeof(float));
+        if (plan->states == NULL) {
+            free(plan);
+            return NULL;
+        }
+    }
     for (int64_t row = step->num_rows - 1; row >= 0; row--) {
         int64_t count = tokens_of(step, row), heads = count == 1 ? plan->heads : 1;
         for (int64_t token = count > 0 ? (count - 1) / plan->tokens * plan->tokens : -1; token >= 0; token -= plan->tokens)
@@ -261,13 +272,42 @@ static int run_place(const struct attention *op, const struct step *step, const 
     };
     task.first_key = op->window > 0 ? most(task.position - op->window + 1, 0) : 0;
     task.last_key = step->is_causal ? task.position + task.num_tokens : length;
+    if (plan->prefix > 0) {
+        task.first_key = plan->prefix;
+        task.states = plan->states + (place.row * op->num_heads + place.head * op->group) * PREFIX_STATE(op->head_dim);
+    }
     if (index + threads < plan->num_places) {
         int32_t row = plan->places[index + threads].row;
         task.next_table = step->block_table + row * step->table_stride;
         task.next_length = step->seq_lens[row];
-        task.next_key = op->window > 0 ? most(task.next_length - op->window, 0) : 0;
+        task.next_key = op->window > 0 ? most(task.next_length - op->window, 0) : plan->prefix;
     }
     return (row_tokens == 1 ? plan->one_token : plan->more_tokens)(op, &task);
+}
+
+/* Rows that share a prefix go through it together, PREFIX_ROWS at a time and one key head each. */
+enum { PREFIX_ROWS = 32 };
+
+static int run_prefix(const struct attention *op, const struct step *step, const struct plan *plan, int64_t index, const void *query,
+                      int64_t query_stride) {
+#if PELTON_X86
+    int64_t head = index % op->num_kv_heads, row = index / op->num_kv_heads * PREFIX_ROWS, first = row * op->num_heads + head * op->group;
+    struct task task = {
+        .table = step->block_table,
+        .head = head,
+        .num_heads = 1,
+        .num_tokens = least(PREFIX_ROWS, step->num_rows - row),
+        .length = plan->prefix,
+        .last_key = plan->prefix,
+        .query = (const char *)query + (size_t)(row * query_stride + head * op->group * op->head_dim) * size_of(op->dtype),
+        .query_stride = query_stride,
+        .states = plan->states + first * PREFIX_STATE(op->head_dim),
+    };
+    return pelton_prefix_avx512(op, &task);
+#else
+    (void)op, (void)step, (void)plan, (void)index, (void)query, (void)query_stride;
+    return 1;
+#endif
 }
 
 /* ---- q/k norm, rope, writing keys and values ---- */
@@ -409,10 +449,11 @@ enum { FEW_KEYS = 256 }; /* times heads: one thread is as fast */
 
 static int attend(const struct rope *rope, const struct attention *op, const struct written *written, const struct step *step,
                   void *query, int64_t query_stride, void *output) {
-    int64_t threads = 1, num_keys = 0, num_written = rope == NULL ? 0 : written->num_tokens;
+    int64_t threads = 1, num_written = rope == NULL ? 0 : written->num_tokens;
+#ifdef _OPENMP
+    int64_t num_keys = 0;
     for (int64_t row = 0; row < step->num_rows; row++)
         num_keys += step->seq_lens[row];
-#ifdef _OPENMP
     threads = num_keys * op->num_heads > FEW_KEYS ? omp_get_max_threads() : 1;
 #endif
     struct plan *plan = make_plan(op, step, threads);
@@ -427,10 +468,17 @@ static int attend(const struct rope *rope, const struct attention *op, const str
             for (int64_t token = 0; token < num_written; token++)
                 rope_one(rotate, rope, op, written, query, query, query_stride, token);
         }
+        if (plan->prefix > 0) {
+            int64_t parts = (step->num_rows + PREFIX_ROWS - 1) / PREFIX_ROWS * op->num_kv_heads;
+#pragma omp for schedule(dynamic)
+            for (int64_t index = 0; index < parts; index++)
+                failed |= run_prefix(op, step, plan, index, query, query_stride);
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t index = 0; index < plan->num_places; index++)
             failed |= run_place(op, step, plan, index, threads, query, query_stride, output);
     }
+    free(plan->states);
     free(plan);
     return failed;
 }

@@ -22,6 +22,8 @@ struct step {
     const int32_t *block_table;
     int64_t table_stride, num_rows;
     int32_t is_causal;
+    const int32_t *common_prefix; /* tokens that all rows share, in the blocks that row 0's table starts with: rows have one
+                                     token each, and `pelton_decodes_avx512` says yes; NULL: not looked at */
 };
 
 struct rope {
@@ -49,7 +51,12 @@ struct task {
     int32_t is_causal;
     const int32_t *next_table; /* a row whose keys may be wanted soon, from next_key on; NULL: none */
     int64_t next_key, next_length;
+    float *states; /* of a prefix, PREFIX_STATE(head_dim) numbers a query row: left here by the task that reads it, taken up by
+                      the row's own. NULL: the task sees all keys */
 };
+
+/* A query row's softmax (base, then sums of 16 lanes), and its sums of values. */
+#define PREFIX_STATE(head_dim) (32 + (head_dim))
 
 #if PELTON_X86
 /* Where `pelton_isa` is ISA_AVX512, the dtype bfloat16 and head_dim even: 0, or 1 when memory ran out. The first one takes one
@@ -57,6 +64,7 @@ struct task {
 int pelton_decodes_avx512(const struct attention *op);
 int pelton_decode_avx512(const struct attention *op, const struct task *task);
 int pelton_prefill_avx512(const struct attention *op, const struct task *task);
+int pelton_prefix_avx512(const struct attention *op, const struct task *task);
 #endif
 
 #endif

@@ -220,6 +220,17 @@ TARGET_AVX512 INLINE void put_line(const float *sums, int64_t dim, float factor,
     }
 }
 
+/* The other way. */
+TARGET_AVX512 INLINE void take_line(const float *line, int64_t dim, float *sums) {
+    __m512i low = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
+    __m512i high = _mm512_set_epi32(31, 30, 29, 28, 23, 22, 21, 20, 15, 14, 13, 12, 7, 6, 5, 4);
+    for (int64_t i = 0; i < dim; i += 32) {
+        __m512 a = _mm512_loadu_ps(line + i), b = _mm512_loadu_ps(line + i + 16);
+        _mm512_storeu_ps(sums + i, _mm512_permutex2var_ps(a, low, b));
+        _mm512_storeu_ps(sums + i + 16, _mm512_permutex2var_ps(a, high, b));
+    }
+}
+
 int pelton_decodes_avx512(const struct attention *op) {
     return op->head_dim % 32 == 0 && op->head_dim <= MOST_DIM && op->block_size % GROUP == 0;
 }
@@ -255,6 +266,12 @@ TARGET_AVX512 int pelton_decode_avx512(const struct attention *op, const struct 
     const bf16 *query = task->query, *k_cache = op->k_cache, *v_cache = op->v_cache;
     memset(sums, 0, (size_t)(queries * dim) * sizeof(float));
     start_rows(rows, queries);
+    for (int64_t i = 0; i < queries && task->states != NULL; i++) {
+        const float *state = task->states + i * PREFIX_STATE(dim);
+        rows[i].base = state[0];
+        memcpy(rows[i].total, state + 16, sizeof rows[i].total);
+        take_line(state + 32, dim, sums + i * dim);
+    }
     for (int64_t first = task->first_key / GROUP * GROUP; first < task->last_key; first += CHUNK) {
         int64_t count = least(CHUNK, task->last_key - first);
         struct chunk chunk = {.lower = most(task->first_key - first, 0), .upper = count};
@@ -354,13 +371,20 @@ TARGET_AVX512 static void attend_rows(const struct attention *op, const struct t
         avx512_multiply(weights, CHUNK, panels->values + part * CHUNK, sums + row * padded + part, padded, m, round_up(end, 2));
 }
 
-TARGET_AVX512 int pelton_prefill_avx512(const struct attention *op, const struct task *task) {
+/* What the rows of a task have summed up when they have seen its keys. */
+struct summed {
+    float *sums; /* rows padded to whole panels */
+    struct softmax *rows;
+};
+
+/* sums NULL: no memory. */
+TARGET_AVX512 static struct summed sum_up(const struct attention *op, const struct task *task) {
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
     size_t panel = (size_t)(padded * PANEL) * sizeof(bf16);
     size_t line = (size_t)padded * (sizeof(float) + sizeof(bf16)) + sizeof(struct softmax);
     char *memory = pelton_scratch(2 * panel + padded / PANEL * CHUNK * PANEL * sizeof(bf16) + (size_t)m * line);
     if (memory == NULL)
-        return 1;
+        return (struct summed){NULL, NULL};
     struct panels panels = {.keys = {(bf16 *)memory, (bf16 *)(memory + panel)}, .values = (bf16 *)(memory + 2 * panel)};
     float *sums = (float *)(memory + 2 * panel + padded / PANEL * CHUNK * PANEL * sizeof(bf16));
     struct softmax *rows = (struct softmax *)(sums + m * padded);
@@ -376,12 +400,33 @@ TARGET_AVX512 int pelton_prefill_avx512(const struct attention *op, const struct
         for (int64_t row = 0; row < m; row += ROWS)
             attend_rows(op, task, &panels, first, count, row, least(ROWS, m - row), query, sums, rows);
     }
+    return (struct summed){sums, rows};
+}
+
+/* Query rows of several rows of a step, one token each, against the keys that these share. */
+TARGET_AVX512 int pelton_prefix_avx512(const struct attention *op, const struct task *task) {
+    int64_t dim = op->head_dim, padded = round_up(dim, PANEL);
+    struct summed summed = sum_up(op, task);
+    for (int64_t row = 0; row < task->num_tokens * op->group && summed.sums != NULL; row++) {
+        float *state = task->states + (row / op->group * op->num_heads + row % op->group) * PREFIX_STATE(dim);
+        state[0] = summed.rows[row].base;
+        memcpy(state + 16, summed.rows[row].total, sizeof summed.rows[row].total);
+        memcpy(state + 32, summed.sums + row * padded, (size_t)dim * sizeof(float));
+    }
+    return summed.sums == NULL;
+}
+
+TARGET_AVX512 int pelton_prefill_avx512(const struct attention *op, const struct task *task) {
+    int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
+    struct summed summed = sum_up(op, task);
+    if (summed.sums == NULL)
+        return 1;
     for (int64_t row = 0; row < m; row++) {
         bf16 *output = (bf16 *)task->output + row / op->group * op->num_heads * dim + row % op->group * dim;
-        float factor = 1.0f / total_of(rows + row);
+        float factor = 1.0f / total_of(summed.rows + row);
         for (int64_t i = 0; i < dim; i += 16) {
             __mmask16 mask = (__mmask16)((1u << least(dim - i, 16)) - 1u);
-            __m512 line = _mm512_mul_ps(_mm512_loadu_ps(sums + row * padded + i), _mm512_set1_ps(factor));
+            __m512 line = _mm512_mul_ps(_mm512_loadu_ps(summed.sums + row * padded + i), _mm512_set1_ps(factor));
             _mm256_mask_storeu_epi16(output + i, mask, (__m256i)_mm512_cvtneps_pbh(line));
         }
     }
