@@ -11,7 +11,8 @@ from pelton.model.build import make_build_config
 from pelton.model.resolve import resolve_model
 from pelton.ops.selector import OpSelector
 from pelton.plugins import load_plugins
-from pelton.testing.model_driver import ModelDriver
+from pelton.quantization.blocks import KINDS
+from pelton.testing.model_driver import ModelDriver, TensorWeight
 from pelton.testing.models import make_tiny_checkpoint
 
 HIDDEN, HEADS, KV_HEADS, MLP, VOCAB, LAYERS = 64, 4, 2, 96, 50, 2
@@ -122,6 +123,12 @@ def test_another_form_of_checkpoint_is_refused(tmp_path):
     path = make_tiny_checkpoint(tmp_path / "m", "llama")
     with pytest.raises(ConfigError, match=r"quantization is 'gguf', and the weights of .* are read as 'safetensors'"):
         build(path, quantization="gguf")
+
+
+def test_weights_of_another_loader_are_refused(tmp_path):
+    _, _, method = build(write_model(tmp_path / "m.gguf"), quantization="gguf")
+    with pytest.raises(ConfigError, match="the loader 'gguf' gives a TensorWeight, which has no blocks"):
+        method.read_blocks(TensorWeight(torch.zeros(2, 32)), KINDS["q8_0"], 0, 2)
 
 
 def test_the_methods_are_offered_by_their_hook():

@@ -51,5 +51,10 @@ class GGUFBlocks(PackedWeights):
         return kind
 
     def read_blocks(self, weight: LazyWeight, kind: BlockKind, start: int, stop: int) -> Tensor:
-        assert isinstance(weight, GGUFWeight) and weight.quant_type.name.lower() == kind.name
+        if not isinstance(weight, GGUFWeight):
+            raise ConfigError(
+                f"quantization is 'gguf', and the loader 'gguf' gives a {type(weight).__name__}, which has no blocks. "
+                "Leave out the plugin that replaces the built-in loader, or use q8_0 or q4_1."
+            )
+        assert weight.quant_type.name.lower() == kind.name
         return weight.blocks(start, stop)
