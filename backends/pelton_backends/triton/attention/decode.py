@@ -445,9 +445,10 @@ def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int)
 
     Few pairs of row and kv head are latency: as many programs as are useful and run at once, the first chunk loaded early (4.3 us
     at one row of 256 tokens, 6.1 loaded late; 11.2 and 16 us at 32 rows; programs without work cost, 13.8 us with twice as many).
-    Then come even shares: split programs are dealt to multiprocessors unevenly while they do not fill them (128 rows of 256
-    tokens: 87 % of the copy bandwidth, split 63 to 70; 64 rows of 512: 82 %, 60 to 77). Above, splits of 256 tokens or more
-    (256 rows of 100 to 1024 tokens: 93 %, even shares 88).
+    Then come even shares: split programs that start before the kernel before has ended crowd on the multiprocessors that it leaves
+    free (128 rows of 256 tokens: 85 % of the copy bandwidth; split 63, and 80 without dependent launch; 64 rows of 512: 81 %, split
+    60 to 77; 64 rows of 100 to 1024: 73 %, split 77). Above, splits of 256 tokens or more (256 rows of 100 to 1024 tokens: 93 %,
+    even shares 88).
 
     row_bytes: of a padded head's numbers in the model's dtype. More than 256 leave no registers for an early chunk.
     """
