@@ -91,20 +91,18 @@ def test_large_matrices_and_many_rows_go_to_the_library(monkeypatch, device):
     calls: list[int] = []
 
     def noted(product: Any) -> Any:
-        return lambda *args, **kwargs: calls.append(kwargs["out"].shape[0]) or product(*args, **kwargs)
+        return lambda *args, **kwargs: (
+            calls.append(kwargs["out"].untyped_storage().nbytes()) or product(*args, **kwargs)
+        )
 
     monkeypatch.setattr(small_batch.torch, "mm", noted(torch.mm))
     monkeypatch.setattr(small_batch.torch, "addmm", noted(torch.addmm))
     monkeypatch.setattr(small_batch, "SMALL_MATRIX", 100 * 160)
-    small_batch.prefers_library.cache_clear()
-    try:
-        for rows in (64, 65, 129):
-            check(make_case(rows, 100, 160, torch.float16, device), SmallBatchAddNormLinear)
-            check(make_case(rows, 101, 160, torch.float16, device, bias=True), SmallBatchAddNormLinear)
-            check(make_case(rows, 101, 160, torch.float16, device, activation="silu"), SmallBatchAddNormGatedLinear)
-    finally:
-        small_batch.prefers_library.cache_clear()
-    assert calls == [65, 129, 129]
+    for rows in (128, 129):
+        check(make_case(rows, 100, 160, torch.float16, device), SmallBatchAddNormLinear)
+        check(make_case(rows, 101, 160, torch.float16, device, bias=True), SmallBatchAddNormLinear)
+        check(make_case(rows, 101, 160, torch.float16, device, activation="silu"), SmallBatchAddNormGatedLinear)
+    assert calls == [256 * 160 * 2] * 2  # bytes: there are rows behind the 129th, for kernels that read tiles of rows
 
 
 def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
@@ -232,7 +230,7 @@ def test_every_mid_batch_tiling_gives_the_product(dtype, tiling, device):
     ("rows", "sizes"),
     [
         *((rows, (1024, 4096, 2048, 6144, 3072)) for rows in (24, 64, 128, 200)),
-        *((rows, (4096, 2560, 2560, 6144, 3072)) for rows in (100, 190, 250)),
+        *((rows, (4096, 2560, 2560, 16384, 8192)) for rows in (190, 250)),
     ],
 )
 def test_captured_chain_repeats_bit_for_bit(rows, sizes, device):

@@ -386,10 +386,11 @@ def choose_mid_batch_tiling(
     num_tokens: int, out_features: int, in_features: int, is_gated: bool
 ) -> MidBatchTiling | None:
     """By measurement on an H200 (132 multiprocessors), bf16, 65 to 256 rows of Qwen3-0.6B's and Llama-3.1-8B's matrices: see
-    docs/performance.md. None where the kernels of `small_batch` or cuBLAS were as fast.
+    docs/performance.md. None where the kernels of `small_batch` or cuBLAS were as fast in a chain of a layer's products.
 
     cuBLAS has tiles for any number of rows of x, so it is ahead where those here are half empty: between 129 and 184, and
-    between 193 and 224 rows of wide matrices."""
+    between 193 and 224 rows of wide matrices. Tiles of 64 rows of the weight by 128 of x, as fast or faster alone for O and
+    down, made the chain 4 to 6 % slower at 208 and 224 rows and are not used: they read more from L2, under a power limit."""
     if not 64 < num_tokens <= 256:
         return None
     is_small = out_features * in_features <= SMALL_MATRIX
@@ -401,15 +402,10 @@ def choose_mid_batch_tiling(
         if triton.cdiv(out_features, run) * num_blocks < MIN_PROGRAMS:
             return None
         return _tiling(run, 128, 3, 1, in_features) if num_blocks == 1 else _tiling(run, 256, 2, 1, in_features)
-    if is_small or not MIN_PROGRAMS // 2 * 64 < out_features <= PROGRAMS // 2 * 64:
+    is_cut_evenly = MIN_PROGRAMS <= triton.cdiv(out_features, 128) * 4 <= PROGRAMS
+    if is_small or in_features < LONG_ROW or not 176 < num_tokens <= 192 or not is_cut_evenly:
         return None
-    if num_tokens <= 128:
-        return _tiling(64, 64, 2, 2, in_features)
-    if in_features < LONG_ROW:
-        return _tiling(64, 64, 2, 1, in_features)
-    if num_tokens <= 176:
-        return None
-    return _tiling(128, 128, 3, 4, in_features) if num_tokens <= 192 else _tiling(64, 64, 2, 1, in_features)
+    return _tiling(128, 128, 3, 4, in_features)
 
 
 def _tiling(run: int, most: int, groups: int, split: int, in_features: int) -> MidBatchTiling | None:
@@ -436,13 +432,11 @@ def paired_rows_of(matrix: Tensor, num_rows: int, rows: int) -> TensorDescriptor
 class MidBatchProduct:
     """`split_k.multiply` with one weight; its contract and roundings, for any number of rows and K a multiple of 64.
 
-    On an H200, bf16, in a captured chain over distinct weights, us (cuBLAS with the activation's kernel, `HopperProduct`):
-      Qwen3-0.6B, 256 rows    gate and up 8.6 (10.4, 11.3)
-      Llama-3.1-8B, 112 rows  O 14.2 (16.0, 14.5)  down 36.8 (39.7, 37.6)  but gate and up 64.7 (68.4, 64.3)
-      Llama-3.1-8B, 192 rows  O 17.3 (17.3, 17.8)  down 44.2 (46.6, 51.9)  gate and up 80.3 (89.2, 124.5)
-      Llama-3.1-8B, 256 rows  O 17.5 (17.4, 17.7)  down 50.4 (52.7, 53.0)  gate and up 105.6 (111.9, 124.7)
-    From 128 rows on the card's power limit holds: after 10 ms of gate and up at 256 rows alone the clock is 1.45 GHz, 109 us
-    here and 111 with cuBLAS.
+    On an H200, bf16, in a captured chain over distinct weights of one product, us (cuBLAS with the activation's kernel):
+      Qwen3-0.6B    gate and up, 160 rows 8.4 (9.9), 256 rows 8.6 (10.4)
+      Llama-3.1-8B  gate and up, 192 rows 80.3 (89.2), 256 rows 105.6 (111.9); down, 192 rows 44.2 (46.6)
+    The power limit holds from 128 rows of the 8B on: alone for 0.5 s, gate and up take 85 us (90) at 192 rows and 109 (111) at
+    256, at a clock of 1.4 to 1.5 GHz.
 
     counters  [at least ceil(N / 64) ceil(T / 64)] int32, zeros; zeros again when the kernel is done
     Rows of x begin at multiples of 16 bytes (`HopperProduct.takes`); with an activation N is a multiple of 16.

@@ -7,7 +7,6 @@ number of rows and the size of the matrix, as measured on an H200: the same call
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
-from pelton_backends.triton.ops.hopper_mid_batch import LONG_ROW, SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
+from pelton_backends.triton.ops.hopper_mid_batch import SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
 from pelton_backends.triton.ops.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, empty_rows
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 MIN_TOKENS = 1
 MAX_TOKENS = 256
+MAX_TOKENS_OF_LARGE = 128
 DTYPES = ("bfloat16", "float16")
 
 
@@ -58,12 +58,9 @@ def _token_range(needs: Any) -> tuple[int, int | None]:
     return MIN_TOKENS, MAX_TOKENS
 
 
-@cache
-def prefers_library(num_tokens: int, out_features: int, in_features: int, is_gated: bool) -> bool:
+def prefers_library(num_tokens: int, weight: Tensor) -> bool:
     """Where cuBLAS, with an activation and `gated` behind it, was faster on an H200 than `HopperProduct`."""
-    if num_tokens <= 64 or out_features * in_features <= SMALL_MATRIX:
-        return False
-    return num_tokens > 128 or not (is_gated or in_features >= LONG_ROW)
+    return num_tokens > MAX_TOKENS_OF_LARGE and weight.numel() > SMALL_MATRIX
 
 
 def _product(weights: LinearWeights, activation: str | None = None) -> Callable[[Tensor], Tensor]:
@@ -82,7 +79,7 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Callable[
         tiling = choose_mid_batch_tiling(x.shape[0], *sizes) if is_readable else None
         if tiling is not None:
             return more(x, tiling)
-        if prefers_library(x.shape[0], *sizes):
+        if prefers_library(x.shape[0], weight):
             out = empty_rows(x.shape[0], weight.shape[0], x)
             rows = torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
             return rows if activation is None else gated(rows, activation)
