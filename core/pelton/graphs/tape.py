@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from functools import partial
+from enum import Enum
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,6 +66,7 @@ class TapeRecorder(GraphRecorder):
     def begin(self) -> None:
         assert self._mode is None, "a capture runs already"
         tape = Tape()
+        self._room.start()
         self._mode = _Watch(tape, self._room)
         self._token = _recording.set(tape)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -84,6 +86,23 @@ class TapeRecorder(GraphRecorder):
         self._mode = self._token = None
 
 
+class _Kind(Enum):
+    HOST_READ, EMPTY, WRITE, VIEW, OTHER = range(5)
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    name, schema = str(func), func._schema
+    if name.startswith(_HOST_READS):
+        return _Kind.HOST_READ
+    if name.startswith(_EMPTY):
+        return _Kind.EMPTY
+    aliases = [one.alias_info for one in schema.arguments if one.alias_info is not None]
+    if any(alias.is_write for alias in aliases):
+        return _Kind.WRITE
+    return _Kind.VIEW if aliases and all(one.alias_info is not None for one in schema.returns) else _Kind.OTHER
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts torch's ops on the tape, and their results into the room."""
 
@@ -98,19 +117,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name.startswith(_HOST_READS):
-            self.refused = name
+        kind = _kind(func)
+        if kind is _Kind.HOST_READ:
+            self.refused = str(func)
         result = func(*args, **(kwargs or {}))
-        if name.startswith(_EMPTY):
+        if kind is _Kind.VIEW:
+            return result
+        if kind is _Kind.EMPTY:
             return self._room.like(result)
-        if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
+        if kind is _Kind.WRITE:
             self._record(func, args, kwargs, None)
             return result
         given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if not made or any(one.untyped_storage().data_ptr() in given for one in made):
-            return result  # a view, whose address stays
+            return result  # as good as a view: its address stays
         kept = tree_map_only(Tensor, lambda one: self._room.like(one).copy_(one), result)
         self._record(
             func, args, kwargs, [self._room.unowned(one) for one in tree_leaves(kept) if isinstance(one, Tensor)]
@@ -146,8 +167,19 @@ class _Room:
 
     def __init__(self) -> None:
         self._chunks: list[tuple[Tensor, np.ndarray]] = []
-        self._used = 0  # of the last chunk
+        self._chunk = self._used = 0  # where the next tensor goes, in which chunk
+        self._num_pieces = 0
         self._free: dict[int, list[tuple[int, int]]] = {}  # size -> (chunk, start)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.numel() for chunk, _ in self._chunks)
+
+    def start(self) -> None:
+        """For the next tape: from the beginning, where no tensor of an earlier one is left."""
+        if not self._num_pieces:
+            self._chunk = self._used = 0
+            self._free.clear()
 
     def like(self, tensor: Tensor) -> Tensor:
         """One with its shape and dtype, and its strides where these leave no gaps; its numbers are undefined."""
@@ -172,13 +204,21 @@ class _Room:
         free = self._free.setdefault(size, [])
         chunk, start = free.pop() if free else self._carve(size)
         piece = self._chunks[chunk][1][start : start + num_bytes].view(_Piece)
-        piece.give_back = lambda: free.append((chunk, start))
+        self._num_pieces += 1
+
+        def give_back() -> None:
+            self._num_pieces -= 1
+            free.append((chunk, start))
+
+        piece.give_back = give_back
         return piece
 
     def _carve(self, size: int) -> tuple[int, int]:
-        if not self._chunks or self._used + size > self._chunks[-1][0].numel():
-            memory = torch.empty(max(size, _LEAST_CHUNK), dtype=torch.uint8)
+        while self._chunk < len(self._chunks) and self._used + size > self._chunks[self._chunk][0].numel():
+            self._chunk, self._used = self._chunk + 1, 0
+        if self._chunk == len(self._chunks):  # twice as large as the last: tapes for ever more rows take little in all
+            last = self._chunks[-1][0].numel() if self._chunks else 0
+            memory = torch.empty(max(size, 2 * last, _LEAST_CHUNK), dtype=torch.uint8)
             self._chunks.append((memory, memory.numpy()))
-            self._used = 0
         start, self._used = self._used, self._used + size
-        return len(self._chunks) - 1, start
+        return self._chunk, start

@@ -126,3 +126,23 @@ def test_the_first_run_of_a_key_runs_once():
     for _ in range(3):
         graphs.run(CUDAGraphMode.FULL, "key", lambda: total.add_(1))
     assert total.item() == 3.0
+
+
+def test_tapes_of_many_sizes_share_their_memory():
+    recorder, x = TapeRecorder(), torch.ones(1)
+    graphs = []
+    for rows in range(1, 65):
+        result = torch.zeros(rows)
+
+        def call(rows=rows, result=result):
+            logits = torch.empty(rows, 40_000)
+            logits.copy_(x.expand(rows, 40_000))
+            result.copy_((logits + 1)[:, -1])
+
+        graphs.append((record(recorder, call)[0], result))
+    most = 64 * 40_000 * 4
+    assert 2 * most <= recorder._room.num_bytes <= 8 * most  # 64 tapes, each with memory of its own, would take 65
+    x.fill_(5.0)
+    for graph, result in reversed(graphs):
+        graph.replay()
+        assert (result == 6.0).all()
