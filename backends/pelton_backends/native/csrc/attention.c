@@ -140,10 +140,14 @@ static __attribute__((noinline)) void multiply_plain(const float *a, int64_t lda
 }
 
 static void attend_plain(const struct attention *op, const struct task *task, struct tile *tile) {
+#if PELTON_X86 /* before AVX2, thus rare: one copy for all dtypes compiles sooner */
+    attend_floats(op, task, tile, op->dtype, multiply_plain);
+#else
     if (op->dtype == DTYPE_BF16)
         attend_floats(op, task, tile, DTYPE_BF16, multiply_plain);
     else
         attend_floats(op, task, tile, DTYPE_F32, multiply_plain);
+#endif
 }
 
 #if PELTON_X86
@@ -339,21 +343,21 @@ INLINE void rotate_head(const struct rope *op, const void *from, void *to, const
         store(to, i, line[i], dtype);
 }
 
+/* All heads of a token: query heads to `query`, key heads and values into the cache. */
 INLINE void rope_token(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv, char *query,
                        int64_t token, int dtype) {
     size_t head_bytes = (size_t)op->head_dim * size_of(dtype);
     const float *cos_sin = op->rotary_dim ? op->cos_sin + step->positions[token] * op->rotary_dim : NULL;
-    for (int64_t head = 0; head < op->num_heads; head++)
-        rotate_head(op, qkv + head * head_bytes, query + head * head_bytes, op->q_norm, op->q_eps, op->q_unit_offset, cos_sin, dtype);
-    int64_t slot = step->slots[token];
-    if (slot < 0 || !op->writes_kv)
-        return;
-    const char *keys = qkv + op->num_heads * head_bytes, *values = keys + op->num_kv_heads * head_bytes;
-    int64_t start = slot / cache->block_size * cache->block_stride + slot % cache->block_size * cache->token_stride;
-    for (int64_t head = 0; head < op->num_kv_heads; head++) {
-        size_t at = (size_t)(start + head * cache->head_stride) * size_of(dtype);
-        rotate_head(op, keys + head * head_bytes, (char *)cache->k_cache + at, op->k_norm, op->k_eps, op->k_unit_offset, cos_sin, dtype);
-        memcpy((char *)cache->v_cache + at, values + head * head_bytes, head_bytes);
+    int64_t slot = step->slots[token], start = slot / cache->block_size * cache->block_stride + slot % cache->block_size * cache->token_stride;
+    int64_t num_heads = op->num_heads, last = num_heads + (slot >= 0 && op->writes_kv ? op->num_kv_heads : 0);
+    for (int64_t head = 0; head < last; head++) { /* one call for both kinds: it is compiled in place, for every path */
+        int is_key = head >= num_heads;
+        size_t at = (size_t)(start + (head - num_heads) * cache->head_stride) * size_of(dtype);
+        rotate_head(op, qkv + head * head_bytes, is_key ? (char *)cache->k_cache + at : query + head * head_bytes,
+                    is_key ? op->k_norm : op->q_norm, is_key ? op->k_eps : op->q_eps,
+                    is_key ? op->k_unit_offset : op->q_unit_offset, cos_sin, dtype);
+        if (is_key)
+            memcpy((char *)cache->v_cache + at, qkv + (head + op->num_kv_heads) * head_bytes, head_bytes);
     }
 }
 
@@ -361,10 +365,14 @@ typedef void (*rope_fn)(const struct rope *, const struct attention *, const str
 
 static void rope_plain(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv, char *query,
                        int64_t token) {
+#if PELTON_X86 /* as in attend_plain */
+    rope_token(op, cache, step, qkv, query, token, op->dtype);
+#else
     if (op->dtype == DTYPE_BF16)
         rope_token(op, cache, step, qkv, query, token, DTYPE_BF16);
     else
         rope_token(op, cache, step, qkv, query, token, DTYPE_F32);
+#endif
 }
 
 #if PELTON_X86
@@ -375,47 +383,11 @@ TARGET_AVX2 static void rope_avx2(const struct rope *op, const struct attention 
     else
         rope_token(op, cache, step, qkv, query, token, DTYPE_F32);
 }
-#endif
 
-#if PELTON_X86
-TARGET_AVX512 INLINE __m512 sixteen(const bf16 *numbers) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)numbers)), 16));
-}
-
-/* One head without a norm, rotary_dim a multiple of 32. */
-TARGET_AVX512 INLINE void turn_head(const bf16 *from, bf16 *to, int64_t dim, int64_t half, const float *cos_sin) {
-    for (int64_t i = 0; i < half; i += 16) {
-        __m512 first = sixteen(from + i), second = sixteen(from + half + i);
-        __m512 cos = _mm512_loadu_ps(cos_sin + i), sin = _mm512_loadu_ps(cos_sin + half + i);
-        __m512 low = _mm512_sub_ps(_mm512_mul_ps(first, cos), _mm512_mul_ps(second, sin));
-        __m512 high = _mm512_add_ps(_mm512_mul_ps(second, cos), _mm512_mul_ps(first, sin));
-        _mm256_storeu_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(low));
-        _mm256_storeu_si256((__m256i *)(to + half + i), (__m256i)_mm512_cvtneps_pbh(high));
-    }
-    if (to != from)
-        memcpy(to + 2 * half, from + 2 * half, (size_t)(dim - 2 * half) * sizeof(bf16));
-}
-
-TARGET_AVX512 static void rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv,
-                                      char *query, int64_t token) {
-    int64_t dim = op->head_dim, half = op->rotary_dim / 2;
-    if (op->dtype != DTYPE_BF16 || op->q_norm != NULL || op->k_norm != NULL || half == 0 || half % 16) {
+static void rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv, char *query,
+                        int64_t token) {
+    if (!pelton_rope_avx512(op, cache, step, qkv, query, token))
         rope_avx2(op, cache, step, qkv, query, token);
-        return;
-    }
-    const float *cos_sin = op->cos_sin + step->positions[token] * op->rotary_dim;
-    for (int64_t head = 0; head < op->num_heads; head++)
-        turn_head((bf16 *)qkv + head * dim, (bf16 *)query + head * dim, dim, half, cos_sin);
-    int64_t slot = step->slots[token];
-    if (slot < 0 || !op->writes_kv)
-        return;
-    const bf16 *keys = (bf16 *)qkv + op->num_heads * dim, *values = keys + op->num_kv_heads * dim;
-    int64_t start = slot / cache->block_size * cache->block_stride + slot % cache->block_size * cache->token_stride;
-    for (int64_t head = 0; head < op->num_kv_heads; head++) {
-        int64_t at = start + head * cache->head_stride;
-        turn_head(keys + head * dim, (bf16 *)cache->k_cache + at, dim, half, cos_sin);
-        memcpy((bf16 *)cache->v_cache + at, values + head * dim, (size_t)dim * sizeof(bf16));
-    }
 }
 #endif
 

@@ -65,6 +65,10 @@ int pelton_decodes_avx512(const struct attention *op);
 int pelton_decode_avx512(const struct attention *op, const struct task *task);
 int pelton_prefill_avx512(const struct attention *op, const struct task *task);
 int pelton_prefix_avx512(const struct attention *op, const struct task *task);
+
+/* Rope and cache write of a token, in bfloat16 without norms: 1; 0 says that it is not for this function. */
+int pelton_rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv, char *query,
+                       int64_t token);
 #endif
 
 #endif

@@ -6,7 +6,7 @@
    - More tokens: keys and values of a chunk are packed once (tile.h), then 12 query rows at a time go through scores, softmax
      and values while all of it is in the L1 cache. */
 #include "attention.h"
-#include "tile.h"
+#include "tile_avx512.h"
 
 #if PELTON_X86
 
@@ -431,6 +431,47 @@ TARGET_AVX512 int pelton_prefill_avx512(const struct attention *op, const struct
         }
     }
     return 0;
+}
+
+/* ---- rope ---- */
+
+TARGET_AVX512 INLINE __m512 sixteen(const bf16 *numbers) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)numbers)), 16));
+}
+
+/* One head without a norm, rotary_dim a multiple of 32. */
+TARGET_AVX512 INLINE void turn_head(const bf16 *from, bf16 *to, int64_t dim, int64_t half, const float *cos_sin) {
+    for (int64_t i = 0; i < half; i += 16) {
+        __m512 first = sixteen(from + i), second = sixteen(from + half + i);
+        __m512 cos = _mm512_loadu_ps(cos_sin + i), sin = _mm512_loadu_ps(cos_sin + half + i);
+        __m512 low = _mm512_sub_ps(_mm512_mul_ps(first, cos), _mm512_mul_ps(second, sin));
+        __m512 high = _mm512_add_ps(_mm512_mul_ps(second, cos), _mm512_mul_ps(first, sin));
+        _mm256_storeu_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(low));
+        _mm256_storeu_si256((__m256i *)(to + half + i), (__m256i)_mm512_cvtneps_pbh(high));
+    }
+    if (to != from)
+        memcpy(to + 2 * half, from + 2 * half, (size_t)(dim - 2 * half) * sizeof(bf16));
+}
+
+TARGET_AVX512 int pelton_rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv,
+                                     char *query, int64_t token) {
+    int64_t dim = op->head_dim, half = op->rotary_dim / 2;
+    if (op->dtype != DTYPE_BF16 || op->q_norm != NULL || op->k_norm != NULL || half == 0 || half % 16)
+        return 0;
+    const float *cos_sin = op->cos_sin + step->positions[token] * op->rotary_dim;
+    for (int64_t head = 0; head < op->num_heads; head++)
+        turn_head((bf16 *)qkv + head * dim, (bf16 *)query + head * dim, dim, half, cos_sin);
+    int64_t slot = step->slots[token];
+    if (slot < 0 || !op->writes_kv)
+        return 1;
+    const bf16 *keys = (bf16 *)qkv + op->num_heads * dim, *values = keys + op->num_kv_heads * dim;
+    int64_t start = slot / cache->block_size * cache->block_stride + slot % cache->block_size * cache->token_stride;
+    for (int64_t head = 0; head < op->num_kv_heads; head++) {
+        int64_t at = start + head * cache->head_stride;
+        turn_head(keys + head * dim, (bf16 *)cache->k_cache + at, dim, half, cos_sin);
+        memcpy((bf16 *)cache->v_cache + at, values + head * dim, (size_t)dim * sizeof(bf16));
+    }
+    return 1;
 }
 
 #endif

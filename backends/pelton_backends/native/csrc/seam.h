@@ -3,7 +3,7 @@
 #define PELTON_SEAM_H
 
 #include "linear.h"
-#include "tile.h"
+#include "tile_avx512.h"
 
 #if PELTON_X86
 

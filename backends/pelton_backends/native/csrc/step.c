@@ -1,10 +1,6 @@
 /* Before a step's forward pass its inputs, behind it the best token of every row. */
 #include "step.h"
 
-#if PELTON_X86
-#include <immintrin.h>
-#endif
-
 /* ---- inputs ---- */
 
 static void write_tokens(const struct inputs *op, int64_t slot, int64_t context, int64_t start, int64_t count) {
@@ -83,28 +79,7 @@ static struct best find_plain(const float *numbers, int64_t first, int64_t last)
 #if PELTON_X86
 TARGET_AVX2 static struct best find_avx2(const float *numbers, int64_t first, int64_t last) { return find_best(numbers, first, last); }
 
-TARGET_AVX512 static struct best find_avx512(const float *numbers, int64_t first, int64_t last) {
-    __m512 high[4];
-    __mmask16 unordered = 0;
-    for (int i = 0; i < 4; i++)
-        high[i] = _mm512_set1_ps(-INFINITY);
-    int64_t at = first;
-    for (; at + 64 <= last; at += 64)
-        for (int i = 0; i < 4; i++) {
-            __m512 part = _mm512_loadu_ps(numbers + at + i * 16);
-            unordered |= _mm512_cmp_ps_mask(part, part, _CMP_UNORD_Q);
-            high[i] = _mm512_max_ps(high[i], part);
-        }
-    struct best rest = find_best(numbers, at, last);
-    float best = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(high[0], high[1]), _mm512_max_ps(high[2], high[3])));
-    best = rest.value > best ? rest.value : best;
-    for (int64_t place = first; place < at; place += 16) {
-        __mmask16 equal = _mm512_cmp_ps_mask(_mm512_loadu_ps(numbers + place), _mm512_set1_ps(best), _CMP_EQ_OQ);
-        if (equal)
-            return (struct best){best, (int32_t)(place + __builtin_ctz(equal)), unordered || rest.has_nan};
-    }
-    return (struct best){best, rest.place, unordered || rest.has_nan};
-}
+TARGET_AVX512 static struct best find_avx512(const float *numbers, int64_t first, int64_t last) { return find_best(numbers, first, last); }
 #endif
 
 enum { PARTS = 8, NOT_FINITE = 1 };
