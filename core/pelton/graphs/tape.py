@@ -87,7 +87,7 @@ class TapeRecorder(GraphRecorder):
 
 
 class _Kind(Enum):
-    HOST_READ, EMPTY, WRITE, VIEW, OTHER = range(5)
+    HOST_READ, EMPTY, WRITE, OTHER = range(4)
 
 
 @cache
@@ -97,10 +97,8 @@ def _kind(func: Any) -> _Kind:
         return _Kind.HOST_READ
     if name.startswith(_EMPTY):
         return _Kind.EMPTY
-    aliases = [one.alias_info for one in schema.arguments if one.alias_info is not None]
-    if any(alias.is_write for alias in aliases):
-        return _Kind.WRITE
-    return _Kind.VIEW if aliases and all(one.alias_info is not None for one in schema.returns) else _Kind.OTHER
+    is_write = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+    return _Kind.WRITE if is_write else _Kind.OTHER
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -121,8 +119,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind is _Kind.HOST_READ:
             self.refused = str(func)
         result = func(*args, **(kwargs or {}))
-        if kind is _Kind.VIEW:
-            return result
         if kind is _Kind.EMPTY:
             return self._room.like(result)
         if kind is _Kind.WRITE:
@@ -131,7 +127,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if not made or any(one.untyped_storage().data_ptr() in given for one in made):
-            return result  # as good as a view: its address stays
+            return result  # a view, whose address stays; its schema does not say: `to` and `reshape` may copy
         kept = tree_map_only(Tensor, lambda one: self._room.like(one).copy_(one), result)
         self._record(
             func, args, kwargs, [self._room.unowned(one) for one in tree_leaves(kept) if isinstance(one, Tensor)]

@@ -37,6 +37,21 @@ def test_torch_ops_and_launches_are_played_in_their_order():
     assert y.tolist() == [23.0, 25.0, 27.0, 7.0] and result.tolist() == [33.0, 36.0, 39.0, 20.0]
 
 
+@pytest.mark.parametrize("inference", [True, False])
+def test_ops_that_may_view_are_played_where_they_copy(inference):
+    x = torch.arange(6.0).view(2, 3)
+    with torch.inference_mode(inference):
+        graph, results = record(
+            TapeRecorder(),
+            lambda: [x.to(torch.bfloat16), x.t().reshape(6), x.t().contiguous(), x.reshape(3, 2), x.float()],
+        )
+        x += 1
+        graph.replay()
+    for result in results:
+        assert sorted(result.flatten().tolist()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert results[1].tolist() == [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]
+
+
 def test_a_replay_makes_no_tensor_anew():
     x = torch.ones(8)
     graph, result = record(TapeRecorder(), lambda: torch.empty(8).copy_(x))
