@@ -104,18 +104,16 @@ TARGET_AVX512 INLINE void avx512_block(const bf16 *a, int64_t lda, const bf16 *p
 /* k even: a row of A is read in pairs. */
 TARGET_AVX512 static __attribute__((noinline, unused)) void avx512_multiply(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t m,
                                           int64_t k) {
+    /* What is left of 12 goes in few sizes: each is compiled on its own, and takes its time. */
     int64_t row = 0;
     for (; row + 12 <= m; row += 12)
         avx512_block(a + row * lda, lda, panel, c + row * ldc, ldc, k, 12);
-    a += row * lda, c += row * ldc;
-    switch (m - row) {
-#define ROWS(M)                                      \
-    case M:                                          \
-        avx512_block(a, lda, panel, c, ldc, k, M); \
-        break;
-        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11)
-#undef ROWS
-    }
+    for (; row + 6 <= m; row += 6)
+        avx512_block(a + row * lda, lda, panel, c + row * ldc, ldc, k, 6);
+    for (; row + 3 <= m; row += 3)
+        avx512_block(a + row * lda, lda, panel, c + row * ldc, ldc, k, 3);
+    for (; row < m; row++)
+        avx512_block(a + row * lda, lda, panel, c + row * ldc, ldc, k, 1);
 }
 
 /* exp, as `fast_exp`. */
