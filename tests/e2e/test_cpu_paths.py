@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from pelton_e2e import FAMILIES, Reference, generate, make_llm
+from pelton_e2e import FAMILIES, Reference, generate, greedy, make_llm, small_pool
 from pelton_precision import assert_near_float32
 
 from pelton_backends.native import library
@@ -34,11 +34,20 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_ids_equal_transformers(references: Callable[[str], Reference], family: str, path: str) -> None:
+    """In chunks, with preemption (the pool holds few of the requests), and again with prefix hits."""
     reference = references(family)
-    with make_llm(reference.path, device="cpu", max_num_batched_tokens=40) as llm:
+    settings = {"max_model_len": 384, "max_num_batched_tokens": 64, "num_gpu_blocks_override": small_pool(family)}
+    with make_llm(reference.path, device="cpu", **settings) as llm:
         attention = llm.llm_engine.info.report.attention_backend
         assert attention == ("sdpa" if path == TORCH else "native")
         assert generate(llm, reference.prompts) == reference.outputs
+        assert llm.num_preemptions() > 0
+        longest = max(range(len(reference.prompts)), key=lambda i: len(reference.prompts[i]))
+        for is_again in (False, True):
+            prompt = {"prompt_token_ids": reference.prompts[longest]}
+            output = llm.generate([prompt], greedy(), use_tqdm=False)[0]
+            assert list(output.outputs[0].token_ids) == reference.outputs[longest]
+            assert output.num_cached_tokens or not is_again
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])

@@ -47,16 +47,19 @@ def serving_slowly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 def test_a_killed_engine_is_told_within_a_second_and_comes_back(serving_slowly):
     with serving_slowly() as (url, process):
         replies: list[tuple[float, object]] = []
+        has_begun = threading.Event()
 
         def ask(stream: bool) -> None:
             with httpx.stream("POST", url + "/v1/completions", json={**LONG, "stream": stream}, timeout=60) as reply:
+                if stream:  # its status came with the first token; before that the failure would be the status
+                    has_begun.set()
                 text = "".join(reply.iter_text())
                 replies.append((time.monotonic(), (stream, reply.status_code, text)))
 
         threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
-        assert eventually(lambda: gauge(url, "num_requests_running") == 2)
+        assert eventually(lambda: gauge(url, "num_requests_running") == 2) and has_begun.wait(10)
         [engine] = psutil.Process(process.pid).children()
         killed = time.monotonic()
         os.kill(engine.pid, signal.SIGKILL)
