@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class NativeEmbed:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: EmbedNeeds) -> list[str]:
         if needs.weight_format != "plain":

@@ -7,7 +7,7 @@ not know this order. Elsewhere weights are read where they lie, [out, in].
 from __future__ import annotations
 
 from ctypes import byref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -159,6 +159,8 @@ class _Logits(_Product):
 
 
 class NativeAddNormLinear:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: AddNormLinearNeeds) -> list[str]:
         return refusals(needs)
@@ -171,6 +173,8 @@ class NativeAddNormLinear:
 
 
 class NativeAddNormGatedLinear:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
         return refusals(needs)
@@ -184,6 +188,8 @@ class NativeAddNormGatedLinear:
 
 
 class NativeLinear:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
         return refusals(needs)
@@ -194,6 +200,8 @@ class NativeLinear:
 
 
 class NativeAddNormLogits:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
         return refusals(needs)

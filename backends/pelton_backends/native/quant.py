@@ -7,7 +7,7 @@ than bfloat16 loses (docs/quantization.md).
 from __future__ import annotations
 
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -151,6 +151,8 @@ def _parts(weights: LinearWeights) -> list[Part]:
 
 
 class QuantAddNormLinear:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: AddNormLinearNeeds) -> list[str]:
         return refusals(needs)
@@ -163,6 +165,8 @@ class QuantAddNormLinear:
 
 
 class QuantAddNormGatedLinear:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
         return refusals(needs)
@@ -176,6 +180,8 @@ class QuantAddNormGatedLinear:
 
 
 class QuantLinear:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
         return refusals(needs)
@@ -191,6 +197,8 @@ class QuantLinear:
 
 
 class QuantAddNormLogits:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
         return refusals(needs)
@@ -210,6 +218,8 @@ class QuantAddNormLogits:
 
 
 class QuantEmbedding:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: EmbedNeeds) -> list[str]:
         return _format_refusals(needs, needs.weight_format) or _build_refusals()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -36,6 +36,8 @@ def make_written(qkv: Tensor, positions: Tensor, slot_mapping: Tensor) -> librar
 
 class NativeQkNormRopeWriteKv:
     """The seam by itself, for attention backends without their own."""
+
+    is_recordable: ClassVar[bool] = True
 
     @staticmethod
     def unsupported(needs: QkNormRopeWriteKvNeeds) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p, pointer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pelton.errors import EngineError
 from pelton.ops.interface import (
@@ -71,6 +71,8 @@ def _no_kernels() -> list[str]:
 
 
 class NativePrepareInputs:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: PrepareInputsNeeds) -> list[str]:
         return _no_kernels()
@@ -94,6 +96,8 @@ class NativePrepareInputs:
 
 
 class NativeSample:
+    is_recordable: ClassVar[bool] = True
+
     @staticmethod
     def unsupported(needs: SampleNeeds) -> list[str]:
         reasons = [f"variant {needs.variant!r}, only 'greedy'"] if needs.variant != "greedy" else []

@@ -95,8 +95,8 @@ class OpSelector:
 
 def _is_recordable(implementation: OpImplementation) -> bool:
     module = str(getattr(implementation, "__module__", None) or getattr(implementation, "__name__", ""))
-    is_made_for_tapes = module.startswith(("pelton.", "pelton_backends.native."))
-    return bool(getattr(implementation, "is_recordable", is_made_for_tapes))
+    is_reference = module.startswith("pelton.")  # torch's ops only
+    return bool(getattr(implementation, "is_recordable", is_reference))
 
 
 def _all_sizes(needs: Any) -> tuple[int, int | None]:
