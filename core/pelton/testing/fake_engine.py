@@ -25,7 +25,7 @@ from pelton.hookspecs import hookimpl
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
 from pelton.scheduler.output import ModelOutput, SchedulerOutput
-from pelton.testing.fakes import FakeExecutor
+from pelton.testing.fake_executor import FakeExecutor
 
 PELTON_API = ">=1,<2"
 VOCAB_SIZE = 300

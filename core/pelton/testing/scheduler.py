@@ -25,7 +25,9 @@ from pelton.sampling_params import SamplingParams
 from pelton.scheduler.interface import Scheduler
 from pelton.scheduler.output import SchedulerOutput
 from pelton.scheduler.scheduler import DefaultScheduler
-from pelton.testing.fakes import FakeExecutor, FakeModel, full_spec, simple_plan
+from pelton.testing.fake_executor import FakeExecutor
+from pelton.testing.fake_model import FakeModel
+from pelton.testing.kv_specs import full_spec, make_plan
 
 SchedulerFactory = Callable[..., Scheduler]
 
@@ -93,11 +95,10 @@ class Harness:
         config: SchedulerConfig | None = None,
         **arguments: Any,
     ) -> None:
-        specs = list(specs or [full_spec(block_size)])
         self.fake_model = fake_model or FakeModel()
         self.max_model_len = max_model_len
         self.max_steps_in_flight = max_steps_in_flight
-        plan = simple_plan(specs, num_blocks)
+        plan = make_plan(specs or [full_spec(block_size)], num_blocks)
         self.kv = PagedKVCacheManager(
             plan,
             KVCacheConfig(enable_prefix_caching=prefix_caching),
@@ -112,7 +113,7 @@ class Harness:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
         )
-        self.executor.initialize_groups(specs)
+        self.executor.initialize_kv_cache(plan)
         self.clock = FakeClock()
         self.scheduler = factory(
             config or SchedulerConfig(),
@@ -120,7 +121,7 @@ class Harness:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            block_sizes=[spec.block_size for spec in specs],
+            block_sizes=[group.spec.block_size for group in plan.groups],
             vocab_size=self.fake_model.vocab_size,
             hasher=BlockHasher("sha256", plan.hash_block_size) if prefix_caching else None,
             steps_are_ordered=steps_are_ordered,

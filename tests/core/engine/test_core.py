@@ -13,7 +13,9 @@ from pelton.engine.messages import FinishReason
 from pelton.errors import ConfigError, EngineDeadError, RequestError
 from pelton.plugins import load_plugins
 from pelton.sampling_params import StructuredOutputsParams
-from pelton.testing.fakes import FakeExecutor, FakeGrammar, FakeGrammarBackend, FakeModel, fake_resolved_model
+from pelton.testing.fake_executor import FakeExecutor
+from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarBackend
+from pelton.testing.fake_model import FakeModel, fake_resolved_model
 from pelton.testing.scheduler import make_request
 
 

@@ -16,7 +16,7 @@ from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.executor.interface import DeviceReport
 from pelton.model.resolved import ResolvedModel
 from pelton.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pelton.testing.fakes import fake_resolved_model
+from pelton.testing.fake_model import fake_resolved_model
 from pelton.tokenizer import Tokenizer
 
 VOCAB_SIZE = 300

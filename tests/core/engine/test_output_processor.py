@@ -23,7 +23,7 @@ from pelton.engine.output_queue import OutputQueue
 from pelton.errors import EngineDeadError, EngineError, ErrorInfo, QueueFullError, RequestError
 from pelton.outputs import CompletionOutput, RequestOutput
 from pelton.sampling_params import RequestOutputKind, SamplingParams
-from pelton.testing.fakes import fake_resolved_model
+from pelton.testing.fake_model import fake_resolved_model
 from pelton.tokenizer import Tokenizer
 
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY

@@ -7,7 +7,7 @@ import msgspec
 from pelton.engine.client import EngineInfo
 from pelton.engine.start_table import start_table
 from pelton.executor.interface import DeviceReport
-from pelton.testing.fakes import fake_resolved_model
+from pelton.testing.fake_model import fake_resolved_model
 
 
 def test_table_holds_choices_reasons_sizes_and_seconds() -> None:

@@ -10,7 +10,7 @@ from pelton.kv_cache.block_pool import BlockPool
 from pelton.kv_cache.coordinator import HybridCoordinator, NoPrefixCache, UnitaryCoordinator, make_coordinator
 from pelton.kv_cache.single_type import make_managers
 from pelton.kv_cache.spec import MambaSpec
-from pelton.testing.kv_cache import chunked_spec, full_spec, window_spec
+from pelton.testing.kv_specs import chunked_spec, full_spec, window_spec
 
 
 def coordinator_with(specs, cached, hash_block_size=1, enable_prefix_caching=True):

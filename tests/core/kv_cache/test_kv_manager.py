@@ -10,7 +10,7 @@ from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.single_type import FullAttentionManager
 from pelton.kv_cache.spec import CrossAttentionSpec, MambaSpec
-from pelton.testing.kv_cache import full_spec, make_plan, window_spec
+from pelton.testing.kv_specs import full_spec, make_plan, window_spec
 
 
 class Request:

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.kv_cache.manager import PagedKVCacheManager
-from pelton.testing.kv_cache import LAYER_KINDS, KVSimulation, make_plan
+from pelton.testing.kv_cache import KVSimulation
+from pelton.testing.kv_specs import LAYER_KINDS, make_plan
 
 MAX_MODEL_LEN = 26
 

@@ -15,7 +15,7 @@ from pelton.kv_cache.single_type import (
     make_managers,
 )
 from pelton.kv_cache.spec import CrossAttentionSpec, FullAttentionSpec, MambaSpec, MLASpec
-from pelton.testing.kv_cache import chunked_spec, full_spec, window_spec
+from pelton.testing.kv_specs import chunked_spec, full_spec, window_spec
 
 
 def hashes(count):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pelton.engine.messages import FinishReason
-from pelton.testing.fakes import FakeConnector
+from pelton.testing.fake_connector import FakeConnector
 from pelton.testing.scheduler import Harness, make_request
 
 OVERLAPS = pytest.mark.parametrize("overlap", [1, 2, 3])
@@ -44,7 +44,7 @@ def test_late_kv_is_waited_for_without_blocking_the_queue(overlap):
         lambda request: 8 if request.request_id == "late" else 0, is_later=lambda request: request.request_id == "late"
     )
     harness = Harness(connector=connector, max_steps_in_flight=overlap)
-    harness.executor.transfer_steps = 4
+    harness.executor.transfers.num_steps = 4
     harness.add(make_request("late", 11, 5))
     harness.add(make_request("other", 5, 9))
     harness.step()
@@ -96,7 +96,7 @@ def test_blocks_are_held_until_they_are_sent(overlap):
 def test_an_abort_while_kv_arrives_keeps_the_blocks_until_it_is_there():
     connector = FakeConnector(lambda request: 8, is_later=lambda request: True)
     harness = Harness(connector=connector)
-    harness.executor.transfer_steps = 3
+    harness.executor.transfers.num_steps = 3
     harness.add(make_request("a", 11, 5))
     harness.step()
     harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
@@ -112,7 +112,7 @@ def test_an_abort_while_kv_arrives_keeps_the_blocks_until_it_is_there():
 def test_blocks_that_could_not_be_loaded_are_computed_here(overlap, is_later):
     connector = FakeConnector(lambda request: 8 if request.request_id == "a" else 0, is_later=lambda request: is_later)
     harness = Harness(connector=connector, max_steps_in_flight=overlap)
-    harness.executor.bad_loads = lambda request_id: True
+    harness.executor.transfers.is_bad = lambda request_id: True
     harness.add(make_request("a", [*range(1, 14)], 5))
     harness.launch()
     harness.add(make_request("b", [*range(1, 14)], 5))  # finds the bad blocks, with overlap
@@ -138,7 +138,7 @@ def test_a_lone_request_waits_for_blocks_that_a_transfer_holds_and_is_not_cut():
         lambda request: 12 if request.request_id == "late" else 0, is_later=lambda request: request.request_id == "late"
     )
     harness = Harness(connector=connector, num_blocks=8, prefix_caching=False)
-    harness.executor.transfer_steps = 30
+    harness.executor.transfers.num_steps = 30
     harness.add(make_request("a", 13, 12))
     harness.add(make_request("late", 13, 3))
     harness.run_and_check()

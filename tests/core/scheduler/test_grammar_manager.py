@@ -9,7 +9,7 @@ import pytest
 from pelton.errors import RequestError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.manager import GrammarManager
-from pelton.testing.fakes import FakeGrammar, FakeGrammarBackend
+from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarBackend
 
 
 @pytest.fixture

@@ -12,15 +12,11 @@ from pelton.engine.messages import FinishReason
 from pelton.errors import RequestError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy
-from pelton.testing.fakes import (
-    FakeConnector,
-    FakeGrammar,
-    FakeGrammarSource,
-    FakeModel,
-    FakeProposer,
-    full_spec,
-    window_spec,
-)
+from pelton.testing.fake_connector import FakeConnector
+from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarSource
+from pelton.testing.fake_model import FakeModel
+from pelton.testing.fake_proposer import FakeProposer
+from pelton.testing.kv_specs import full_spec, window_spec
 from pelton.testing.scheduler import Harness, make_request
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 1, 2, 3], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32]]
@@ -76,7 +72,7 @@ class Campaign:
                 sends=lambda request_id: hash_name(request_id) % 3 == 0,
             )
         specs = rng.choice([
-            [full_spec(4)], [full_spec(4)], [full_spec(1)], [full_spec(4), window_spec(4, 6)],
+            [full_spec(4)], [full_spec(4)], [full_spec(1)], [full_spec(4), window_spec(6, 4)],
             [full_spec(3), window_spec(3, 3), window_spec(3, 3)],
         ])  # fmt: skip
         self.harness = Harness(
@@ -103,7 +99,7 @@ class Campaign:
             self.harness.executor.row_error = lambda name, step_id: (
                 "NaN" if (hash_name(name) + step_id) % 23 == 5 else None
             )
-            self.harness.executor.bad_loads = lambda name: hash_name(name) % 5 == 0
+            self.harness.executor.transfers.is_bad = lambda name: hash_name(name) % 5 == 0
         self.ended_early: set[str] = set()
 
     def run(self) -> None:

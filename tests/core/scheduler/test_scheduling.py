@@ -14,7 +14,10 @@ from pelton.sampling_params import StructuredOutputsParams
 from pelton.scheduler.output import ModelOutput
 from pelton.scheduler.policy import PriorityPolicy
 from pelton.scheduler.slots import SlotPool
-from pelton.testing.fakes import FakeGrammar, FakeGrammarSource, FakeModel, FakeProposer, window_spec
+from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarSource
+from pelton.testing.fake_model import FakeModel
+from pelton.testing.fake_proposer import FakeProposer
+from pelton.testing.kv_specs import window_spec
 from pelton.testing.scheduler import Harness, make_request
 
 OVERLAPS = pytest.mark.parametrize("overlap", [1, 2, 3])
@@ -23,7 +26,7 @@ OVERLAPS = pytest.mark.parametrize("overlap", [1, 2, 3])
 def rows(harness: Harness) -> dict[str, int]:
     """Request id to tokens in the newest step."""
     output = harness.executor.outputs[-1]
-    names = {slot: state.new.request_id for slot, state in harness.executor._slots.items()}
+    names = {slot: state.new.request_id for slot, state in harness.executor.store.slots.items()}
     return {names[slot]: count for slot, count in zip(output.slots, output.num_scheduled, strict=True)}
 
 
@@ -641,7 +644,7 @@ def test_prompt_logprobs_come_complete_and_once_with_the_first_token(overlap):
 
 @OVERLAPS
 def test_window_blocks_are_given_back_while_a_request_runs(overlap):
-    harness = Harness(specs=[window_spec(4, 8)], num_blocks=7, max_steps_in_flight=overlap, max_num_batched_tokens=8)
+    harness = Harness(specs=[window_spec(8, 4)], num_blocks=7, max_steps_in_flight=overlap, max_num_batched_tokens=8)
     harness.add(make_request("a", 20, 60))
     harness.run_and_check()
 
