@@ -14,7 +14,7 @@ from typing import Any
 from pelton import env, hookspecs, limits
 from pelton.config.engine import SECTIONS
 from pelton.config.field_docs import first_line
-from pelton.config.flags import SHORT_FLAGS, Flag, make_flags
+from pelton.config.flag_table import SHORT_FLAGS, Flag, make_flags
 from pelton.plugins import load_plugins
 
 DOCS = Path(__file__).parent

@@ -11,7 +11,9 @@ import pytest
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.config.engine import FIELD_HOME, SECTIONS
 from pelton.config.field_docs import field_docs
-from pelton.config.flags import SHORT_FLAGS, help_text, make_flags, parse_flags
+from pelton.config.flag_help import help_text
+from pelton.config.flag_table import SHORT_FLAGS, make_flags
+from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError
 
 

@@ -58,7 +58,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton.cli.generate import GenerateArguments
     from pelton.cli.plugins import PluginsArguments
     from pelton.cli.sampling import SamplingFlags
-    from pelton.config.flags import make_flags
+    from pelton.config.flag_table import make_flags
     from pelton_plugins.bench.chain import ChainArguments
     from pelton_plugins.bench.cpu_table import CpuTableArguments
     from pelton_plugins.bench.host import HostArguments

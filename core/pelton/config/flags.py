@@ -10,16 +10,11 @@ a dot (`--attention-config.backend X`, `-ac.backend X`). A flag wins over an env
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 import re
-import shutil
-import textwrap
-import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,24 +27,14 @@ from pelton.config.engine import (
     did_you_mean,
     example_value,
     flat_name,
-    struct_defaults,
 )
-from pelton.config.field_docs import field_docs, first_line
+from pelton.config.flag_help import help_text
+from pelton.config.flag_table import SHORT_FLAGS, Flag, all_structs, make_flags
+from pelton.config.flag_values import list_item, read_any, read_as
+from pelton.config.settings_file import read_settings_file
 from pelton.errors import ConfigError
 
-SHORT_FLAGS = {
-    "-O": "--optimization-level",
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-q": "--quantization",
-    "-ac": "--attention-config",
-    "-cc": "--compilation-config",
-}
-ENGINE = "EngineConfig"
 PLUGIN_CONFIG = "plugin_config"
-_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_HELP_COLUMN = 34
 
 
 class Parsed(NamedTuple):
@@ -60,81 +45,6 @@ class Parsed(NamedTuple):
     """Class name of each further struct to the struct."""
     explicit: set[str]
     """Flat names of the settings that were given, in whatever way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One field of one struct, as a flag."""
-
-    owner: str
-    """EngineConfig, or the class name of a further struct."""
-    section: str
-    """Section of `EngineConfig`; empty for a further struct."""
-    field: str
-    flat: str
-    """Flat name of the setting."""
-    struct: type[msgspec.Struct]
-    hint: Any
-
-    @property
-    def name(self) -> str:
-        return "--" + self.flat.replace("_", "-")
-
-    @property
-    def names(self) -> list[str]:
-        """All spellings, the long one first."""
-        negative = ["--no-" + self.flat.replace("_", "-")] if self.is_bool else []
-        return [self.name, *negative, *(short for short, long in SHORT_FLAGS.items() if long == self.name)]
-
-    @property
-    def is_bool(self) -> bool:
-        return bool in _alternatives(self.hint)
-
-    @property
-    def is_list(self) -> bool:
-        return any(get_origin(kind) is list for kind in _alternatives(self.hint))
-
-    @property
-    def is_mapping(self) -> bool:
-        return any(get_origin(kind) is dict or kind is dict or _is_struct(kind) for kind in _alternatives(self.hint))
-
-    @property
-    def doc(self) -> str:
-        return field_docs(self.struct).get(self.field, "")
-
-    @property
-    def default(self) -> Any:
-        return struct_defaults(self.struct).get(self.field)
-
-    def read(self, text: str, spelling: str) -> Any:
-        """The value that `text` spells. Raises `ConfigError` naming the flag, the value and a right one."""
-        for kind in _alternatives(self.hint):
-            try:
-                return _read(text, kind)
-            except ValueError:
-                continue
-        example = example_value(self.struct, self.field)
-        shown = json.dumps(example) if isinstance(example, (list, dict)) else str(example)
-        expected = " or ".join(
-            dict.fromkeys(_kind_name(kind) for kind in _alternatives(self.hint) if kind is not type(None))
-        )
-        raise ConfigError(f"{spelling} is {text!r}; expected {expected}, such as {shown}.")
-
-
-def make_flags(structs: Sequence[type[msgspec.Struct]] = (), *, engine: bool = True) -> dict[str, Flag]:
-    """Every flag by its long name, the engine's first."""
-    flags: dict[str, Flag] = {}
-    for owner, section, struct in _all_structs(structs, engine):
-        hints = get_type_hints(struct)
-        for field in struct.__struct_fields__:
-            flat = flat_name(section, field) if section else field
-            flag = Flag(owner, section, field, flat, struct, hints[field])
-            if flag.name in flags:
-                raise ConfigError(
-                    f"{struct.__name__}.{field} and {flags[flag.name].struct.__name__} both make {flag.name}."
-                )
-            flags[flag.name] = flag
-    return flags
 
 
 def parse_flags(
@@ -234,7 +144,7 @@ class _Parser:
                 raise ConfigError(
                     f"{spelling}: {flag.name} takes one value, not fields of its own; leave out {path!r}."
                 )
-            self._set_path(flag, spelling, path, _read_any(self._value(spelling, value, rest)))
+            self._set_path(flag, spelling, path, read_any(self._value(spelling, value, rest)))
         elif flag.is_bool and (value is None or base.startswith("--no-")):
             if value is not None:
                 raise ConfigError(
@@ -253,9 +163,9 @@ class _Parser:
         texts = [first]
         while rest and not self._looks_like_flag(rest[0]):
             texts.append(rest.pop(0))
-        item = _list_item(flag.hint)
+        item = list_item(flag.hint)
         try:
-            return [_read(text, item) for text in texts]
+            return [read_as(text, item) for text in texts]
         except ValueError:
             return flag.read(" ".join(texts), spelling)  # raises, with what would be right
 
@@ -265,7 +175,7 @@ class _Parser:
             head, _, path = field.partition(".")
             flag = self._section_flag(section, head, spelling)
             if path:
-                self._set_path(flag, spelling, path, _read_any(text))
+                self._set_path(flag, spelling, path, read_any(text))
             else:
                 self._set(flag, flag.read(text, spelling), spelling)
             return
@@ -289,7 +199,7 @@ class _Parser:
             if not dot:
                 found: Mapping[str, Any] = {name: _json_object(text, spelling, example='{"field": 1}')}
             else:
-                found = {name: _nested(field, _read_any(text))}
+                found = {name: _nested(field, read_any(text))}
         else:
             found = _json_object(text, spelling, example='{"plugin": {"field": 1}}')
         for name, fields in found.items():
@@ -324,24 +234,22 @@ class _Parser:
     # Collecting.
 
     def _set(self, flag: Flag, value: Any, spelling: str) -> None:
-        key = (flag.owner, flag.section, flag.field)
-        if key in self.given:
-            other_value, other = self.given[key]
+        if flag.key in self.given:
+            other_value, other = self.given[flag.key]
             what = f"{flag.section}.{flag.field}" if flag.section else flag.field
             raise ConfigError(f"{other} and {spelling} both set {what} ({other_value!r} and {value!r}); give it once.")
-        self.given[key] = (value, spelling)
+        self.given[flag.key] = (value, spelling)
 
     def _set_path(self, flag: Flag, spelling: str, path: str, value: Any) -> None:
-        key = (flag.owner, flag.section, flag.field)
-        fields, first = self.given.get(key, ({}, spelling))
+        fields, first = self.given.get(flag.key, ({}, spelling))
         if not isinstance(fields, dict):
             raise ConfigError(f"{first} and {spelling} both set {flag.flat}; give it once.")
         _merge(fields, _nested(path, value), spelling)
-        self.given[key] = (fields, first)
+        self.given[flag.key] = (fields, first)
 
     def _add_file(self, path: str) -> None:
         """Settings of a JSON or TOML file, for what no flag gave."""
-        for name, value in _read_file(path).items():
+        for name, value in read_settings_file(path).items():
             flat = name.replace("-", "_")
             section = flat.removesuffix("_config")
             if flat == PLUGIN_CONFIG and isinstance(value, dict):
@@ -362,20 +270,19 @@ class _Parser:
         for setting, (text, variable) in env.settings(environ).items():
             if setting in self.by_flat:
                 flag = self.by_flat[setting]
-                key = (flag.owner, flag.section, flag.field)
-                if key in self.given and self.given[key][1].startswith("-"):
+                if flag.key in self.given and self.given[flag.key][1].startswith("-"):
                     continue
-                self.given[key] = ([text] if flag.is_list else flag.read(text, variable), variable)
+                self.given[flag.key] = ([text] if flag.is_list else flag.read(text, variable), variable)
 
     def _set_default(self, flag: Flag, value: Any, spelling: str) -> None:
-        self.given.setdefault((flag.owner, flag.section, flag.field), (value, spelling))
+        self.given.setdefault(flag.key, (value, spelling))
 
     # Building.
 
     def build(self) -> Parsed:
         sections: dict[str, Any] = {}
         built: dict[str, Any] = {}
-        for owner, section, struct in _all_structs(self.structs, self.engine):
+        for owner, section, struct in all_structs(self.structs, self.engine):
             given = {key[2]: value for key, value in self.given.items() if key[:2] == (owner, section)}
             values = {field: value for field, (value, _) in given.items()}
             try:
@@ -392,182 +299,8 @@ class _Parser:
         return Parsed(EngineConfig(**sections, plugin_config=self.plugin_config), built, explicit)
 
 
-def help_text(
-    structs: Sequence[type[msgspec.Struct]] = (),
-    *,
-    positional: str | None = "model",
-    program: str = "pelton",
-    doc: str = "",
-    only: str = "",
-    engine: bool = True,
-) -> str:
-    """All flags with their help, or those that have the word `only` in name, section or help."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    flags = make_flags(structs, engine=engine)
-    usage = f"usage: {program} " + (f"[{positional.upper()}] " if positional else "") + "[flags]"
-    lines = [usage, "", *([doc, ""] if doc else [])]
-    if only:
-        lines = []
-    groups: dict[tuple[str, str], list[Flag]] = {}
-    for flag in sorted(flags.values(), key=lambda flag: flag.owner == ENGINE):  # the command's own flags first
-        text = f"{flag.name} {flag.section or flag.owner} {flag.doc}".lower().replace("_", "-")
-        if only.lower().replace("_", "-") in text:
-            groups.setdefault((flag.owner, flag.section), []).append(flag)
-    for (owner, section), members in groups.items():
-        heading = section or (owner if engine else "flags")
-        lines.append(f"{heading}: {first_line(members[0].struct)}")
-        lines += [line for flag in members for line in _help_lines(flag, width, is_positional=flag.flat == positional)]
-        lines.append("")
-    if only and not groups:
-        return f"No flag has {only!r} in its name, section or help. --help lists all flags."
-    if not only and engine:
-        lines += [
-            *_wrapped("--config FILE", "Settings from a JSON or TOML file, by their names; a flag wins.", width),
-            *_wrapped("--plugin-config.NAME.FIELD", "A setting of a plugin; --plugin-config takes a JSON object.", width),
-            *_wrapped("--SECTION-config.FIELD", "A setting by its section, such as --attention-config.backend (-ac.backend), "
-                      "--compilation-config (-cc); a section alone takes a JSON object.", width),
-            *_wrapped("--help[=WORD]", "This text, or what of it has WORD in it.", width),
-        ]  # fmt: skip
-        lines += ["", "environment: " + "; ".join(f"{v.name} ({v.setting}: {v.doc})" for v in env.VARIABLES)]
-    return "\n".join(lines).rstrip()
-
-
-def _help_lines(flag: Flag, width: int, *, is_positional: bool) -> list[str]:
-    shown = [name for name in flag.names if not (name.startswith("--no-") and flag.default is not True)]
-    left = ", ".join(sorted(shown, key=lambda name: name.startswith("--")))
-    if not flag.is_bool:
-        left += " " + _metavar(flag)
-    if is_positional:
-        left = f"{flag.flat.upper()}, {left}"
-    default = flag.default
-    note = "" if default in (None, [], {}, "") else f" (default: {_shown(default)})"
-    return _wrapped(left, (flag.doc + note).strip(), width)
-
-
-def _metavar(flag: Flag) -> str:
-    kinds = [kind for kind in _alternatives(flag.hint) if kind is not type(None)]
-    return "|".join(dict.fromkeys(_kind_metavar(kind) for kind in kinds))
-
-
-def _kind_metavar(kind: Any) -> str:
-    if get_origin(kind) is list:
-        return f"{_kind_metavar((get_args(kind) or (str,))[0])} ..."
-    if get_origin(kind) is Literal:
-        return "|".join(map(str, get_args(kind)))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return "|".join(str(member.value) for member in kind)
-    return {int: "INT", float: "NUMBER", str: "TEXT", bool: "BOOL"}.get(kind, "JSON")
-
-
-def _shown(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-def _wrapped(left: str, right: str, width: int) -> list[str]:
-    indent = " " * _HELP_COLUMN
-    text = textwrap.wrap(right, max(width - _HELP_COLUMN, 30)) or [""]
-    if len(left) + 4 > _HELP_COLUMN:
-        return [f"  {left}", *(f"{indent}{line}".rstrip() for line in text if line)]
-    return [f"  {left}".ljust(_HELP_COLUMN) + text[0], *(indent + line for line in text[1:])]
-
-
-def _all_structs(
-    structs: Sequence[type[msgspec.Struct]], engine: bool
-) -> Iterator[tuple[str, str, type[msgspec.Struct]]]:
-    """(owner, section, struct)"""
-    if engine:
-        yield from ((ENGINE, section, struct) for section, struct in SECTIONS.items())
-    yield from ((struct.__name__, "", struct) for struct in structs)
-
-
-def _alternatives(hint: Any) -> list[Any]:
-    """The members of a union, text last since it takes everything."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return sorted(get_args(hint), key=lambda kind: (kind is str, kind is not type(None)))
-    return [hint]
-
-
-def _is_struct(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _list_item(hint: Any) -> Any:
-    for kind in _alternatives(hint):
-        if get_origin(kind) is list:
-            return get_args(kind)[0]
-    return str
-
-
-def _read(text: str, kind: Any) -> Any:
-    """Text as one type. Raises `ValueError`."""
-    if kind is type(None):
-        if text.lower() in ("none", "null"):
-            return None
-        raise ValueError(text)
-    if kind is str:
-        return text
-    if kind is bool:
-        return _read_bool(text)
-    if kind is int:
-        return _read_int(text)
-    if kind is float:
-        return float(text)
-    if kind is Any:
-        return _read_any(text)
-    if get_origin(kind) is Literal:
-        return _read_choice(text, {str(choice): choice for choice in get_args(kind)})
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _read_choice(text, {str(member.value): member for member in kind})
-    found = json.loads(text)
-    wanted = list if get_origin(kind) is list else dict
-    if not isinstance(found, wanted):
-        raise ValueError(text)
-    return found
-
-
-def _read_bool(text: str) -> bool:
-    if text.lower() in ("true", "1", "yes", "on"):
-        return True
-    if text.lower() in ("false", "0", "no", "off"):
-        return False
-    raise ValueError(text)
-
-
-def _read_int(text: str) -> int:
-    """A whole number; 8k is 8,000 and 8K is 8,192."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", text)
-    if match is None:
-        return int(text)
-    value = float(match[1]) * _SUFFIXES[match[2]]
-    if value != int(value):
-        raise ValueError(text)
-    return int(value)
-
-
-def _read_choice(text: str, choices: Mapping[str, Any]) -> Any:
-    for name, value in choices.items():
-        if name.lower() == text.lower():
-            return value
-    raise ValueError(text)
-
-
-def _read_any(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _kind_name(kind: Any) -> str:
-    if get_origin(kind) is list:
-        return "a list"
-    if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        return "one of " + _kind_metavar(kind).replace("|", ", ")
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "a JSON object")
-
-
 def _json_object(text: str, spelling: str, *, example: str) -> dict[str, Any]:
-    found = _read_any(text)
+    found = read_any(text)
     if not isinstance(found, dict):
         raise ConfigError(f"{spelling} is {text!r}; expected a JSON object, such as '{example}'.")
     return found
@@ -596,25 +329,3 @@ def _origin(message: str, given: Mapping[str, tuple[Any, str]]) -> str:
     if field not in given:
         return ""
     return f" (Set by {given[field][1]}.)"
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            text = file.read()
-        if path.endswith(".toml"):
-            import tomllib
-
-            return tomllib.loads(text.decode())
-        found = json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"--config {path} is no valid {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."
-        ) from error
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f'--config {path} holds no JSON object; write settings by name, such as {{"max_num_seqs": 8}}.'
-        )
-    return found
