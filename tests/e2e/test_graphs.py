@@ -1,4 +1,4 @@
-"""Greedy ids equal transformers' in every graph mode: on a CPU, with a tape of ops in place of a device's graphs."""
+"""Greedy ids equal transformers' in every graph mode: on a CPU, with fake graphs in place of a device's."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pelton_e2e import Reference
 
 from pelton import LLM, SamplingParams
 from pelton.config import CUDAGraphMode
-from pelton.testing.graphs import StaticAttention, TapeRecorder
+from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 
 NUM_TOKENS = 8
 
 
 @pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
+def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGraphRecorder]]:
     """The CPU platform with graphs, and attention that may be captured."""
-    made: list[TapeRecorder] = []
+    made: list[FakeGraphRecorder] = []
 
-    def graph_recorder(self: object) -> TapeRecorder:
-        made.append(TapeRecorder())
+    def graph_recorder(self: object) -> FakeGraphRecorder:
+        made.append(FakeGraphRecorder())
         return made[-1]
 
     monkeypatch.setattr("pelton_platforms.cpu.platform.CPUPlatform.supported_graph_modes", tuple(CUDAGraphMode))
     monkeypatch.setattr("pelton_platforms.cpu.platform.CPUPlatform.graph_recorder", graph_recorder)
     monkeypatch.setattr("pelton_backends.sdpa.backend.SDPABackend", StaticAttention)
-    monkeypatch.setattr("pelton_backends.native.plugin._ENTRIES", ())  # a tape holds torch's ops only, none in C
+    monkeypatch.setattr("pelton_backends.native.plugin._ENTRIES", ())  # a fake graph holds torch's ops only, none in C
     yield made
 
 
@@ -36,7 +36,7 @@ def generate(llm: LLM, reference: Reference, params: SamplingParams) -> list[lis
 
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
-def test_ids_equal_transformers(reference: Reference, tapes: list[TapeRecorder], mode: CUDAGraphMode) -> None:
+def test_ids_equal_transformers(reference: Reference, recorders: list[FakeGraphRecorder], mode: CUDAGraphMode) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     seeded = SamplingParams(
         temperature=1.0, top_p=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False
@@ -49,7 +49,7 @@ def test_ids_equal_transformers(reference: Reference, tapes: list[TapeRecorder],
     ) as llm:  # fmt: skip
         expected = [output[:NUM_TOKENS] for output in reference.outputs[3:9]]
         assert generate(llm, reference, greedy) == expected
-        replays = sum(tape.num_replays for recorder in tapes for tape in recorder.tapes)
+        replays = sum(graph.num_replays for recorder in recorders for graph in recorder.graphs)
         assert bool(replays) == (mode is not CUDAGraphMode.NONE)
         assert generate(llm, reference, greedy) == expected  # prefix hits
         random = generate(llm, reference, seeded)

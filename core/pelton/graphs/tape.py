@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pelton.errors import EngineError
 from pelton.graphs.recorder import Graph, GraphRecorder
 
-_HOST_READS = ("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.unique", "aten.masked_select")
+HOST_READS = ("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.unique", "aten.masked_select")
+"""Names of ops that bring values from the device to the host begin with these: a recorded step cannot have one."""
 _EMPTY = ("aten.empty.memory_format", "aten.new_empty", "aten.empty_like", "aten.empty_strided")
 _ALIGNMENT = 64
 _LEAST_CHUNK = 2**21
@@ -93,7 +94,7 @@ class _Kind(Enum):
 @cache
 def _kind(func: Any) -> _Kind:
     name, schema = str(func), func._schema
-    if name.startswith(_HOST_READS):
+    if name.startswith(HOST_READS):
         return _Kind.HOST_READ
     if name.startswith(_EMPTY):
         return _Kind.EMPTY

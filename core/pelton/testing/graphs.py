@@ -1,6 +1,6 @@
-"""Graphs without a device: a recorder that keeps a tape of torch ops, and attention that can be captured.
+"""Graphs without a device: a recorder that keeps torch's ops as a device's keeps kernels, and attention that can be captured.
 
-A tape's replay runs the same ops on the same tensors and writes into the same results, as a captured graph does: what the
+A replay runs the same ops on the same tensors and writes into the same results, as a captured graph does: what the
 host decided at capture stays decided, and an address that is not filled again keeps its old values. So engine
 tests of every graph mode run on a CPU, and find what a graph would get wrong.
 """
@@ -18,14 +18,13 @@ from torch.utils._pytree import tree_leaves
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.graphs.recorder import Graph, GraphRecorder
+from pelton.graphs.tape import HOST_READS
 
 if TYPE_CHECKING:
     from pelton.attention.layer import AttentionLayer
 
-_HOST_READS = ("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.unique", "aten.masked_select")
 
-
-class Tape:
+class FakeGraph:
     """Ops in the order of their capture."""
 
     def __init__(self) -> None:
@@ -41,12 +40,12 @@ class Tape:
                     old.copy_(new)
 
 
-class _Taping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs each op once, for the shapes of its results, which a replay fills; `undo` takes back what it wrote."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, graph: FakeGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = tape
+        self.graph = graph
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def undo(self) -> None:
@@ -54,7 +53,7 @@ class _Taping(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.copy_(saved)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).startswith(_HOST_READS):
+        if str(func).startswith(HOST_READS):
             raise RuntimeError(f"{func} reads the device's values while a graph is captured")
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -64,20 +63,20 @@ class _Taping(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.tape.ops.append((func, args, kwargs or {}, tensors))
+        self.graph.ops.append((func, args, kwargs or {}, tensors))
         return result
 
 
-class TapeRecorder(GraphRecorder):
+class FakeGraphRecorder(GraphRecorder):
     """Unlike a device's it runs what it records, and puts back at the end what that changed."""
 
     def __init__(self) -> None:
-        self.tapes: list[Tape] = []
-        self._mode: _Taping | None = None
+        self.graphs: list[FakeGraph] = []
+        self._mode: _Capture | None = None
 
     def begin(self) -> None:
         assert self._mode is None, "a capture runs already"
-        self._mode = _Taping(Tape())
+        self._mode = _Capture(FakeGraph())
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> Graph:
@@ -85,13 +84,13 @@ class TapeRecorder(GraphRecorder):
         mode, self._mode = self._mode, None
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         mode.undo()
-        self.tapes.append(mode.tape)
-        return mode.tape
+        self.graphs.append(mode.graph)
+        return mode.graph
 
     def abort(self) -> None:
         if self._mode is not None:
             self.end()
-            self.tapes.pop()
+            self.graphs.pop()
 
 
 class StaticAttention(AttentionBackend):

@@ -1,4 +1,4 @@
-"""Wrappers capture and replay; a tape behaves as a captured graph does."""
+"""Wrappers capture and replay; a fake graph behaves as a captured graph does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.captures import FullGraphs, PieceGraphs, cutting
 from pelton.graphs.recorder import Graph
-from pelton.testing.graphs import TapeRecorder
+from pelton.testing.graphs import FakeGraphRecorder
 
 NONE, FULL, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
 def test_wrapper_calls_captures_and_replays() -> None:
-    recorder, source, calls = TapeRecorder(), torch.zeros(3), []
+    recorder, source, calls = FakeGraphRecorder(), torch.zeros(3), []
     graphs = FullGraphs(recorder)
 
     def step() -> torch.Tensor:
@@ -29,21 +29,21 @@ def test_wrapper_calls_captures_and_replays() -> None:
 
     source.fill_(1)
     assert graphs.run(NONE, "key", step).tolist() == [3.0] * 3  # another mode: a plain call
-    assert not recorder.tapes
+    assert not recorder.graphs
     assert graphs.run(FULL, "key", step).tolist() == [3.0] * 3  # unknown: runs, and is captured
-    assert len(recorder.tapes) == 1 and len(calls) == 3
+    assert len(recorder.graphs) == 1 and len(calls) == 3
     source.fill_(5)
     first = graphs.run(FULL, "key", step)
     assert first.tolist() == [11.0] * 3 and len(calls) == 3  # known: replayed, the function is not called
     source.fill_(6)
     assert graphs.run(FULL, "key", step) is first and first.tolist() == [13.0] * 3  # on the same addresses
     graphs.run(FULL, "other", step)
-    assert len(recorder.tapes) == 2 and len(graphs) == 2 and "other" in graphs
+    assert len(recorder.graphs) == 2 and len(graphs) == 2 and "other" in graphs
 
 
 def test_a_capture_changes_nothing() -> None:
     state = torch.zeros(2)
-    graphs = FullGraphs(TapeRecorder())
+    graphs = FullGraphs(FakeGraphRecorder())
     graphs.run(FULL, 1, lambda: state.add_(1))
     assert state.tolist() == [1.0, 1.0]  # once, by the plain call
     graphs.run(FULL, 1, lambda: state.add_(1))
@@ -51,7 +51,7 @@ def test_a_capture_changes_nothing() -> None:
 
 
 def test_a_capture_that_fails_leaves_its_steps_eager(caplog: pytest.LogCaptureFixture) -> None:
-    recorder, values = TapeRecorder(), torch.ones(2)
+    recorder, values = FakeGraphRecorder(), torch.ones(2)
     graphs = FullGraphs(recorder)
     for _ in range(2):  # the step itself is done: only its capture fails, and is tried once
         assert graphs.run(FULL, 1, lambda: torch.zeros(int(values.sum()))).tolist() == [0.0, 0.0]
@@ -60,7 +60,7 @@ def test_a_capture_that_fails_leaves_its_steps_eager(caplog: pytest.LogCaptureFi
     assert 1 not in graphs and 2 in graphs
 
 
-class FailsOnce(TapeRecorder):
+class FailsOnce(FakeGraphRecorder):
     """One of its calls raises, as a device's does when a capture was invalidated without anybody's notice."""
 
     def __init__(self, name: str) -> None:
@@ -97,11 +97,11 @@ def test_a_recorder_that_fails_is_left_and_records_again(name: str, in_pieces: b
         results = [full.run(FULL, key, lambda: values + 1) for key in (1, 1, 2, 2)]
     assert [result.tolist() for result in results] == [[2.0, 2.0]] * 4
     assert recorder.num_aborts == 1
-    assert [tape.num_replays for tape in recorder.tapes] == [1]
+    assert [graph.num_replays for graph in recorder.graphs] == [1]
 
 
-class BorrowingRecorder(TapeRecorder):
-    """As a device's: what it hands on keeps no memory. Here the tapes keep it, as a device's pool does."""
+class BorrowingRecorder(FakeGraphRecorder):
+    """As a device's: what it hands on keeps no memory. Here the graphs keep it, as a device's pool does."""
 
     def unowned(self, tensor: Tensor) -> Tensor:
         memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
@@ -153,20 +153,20 @@ def test_captures_keep_no_memory_of_what_they_hand_on(in_pieces: bool) -> None:
     for value in (0.0, 1.0, 5.0):
         step.x.fill_(value)
         assert torch.equal(run(), 4 * (value + 1) + 3 * step.positions + 2)
-    assert len(recorder.tapes) == (3 if in_pieces else 1) and all(tape.num_replays == 2 for tape in recorder.tapes)
-    for tape in recorder.tapes:
-        tape.ops.clear()  # the pool is gone: who still has one of its tensors owns it
+    assert len(recorder.graphs) == (3 if in_pieces else 1) and all(graph.num_replays == 2 for graph in recorder.graphs)
+    for graph in recorder.graphs:
+        graph.ops.clear()  # the pool is gone: who still has one of its tensors owns it
     assert len(step.made) == 10 and not [tensor for tensor in step.made if tensor() is not None]
 
 
 def test_graphs_that_nobody_will_replay_are_freed() -> None:
-    recorder = TapeRecorder()
+    recorder = FakeGraphRecorder()
     graphs = FullGraphs(recorder)
     values = torch.ones(2)
     for key in ("old", "new"):
         graphs.run(FULL, key, lambda: values + 1)
-    old, new = (weakref.ref(tape) for tape in recorder.tapes)
-    recorder.tapes.clear()
+    old, new = (weakref.ref(graph) for graph in recorder.graphs)
+    recorder.graphs.clear()
     graphs.discard(lambda key: key == "old")
     assert old() is None and new() is not None
     assert "old" not in graphs and graphs.run(FULL, "new", lambda: values).tolist() == [2.0, 2.0]

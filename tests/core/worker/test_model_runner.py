@@ -14,7 +14,7 @@ from pelton.errors import EngineError
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.kv_transfer.interface import WorkerConnector
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.testing.graphs import TapeRecorder
+from pelton.testing.graphs import FakeGraphRecorder
 from pelton.worker.staging import StagingRing
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
@@ -32,7 +32,7 @@ def driver(request) -> Driver:
     blocks, kernel, mode = request.param
     runner = make_runner(block_sizes=blocks, kernel_block_sizes=kernel, num_blocks=128)
     if mode is not None:
-        runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), TapeRecorder())
+        runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), FakeGraphRecorder())
     return Driver(runner)
 
 

@@ -13,7 +13,7 @@ from pelton_worker_fakes import VOCAB, Driver, Running, make_runner, oracle_gree
 from pelton.config import CUDAGraphMode
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.scheduler.output import GrammarMasks, SchedulerOutput
-from pelton.testing.graphs import TapeRecorder
+from pelton.testing.graphs import FakeGraphRecorder
 from pelton.worker.step_graphs import LOGITS
 
 PROMPTS = [[7, 9], [3, 1, 4, 1, 5]]
@@ -24,7 +24,7 @@ EVERY_TOKEN = np.packbits(np.arange(64) < VOCAB, bitorder="little").tobytes()
 def driver() -> Driver:
     runner = make_runner(num_blocks=128)
     dispatcher = GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, max_num_seqs=8, max_num_tokens=64)
-    runner.use_graphs(dispatcher, TapeRecorder())
+    runner.use_graphs(dispatcher, FakeGraphRecorder())
     return Driver(runner)
 
 
@@ -85,11 +85,11 @@ def test_logits_that_could_not_be_captured_are_sampled_without_a_graph(driver, m
 
 
 def test_room_for_captures_is_recorded_first_and_kept(driver):
-    graphs, tapes = driver.runner.graphs, driver.runner.graphs._recorder.tapes
+    graphs = driver.runner.graphs
     graphs.make_room(1000)
-    (tape,) = tapes
-    assert graphs._room is tape
-    assert max(result.nbytes for *_, results in tape.ops for result in results) == 1000
+    (room,) = graphs._recorder.graphs
+    assert graphs._room is room
+    assert max(result.nbytes for *_, results in room.ops for result in results) == 1000
 
 
 def test_graphs_of_side_tables_that_moved_are_freed(driver):
@@ -131,7 +131,7 @@ def random_steps(mode: CUDAGraphMode, seed: int) -> list[object]:
     chooser, runner = random.Random(seed), make_runner(block_sizes=(4, 8), kernel_block_sizes=(2, 8), num_blocks=2000)
     runner.model.poison = {39}
     if mode is not CUDAGraphMode.NONE:
-        graphs = runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), TapeRecorder())
+        graphs = runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), FakeGraphRecorder())
         graphs.uses_common_prefix = lambda num_rows, blocks: True  # type: ignore[method-assign]
     driver, side_slots, given = Driver(runner), [0, 1, 2, 3], []
     running: dict[int, Running] = {}
