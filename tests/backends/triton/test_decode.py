@@ -39,7 +39,7 @@ KV_TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "bfl
 
 DIRECT = LaunchShape(splits=3, programs=0, keys=32, num_stages=2)
 EARLY = LaunchShape(splits=2, programs=0, keys=16, num_stages=2, least=2, is_early=True)
-STREAMED = LaunchShape(splits=0, programs=7, keys=16, num_stages=3)
+STREAMED = LaunchShape(splits=0, programs=7, keys=16, num_stages=2)
 
 
 @dataclass(frozen=True, kw_only=True)

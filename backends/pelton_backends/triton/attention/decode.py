@@ -6,8 +6,8 @@ Three stages of one kernel, so that a decode layer has no kernel but this betwee
   3. the last program to finish a (row, kv head) merges their partial results.
 
 `decode_kernel` gives every (row, kv head) the same number of programs: nothing to look up, so the shortest way for few
-rows. `streamed_decode_kernel` deals all chunks of all rows evenly to a fixed number of programs: for many rows, and for
-lengths that differ. Both are memory bound.
+rows. `streamed_decode_kernel`, in a file of its own, deals all chunks of all rows evenly to a fixed number of programs: for many
+rows, and for lengths that differ. Both are memory bound.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pelton_backends.triton.attention.decode_pieces import (
     store_output,
     store_part,
 )
+from pelton_backends.triton.attention.decode_streamed import streamed_decode_kernel
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.runtime import launch_options, let_next_start, num_sms, wait_for_inputs
 
@@ -216,169 +217,6 @@ def decode_kernel(
             tl.store(arrivals + pair, 0)  # for the next launch
 
 
-@triton.jit
-def _num_chunks(length, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
-    """Chunks to attend to, one at least; 0 for a row that is left out (length 0)."""
-    last_key = length
-    if FUSED:
-        last_key = length - 1
-    chunks = (last_key + N - 1) // N
-    if WINDOW > 0:
-        chunks -= tl.maximum(length - WINDOW, 0) // N
-    return tl.where(length > 0, tl.maximum(chunks, 1), 0)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def streamed_decode_kernel(
-    query,
-    positions,
-    slot_mapping,
-    k_cache,
-    v_cache,
-    output,
-    query_start_loc,
-    seq_lens,
-    block_table,
-    cos_sin,
-    q_norm,
-    k_norm,
-    sinks,
-    alibi_slopes,
-    part_sums,
-    part_stats,
-    arrivals,
-    stride_query,
-    stride_output,
-    stride_table,
-    stride_block,
-    stride_token,
-    stride_head,
-    num_rows,
-    scale,
-    EPS: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    FUSED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    Q: tl.constexpr,
-    M: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Chunks are numbered row by row, within a row kv head by kv head; program p has the p-th equal share of them.
-
-    A share may begin and end within a (row, kv head): such a part goes to place 0 of the program if it continues what the program
-    before began, to place 1 if it begins what the next will continue. So the parts of one (row, kv head) are at
-    2 p + 1, 2 (p + 1), 2 (p + 2), .. of its first program p.
-    """
-    program = tl.program_id(0)
-    let_next_start(PDL)
-    dim = tl.arange(0, PADDED_DIM)
-    own, partners = q_norm, q_norm
-    if q_norm is not None:
-        own = norm_weights(q_norm, k_norm, dim, HEAD_DIM, GROUP, Q)
-        partners = norm_weights(q_norm, k_norm, partner_of(dim, ROTARY_DIM), HEAD_DIM, GROUP, Q)
-    local = tl.arange(0, N)
-    wait_for_inputs(PDL)
-
-    rows = tl.arange(0, ROWS)
-    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
-    if query_start_loc is not None:
-        starts = tl.load(query_start_loc + rows, mask=rows < num_rows, other=0)
-        ends = tl.load(query_start_loc + rows + 1, mask=rows < num_rows, other=0)
-        lengths = tl.where(ends - starts == 1, lengths, 0)
-    chunks = _num_chunks(lengths, FUSED, WINDOW, N) * NUM_KV_HEADS
-    ends_of_rows = tl.cumsum(chunks, 0)
-    num_units = tl.sum(chunks, 0)
-    share = (num_units + tl.num_programs(0) - 1) // tl.num_programs(0)
-    unit = program * share
-    last_unit = tl.minimum(unit + share, num_units)
-    row = tl.sum((ends_of_rows <= unit).to(tl.int32), 0)
-    row_unit = tl.sum(tl.where(rows == row, ends_of_rows - chunks, 0), 0)  # number of the row's first chunk
-
-    while unit < last_unit:
-        seq_len = tl.sum(tl.where(rows == row, lengths, 0), 0)
-        token_index = row
-        if query_start_loc is not None:
-            token_index = tl.load(query_start_loc + row)
-        row_chunks = _num_chunks(seq_len, FUSED, WINDOW, N)
-        if row_chunks > 0:
-            table = block_table + row.to(tl.int64) * stride_table
-            head = (unit - row_unit) // row_chunks
-            pair_unit = row_unit + head * row_chunks
-            begin = unit - pair_unit
-            end = tl.minimum(row_chunks, begin + last_unit - unit)
-            unit += end - begin
-            slot = tl.full([], -1, tl.int64)
-            last_key = seq_len
-            if FUSED:
-                slot = tl.load(slot_mapping + row)
-                last_key = seq_len - 1
-            first_key = 0
-            first_chunk = begin
-            if WINDOW > 0:
-                first_key = tl.maximum(seq_len - WINDOW, 0)
-                first_chunk += first_key // N
-            block = blocks_of(table, first_chunk * N + local, stride_table, BLOCK_SIZE)
-            x, other, new_value = load_heads(
-                query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS,
-                GROUP, Q,
-            )  # fmt: skip
-            cos, sin = x, x
-            if FUSED and ROTARY_DIM > 0:
-                cos, sin = angles_at(cos_sin, (seq_len - 1).to(tl.int64), dim, ROTARY_DIM, Q)
-                row_position = tl.load(positions + row)
-                if row_position != seq_len - 1:
-                    cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
-            if begin > 0:
-                slot = tl.full([], -1, tl.int64)
-            x, new_value, new_logit = make_query(
-                x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
-                stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
-                GROUP, Q, ROTARY_DIM,
-            )  # fmt: skip
-            top, total, sums = attend(
-                x, new_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
-                seq_len - 1, x, x, False, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
-                stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N,
-                False, STAGES,
-            )  # fmt: skip
-
-            head_output = output + token_index.to(tl.int64) * stride_output + head * (GROUP * HEAD_DIM)
-            head_sinks = sinks
-            if sinks is not None:
-                head_sinks = sinks + head * GROUP
-            if end - begin == row_chunks:
-                store_output(head_output, top, total, sums, head_sinks, HEAD_DIM, GROUP)
-            else:
-                first_program = pair_unit // share
-                num_parts = (pair_unit + row_chunks - 1) // share - first_program + 1
-                part = program * 2 + (begin == 0).to(tl.int32)
-                store_part(part, part_sums, part_stats, top, total, sums, HEAD_DIM, GROUP)
-                tl.debug_barrier()
-                pair = row * NUM_KV_HEADS + head
-                arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
-                if arrived == num_parts - 1:
-                    merge_parts(
-                        head_output, first_program * 2 + 1, first_program * 2, 2, num_parts, part_sums, part_stats,
-                        head_sinks, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
-                    )  # fmt: skip
-                    tl.store(arrivals + pair, 0)
-        if unit >= row_unit + row_chunks * NUM_KV_HEADS:
-            row_unit += row_chunks * NUM_KV_HEADS
-            row += 1
-
-
 _launch, _launch_streamed = Launcher(decode_kernel), Launcher(streamed_decode_kernel)
 
 
@@ -433,6 +271,9 @@ class NewTokens:
 
 
 STREAMED_PROGRAMS_PER_SM = 8  # as many as registers let run at once: each multiprocessor has an equal share
+STREAMED_START = 4
+"""Chunks' worth of time that the start of a pair costs a program: at 64 rows of 100 to 1024 tokens 0 gives 45.1 us, 2 43.2,
+4 42.3, 8 41.9, 14 42.6 (three stages; with two, 4 gives 41.6 and 8 42.4)."""
 _FEW_PAIRS = ((64, 16), (128, 8), (256, 4))
 """(pairs of row and kv head up to, programs of a pair at most)."""
 _STREAMED_UP_TO = 1024  # pairs
@@ -458,7 +299,7 @@ def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int)
             keys = 32 if is_narrow else 16
             return LaunchShape(min(splits, -(-max_seq_len // keys)), 0, keys, 2, is_early=is_narrow)
     if num_pairs <= _STREAMED_UP_TO:
-        return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 16, 3)
+        return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 16, 2)
     splits = next((splits for splits in (8, 4, 2) if splits * num_pairs <= _PARTS), 1)
     return LaunchShape(splits, 0, 16, 3, least=16)
 
@@ -539,7 +380,7 @@ def decode_attention(
     grid: tuple[int, ...]
     if shape.splits == 0:
         launch, grid = _launch_streamed, (shape.programs,)
-        constants["ROWS"] = triton.next_power_of_2(num_rows)
+        constants |= {"ROWS": triton.next_power_of_2(num_rows), "START": STREAMED_START}
     else:
         launch, grid = _launch, (num_kv_heads, num_rows, shape.splits)
         constants |= {"SPLITS": shape.splits, "LEAST": shape.least, "IS_EARLY": shape.is_early and new is not None}
