@@ -1,7 +1,7 @@
 """The scheduler's own record of one request, from arrival to its last token.
 
 It fulfils `kv_cache.interface.CacheableRequest`. The record is plain state: what happens to it is
-decided in `scheduler.py`, who comes first in `policy.py`.
+decided by the parts of `scheduler.py`, who comes first in `policy.py`.
 """
 
 from __future__ import annotations
@@ -109,6 +109,11 @@ class ScheduledRequest:
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def is_receiving(self) -> bool:
+        """Its blocks are being written to by a KV connector."""
+        return self.status is RequestStatus.RECEIVING and not self.is_remote_ready
 
     def forget_computed(self) -> None:
         """Blocks and slot are given up: everything has to be computed again."""

@@ -1,6 +1,8 @@
-"""One step under construction, and one step that is open: what `schedule` leaves for `update`."""
+"""A step under construction, and the steps that are open: what `schedule` leaves for `update`."""
 
 from __future__ import annotations
+
+from collections import deque
 
 from pelton.scheduler.output import NewRequest, SchedulerOutput
 from pelton.scheduler.request import ScheduledRequest
@@ -16,17 +18,65 @@ class OpenStep:
         self.requests = requests
 
 
+class OpenSteps:
+    """Steps whose result has not come, oldest first, and the one that is being taken in."""
+
+    def __init__(self) -> None:
+        self.next_id = 0
+        self.retired = -1  # every step up to this one is over
+        self._open: deque[OpenStep] = deque()
+        self._taken: OpenStep | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, step: OpenStep) -> None:
+        self._open.append(step)
+        self.next_id += 1
+
+    def oldest(self, output: SchedulerOutput) -> OpenStep:
+        step = self._open[0]
+        assert step.output is output, "results come back in step order"
+        return step
+
+    def find(self, output: SchedulerOutput) -> OpenStep:
+        """It is open, or the last that was taken."""
+        for step in (*self._open, self._taken):
+            if step is not None and step.output is output:
+                return step
+        raise AssertionError("a step gets masks, and fails once, while it is open or in its update")
+
+    def take(self, step: OpenStep) -> None:
+        """Its result is here, and says of its requests what follows until `retire`."""
+        if step is not self._taken:
+            self._open.remove(step)
+            self._taken = step
+
+    def retire(self) -> None:
+        self.retired = (self._open[0].output.step_id if self._open else self.next_id) - 1
+
+    def computed_before(self, request: ScheduledRequest, step_id: int) -> int:
+        """Tokens of the request that were computed when this step, which is open or just came in, began."""
+        count = request.num_computed_tokens
+        for step in (self._taken, *self._open):
+            if step is not None and step.output.step_id >= step_id and request in step.requests:
+                count -= step.output.num_scheduled[step.requests.index(request)]
+        # What a connector brings may come with that step, and be lost with it.
+        return max(min(count, request.num_found_tokens) if request.connector_tokens else count, 0)
+
+
 class StepBuilder:
     """Columns of one step. Rows with one token are kept apart, so that they come first without a sort."""
 
     __slots__ = (
-        "appends", "budget", "has_preempted", "many", "many_draft_ids", "many_num_draft", "many_samples", "many_tokens",
-        "max_seq_len", "new", "ones", "ones_samples", "step_id",
+        "appends", "budget", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft", "many_samples",
+        "many_tokens", "max_seq_len", "new", "ones", "ones_samples", "step_id",
     )  # fmt: skip
 
-    def __init__(self, step_id: int, budget: int) -> None:
+    def __init__(self, step_id: int, budget: int, *, is_ordered: bool) -> None:
         self.step_id = step_id
         self.budget = budget
+        self.is_ordered = is_ordered
         self.has_preempted = False
         self.max_seq_len = 0
         self.ones: list[ScheduledRequest] = []
@@ -43,11 +93,20 @@ class StepBuilder:
     def num_rows(self) -> int:
         return len(self.ones) + len(self.many)
 
-    def add_row(
-        self, request: ScheduledRequest, num_new: int, samples: bool, num_draft: int, host_drafts: list[int] | None
+    def take_row(
+        self, request: ScheduledRequest, num_new: int, num_draft: int = 0, host_drafts: list[int] | None = None
     ) -> None:
-        """A row of `num_new` known or pending tokens and `num_draft` drafts; `host_drafts` are their values if sent."""
+        """Enter a row of `num_new` known or pending tokens and `num_draft` drafts; `host_drafts` are their values if sent.
+        Its tokens count as computed and, where it samples, as pending."""
         total = num_new + num_draft
+        samples = request.num_computed_tokens + num_new == request.num_reach
+        request.num_computed_tokens += total
+        request.num_unconfirmed_tokens += num_draft if self.is_ordered else total
+        if samples:
+            request.num_reach += 1 + num_draft
+            # Read where nothing drafts and steps are ordered only: one token more to compute, and room for it.
+            request.plain_until = min(request.capacity + 1, request.max_total_tokens)
+        request.last_step_id = self.step_id
         self.budget -= total
         if request.num_computed_tokens > self.max_seq_len:
             self.max_seq_len = request.num_computed_tokens

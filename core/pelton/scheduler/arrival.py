@@ -1,0 +1,64 @@
+"""What is refused when it comes: requests that can never run here, and those that may not wait now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pelton.config import SchedulerConfig
+from pelton.errors import NotSupportedError, QueueFullError, RequestError
+from pelton.kv_cache.interface import KVCacheManager
+from pelton.request import EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalCheck:
+    config: SchedulerConfig
+    kv: KVCacheManager
+    max_model_len: int
+    max_num_batched_tokens: int
+    has_grammars: bool
+    has_adapters: bool
+
+    def check(self, request: EngineRequest, num_queued_reqs: int, num_queued_tokens: int) -> None:
+        """Raises `RequestError`. num_queued: what waits already, and has never run."""
+        num_prompt = len(request.prompt_token_ids)
+        self._check_prompt(num_prompt)
+        if request.sampling_params.structured_outputs is not None and not self.has_grammars:
+            raise NotSupportedError(
+                "structured_outputs needs a structured-output backend, and no plugin offers one here.",
+                param="structured_outputs",
+            )
+        if request.adapter_id and not self.has_adapters:
+            raise NotSupportedError("This engine serves no adapters.", param="adapter_id", value=request.adapter_id)
+        limit = self.config.max_num_queued_reqs
+        if limit is not None and num_queued_reqs >= limit:
+            raise QueueFullError(f"{num_queued_reqs} requests wait already; at most {limit}. Try again later.")
+        limit = self.config.max_num_queued_tokens
+        if limit is not None and num_queued_tokens + num_prompt > limit:
+            raise QueueFullError(
+                f"{num_queued_tokens} prompt tokens wait already and this request has {num_prompt}; at most {limit}. "
+                "Try again later."
+            )
+
+    def _check_prompt(self, num_prompt: int) -> None:
+        if not num_prompt:
+            raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+        if num_prompt >= self.max_model_len:
+            raise RequestError(
+                f"The prompt has {num_prompt} tokens; at most {self.max_model_len - 1} fit the context of "
+                f"{self.max_model_len} with one token to generate.",
+                param="prompt",
+            )
+        if not self.config.enable_chunked_prefill and num_prompt > self.max_num_batched_tokens:
+            raise RequestError(
+                f"The prompt has {num_prompt} tokens; without chunked prefill at most {self.max_num_batched_tokens} "
+                "(max_num_batched_tokens) can run.",
+                param="prompt",
+            )
+        needed = self.kv.max_blocks_needed(num_prompt + 1)
+        if needed > self.kv.num_usable_blocks:
+            raise RequestError(
+                f"The prompt has {num_prompt} tokens and needs {needed} blocks of KV cache; there are "
+                f"{self.kv.num_usable_blocks}. Shorten it, or raise kv_cache_memory_bytes.",
+                param="prompt",
+            )

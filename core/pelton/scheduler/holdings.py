@@ -1,0 +1,146 @@
+"""What requests hold, blocks and slots: entered as they come, given back when no open step can touch them.
+
+Where one stream orders all steps that is at once; else they wait for their fence, the last step that uses them. Who gives
+something up, and when, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton.kv_cache.interface import BlockIds, KVCacheManager
+from pelton.scheduler.request import ScheduledRequest
+from pelton.scheduler.slots import SlotPool
+from pelton.scheduler.spoilt import BlockUse
+from pelton.scheduler.step import OpenSteps, StepBuilder
+
+
+class Holdings:
+    """block_sizes: tokens a block, per KV group. hash_block_size: 0 without prefix caching."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        steps: OpenSteps,
+        *,
+        block_sizes: Sequence[int],
+        hash_block_size: int,
+        num_slots: int,
+        num_side_slots: int,
+        steps_are_ordered: bool,
+    ) -> None:
+        self.slots = SlotPool(num_slots)
+        self.side_slots = SlotPool(num_side_slots)
+        self.block_sizes = tuple(block_sizes)
+        self.hash_block_size = hash_block_size
+        self.left: list[BlockUse] = []  # blocks given up while a step that uses them is open
+        self._kv = kv
+        self._steps = steps
+        self._is_ordered = steps_are_ordered
+        self._fenced: list[tuple[int, str, int, int]] = []  # (step, request id or "", slot, side slot)
+
+    # Taken.
+
+    def start(self, request: ScheduledRequest, block_ids: BlockIds, num_tokens: int, *, is_findable: bool) -> None:
+        """The first blocks of a request, with room for `num_tokens`."""
+        request.tables = [list(ids) for ids in block_ids]
+        self._note_capacity(request, num_tokens)
+        if is_findable:
+            self._note_findable(request, num_tokens)
+
+    def grow(self, request: ScheduledRequest, num_new: int, num_draft: int, step: StepBuilder) -> bool:
+        """Blocks for a running request's next tokens and drafts. False, and nothing done, when the pool has none."""
+        new_ids = self._kv.allocate(request, num_new, num_lookahead_tokens=num_draft)
+        if new_ids is None:
+            return False
+        self.append(request, new_ids, num_new, num_draft, step)
+        return True
+
+    def append(
+        self, request: ScheduledRequest, new_ids: BlockIds, num_new: int, num_draft: int, step: StepBuilder
+    ) -> None:
+        """Enter what was allocated for these tokens, and tell the workers."""
+        for group, ids in enumerate(new_ids):
+            if ids:
+                table = request.tables[group]
+                step.appends.append((group, request.slot, len(table), list(ids)))
+                table += ids
+        self._note_capacity(request, request.num_computed_tokens + num_new + num_draft)
+        self._note_findable(request, request.num_computed_tokens + num_new)
+
+    def _note_capacity(self, request: ScheduledRequest, num_tokens: int) -> None:
+        """Each group has blocks for `num_tokens`, rounded up to its block size."""
+        if len(self.block_sizes) == 1:
+            size = self.block_sizes[0]
+            request.capacity = -(-num_tokens // size) * size
+        else:
+            request.capacity = min(-(-num_tokens // size) * size for size in self.block_sizes)
+
+    def _note_findable(self, request: ScheduledRequest, num_computed: int) -> None:
+        """`allocate` has made the full blocks of known tokens findable."""
+        if self.hash_block_size:
+            request.num_cached_blocks = min(num_computed, len(request.token_ids)) // self.hash_block_size
+
+    # Given back.
+
+    def release(self, request: ScheduledRequest, *, keeps_blocks: bool = False) -> None:
+        """Give back slots and, unless a connector still needs them, blocks."""
+        kv_id, slot, side_slot = "" if keeps_blocks else request.request_id, request.slot, request.side_slot
+        request.slot = request.side_slot = -1
+        if request.last_step_id > self._steps.retired and request.tables:
+            before = self._steps.computed_before(request, self._steps.retired + 1)
+            self.left.append(BlockUse(request, request.last_step_id, request.tables, before))
+        self._give_back_after(request.last_step_id, kv_id, slot, side_slot)
+
+    def release_sent(self, request_id: str, last_step_id: int) -> None:
+        """A connector needs these blocks of a finished request no more."""
+        self._give_back_after(last_step_id, request_id, -1, -1)
+
+    def pass_fences(self) -> None:
+        if not self._fenced:
+            return
+        retired = self._steps.retired
+        passed = [entry for entry in self._fenced if entry[0] <= retired]
+        self._fenced = [entry for entry in self._fenced if entry[0] > retired]
+        for _, request_id, slot, side_slot in passed:
+            self._give_back(request_id, slot, side_slot)
+
+    @property
+    def has_fenced(self) -> bool:
+        """Something comes back when a step is over."""
+        return bool(self._fenced)
+
+    def is_fenced(self, request_id: str) -> bool:
+        return any(entry[1] == request_id for entry in self._fenced)
+
+    def _give_back_after(self, step_id: int, request_id: str, slot: int, side_slot: int) -> None:
+        if self._is_ordered or step_id <= self._steps.retired:
+            self._give_back(request_id, slot, side_slot)
+        else:
+            self._fenced.append((step_id, request_id, slot, side_slot))
+
+    def _give_back(self, request_id: str, slot: int, side_slot: int) -> None:
+        if request_id:
+            self._kv.free(request_id)
+        if slot >= 0:
+            self.slots.give_back(slot)
+        if side_slot >= 0:
+            self.side_slots.give_back(side_slot)
+
+    # What they hold, for those who ask which blocks are spoilt.
+
+    def use_of(self, request: ScheduledRequest) -> BlockUse:
+        return BlockUse(request, request.last_step_id, request.tables)
+
+    def blocks_from(self, request: ScheduledRequest, num_tokens: int) -> set[int]:
+        """Blocks that hold the request's tokens after the first `num_tokens`."""
+        return self.use_of(request).blocks_from(num_tokens, self.block_sizes)
+
+    def blocks_left_under(self, step_id: int) -> set[int]:
+        """Blocks that were given up while this step was open, as far as it, or an older one, may have written them."""
+        uses = [use for use in self.left if use.last_step_id >= step_id]
+        return set[int]().union(*(use.blocks_from(use.num_computed_before, self.block_sizes) for use in uses))
+
+    def forget_retired(self) -> None:
+        if self.left:
+            self.left = [use for use in self.left if use.last_step_id > self._steps.retired]

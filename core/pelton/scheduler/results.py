@@ -1,0 +1,175 @@
+"""What a step's result does to the requests of its rows: tokens are appended, stops found, full blocks made findable.
+
+Nearly all rows of nearly all steps bring a token that ends nothing: those take a short way.
+"""
+
+from __future__ import annotations
+
+from pelton.engine.messages import EngineOutput, FinishReason, LogprobColumns
+from pelton.errors import EngineError
+from pelton.kv_cache.hashing import BlockHasher
+from pelton.kv_cache.interface import KVCacheManager
+from pelton.scheduler import grammars
+from pelton.scheduler.drafts import Drafts
+from pelton.scheduler.holdings import Holdings
+from pelton.scheduler.output import ModelOutput, SchedulerOutput
+from pelton.scheduler.request import RequestStatus, ScheduledRequest
+from pelton.scheduler.roster import Roster
+from pelton.scheduler.step import OpenStep
+
+FINISHED = RequestStatus.FINISHED
+
+
+class Results:
+    """hasher: None switches prefix caching off."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        roster: Roster,
+        holdings: Holdings,
+        drafts: Drafts,
+        *,
+        hasher: BlockHasher | None,
+        steps_are_ordered: bool,
+    ) -> None:
+        self._kv = kv
+        self._roster = roster
+        self._holdings = holdings
+        self._drafts = drafts
+        self._hasher = hasher
+        self._hash_block_size = holdings.hash_block_size
+        self._is_ordered = steps_are_ordered
+
+    def take_in(self, step: OpenStep, result: ModelOutput) -> list[EngineOutput]:
+        """The outputs of all rows. The caller drops rows that finished."""
+        outputs: list[EngineOutput] = []
+        errors = dict(result.row_errors)
+        self._drafts.is_on = self._drafts.is_on or bool(result.draft_token_ids)
+        has_extras = bool(errors or result.logprobs or result.prompt_logprobs or self._drafts.is_on)
+        is_plain = self._is_ordered and not has_extras
+        for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
+            if is_plain and len(tokens) == 1 and tokens[0] not in request.stop_ids:
+                # A token that ends nothing: nearly all rows of nearly all steps.
+                known = request.token_ids
+                if len(known) < request.look_at:
+                    known.append(tokens[0])
+                    outputs.append(EngineOutput(request.request_id, tokens))
+                    continue
+                if request.look_at and len(known) + 1 < request.max_total_tokens:  # it fills a block
+                    known.append(tokens[0])
+                    self._look_again(request)
+                    outputs.append(EngineOutput(request.request_id, tokens))
+                    continue
+            if request.status is FINISHED:
+                continue
+            try:
+                told = self._take_row(step.output, result, row, request, errors.get(row))
+            except Exception as error:
+                self._kv.evict(self._holdings.blocks_from(request, request.num_found_tokens))
+                self._roster.fail(request, error, "computing")
+            else:
+                if told is not None:
+                    outputs.append(told)
+        return outputs
+
+    def _take_row(
+        self, output: SchedulerOutput, result: ModelOutput, row: int, request: ScheduledRequest, failure: str | None
+    ) -> EngineOutput | None:
+        """Take in one row, whatever it brings. Raises what ends the request."""
+        samples, tokens = output.samples[row], result.token_ids[row]
+        num_draft = output.num_draft[row] if output.num_draft else 0
+        if output.step_id <= request.void_through:
+            if samples:
+                request.num_reach -= 1 + num_draft
+            return None
+        if failure is not None:
+            raise EngineError(failure)
+        if request.status is RequestStatus.RUNNING:
+            if num_draft:
+                self._roster.stats.spec_num_accepted_tokens += self._drafts.settle(request, num_draft, tokens)
+            request.num_unconfirmed_tokens -= num_draft if self._is_ordered else output.num_scheduled[row]
+        columns = result.prompt_logprobs.get(row)
+        if columns is not None and request.skip_prefix_lookup and output.step_id > request.void_logprobs_through:
+            request.add_prompt_logprobs(columns)
+        reason: FinishReason | None = None
+        stop_reason: int | None = None
+        if samples:
+            tokens, reason, stop_reason = _append(request, tokens, num_draft)
+            has_drafts = bool(result.draft_token_ids) and not request.num_pending
+            request.drafts = result.draft_token_ids[row] if has_drafts else []
+        self._look_again(request)
+        if not samples or request.grammar is not None:
+            request.look_at = 0
+        if not samples:
+            return None
+        if reason is not None:
+            self._roster.finish(request)
+        elif not request.events and row not in result.logprobs:
+            return EngineOutput(request.request_id, tokens)
+        return _full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
+
+    def _look_again(self, request: ScheduledRequest) -> None:
+        """Make findable what became full: blocks of sampled tokens, and of what arrived from elsewhere. Then say when to
+        look at the request again: with the token that ends it, or fills its next block."""
+        look_at = request.max_total_tokens
+        if self._hasher is not None:
+            size, num_known = self._hash_block_size, len(request.token_ids)
+            if num_known >= (len(request.block_hashes) + 1) * size:
+                request.extend_hashes(self._hasher)
+            num_full = min(request.num_computed_tokens, num_known) // size
+            if num_full > request.num_cached_blocks:
+                request.num_cached_blocks = num_full
+                self._kv.cache_blocks(request, num_full * size)
+            look_at = min(look_at, (request.num_cached_blocks + 1) * size)
+        request.look_at = look_at - 1
+
+
+def _append(
+    request: ScheduledRequest, tokens: list[int], num_draft: int
+) -> tuple[list[int], FinishReason | None, int | None]:
+    """Append a row's tokens up to the first that ends the request; returns those that count."""
+    if not 1 <= len(tokens) <= 1 + num_draft:
+        raise EngineError(f"{len(tokens)} tokens came back for a row with {num_draft} drafts.")
+    request.num_reach -= 1 + num_draft - len(tokens)
+    reason: FinishReason | None = None
+    stop_reason: int | None = None
+    for count, token in enumerate(tokens, 1):
+        request.token_ids.append(token)
+        if len(request.token_ids) >= request.max_total_tokens or token in request.stop_ids:
+            reason, stop_reason = _stop_of(request)
+            if reason is not None:
+                tokens = tokens[:count]
+                break
+    if request.grammar is not None:
+        reason = grammars.advance(request, tokens, reason)
+    return tokens, reason, stop_reason
+
+
+def _stop_of(request: ScheduledRequest) -> tuple[FinishReason | None, int | None]:
+    """Whether the last known token ends the request: EOS and stop ids before length, none before min_tokens."""
+    token, count = request.token_ids[-1], len(request.token_ids)
+    if token in request.stop_ids and count >= request.min_tokens:
+        return FinishReason.STOP, None if token in request.eos_ids else token
+    return (FinishReason.LENGTH if count >= request.max_total_tokens else None), None
+
+
+def _full_output(
+    request: ScheduledRequest,
+    tokens: list[int],
+    reason: FinishReason | None,
+    stop_reason: int | None,
+    logprobs: LogprobColumns | None,
+) -> EngineOutput:
+    """An output with all that is known: the first, the last, and those with logprobs."""
+    if logprobs is not None and len(logprobs.token_ids) > len(tokens):
+        count = len(tokens)
+        logprobs = LogprobColumns(logprobs.token_ids[:count], logprobs.logprobs[:count], logprobs.ranks[:count])
+    output = EngineOutput(request.request_id, tokens, reason, stop_reason, logprobs)
+    if request.skip_prefix_lookup:  # prompt_logprobs, not sent yet
+        output.prompt_logprobs = request.prompt_logprobs or LogprobColumns([], [], [])
+        request.prompt_logprobs = None
+        request.skip_prefix_lookup = False  # after a preemption they are not needed again
+    output.events, request.events = request.events, []
+    output.num_cached_tokens = max(request.num_cached_tokens, 0)
+    return output

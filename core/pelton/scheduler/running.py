@@ -1,0 +1,130 @@
+"""The rows of running requests: a token each, or a chunk of a prompt, or drafts; first served is who ranks first.
+
+Nearly all rows of nearly all steps are a token whose block has room, or needs one more: those take short ways.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from pelton.config import SchedulerConfig
+from pelton.kv_cache.interface import KVCacheManager
+from pelton.scheduler.drafts import Drafts
+from pelton.scheduler.holdings import Holdings
+from pelton.scheduler.policy import SchedulingPolicy
+from pelton.scheduler.request import ScheduledRequest
+from pelton.scheduler.room import Room
+from pelton.scheduler.roster import Roster
+from pelton.scheduler.step import StepBuilder
+
+
+class RunningRows:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: SchedulingPolicy,
+        kv: KVCacheManager,
+        roster: Roster,
+        holdings: Holdings,
+        room: Room,
+        drafts: Drafts,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._kv = kv
+        self._roster = roster
+        self._holdings = holdings
+        self._room = room
+        self._drafts = drafts
+        self._block_size = holdings.block_sizes[0]
+        self._hash_block_size = holdings.hash_block_size
+
+    def serve(self, step: StepBuilder) -> None:
+        """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""
+        running = self._roster.running
+        is_plain = step.is_ordered and not self._drafts.is_on
+        step_id, ones, max_seq_len = step.step_id, step.ones, 0
+        index = 0
+        while index < len(running) and step.budget > 0:
+            first, num_ones = index, len(ones)
+            # A token whose block has room: nearly all rows of nearly all steps.
+            for request in islice(running, first, first + step.budget) if is_plain else ():
+                reach = request.num_reach
+                if reach >= request.plain_until:
+                    break
+                request.num_computed_tokens = reach
+                request.num_reach = reach + 1
+                request.last_step_id = step_id
+                ones.append(request)
+                if reach > max_seq_len:
+                    max_seq_len = reach
+            num_plain = len(ones) - num_ones
+            step.ones_samples += [True] * num_plain
+            step.budget -= num_plain
+            index += num_plain
+            if index == len(running) or step.budget <= 0:
+                break
+            request = running[index]
+            if request.num_reach >= request.max_total_tokens:  # its last token is in flight
+                index += 1
+                continue
+            if is_plain and request.plain_until and self._serve_with_new_block(request, step):
+                index += 1
+                continue
+            is_served = self._serve(request, index, step)
+            # One that was preempted, or ended, has left its place to the next.
+            index += is_served or (index < len(running) and running[index] is request)
+        step.max_seq_len = max(step.max_seq_len, max_seq_len)
+
+    def _serve_with_new_block(self, request: ScheduledRequest, step: StepBuilder) -> bool:
+        """The row of a request in decode whose last block is full: `_serve` without what such a row has none of. False,
+        and nothing done, when there is no block."""
+        new_ids = self._kv.allocate(request, 1)
+        if new_ids is None:
+            return False
+        reach = request.num_reach
+        if len(new_ids) == 1 and len(new_ids[0]) == 1:
+            table = request.tables[0]
+            step.appends.append((0, request.slot, len(table), new_ids[0]))
+            table.append(new_ids[0][0])
+            request.capacity += self._block_size
+            if self._hash_block_size:
+                request.num_cached_blocks = min(reach, len(request.token_ids)) // self._hash_block_size
+        else:
+            self._holdings.append(request, new_ids, 1, 0, step)
+        request.num_computed_tokens = reach
+        request.num_reach = reach + 1
+        request.plain_until = min(request.capacity + 1, request.max_total_tokens)
+        request.last_step_id = step.step_id
+        step.ones.append(request)
+        step.ones_samples.append(True)
+        step.budget -= 1
+        step.max_seq_len = max(step.max_seq_len, reach)
+        return True
+
+    def _serve(self, request: ScheduledRequest, index: int, step: StepBuilder) -> bool:
+        """A running request's row, where drafts, chunks or blocks have to be thought of. False: none in this step."""
+        num_new = request.num_reach - request.num_computed_tokens
+        drafts: list[int] | None = None
+        num_draft = 0
+        if num_new > 1:
+            # Every running request behind this one still gets its token in this step.
+            left = max(step.budget - (len(self._roster.running) - index - 1), 1)
+            num_new = min(share(request, num_new, self._config, self._policy), left)
+        elif self._drafts.is_on:
+            if self._drafts.must_wait(request):
+                return False
+            num_draft, drafts = self._drafts.for_row(request, step.budget)
+        while not self._holdings.grow(request, num_new, num_draft, step):
+            if not self._room.make_for_running(request, index, step):
+                return False
+        step.take_row(request, num_new, num_draft, drafts)
+        return True
+
+
+def share(request: ScheduledRequest, num_new: int, config: SchedulerConfig, policy: SchedulingPolicy) -> int:
+    """Cap one request's new tokens by the threshold and the policy."""
+    threshold = config.long_prefill_token_threshold
+    if threshold and config.enable_chunked_prefill:
+        num_new = min(num_new, threshold)
+    return max(min(policy.max_new_tokens(request, num_new), num_new), 1)

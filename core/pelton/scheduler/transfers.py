@@ -1,0 +1,135 @@
+"""KV that comes from, or goes to, somewhere else: requests whose blocks a connector reads or writes.
+
+Without a connector nothing is ever transferred, and everything here says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pelton.kv_cache.interface import BlockIds, KVCacheManager
+from pelton.kv_transfer.interface import SchedulerConnector
+from pelton.scheduler.output import ModelOutput
+from pelton.scheduler.request import RequestStatus, ScheduledRequest
+
+if TYPE_CHECKING:
+    from pelton.scheduler.holdings import Holdings
+    from pelton.scheduler.roster import Roster
+    from pelton.scheduler.step import OpenStep
+
+logger = logging.getLogger(__name__)
+
+
+class Transfers:
+    def __init__(self, connector: SchedulerConnector | None, kv: KVCacheManager, *, num_groups: int) -> None:
+        self._connector = connector
+        self._kv = kv
+        self._num_groups = num_groups
+        self._sending: dict[str, int] = {}  # finished, with its last step; the connector still reads the blocks
+        self._abandoned: set[str] = set()  # finished; the connector still writes their blocks
+        self._has_news = False  # the connector has something to tell although no row runs
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Blocks of finished requests come back when a transfer is over."""
+        return bool(self._sending or self._abandoned)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._sending or request_id in self._abandoned
+
+    def wants_bare_step(self, roster: Roster, num_open: int) -> bool:
+        """A step without rows, so that the connector's workers are told and asked."""
+        return self._connector is not None and (
+            self._has_news or (not num_open and (self.holds_blocks or roster.is_receiving()))
+        )
+
+    # Towards a request.
+
+    def num_external_tokens(self, request: ScheduledRequest, num_local: int) -> tuple[int | None, bool]:
+        """Tokens that can be brought after the first `num_local`, and whether they come later. None: ask again."""
+        if self._connector is None or request.skip_connector or request.skip_prefix_lookup:
+            return 0, False
+        matched, is_later = self._connector.num_matched_tokens(request.request, num_local)
+        if matched is None:
+            return None, False
+        return max(min(matched, len(request.token_ids) - 1 - num_local), 0), is_later
+
+    def bring(self, request: ScheduledRequest, block_ids: BlockIds, num_external: int) -> None:
+        """With the step that is being made."""
+        assert self._connector is not None
+        self._connector.after_allocation(request.request, block_ids, num_external)
+
+    def bring_later(
+        self, request: ScheduledRequest, cached: BlockIds | None, num_local: int, num_external: int
+    ) -> bool:
+        """Blocks for tokens that arrive later. False, and nothing done, when there are none."""
+        new_ids = self._kv.allocate(
+            request, 0, cached_blocks=cached, num_cached_tokens=num_local,
+            num_external_tokens=num_external, delay_caching=True,
+        )  # fmt: skip
+        if new_ids is None:
+            return False
+        block_ids = self._kv.block_ids(request.request_id)
+        request.status = RequestStatus.RECEIVING
+        request.tables = [list(ids) for ids in block_ids]
+        request.num_computed_tokens = num_local + num_external
+        request.connector_tokens = num_external
+        self.bring(request, block_ids, num_external)
+        self._has_news = True
+        return True
+
+    # Steps, and ends.
+
+    def describe(self, step: OpenStep, roster: Roster) -> None:
+        """What the workers need to know about this step."""
+        if self._connector is None:
+            return
+        self._has_news = False
+        try:
+            step.output.extensions = {self._connector.name: self._connector.build_metadata(step.output)}
+        except Exception as error:  # without it the workers would compute on KV that is not there
+            for request in step.requests:
+                roster.fail(request, error, "describing the KV transfer of")
+            roster.drop_finished_rows()
+
+    def keeps(self, request: ScheduledRequest) -> bool:
+        """Tell the connector that a request is over; True when it still reads or writes its blocks."""
+        if self._connector is None:
+            return False
+        request_id = request.request_id
+        has_blocks = bool(request.tables)
+        try:
+            block_ids = self._kv.block_ids(request_id) if has_blocks else tuple([] for _ in range(self._num_groups))
+            is_sending = self._connector.request_finished(request_id, block_ids) and has_blocks
+        except Exception:
+            logger.exception("KV connector %s failed at the end of %s.", self._connector.name, request_id)
+            is_sending = False
+        if request.is_receiving:
+            self._abandoned.add(request_id)
+            return True
+        if is_sending:
+            self._sending[request_id] = request.last_step_id
+        return is_sending
+
+    def take_in(self, result: ModelOutput, roster: Roster, holdings: Holdings) -> None:
+        """What arrived, and what is sent."""
+        if self._connector is None:
+            return
+        for request_id in result.finished_receiving:
+            request = roster.requests.get(request_id)
+            if request_id in self._abandoned:
+                self._abandoned.remove(request_id)
+                self._kv.free(request_id)
+            elif request is not None and request.status is RequestStatus.RECEIVING:
+                request.is_remote_ready = True
+                if request.restarts:
+                    request.restarts = False
+                    roster.preempt(request)
+                else:
+                    self._kv.cache_blocks(request, request.num_computed_tokens)
+        for request_id in result.finished_sending:
+            last_step_id = self._sending.pop(request_id, None)
+            if last_step_id is not None:
+                holdings.release_sent(request_id, last_step_id)
+        self._connector.update(result)
