@@ -11,6 +11,7 @@ from pelton.ops.interface import Embed, EmbedNeeds, EmbedTensors
 from pelton_backends.native import library
 from pelton_backends.native.library import DTYPES
 from pelton_backends.native.linear import PANELS
+from pelton_backends.native.seams import refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +24,7 @@ class NativeEmbed:
     def unsupported(needs: EmbedNeeds) -> list[str]:
         if needs.weight_format != "plain":
             return [f"weight format {needs.weight_format!r}, only 'plain'"]
-        if needs.dtype not in DTYPES:
-            return [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
-        if needs.tp_size > 1:
-            return [f"tp_size {needs.tp_size}, only 1"]
-        why = library.reason_against()
-        return [why] if why else []
+        return refusals(needs)
 
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:

@@ -16,14 +16,14 @@ _ENTRIES = (
     ("qk_norm_rope_write_kv", "rope:NativeQkNormRopeWriteKv"),
     ("add_norm_linear", "linear:NativeAddNormLinear"),
     ("linear", "linear:NativeLinear"),
-    ("add_norm_gated_linear", "linear:NativeAddNormGatedLinear"),
+    ("add_norm_gated_linear", "linear:NativeAddNormLinear"),
     ("add_norm_logits", "linear:NativeAddNormLogits"),
 )
 _PACKED_ENTRIES = (
     ("embed", "quant:QuantEmbedding"),
     ("add_norm_linear", "quant:QuantAddNormLinear"),
     ("linear", "quant:QuantLinear"),
-    ("add_norm_gated_linear", "quant:QuantAddNormGatedLinear"),
+    ("add_norm_gated_linear", "quant:QuantAddNormLinear"),
     ("add_norm_logits", "quant:QuantAddNormLogits"),
 )
 

@@ -7,6 +7,7 @@ import torch
 from pelton_linear_oracle import assert_close, check, make_case
 
 from pelton.ops.interface import (
+    AddNormGatedLinearNeeds,
     AddNormLinearNeeds,
     AddNormLogitsNeeds,
     AddNormLogitsTensors,
@@ -19,7 +20,6 @@ from pelton.ops.interface import (
 from pelton.ops.reference import ReferenceAddNormLogits, ReferenceEmbed
 from pelton.quantization.blocks import KINDS, dense, pack, panels_shape, quantize, weight_format
 from pelton_backends.native.quant import (
-    QuantAddNormGatedLinear,
     QuantAddNormLinear,
     QuantAddNormLogits,
     QuantEmbedding,
@@ -88,7 +88,7 @@ def test_add_norm_linear_in_every_form(isa, dtype, num_rows, changes):
 def test_add_norm_gated_linear(isa, dtype, num_rows, activation):
     for half, kinds in ((8, ["q4_0", "q4_0"]), (19, ["q8_0", "q4_1"]), (160, ["q4_1", "q4_1"])):
         case = make_packed(num_rows, 64, kinds, [half, half], dtype, activation=activation, bias=half == 19)
-        check(case, QuantAddNormGatedLinear)
+        check(case, QuantAddNormLinear)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -114,7 +114,7 @@ def test_extreme_numbers_do_not_overflow(isa, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_result_does_not_depend_on_the_others(isa, dtype, kind):
     case = make_packed(150, 128, [kind, kind], [32, 32], dtype, activation="silu")
-    call = QuantAddNormGatedLinear.bind(case.needs, case.tensors)
+    call = QuantAddNormLinear.bind(case.needs, case.tensors)
 
     def results(first, last):
         return call(case.hidden[first:last].clone(), case.residual[first:last].clone())[0]
@@ -208,3 +208,11 @@ def test_what_they_refuse(changes, reason):
     assert QuantAddNormLinear.unsupported(AddNormLinearNeeds(**given)) == []
     (why,) = QuantAddNormLinear.unsupported(AddNormLinearNeeds(**given | changes))
     assert reason in why
+
+
+@pytest.mark.parametrize("parts, is_refused", [((8, 8), False), ((16,), True), ((9, 7), True)], ids=str)
+def test_a_gate_and_up_are_two_parts_of_one_size(parts, is_refused):
+    spec = LinearSpec(in_features=32, out_features=16, weight_format="q8_0", parts=parts)
+    needs = AddNormGatedLinearNeeds(dtype="float32", norm=NormSpec(size=32, eps=1e-5), linear=spec, activation="silu")
+    assert bool(QuantAddNormLinear.unsupported(needs)) == is_refused
+    assert all("only two of one size" in why for why in QuantAddNormLinear.unsupported(needs))

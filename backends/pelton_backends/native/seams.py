@@ -1,0 +1,132 @@
+"""The seams around a product in C, whatever form its weight has: what is left to each form is its own product.
+
+A seam's class is what `OpImplementation` asks for; an instance is the bound callable.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from ctypes import byref
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+
+from pelton.errors import EngineError
+from pelton.ops.interface import AddNormLogitsNeeds
+from pelton_backends.native import library
+from pelton_backends.native.library import ACTIVATIONS, DTYPES, NO_ACTIVATION
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def refusals(needs: Any) -> list[str]:
+    """Reasons that seams share, whatever their weights are."""
+    if needs.dtype not in DTYPES:
+        return [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
+    if getattr(needs, "tp_size", 1) > 1:
+        return [f"tp_size {needs.tp_size}, only 1"]
+    activation = getattr(needs, "activation", "silu")
+    if activation not in ACTIVATIONS:
+        return [f"activation {activation!r}, only {', '.join(ACTIVATIONS)}"]
+    why = library.reason_against()
+    return [why] if why else []
+
+
+class Product:
+    """One matrix with what a seam has around it: norms, bias, activation, soft cap."""
+
+    def __init__(self, needs: Any, tensors: Any) -> None:
+        """Of any seam."""
+        spec, bias = tensors.linear.spec, tensors.linear.bias
+        norm, post_norm = getattr(needs, "norm", None), getattr(needs, "post_norm", None)
+        activation, is_logits = getattr(needs, "activation", None), isinstance(needs, AddNormLogitsNeeds)
+        self.needs, self.tensors = needs, tensors  # the struct has their addresses
+        self.num_columns = spec.out_features // (2 if activation else 1)
+        self.dtype = torch.float32 if is_logits else getattr(torch, needs.dtype)
+        self.op = library.Linear(
+            bias=None if bias is None else bias.data_ptr(),
+            in_features=spec.in_features, out_features=spec.out_features, output_stride=self.num_columns,
+            soft_cap=getattr(needs, "soft_cap", None) or 0.0,
+            activation=ACTIVATIONS[activation] if activation else NO_ACTIVATION,
+            is_logits=is_logits, dtype=DTYPES[needs.dtype],
+        )  # fmt: skip
+        if norm:
+            self.op.norm, self.op.eps, self.op.unit_offset = tensors.norm.data_ptr(), norm.eps, norm.unit_offset
+        if post_norm:
+            self.op.post_norm, self.op.post_eps = tensors.post_norm.data_ptr(), post_norm.eps
+            self.op.post_unit_offset = post_norm.unit_offset
+        self.struct = byref(self.op)
+        self.run = library.kernels().linear
+
+    def weights_loaded(self) -> None:
+        """The weight is in place."""
+
+    def result(
+        self,
+        num_rows: int,
+        hidden: Tensor,
+        residual: int | None = None,
+        residual_out: int | None = None,
+        rows: int | None = None,
+    ) -> Tensor:
+        """Of `rows`, or of all. By address: residual, rows, and where residual' goes, which may be hidden or residual."""
+        output = torch.empty(num_rows, self.num_columns, dtype=self.dtype)
+        failed = self.run(self.struct, hidden.data_ptr(), residual, residual_out, rows, num_rows, output.data_ptr())
+        if failed:
+            raise EngineError(
+                f"A product of {num_rows} rows found no memory for its scratch space. Give the process more memory."
+            )
+        return output
+
+
+class Seam(ABC):
+    """Of one form of weights: a subclass says which products, and what they refuse."""
+
+    is_recordable: ClassVar[bool] = True
+
+    def __init__(self, needs: Any, tensors: Any) -> None:
+        product = self.product(needs, tensors)
+        self.result, self.weights_loaded = product.result, product.weights_loaded
+
+    @staticmethod
+    @abstractmethod
+    def unsupported(needs: Any) -> list[str]: ...
+
+    @staticmethod
+    @abstractmethod
+    def product(needs: Any, tensors: Any) -> Product: ...
+
+    @classmethod
+    def bind(cls, needs: Any, tensors: Any) -> Self:
+        return cls(needs, tensors)
+
+
+class LinearSeam(Seam):
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.result(x.shape[0], x.contiguous())
+
+
+class AddNormSeam(Seam):
+    """With or without a gate."""
+
+    def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(product, residual'): residual' takes the memory of `residual`, or of `hidden` before the first layer."""
+        hidden = hidden.contiguous()
+        if residual is None:
+            return self.result(hidden.shape[0], hidden, None, hidden.data_ptr()), hidden
+        residual = residual.contiguous()
+        address = residual.data_ptr()
+        return self.result(hidden.shape[0], hidden, address, address), residual
+
+
+class LogitsSeam(Seam):
+    def __init__(self, needs: AddNormLogitsNeeds, tensors: Any) -> None:
+        super().__init__(needs, tensors)
+        self.vocab_size = needs.vocab_size
+
+    def __call__(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        hidden, rows = hidden.contiguous(), rows.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        address = None if residual is None else residual.data_ptr()
+        return self.result(rows.shape[0], hidden, address, None, rows.data_ptr())[:, : self.vocab_size]
