@@ -182,34 +182,34 @@ def streamed_decode_kernel(
         row, head, seq_len, begin, end, first_program, num_parts, place = piece_at(
             place, program, share, lengths, row_begins, row_ends, FUSED, WINDOW, NUM_KV_HEADS, N, START
         )
-        if begin < end:
-            token_index = row
-            if query_start_loc is not None:
-                token_index = tl.load(query_start_loc + row)
-            table = block_table + row.to(tl.int64) * stride_table
-            slot = tl.full([], -1, tl.int64)
-            last_key = seq_len
-            if FUSED:
-                slot = tl.load(slot_mapping + row)
-                last_key = seq_len - 1
-            first_key = 0
-            first_chunk = begin
-            if WINDOW > 0:
-                first_key = tl.maximum(seq_len - WINDOW, 0)
-                first_chunk += first_key // N
-            block = blocks_of(table, first_chunk * N + local, stride_table, BLOCK_SIZE)
-            x, other, new_value = load_heads(
-                query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS,
-                GROUP, Q,
-            )  # fmt: skip
-            cos, sin = x, x
-            if FUSED and ROTARY_DIM > 0:
-                cos, sin = angles_at(cos_sin, (seq_len - 1).to(tl.int64), dim, ROTARY_DIM, Q)
+        # Loads come before the question whether there is work: 2 % faster, and a program asks in vain at its end only.
+        token_index = row
+        if query_start_loc is not None:
+            token_index = tl.load(query_start_loc + row)
+        table = block_table + row.to(tl.int64) * stride_table
+        first_key = 0
+        first_chunk = begin
+        if WINDOW > 0:
+            first_key = tl.maximum(seq_len - WINDOW, 0)
+            first_chunk += first_key // N
+        block = blocks_of(table, first_chunk * N + local, stride_table, BLOCK_SIZE)
+        x, other, new_value = load_heads(
+            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
+        )  # fmt: skip
+        slot = tl.full([], -1, tl.int64)
+        last_key = seq_len
+        cos, sin = x, x
+        if FUSED:
+            slot = tl.load(slot_mapping + row)
+            last_key = seq_len - 1
+            if ROTARY_DIM > 0:
                 row_position = tl.load(positions + row)
+                cos, sin = angles_at(cos_sin, (seq_len - 1).to(tl.int64), dim, ROTARY_DIM, Q)
                 if row_position != seq_len - 1:
                     cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
-            if begin > 0:
-                slot = tl.full([], -1, tl.int64)
+        if begin > 0:
+            slot = tl.full([], -1, tl.int64)
+        if begin < end:
             x, new_value, new_logit = make_query(
                 x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
                 stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
