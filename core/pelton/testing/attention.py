@@ -20,6 +20,7 @@ from pelton.attention.selector import AttentionSelector, judge_backends
 from pelton.entries import BackendEntry
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.testing.model_driver import make_test_build
+from pelton.testing.paged_rows import slots_of, step_metadata
 from pelton.testing.plugins import plugins_of
 
 if TYPE_CHECKING:
@@ -132,10 +133,7 @@ class AttentionStep:
 
     def slots(self, row: int) -> Tensor:
         """[length] of every position; negative where the table has the null block."""
-        size = self.case.block_size
-        positions = torch.arange(self.lengths[row])
-        blocks = torch.tensor(self.tables[row])[positions // size]
-        return torch.where(blocks > 0, blocks * size + positions % size, -1).to(self.device)
+        return slots_of(self.tables[row], self.lengths[row], self.case.block_size).to(self.device)
 
     def write(self, *, only_context: bool = False) -> None:
         """Put keys and values in place, all or those from before this step."""
@@ -148,30 +146,10 @@ class AttentionStep:
             self.layer.v_cache[blocks, offsets] = self.values[row][: len(slots)][kept].to(self.layer.v_cache.dtype)
 
     def _common(self) -> CommonMetadata:
-        case, padding = self.case, self.case.num_padding
-        counts = [tokens for tokens, _ in case.rows] + [0] * padding
-        width = max(map(len, self.tables))
-        tables = [table + [0] * (width - len(table)) for table in self.tables] + [[0] * width] * padding
-        ratio = case.block_size // self.layer.k_cache.shape[1]  # kernel blocks of a block
-        slots = torch.cat([self.slots(row)[before:] for row, (_, before) in enumerate(case.rows)])
-        num_decodes = sum(tokens == 1 for tokens, _ in case.rows)
-        return CommonMetadata(
-            query_start_loc=torch.tensor([0, *counts], device=self.device).cumsum(0).int(),
-            seq_lens=torch.tensor(self.lengths + [0] * padding, dtype=torch.int32, device=self.device),
-            block_table=torch.tensor(
-                [[block * ratio + part for block in table for part in range(ratio)] for table in tables],
-                dtype=torch.int32,
-                device=self.device,
-            ),
-            slot_mapping=torch.nn.functional.pad(slots, (0, padding), value=-1),
-            num_reqs=len(counts),
-            num_tokens=self.num_tokens + padding,
-            num_actual_tokens=self.num_tokens,
-            num_decode_rows=num_decodes,
-            num_decode_tokens=num_decodes,
-            max_query_len=max(counts),
-            max_seq_len=max(self.lengths),
-        )
+        return step_metadata(
+            self.case.rows, self.tables, self.case.block_size, kernel_block_size=self.layer.k_cache.shape[1],
+            num_padding=self.case.num_padding, device=self.device,
+        )  # fmt: skip
 
     def run(self) -> Tensor:
         """Attention of the real tokens, with everything written before."""
@@ -198,15 +176,15 @@ class AttentionStep:
         return torch.stack(results).view(self.num_tokens, case.num_heads, case.head_dim)
 
 
+def _entry(backend: type[AttentionBackend]) -> BackendEntry:
+    return BackendEntry(name=backend.name, load=f"{backend.__module__}:{backend.__qualname__}")
+
+
 def _make_layer(backend: type[AttentionBackend], case: AttentionCase, device: torch.device) -> AttentionLayer:
-    entry = BackendEntry(name=backend.name, load=f"{backend.__module__}:{backend.__qualname__}", priority=50)
     build = make_test_build(
-        {},
-        plugins_of(),
-        dtype=getattr(torch, case.dtype),
-        attention=AttentionSelector([entry]),
+        {}, plugins_of(), dtype=getattr(torch, case.dtype), attention=AttentionSelector([_entry(backend)]),
         block_size=case.block_size,
-    )
+    )  # fmt: skip
     build.device = device
     return AttentionLayer(
         case.num_heads, case.num_kv_heads, case.head_dim, config=build, prefix="layer", rope=None,
@@ -221,8 +199,7 @@ class AttentionBackendConformance:
     device: ClassVar[str] = "cpu"
 
     def make_step(self, case: AttentionCase, seed: int = 0) -> AttentionStep:
-        entry = BackendEntry(name=self.backend.name, load=f"{self.backend.__module__}:{self.backend.__qualname__}")
-        (verdict,) = judge_backends([entry], case.needs())
+        (verdict,) = judge_backends([_entry(self.backend)], case.needs())
         if not verdict.fits:
             pytest.skip(f"{verdict.name} refuses: {', '.join(verdict.reasons)}")
         return AttentionStep(self.backend, case, self.device, seed)
@@ -289,8 +266,8 @@ class AttentionBackendConformance:
         (name,) = need
         if name in self.backend.handles:
             pytest.skip(f"{self.backend.name} handles {name}")
-        entry = BackendEntry(name=self.backend.name, load=f"{self.backend.__module__}:{self.backend.__qualname__}")
-        (verdict,) = judge_backends([entry], replace(AttentionCase(rows=((1, 0),)).needs(), **need))
+        needs = replace(AttentionCase(rows=((1, 0),)).needs(), **need)
+        (verdict,) = judge_backends([_entry(self.backend)], needs)
         assert not verdict.fits and name in verdict.reasons[0]
 
     def test_it_has_a_name_and_says_what_it_can_capture(self) -> None:

@@ -1,4 +1,4 @@
-"""Graphs without a device: a recorder that keeps torch's ops as a device's keeps kernels, and attention that can be captured.
+"""Graphs without a device: a recorder that keeps torch's ops, and attention that can be captured.
 
 A replay runs the same ops on the same tensors and writes into the same results, as a captured graph does: what the
 host decided at capture stays decided, and an address that is not filled again keeps its old values. So engine

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pelton.attention.kv_cache import bind_kv_cache
-from pelton.attention.metadata import CommonMetadata, ForwardBatch
+from pelton.attention.metadata import ForwardBatch
 from pelton.attention.selector import AttentionSelector
 from pelton.kv_cache.spec import KVCacheGroup, KVCachePlan, KVCacheTensor
 from pelton.model.build import BuildConfig, HFConfig
@@ -23,6 +23,7 @@ from pelton.model.registry import build_model
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import Plugins, load_plugins
+from pelton.testing.paged_rows import step_metadata
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,8 +112,10 @@ class ModelDriver:
             positions += range(start, start + len(work[name]))
             self._computed[name] = start + len(work[name])
             self._grow(name)
+        counts = [(len(work[name]), self._computed[name] - len(work[name])) for name in rows]  # new, before
+        tables = [[self._tables[name][group] for name in rows] for group in range(len(self.backends))]
         attention = tuple(
-            backend.build(self._common(group, rows, [len(work[name]) for name in rows], positions, num_padding))
+            backend.build(step_metadata(counts, tables[group], self.block_size, num_padding=num_padding))
             for group, backend in enumerate(self.backends)
         )
         batch = ForwardBatch(
@@ -137,36 +140,6 @@ class ModelDriver:
         for table in tables:
             while len(table) * self.block_size < self._computed[name]:
                 table.append(self._free.pop())
-
-    def _common(
-        self, group: int, rows: list[str], counts: list[int], positions: list[int], num_padding: int
-    ) -> CommonMetadata:
-        tables = [self._tables[name][group] for name in rows] + [[]] * num_padding
-        width = max(map(len, tables))
-        slots = []
-        index = 0
-        for table, count in zip(tables, counts, strict=False):
-            for position in positions[index : index + count]:
-                slots.append(table[position // self.block_size] * self.block_size + position % self.block_size)
-            index += count
-        starts = [0]
-        for count in [*counts, *[0] * num_padding]:
-            starts.append(starts[-1] + count)
-        lengths = [self._computed[name] for name in rows]
-        num_decodes = sum(count == 1 for count in counts)
-        return CommonMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lengths + [0] * num_padding, dtype=torch.int32),
-            block_table=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
-            slot_mapping=torch.tensor(slots + [-1] * num_padding),
-            num_reqs=len(rows) + num_padding,
-            num_tokens=len(positions) + num_padding,
-            num_actual_tokens=len(positions),
-            num_decode_rows=num_decodes,
-            num_decode_tokens=num_decodes,
-            max_query_len=max(counts),
-            max_seq_len=max(lengths),
-        )
 
 
 def plan_one_group_per_spec(build: BuildConfig, num_blocks: int) -> KVCachePlan:
