@@ -1,8 +1,8 @@
-"""Rows of an embedding in C, plain or in the panels into which a tied head brings it."""
+"""Rows of an embedding in C: plain, or in the panels into which a tied head brings it (`quant.py` has those of blocks)."""
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import Structure, byref
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,6 +14,8 @@ from pelton_backends.native.linear import PANELS
 from pelton_backends.native.seams import refusals
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -28,26 +30,32 @@ class NativeEmbed:
 
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
-        return _Embed(needs, tensors)
+        op = library.Embed(tensors.weight.data_ptr(), needs.hidden_size, scale_of(needs), DTYPES[needs.dtype], False)
 
+        def follow() -> None:
+            op.is_packed = True
 
-class _Embed:
-    def __init__(self, needs: EmbedNeeds, tensors: EmbedTensors) -> None:
-        self.dtype, self.hidden_size = getattr(torch, needs.dtype), needs.hidden_size
-        # As the model's dtype holds it, like the reference.
-        scale = 1.0 if needs.scale is None else torch.tensor(needs.scale).to(self.dtype).item()
-        self.weight = tensors.weight  # the struct has its address
-        self.run = library.kernels().embed
-        self.op = library.Embed(self.weight.data_ptr(), needs.hidden_size, scale, DTYPES[needs.dtype], False)
-        self.struct = byref(self.op)
         if tensors.linear is not None:
-            tensors.linear.followers.setdefault(PANELS, []).append(self._follow)
+            tensors.linear.followers.setdefault(PANELS, []).append(follow)
+        return EmbeddingRows(needs, tensors, library.kernels().embed, op)
+
+
+class EmbeddingRows:
+    """Of a matrix in any form: `run` takes the struct `op`."""
+
+    def __init__(self, needs: EmbedNeeds, tensors: EmbedTensors, run: Callable[..., int], op: Structure) -> None:
+        self.dtype, self.hidden_size = getattr(torch, needs.dtype), needs.hidden_size
+        self.weight = tensors.weight  # the struct has its address
+        self.run, self.struct = run, byref(op)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         input_ids = input_ids.contiguous()
-        output = torch.empty(input_ids.shape[0], self.hidden_size, dtype=self.dtype)
-        self.run(self.struct, input_ids.data_ptr(), input_ids.shape[0], output.data_ptr())
+        num_ids = input_ids.shape[0]
+        output = torch.empty(num_ids, self.hidden_size, dtype=self.dtype)
+        self.run(self.struct, input_ids.data_ptr(), num_ids, output.data_ptr())
         return output
 
-    def _follow(self) -> None:
-        self.op.is_packed = True
+
+def scale_of(needs: EmbedNeeds) -> float:
+    """As the model's dtype holds it, like the reference; 1 for none."""
+    return 1.0 if needs.scale is None else torch.tensor(needs.scale).to(getattr(torch, needs.dtype)).item()

@@ -7,18 +7,14 @@ than bfloat16 loses (docs/quantization.md).
 from __future__ import annotations
 
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import torch
+from typing import Any, ClassVar
 
 from pelton.ops.interface import Embed, EmbedNeeds, EmbedTensors, LinearWeights
 from pelton.quantization.blocks import KINDS, kinds_of
 from pelton_backends.native import library
+from pelton_backends.native.embed import EmbeddingRows, scale_of
 from pelton_backends.native.library import DTYPES
 from pelton_backends.native.seams import AddNormSeam, LinearSeam, LogitsSeam, Product, Seam, refusals
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 KIND_NUMBERS = {"q8_0": 0, "q4_0": 1, "q4_1": 2}
 MOST_PARTS = 3
@@ -93,16 +89,6 @@ class QuantEmbedding:
 
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
-        run, dtype, panels = library.kernels().quant_embed, getattr(torch, needs.dtype), tensors.weight
-        # As the model's dtype holds it, like the reference.
-        scale = 1.0 if needs.scale is None else torch.tensor(needs.scale).to(dtype).item()
-        part = Part(panels.data_ptr(), needs.num_rows, KIND_NUMBERS[needs.weight_format])
-        struct = byref(QuantEmbed(part, needs.hidden_size, scale, DTYPES[needs.dtype]))
-
-        def embed(input_ids: Tensor) -> Tensor:
-            input_ids = input_ids.contiguous()
-            output = torch.empty(input_ids.shape[0], needs.hidden_size, dtype=dtype)
-            run(struct, input_ids.data_ptr(), input_ids.shape[0], output.data_ptr())
-            return output
-
-        return embed
+        part = Part(tensors.weight.data_ptr(), needs.num_rows, KIND_NUMBERS[needs.weight_format])
+        op = QuantEmbed(part, needs.hidden_size, scale_of(needs), DTYPES[needs.dtype])
+        return EmbeddingRows(needs, tensors, library.kernels().quant_embed, op)
