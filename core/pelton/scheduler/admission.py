@@ -109,7 +109,7 @@ class Admission:
                 return True
             num_external = matched
             if num_external and is_later:
-                if not self._transfers.bring_later(request, cached, num_local, num_external):
+                if not self._transfers.bring_later(request, cached, num_local, num_external, step):
                     return False
                 self._roster.defer(request)
                 return True
@@ -123,6 +123,7 @@ class Admission:
         )  # fmt: skip
         if new_ids is None:
             return self._room.make_for_head(request, step)
+        step.first_blocks += new_ids
         self._count_found(request, start, num_external)
         self._roster.run(request)
         block_ids = self._kv.block_ids(request.request_id)

@@ -1,12 +1,13 @@
 """What requests hold, blocks and slots: entered as they come, given back when no open step can touch them.
 
-Where one stream orders all steps that is at once; else they wait for their fence, the last step that uses them. Who gives
-something up, and when, is decided elsewhere.
+Where one stream orders all steps that is at once; else they wait for their fence, the last step that uses them. A block
+that is given back before a result told of its content is zeroed by the step that hands it on. Who gives something up, and
+when, is decided elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.scheduler.request import ScheduledRequest
@@ -34,6 +35,7 @@ class Holdings:
         self.block_sizes = tuple(block_sizes)
         self.hash_block_size = hash_block_size
         self.left: list[BlockUse] = []  # blocks given up while a step that uses them is open
+        self._doubtful = set[int]()  # blocks given up, or spoilt, of whose content no result will tell
         self._kv = kv
         self._steps = steps
         self._is_ordered = steps_are_ordered
@@ -87,19 +89,21 @@ class Holdings:
         """Give back slots and, unless a connector still needs them, blocks."""
         kv_id, slot, side_slot = "" if keeps_blocks else request.request_id, request.slot, request.side_slot
         request.slot = request.side_slot = -1
-        if request.last_step_id > self._steps.retired and request.tables:
-            before = self._steps.computed_before(request, self._steps.retired + 1)
-            self.left.append(BlockUse(request, request.last_step_id, request.tables, before))
+        if request.tables:
+            self._note_left(request)
         self._give_back_after(request.last_step_id, kv_id, slot, side_slot)
 
     def release_sent(self, request_id: str, last_step_id: int) -> None:
         """A connector needs these blocks of a finished request no more."""
         self._give_back_after(last_step_id, request_id, -1, -1)
 
-    def pass_fences(self) -> None:
+    def retire(self) -> None:
+        """A step is over: what waited for it comes back, and its result has told of what was left under it."""
+        retired = self._steps.retired
+        if self.left:
+            self.left = [use for use in self.left if use.last_step_id > retired]
         if not self._fenced:
             return
-        retired = self._steps.retired
         passed = [entry for entry in self._fenced if entry[0] <= retired]
         self._fenced = [entry for entry in self._fenced if entry[0] > retired]
         for _, request_id, slot, side_slot in passed:
@@ -112,6 +116,17 @@ class Holdings:
 
     def is_fenced(self, request_id: str) -> bool:
         return any(entry[1] == request_id for entry in self._fenced)
+
+    def _note_left(self, request: ScheduledRequest) -> None:
+        """What no result has told of: all that it computed before its first token, later what open steps write."""
+        retired, num_proven = self._steps.retired, request.num_found_tokens
+        if request.is_proven:
+            num_proven = self._steps.computed_before(request, retired + 1)
+        use = BlockUse(request, request.last_step_id, request.tables, num_proven)
+        if request.last_step_id > retired:
+            self.left.append(use)
+        if not request.is_proven:
+            self.doubt(use.blocks_from(num_proven, self.block_sizes))
 
     def _give_back_after(self, step_id: int, request_id: str, slot: int, side_slot: int) -> None:
         if self._is_ordered or step_id <= self._steps.retired:
@@ -127,7 +142,20 @@ class Holdings:
         if side_slot >= 0:
             self.side_slots.give_back(side_slot)
 
-    # What they hold, for those who ask which blocks are spoilt.
+    # Which blocks are not to be trusted.
+
+    def doubt(self, block_ids: Iterable[int]) -> None:
+        """Nobody knows what is in these blocks. Whoever is handed one gets zeros."""
+        self._doubtful.update(block_ids)
+
+    def doubtful_of(self, step: StepBuilder) -> list[int]:
+        """Blocks to zero before the step: handed on by it, and their last holder may have left NaN there."""
+        if not self.left and not self._doubtful:
+            return []
+        unread = (use.blocks_from(use.num_proven, self.block_sizes) for use in self.left)
+        found = self._doubtful.union(*unread) & step.handed_blocks()
+        self._doubtful -= found
+        return sorted(found)
 
     def use_of(self, request: ScheduledRequest) -> BlockUse:
         return BlockUse(request, request.last_step_id, request.tables)
@@ -136,11 +164,7 @@ class Holdings:
         """Blocks that hold the request's tokens after the first `num_tokens`."""
         return self.use_of(request).blocks_from(num_tokens, self.block_sizes)
 
-    def blocks_left_under(self, step_id: int) -> set[int]:
-        """Blocks that were given up while this step was open, as far as it, or an older one, may have written them."""
-        uses = [use for use in self.left if use.last_step_id >= step_id]
-        return set[int]().union(*(use.blocks_from(use.num_computed_before, self.block_sizes) for use in uses))
-
-    def forget_retired(self) -> None:
-        if self.left:
-            self.left = [use for use in self.left if use.last_step_id > self._steps.retired]
+    def left_under(self, step_id: int, request: ScheduledRequest | None = None) -> set[int]:
+        """Blocks that were given up, by this request or any, while this step was open, and that no result has told of."""
+        uses = [use for use in self.left if use.last_step_id >= step_id and request in (None, use.request)]
+        return set[int]().union(*(use.blocks_from(use.num_proven, self.block_sizes) for use in uses))

@@ -57,6 +57,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     block_copies: list[tuple[int, int]] = []
     """(source, destination), whole manager blocks, before anything else."""
     zero_block_ids: list[int] = []
+    """Blocks handed on in this step, of which no result has told that what their last holder wrote is finite: NaN would
+    reach the next one even where attention masks. Zeroed after the copies, before anything else."""
     common_prefix_blocks: list[int] = []
     """Per group: leading blocks shared by every row."""
     max_query_len: int = 0

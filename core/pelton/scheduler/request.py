@@ -36,11 +36,11 @@ class ScheduledRequest:
 
     __slots__ = (
         "arrival", "block_hashes", "capacity", "connector_tokens", "deadline", "drafts", "eos_ids", "events",
-        "grammar", "grammar_job", "is_remote_ready", "last_step_id", "look_at", "max_total_tokens", "min_tokens",
-        "num_cached_blocks", "num_cached_tokens", "num_computed_tokens", "num_found_tokens", "num_prompt_tokens",
-        "num_reach", "num_unconfirmed_tokens", "plain_until", "prompt_logprobs", "request", "request_id", "restarts",
-        "side_slot", "skip_connector", "skip_prefix_lookup", "slot", "status", "stop_ids", "tables", "token_ids",
-        "void_logprobs_through", "void_through",
+        "grammar", "grammar_job", "is_proven", "is_remote_ready", "last_step_id", "look_at", "max_total_tokens",
+        "min_tokens", "num_cached_blocks", "num_cached_tokens", "num_computed_tokens", "num_found_tokens",
+        "num_prompt_tokens", "num_reach", "num_unconfirmed_tokens", "plain_until", "prompt_logprobs", "request",
+        "request_id", "restarts", "side_slot", "skip_connector", "skip_prefix_lookup", "slot", "status", "stop_ids",
+        "tables", "token_ids", "void_logprobs_through", "void_through",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, arrival: int, *, max_model_len: int, now: float) -> None:
@@ -65,6 +65,7 @@ class ScheduledRequest:
         self.void_through = -1  # rows of steps up to this one say nothing any more
         self.void_logprobs_through = -1  # the same for their prompt logprobs: the prompt starts again
         self.drafts: list[int] = []  # values known on the host, for the next step
+        self.is_proven = False  # a token was sampled since it began: what was computed until then is finite
 
         self.slot = -1
         self.side_slot = -1
@@ -122,6 +123,7 @@ class ScheduledRequest:
             self.void_logprobs_through = self.last_step_id
         self.num_computed_tokens = 0
         self.num_unconfirmed_tokens = 0
+        self.is_proven = False
         self.plain_until = 0
         self.look_at = 0
         self.num_cached_blocks = 0

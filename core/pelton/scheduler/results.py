@@ -62,11 +62,15 @@ class Results:
                     outputs.append(EngineOutput(request.request_id, tokens))
                     continue
             if request.status is FINISHED:
+                if row in errors:  # its blocks were given up, and are findable
+                    self._kv.evict(self._holdings.left_under(result.step_id, request))
                 continue
             try:
                 told = self._take_row(step.output, result, row, request, errors.get(row))
             except Exception as error:
+                request.is_proven = False
                 self._kv.evict(self._holdings.blocks_from(request, request.num_found_tokens))
+                self._kv.evict(self._holdings.left_under(result.step_id, request))
                 self._roster.fail(request, error, "computing")
             else:
                 if told is not None:
@@ -86,6 +90,7 @@ class Results:
         if failure is not None:
             raise EngineError(failure)
         if request.status is RequestStatus.RUNNING:
+            request.is_proven = request.is_proven or samples
             if num_draft:
                 self._roster.stats.spec_num_accepted_tokens += self._drafts.settle(request, num_draft, tokens)
             request.num_unconfirmed_tokens -= num_draft if self._is_ordered else output.num_scheduled[row]

@@ -203,7 +203,9 @@ class DefaultScheduler(Scheduler):
             self._admission.admit(step)
         if not step.num_rows and not self._transfers.wants_bare_step(roster, len(steps)):
             return None
+        zero_block_ids = self._holdings.doubtful_of(step)
         opened = step.build(self._holdings.slots.take_freed(), has_grammars=roster.num_grammars > 0)
+        opened.output.zero_block_ids = zero_block_ids
         steps.add(opened)
         self._transfers.describe(opened, roster)
         self._common_prefix.note(opened)
@@ -230,10 +232,10 @@ class DefaultScheduler(Scheduler):
         self._steps.take(step)
         if result.invalid_block_ids:
             self._recompute_readers(result.invalid_block_ids, skip_connector=True)
-        self._retire()
+        self._steps.retire()
         outputs = self._results.take_in(step, result)
         self._roster.drop_finished_rows()
-        self._holdings.pass_fences()
+        self._holdings.retire()
         self._transfers.take_in(result, self._roster, self._holdings)
         return outputs
 
@@ -241,7 +243,7 @@ class DefaultScheduler(Scheduler):
         step = self._steps.find(output)
         self._steps.take(step)
         self._holdings.slots.tell_again(output.freed_slots)  # the workers may not have heard
-        spoilt = self._holdings.blocks_left_under(output.step_id)
+        spoilt = self._holdings.left_under(output.step_id)
         outputs = []
         for request in step.requests:
             if request.is_finished:
@@ -252,14 +254,10 @@ class DefaultScheduler(Scheduler):
             outputs.append(last_output(request, FinishReason.ERROR, error))
         self._roster.drop_finished_rows()
         self._recompute_readers(spoilt)
-        self._retire()
-        self._holdings.pass_fences()
-        return outputs
-
-    def _retire(self) -> None:
-        """The step that was taken is over."""
+        self._holdings.doubt(output.zero_block_ids)  # the workers may not have come to it
         self._steps.retire()
-        self._holdings.forget_retired()
+        self._holdings.retire()
+        return outputs
 
     def _recompute_readers(self, block_ids: Iterable[int], *, skip_connector: bool = False) -> None:
         """Start again every request that reads one of these blocks; what open steps bring for it is void."""
@@ -267,6 +265,7 @@ class DefaultScheduler(Scheduler):
         uses = [holdings.use_of(request) for request in [*roster.running, *roster.receiving()]]
         bad, touched = spread(block_ids, [*holdings.left, *uses], holdings.block_sizes)
         self.kv.evict(bad)
+        holdings.doubt(bad)
         for use in touched:
             request = use.request
             request.void_through = max(request.void_through, use.last_step_id)

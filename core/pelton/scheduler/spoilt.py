@@ -20,8 +20,8 @@ class BlockUse:
     last_step_id: int
     tables: Sequence[Sequence[int]]
     """Per group."""
-    num_computed_before: int = 0
-    """Tokens that were computed when the oldest open step began."""
+    num_proven: int = 0
+    """Leading tokens whose KV is known to be good: found, or computed by steps of which a result has told."""
 
     def blocks_from(self, num_tokens: int, block_sizes: Sequence[int]) -> set[int]:
         """Blocks that hold tokens after the first `num_tokens`."""

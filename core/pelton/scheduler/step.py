@@ -69,8 +69,8 @@ class StepBuilder:
     """Columns of one step. Rows with one token are kept apart, so that they come first without a sort."""
 
     __slots__ = (
-        "appends", "budget", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft", "many_samples",
-        "many_tokens", "max_seq_len", "new", "ones", "ones_samples", "step_id",
+        "appends", "budget", "first_blocks", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
+        "many_samples", "many_tokens", "max_seq_len", "new", "ones", "ones_samples", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int, budget: int, *, is_ordered: bool) -> None:
@@ -88,10 +88,15 @@ class StepBuilder:
         self.many_draft_ids: list[list[int]] = []  # values that the host made
         self.new: list[NewRequest] = []
         self.appends: list[tuple[int, int, int, list[int]]] = []
+        self.first_blocks: list[list[int]] = []  # newly allocated, for requests that hold no others
 
     @property
     def num_rows(self) -> int:
         return len(self.ones) + len(self.many)
+
+    def handed_blocks(self) -> set[int]:
+        """All that were allocated for this step."""
+        return set[int]().union(*self.first_blocks, *(block_ids for *_, block_ids in self.appends)) - {0}
 
     def take_row(
         self, request: ScheduledRequest, num_new: int, num_draft: int = 0, host_drafts: list[int] | None = None

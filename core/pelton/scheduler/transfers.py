@@ -16,7 +16,7 @@ from pelton.scheduler.request import RequestStatus, ScheduledRequest
 if TYPE_CHECKING:
     from pelton.scheduler.holdings import Holdings
     from pelton.scheduler.roster import Roster
-    from pelton.scheduler.step import OpenStep
+    from pelton.scheduler.step import OpenStep, StepBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Transfers:
         self._connector.after_allocation(request.request, block_ids, num_external)
 
     def bring_later(
-        self, request: ScheduledRequest, cached: BlockIds | None, num_local: int, num_external: int
+        self, request: ScheduledRequest, cached: BlockIds | None, num_local: int, num_external: int, step: StepBuilder
     ) -> bool:
         """Blocks for tokens that arrive later. False, and nothing done, when there are none."""
         new_ids = self._kv.allocate(
@@ -70,6 +70,7 @@ class Transfers:
         )  # fmt: skip
         if new_ids is None:
             return False
+        step.first_blocks += new_ids
         block_ids = self._kv.block_ids(request.request_id)
         request.status = RequestStatus.RECEIVING
         request.tables = [list(ids) for ids in block_ids]

@@ -48,9 +48,10 @@ class KVPool:
             sources = torch.tensor([source for source, _ in pairs], device=page.device)
             page[[destination for _, destination in pairs]] = page[sources]
 
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+    def zero_blocks(self, block_ids: Tensor) -> None:
+        """block_ids: int64, on the pages' device."""
         for page in self.pages:
-            page[list(block_ids)] = 0
+            page.index_fill_(0, block_ids, 0)
 
     def scrub(self, group: int, block_ids: Tensor) -> None:
         """Replace NaN and infinity by 0: a block is handed on with what its last owner left in it, and 0 * NaN is NaN

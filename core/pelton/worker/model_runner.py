@@ -105,7 +105,7 @@ class ModelRunner:
         if output.block_copies:
             self.pool.copy_blocks(output.block_copies)
         if output.zero_block_ids:
-            self.pool.zero_blocks(output.zero_block_ids)
+            self.pool.zero_blocks(*self._staging.stage([output.zero_block_ids]))
         if output.new:
             self.state.add(output.new)
         step = self._decode(output, started)
