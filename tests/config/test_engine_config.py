@@ -36,6 +36,7 @@ BAD = {
     "pipeline_parallel_size": (0, r"use at least 1"),
     "data_parallel_size": (0, r"use at least 1"),
     "optimization_level": (4, r"use 0 to 3"),
+    "cudagraph_capture_sizes": ([4, 0], r"at least 1, such as \[1, 8\]"),
     "log_level": ("loud", r"use one of debug"),
     "log_stats_interval_s": (0.0, r"use a number above 0"),
     "metrics_prefix": ("a b", r"use letters"),
@@ -50,6 +51,17 @@ def test_bad_value_names_field_value_and_a_good_one(name):
     with pytest.raises(ConfigError, match=f"{field} is .*{good}") as caught:
         EngineConfig.from_flat(**{name: value})
     assert value == "" or str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [[], [0, -3]])
+def test_capture_sizes_that_leave_no_graph_are_refused_with_the_way_to_have_none(sizes):
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes is \[.*set enforce_eager, or cudagraph_mode NONE"):
+        EngineConfig.from_flat(cudagraph_capture_sizes=sizes)
+
+
+def test_a_graph_mode_that_is_none_names_field_value_and_a_good_one():
+    with pytest.raises(ConfigError, match=r"compilation\.cudagraph_mode is 'half': .*A good one: 'NONE'"):
+        EngineConfig.from_flat(cudagraph_mode="half")
 
 
 @pytest.mark.parametrize("name", FIELD_HOME)

@@ -77,10 +77,22 @@ def flat_value(config: EngineConfig, name: str):
         ),
         pytest.param(["-ac.backend", "sdpa"], "attention_backend", "sdpa", id="ac-dot"),
         pytest.param(["-ac", '{"backend": "sdpa"}'], "attention_backend", "sdpa", id="ac-json"),
-        pytest.param(["--attention-backend", "TORCH_SDPA"], "attention_backend", "sdpa", id="vllm-spelling"),
+        pytest.param(["--attention-backend", "TORCH_SDPA"], "attention_backend", "TORCH_SDPA", id="vllm-spelling"),
         pytest.param(["--compilation-config.cudagraph-mode", "FULL"], "cudagraph_mode", CUDAGraphMode.FULL, id="enum"),
         pytest.param(["-cc.cudagraph_mode=full"], "cudagraph_mode", CUDAGraphMode.FULL, id="enum-lower-case"),
         pytest.param(["-cc", '{"cudagraph_mode": "FULL"}'], "cudagraph_mode", CUDAGraphMode.FULL, id="enum-in-json"),
+        pytest.param(["--cudagraph-capture-sizes=1"], "cudagraph_capture_sizes", [1], id="list-of-one-with-equals"),
+        pytest.param(["--cudagraph-capture-sizes", "null"], "cudagraph_capture_sizes", None, id="no-list"),
+        pytest.param(
+            ["--compilation-config.cudagraph-capture-sizes", "1", "2"],
+            "cudagraph_capture_sizes",
+            [1, 2],
+            id="list-by-dot",
+        ),
+        pytest.param(["-cc.cudagraph_capture_sizes=[1, 2]"], "cudagraph_capture_sizes", [1, 2], id="json-list-by-dot"),
+        pytest.param(["--served-model-name=a"], "served_model_name", ["a"], id="name-with-equals"),
+        pytest.param(["--cudagraph-mode", "null"], "cudagraph_mode", None, id="null-is-unset"),
+        pytest.param(["--max-model-len", "none"], "max_model_len", None, id="none-is-unset-where-it-is-no-choice"),
         pytest.param(["--kv-cache-config.block-size", "32"], "block_size", 32, id="any-section-by-dot"),
         pytest.param(["--quantization", "none"], "quantization", None, id="none"),
         pytest.param(["models/x"], "model", "models/x", id="positional"),
@@ -94,6 +106,22 @@ def test_reads_a_flag(argv, name, value):
     assert parsed.explicit == {name}
     untouched = set(FIELD_HOME) - {name}
     assert all(flat_value(parsed.config, other) == flat_value(EngineConfig(), other) for other in untouched)
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+@pytest.mark.parametrize("change_case", [str.upper, str.lower])
+def test_reads_every_graph_mode_however_it_is_given(mode, change_case):
+    """None is a value of the setting too, and NONE another."""
+    text = change_case(mode.value)
+    for argv in (
+        ["--cudagraph-mode", text], [f"--cudagraph_mode={text}"], [f"-cc.cudagraph_mode={text}"],
+        ["--compilation-config.cudagraph-mode", text], ["-cc", json.dumps({"cudagraph_mode": text})],
+    ):  # fmt: skip
+        parsed = parse(*argv)
+        assert parsed.config.compilation.cudagraph_mode is mode, argv
+        assert parsed.explicit == {"cudagraph_mode"}
+    assert EngineConfig.from_flat(cudagraph_mode=text).compilation.cudagraph_mode is mode
+    assert EngineConfig.from_flat(compilation_config={"cudagraph_mode": text}).compilation.cudagraph_mode is mode
 
 
 @pytest.mark.parametrize(
@@ -122,6 +150,10 @@ def test_reads_a_flag(argv, name, value):
         pytest.param(["-cc.cudagraph-mode", "HALF"], r"expected one of NONE, PIECEWISE, FULL,", id="bad-enum"),
         pytest.param(["--cudagraph-capture-sizes", "1", "x"],
                      r"--cudagraph-capture-sizes is '1 x'; expected a list, such as \[1, 8\]", id="bad-list"),
+        pytest.param(["-cc.cudagraph-capture-sizes", "1", "x"],
+                     r"-cc.cudagraph-capture-sizes is '1 x'; expected a list, such as \[1, 8\]", id="bad-list-by-dot"),
+        pytest.param(["--cudagraph-capture-sizes=1,2"],
+                     r"--cudagraph-capture-sizes is '1,2'; expected a list, such as \[1, 8\]", id="commas"),
         pytest.param(["--hf-overrides", "[1]"], r"--hf-overrides is '\[1\]'; expected a JSON object, such as \{\}", id="not-an-object"),
         pytest.param(["--seed.x", "1"], r"--seed takes one value", id="dot-on-scalar"),
         pytest.param(["a", "b"], r"Unexpected argument 'b'; model is 'a' already", id="two-positionals"),

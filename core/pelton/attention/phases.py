@@ -119,10 +119,9 @@ def split_rows(common: CommonMetadata) -> tuple[CommonMetadata, CommonMetadata]:
 
 @cache
 def phased(decode: type[AttentionBackend], prefill: type[AttentionBackend]) -> type[PhasedBackend]:
-    """The class of one pair. Uniform decode steps can be captured as the decode backend says, any step only as prefill's."""
-    support = decode.graph_support
-    if prefill.graph_support is not GraphSupport.ALWAYS:
-        support = min(support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+    """The class of one pair. Its graph support is the least of those of the backends that a captured step runs: steps of one
+    token a row never run prefill's, so one that can capture nothing leaves them to decode's."""
+    support = min(decode.graph_support, max(prefill.graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE))
     attributes = {
         "name": f"{decode.name}+{prefill.name}",
         "handles": decode.handles & prefill.handles,

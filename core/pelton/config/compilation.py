@@ -16,6 +16,11 @@ class CUDAGraphMode(StrEnum):
     FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
     FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
 
+    @classmethod
+    def _missing_(cls, value: object) -> CUDAGraphMode | None:
+        """Names in lower case, wherever a mode is read."""
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
 
 class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Explicit settings win over what the level sets."""
@@ -23,14 +28,20 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     level: int = 2
     """-O0 (eager) to -O3; sets defaults only."""
     enforce_eager: bool = False
-    """Capture and compile nothing."""
+    """Capture no graphs, whatever level and cudagraph_mode say."""
     cudagraph_mode: CUDAGraphMode | None = None
     """From level, backend and platform when unset."""
     cudagraph_capture_sizes: list[int] | None = None
     """Batch sizes, in tokens, that graphs are captured for; from max_num_seqs when unset."""
     debug_dump_path: str | None = None
-    """Folder for what the compiler and the graphs leave to be looked at."""
+    """Folder in which each captured graph's nodes are written, to be looked at (CUDA: in Graphviz's language)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.level <= 3:
             raise ConfigError(f"level is {self.level}; use 0 to 3 (-O2 is the default).")
+        sizes = self.cudagraph_capture_sizes
+        if sizes is not None and min(sizes, default=0) < 1:
+            raise ConfigError(
+                f"cudagraph_capture_sizes is {sizes}; use sizes of at least 1, such as [1, 8]. To capture nothing, set "
+                "enforce_eager, or cudagraph_mode NONE."
+            )

@@ -13,10 +13,15 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2
 
 
 def alternatives(hint: Any) -> list[Any]:
-    """The members of a union, text last since it takes everything."""
+    """The members of a union in the order in which text is tried as one of them: a name among choices first (`none` may be
+    one), text last since it takes everything."""
     if get_origin(hint) in (Union, types.UnionType):
-        return sorted(get_args(hint), key=lambda kind: (kind is str, kind is not type(None)))
+        return sorted(get_args(hint), key=lambda kind: (kind is str, not _is_choice(kind), kind is not type(None)))
     return [hint]
+
+
+def _is_choice(kind: Any) -> bool:
+    return get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, enum.Enum))
 
 
 def list_item(hint: Any) -> Any:
@@ -99,6 +104,6 @@ def kind_metavar(kind: Any) -> str:
 def kind_name(kind: Any) -> str:
     if get_origin(kind) is list:
         return "a list"
-    if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+    if _is_choice(kind):
         return "one of " + kind_metavar(kind).replace("|", ", ")
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "a JSON object")

@@ -151,17 +151,16 @@ class _Parser:
                     f"{spelling} takes no value (got {value!r}); use {flag.name}={value} or {spelling} alone."
                 )
             self._set(flag, not base.startswith("--no-") or base == flag.name, spelling)
-        elif flag.is_list and value is None:
-            self._set(flag, self._read_list(flag, spelling, rest), spelling)
         else:
-            self._set(flag, flag.read(self._value(spelling, value, rest), spelling), spelling)
+            self._set(flag, self._read_value(flag, spelling, value, rest), spelling)
 
-    def _read_list(self, flag: Flag, spelling: str, rest: list[str]) -> Any:
-        first = self._value(spelling, None, rest)
-        if first.startswith("[") or first.lower() == "none":
+    def _read_value(self, flag: Flag, spelling: str, value: str | None, rest: list[str]) -> Any:
+        """One value, or the items of a list: `1 2`, `=1` or `[1, 2]`."""
+        first = self._value(spelling, value, rest)
+        if not flag.is_list or first.startswith("[") or first.lower() in ("none", "null"):
             return flag.read(first, spelling)
         texts = [first]
-        while rest and not self._looks_like_flag(rest[0]):
+        while value is None and rest and not self._looks_like_flag(rest[0]):
             texts.append(rest.pop(0))
         item = list_item(flag.hint)
         try:
@@ -170,15 +169,15 @@ class _Parser:
             return flag.read(" ".join(texts), spelling)  # raises, with what would be right
 
     def _read_section(self, spelling: str, section: str, field: str, value: str | None, rest: list[str]) -> None:
-        text = self._value(spelling, value, rest)
         if field:
             head, _, path = field.partition(".")
             flag = self._section_flag(section, head, spelling)
             if path:
-                self._set_path(flag, spelling, path, read_any(text))
+                self._set_path(flag, spelling, path, read_any(self._value(spelling, value, rest)))
             else:
-                self._set(flag, flag.read(text, spelling), spelling)
+                self._set(flag, self._read_value(flag, spelling, value, rest), spelling)
             return
+        text = self._value(spelling, value, rest)
         for key, item in _json_object(text, spelling, example=self._section_example(section)).items():
             self._set(self._section_flag(section, key, spelling), item, spelling)
 

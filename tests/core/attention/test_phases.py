@@ -8,7 +8,6 @@ import torch
 from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
 from pelton.attention.phases import phased
 from pelton.attention.selector import AttentionSelector
-from pelton.config import AttentionConfig
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
 from pelton.testing.attention import CASES, AttentionBackendConformance
@@ -89,7 +88,6 @@ def test_a_phase_may_be_named_and_one_that_does_not_serve_it_is_refused():
     assert AttentionSelector(entries, named_decode="decode_only").select(NEEDS).names == ("decode_only", "static")
     with pytest.raises(ConfigError, match="does not serve prefill"):
         AttentionSelector(entries, named="decode_only").select(NEEDS)
-    assert AttentionConfig(decode_backend="TRITON_ATTN").decode_backend == "triton"
 
 
 def test_rows_go_to_their_backend():
@@ -104,10 +102,19 @@ def test_rows_go_to_their_backend():
     torch.testing.assert_close(got.double(), step.expected(), atol=1e-4, rtol=1e-4)
 
 
-def test_graph_support_is_that_of_the_weaker():
-    class Weak(Prefill):
-        graph_support = GraphSupport.NEVER
+NEVER, SINGLE = GraphSupport.NEVER, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+UNIFORM, ALWAYS = GraphSupport.UNIFORM_BATCH, GraphSupport.ALWAYS
 
-    assert phased(Decode, Prefill).graph_support is GraphSupport.ALWAYS
-    assert phased(Decode, Weak).graph_support is GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert phased(Weak, Decode).graph_support is GraphSupport.NEVER
+
+@pytest.mark.parametrize(
+    "decode, prefill, expected",
+    [
+        (ALWAYS, ALWAYS, ALWAYS), (ALWAYS, UNIFORM, UNIFORM), (UNIFORM, ALWAYS, UNIFORM), (SINGLE, ALWAYS, SINGLE),
+        (ALWAYS, SINGLE, SINGLE), (NEVER, ALWAYS, NEVER),
+        (ALWAYS, NEVER, SINGLE),  # steps of one token a row do not run it
+    ],
+)  # fmt: skip
+def test_graph_support_is_the_least_of_what_a_captured_step_runs(decode, prefill, expected):
+    decodes = type("Decodes", (Decode,), {"graph_support": decode})
+    prefills = type("Prefills", (Prefill,), {"graph_support": prefill})
+    assert phased(decodes, prefills).graph_support is expected

@@ -8,7 +8,7 @@ import pytest
 
 from pelton.attention.interface import OPTIONAL_NEEDS, AttentionBackend, AttentionNeeds, GraphSupport
 from pelton.attention.selector import AttentionSelector, judge_backends, select_backend
-from pelton.config import AttentionConfig, EngineConfig
+from pelton.config import EngineConfig
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
 
@@ -153,9 +153,23 @@ def test_a_models_graph_support_is_the_least_of_its_backends():
     "spelling, name",
     [
         ("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer"), ("TRITON_ATTN", "triton"),
-        ("FLEX_ATTENTION", "flex"), ("CPU_ATTN", "sdpa"), ("TORCH_SDPA", "sdpa"), ("sdpa", "sdpa"),
+        ("FLEX_ATTENTION", "flex"), ("CPU_ATTN", "sdpa"), ("TORCH_SDPA", "sdpa"), ("sdpa", "sdpa"), ("SDPA", "sdpa"),
     ],
 )  # fmt: skip
-def test_vllms_spellings_name_our_backends(spelling, name):
-    assert AttentionConfig(backend=spelling).backend == name
-    assert EngineConfig.from_flat(attention_backend=spelling).attention.backend == name
+@pytest.mark.parametrize("change_case", [str, str.lower])
+def test_vllms_spellings_name_our_backends(spelling, name, change_case):
+    entries = [entry(other, 10) for other in ("flash_attn", "flashinfer", "triton", "flex", "sdpa")]
+    config = EngineConfig.from_flat(attention_backend=change_case(spelling)).attention
+    assert select_backend(entries, NEEDS, named=config.backend).name == name
+
+
+def test_errors_about_a_named_backend_show_what_was_typed():
+    entries = [entry("triton", 50, ["needs sm80"]), entry("sdpa", 10)]
+    with pytest.raises(ConfigError, match=r"attention_backend is 'FLASH_ATTN'; for this device there is triton, sdpa"):
+        select_backend(entries, NEEDS, named="FLASH_ATTN")
+    with pytest.raises(ConfigError, match=r"attention_backend is 'FLEX_ATTENTION' \(flex\); for this device there is"):
+        select_backend(entries, NEEDS, named="FLEX_ATTENTION")
+    with pytest.raises(ConfigError, match=r"Attention backend 'triton_attn' \(triton\) cannot serve.*needs sm80"):
+        select_backend(entries, NEEDS, named="triton_attn")
+    own = BackendEntry(name="TRITON_ATTN", load=entry("sdpa", 10).load, priority=90)  # a plugin's own name comes first
+    assert select_backend([own, *entries], NEEDS, named="triton_attn").name == "TRITON_ATTN"
