@@ -62,8 +62,12 @@ class TritonBackend(AttentionBackend):
             reasons.append(f"block size {needs.block_size}, only multiples of 16")
         if needs.num_heads % needs.num_kv_heads:
             reasons.append(f"{needs.num_heads} heads are no multiple of {needs.num_kv_heads} kv heads")
-        if capability is not None and capability < (8, 0):
-            reasons.append(f"compute capability {capability[0]}.{capability[1]}, only 8.0 and later")
+        least, what = (8, 0), ""
+        if needs.kv_dtype in ("fp8", "fp8_e4m3"):  # Triton's compiler has it where the hardware converts it
+            least, what = (8, 9), f" for kv dtype {needs.kv_dtype}"
+        if capability is not None and capability < least:
+            found, wanted = (f"{major}.{minor}" for major, minor in (capability, least))
+            reasons.append(f"compute capability {found}, only {wanted} and later{what}")
         return reasons
 
     @classmethod

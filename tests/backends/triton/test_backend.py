@@ -60,6 +60,14 @@ def test_refuses_cards_whose_tensor_cores_lack_bfloat16() -> None:
     assert TritonBackend.unsupported(NEEDS, (7, 5)) == ["compute capability 7.5, only 8.0 and later"]
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_refuses_cards_whose_compiler_lacks_the_caches_dtype(kv_dtype: str) -> None:
+    needs = replace(NEEDS, kv_dtype=kv_dtype)
+    reason = f"compute capability 8.0, only 8.9 and later for kv dtype {kv_dtype}"
+    assert TritonBackend.unsupported(needs, (8, 0)) == ([] if kv_dtype == "fp8_e5m2" else [reason])
+    assert TritonBackend.unsupported(needs, (8, 9)) == []
+
+
 def test_is_offered_on_cuda_only_and_can_be_captured_whole() -> None:
     (entry,) = pelton_attention_backends("cuda")
     assert (entry.name, entry.priority, entry.resolve()) == ("triton", 50, TritonBackend)

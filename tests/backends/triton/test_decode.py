@@ -290,6 +290,24 @@ def test_a_slot_of_minus_one_leaves_the_cache_and_the_token_attends_to_itself(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_what_8_bits_cannot_hold_becomes_their_largest(device: torch.device, kv_dtype: str, schedule: str) -> None:
+    case = Case(lengths=(1, 33), num_heads=2, num_kv_heads=1, head_dim=16, kv_dtype=kv_dtype)
+    step = Step(case, device)
+    qkv = torch.tensor([0.0, 0.0, 1e6, -1e6]).repeat_interleave(case.head_dim).repeat(len(case.lengths), 1)
+    last = [tuple(index[-1] for index in step.places(row)) for row in range(len(case.lengths))]
+    slots = torch.tensor([block * case.block_size + offset for block, offset in last])
+    positions = torch.tensor(case.lengths) - 1
+    new = NewTokens(positions.to(device), slots.to(device), 0, None, None, None, None)
+    step.run(qkv.to(device), SCHEDULES[schedule], new)
+    largest = torch.finfo(KV_TORCH[kv_dtype]).max
+    for place in last:
+        assert (step.k_cache.float().cpu()[place] == largest).all()
+        assert (step.v_cache.float().cpu()[place] == -largest).all()
+    assert (step.output[0] == -largest).all(), "the row's own value is the cache's"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_launch_after_another_finds_its_counters_ready(device: torch.device, schedule: str) -> None:
     check_decode(Case(lengths=(90, 70)), device, SCHEDULES[schedule], repeats=2)
 
@@ -348,6 +366,7 @@ LARGE: dict[str, dict[str, Any]] = {
         "soft_cap": 30.0,
     },
     "fp8": {"kv_dtype": "fp8_e4m3", "norms": False, "rotary_dim": 0, "lengths": (800, 40, 1)},
+    "fp8-40": {"kv_dtype": "fp8_e5m2", "norms": False, "rotary_dim": 0, "lengths": tuple(range(1, 800, 20))},
     "window-sinks-alibi": {"window": 100, "sinks": True, "alibi": True, "lengths": tuple(range(1, 900, 20))},
 }
 

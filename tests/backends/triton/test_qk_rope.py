@@ -159,11 +159,14 @@ def test_the_query_is_a_view_and_keys_stay(device):
     assert torch.equal(qkv[:, 4 * 64 :], case.qkv[:, 4 * 64 :])
 
 
-def test_saturates_in_8_bits(device):
-    case = Case(device, 2, kv_dtype="fp8_e4m3")
-    case.qkv.mul_(1e4)
+@pytest.mark.parametrize("kv_dtype", FP8)
+def test_saturates_in_8_bits(device, kv_dtype):
+    case = Case(device, 2, kv_dtype=kv_dtype, norm=False)
+    case.qkv.mul_(1e7)
     case.run()
-    assert case.v_cache.float().flatten(0, 1)[case.slots].abs().max() == 448
+    largest = torch.finfo(FP8[kv_dtype]).max
+    for cache in (case.k_cache, case.v_cache):
+        assert cache.float().flatten(0, 1)[case.slots].abs().max() == largest
 
 
 def test_no_tokens(device):

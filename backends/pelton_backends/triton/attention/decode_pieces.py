@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pelton_backends.triton.ops.pieces import normed
+from pelton_backends.triton.ops.pieces import normed, to_cache
 from pelton_backends.triton.runtime import dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -194,8 +194,8 @@ def make_query(
     if FUSED:
         x = norm_rope(x, other, cos, sin, own, partners, EPS, UNIT_OFFSET, HEAD_DIM, ROTARY_DIM)
         new_key = tl.sum(tl.where((member == GROUP)[:, None], x.to(tl.float32), 0.0), 0).to(x.dtype)
-        new_key = new_key.to(k_cache.dtype.element_ty)
-        new_value = new_value.to(v_cache.dtype.element_ty)
+        new_key = to_cache(new_key, k_cache.dtype.element_ty)
+        new_value = to_cache(new_value, v_cache.dtype.element_ty)
         if slot >= 0:
             place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_token + head * stride_head
             tl.store(k_cache + place + dim, new_key, mask=dim < HEAD_DIM)

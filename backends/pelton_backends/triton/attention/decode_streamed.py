@@ -210,13 +210,13 @@ def streamed_decode_kernel(
         if begin > 0:
             slot = tl.full([], -1, tl.int64)
         if begin < end:
-            x, new_value, new_logit = make_query(
+            x, cached_value, new_logit = make_query(
                 x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
                 stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
                 GROUP, Q, ROTARY_DIM,
             )  # fmt: skip
             top, total, sums = attend(
-                x, new_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
+                x, cached_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
                 seq_len - 1, x, x, False, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
                 stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N,
                 False, STAGES,

@@ -42,6 +42,16 @@ def normed(x, inverse_rms, weight, UNIT_OFFSET: tl.constexpr, dtype: tl.constexp
 
 
 @triton.jit
+def to_cache(x, dtype: tl.constexpr):
+    """The cache's dtype; 8-bit formats saturate."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
+    elif dtype == tl.float8e5:
+        x = tl.clamp(x.to(tl.float32), -57344.0, 57344.0)
+    return x.to(dtype)
+
+
+@triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     """activation(gate) * up in `dtype`; gate and up float32 that hold numbers of `dtype`. Rounded before the product
     and after it."""

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from pelton.ops.interface import QkNormRopeWriteKv, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
 from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.ops.pieces import to_cache
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -40,16 +41,6 @@ def scaled(x, rstd, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
     if not UNIT_OFFSET:
         normed = normed.to(dtype).to(tl.float32)
     return (normed * weight).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def to_cache(x, dtype: tl.constexpr):
-    """The cache's dtype; 8-bit formats saturate."""
-    if dtype == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
-    elif dtype == tl.float8e5:
-        x = tl.clamp(x.to(tl.float32), -57344.0, 57344.0)
-    return x.to(dtype)
 
 
 @triton.jit
