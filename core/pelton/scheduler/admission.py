@@ -8,7 +8,7 @@ from pelton.config import SchedulerConfig
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.scheduler.grammars import is_compiled
-from pelton.scheduler.holdings import Holdings
+from pelton.scheduler.holdings import Holdings, is_found_later
 from pelton.scheduler.output import NewRequest
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
@@ -117,9 +117,10 @@ class Admission:
         num_new = self._first_share(request, len(request.token_ids) - start, step)
         if not num_new:
             return False
+        delay_caching = num_external > 0 or is_found_later(num_new)
         new_ids = self._kv.allocate(
             request, num_new, cached_blocks=cached, num_cached_tokens=num_local,
-            num_external_tokens=num_external, delay_caching=num_external > 0,
+            num_external_tokens=num_external, delay_caching=delay_caching,
         )  # fmt: skip
         if new_ids is None:
             return self._room.make_for_head(request, step)
@@ -127,7 +128,7 @@ class Admission:
         self._count_found(request, start, num_external)
         self._roster.run(request)
         block_ids = self._kv.block_ids(request.request_id)
-        self._holdings.start(request, block_ids, start + num_new, is_findable=not num_external)
+        self._holdings.start(request, block_ids, start + num_new, is_findable=not delay_caching)
         if num_external:
             self._transfers.bring(request, block_ids, num_external)
         step.new.append(_describe(request, block_ids))

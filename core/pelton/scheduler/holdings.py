@@ -16,6 +16,12 @@ from pelton.scheduler.spoilt import BlockUse
 from pelton.scheduler.step import OpenSteps, StepBuilder
 
 
+def is_found_later(num_new: int) -> bool:
+    """Whether the blocks that a row of so many tokens fills become findable with its result, not when they are allocated:
+    a backend may write and read a step of one-token rows in one launch, so no row of it may read what another brings."""
+    return num_new == 1
+
+
 class Holdings:
     """block_sizes: tokens a block, per KV group. hash_block_size: 0 without prefix caching."""
 
@@ -52,10 +58,13 @@ class Holdings:
 
     def grow(self, request: ScheduledRequest, num_new: int, num_draft: int, step: StepBuilder) -> bool:
         """Blocks for a running request's next tokens and drafts. False, and nothing done, when the pool has none."""
-        new_ids = self._kv.allocate(request, num_new, num_lookahead_tokens=num_draft)
+        delay_caching = is_found_later(num_new)
+        new_ids = self._kv.allocate(request, num_new, num_lookahead_tokens=num_draft, delay_caching=delay_caching)
         if new_ids is None:
             return False
         self.append(request, new_ids, num_new, num_draft, step)
+        if not delay_caching:
+            self._note_findable(request, request.num_computed_tokens + num_new)
         return True
 
     def append(
@@ -68,7 +77,6 @@ class Holdings:
                 step.appends.append((group, request.slot, len(table), list(ids)))
                 table += ids
         self._note_capacity(request, request.num_computed_tokens + num_new + num_draft)
-        self._note_findable(request, request.num_computed_tokens + num_new)
 
     def _note_capacity(self, request: ScheduledRequest, num_tokens: int) -> None:
         """Each group has blocks for `num_tokens`, rounded up to its block size."""

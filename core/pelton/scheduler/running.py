@@ -10,7 +10,7 @@ from itertools import islice
 from pelton.config import SchedulerConfig
 from pelton.kv_cache.interface import KVCacheManager
 from pelton.scheduler.drafts import Drafts
-from pelton.scheduler.holdings import Holdings
+from pelton.scheduler.holdings import Holdings, is_found_later
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.request import ScheduledRequest
 from pelton.scheduler.room import Room
@@ -37,7 +37,6 @@ class RunningRows:
         self._room = room
         self._drafts = drafts
         self._block_size = holdings.block_sizes[0]
-        self._hash_block_size = holdings.hash_block_size
 
     def serve(self, step: StepBuilder) -> None:
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""
@@ -79,7 +78,7 @@ class RunningRows:
     def _serve_with_new_block(self, request: ScheduledRequest, step: StepBuilder) -> bool:
         """The row of a request in decode whose last block is full: `_serve` without what such a row has none of. False,
         and nothing done, when there is no block."""
-        new_ids = self._kv.allocate(request, 1)
+        new_ids = self._kv.allocate(request, 1, delay_caching=is_found_later(1))
         if new_ids is None:
             return False
         reach = request.num_reach
@@ -88,8 +87,6 @@ class RunningRows:
             step.appends.append((0, request.slot, len(table), new_ids[0]))
             table.append(new_ids[0][0])
             request.capacity += self._block_size
-            if self._hash_block_size:
-                request.num_cached_blocks = min(reach, len(request.token_ids)) // self._hash_block_size
         else:
             self._holdings.append(request, new_ids, 1, 0, step)
         request.num_computed_tokens = reach

@@ -108,6 +108,8 @@ class FakeStore:
             row.is_spoilt = junk
             if output.samples[place] and not junk:
                 self._sampling.setdefault(output.step_id, []).append(row)
+        if max(output.num_scheduled, default=0) == 1:
+            self._check_apart(output, rows, {(group, block) for group, block, _ in written})
         if not self._steps_are_ordered:
             self._touched[output.step_id] = (set(output.slots), held)
 
@@ -193,6 +195,18 @@ class FakeStore:
         for group, table in enumerate(row.tables):
             for position in range(row.num_computed, len(table) * self.specs[group].block_size):
                 self.put(group, table, position, JUNK)
+
+    def _check_apart(self, output: SchedulerOutput, rows: Sequence[FakeRow], written: set[tuple[int, int]]) -> None:
+        """Rows of one token may be written and read in one launch: no row's context holds a block that another one fills."""
+        for row in rows:
+            for group, table in enumerate(row.tables):
+                size = self.specs[group].block_size
+                own = table[row.num_computed // size] if row.num_computed // size < len(table) else 0
+                for block in table[self._first_read(group, row.num_computed) // size : row.num_computed // size]:
+                    if (group, block) in written and block != own:
+                        self._violations.append(
+                            f"step {output.step_id}, all of one-token rows, fills block {block}, which {row.new.request_id} reads"
+                        )
 
     def _check_untouched(self, output: SchedulerOutput, block: int, name: str) -> None:
         """Without order no block may be written that an open step reads for somebody else."""

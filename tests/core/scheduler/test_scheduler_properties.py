@@ -23,7 +23,8 @@ PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 1, 2, 3], [21, 22, 23,
 
 
 def random_request(rng: random.Random, index: int, *, grammars: bool, logprobs: bool):
-    prompt = rng.choice([[], *PREFIXES])[: rng.randint(1, 12)] + [rng.randint(1, 40) for _ in range(rng.randint(1, 14))]
+    num_own = rng.choice([1, rng.randint(1, 14)])
+    prompt = rng.choice([[], *PREFIXES])[: rng.randint(1, 12)] + [rng.randint(1, 40) for _ in range(num_own)]
     params = {}
     if rng.random() < 0.2:
         params["stop_token_ids"] = [rng.randint(1, 49)]

@@ -239,6 +239,37 @@ def test_64_requests_with_one_prefix_in_one_step_compute_it_once():
     assert stats_hits == [0] + [32] * 63
 
 
+@pytest.mark.parametrize(
+    "limit", [{"max_num_batched_tokens": 7}, {"config": SchedulerConfig(long_prefill_token_threshold=7)}]
+)
+def test_a_block_that_one_token_fills_is_found_from_the_next_step_on(limit):
+    """Kernels may write and read a step of one-token rows in one launch: no row reads what another brings."""
+    harness = Harness(**limit)
+    prefix = [*range(1, 9)]
+    harness.add(make_request("a", prefix, 4))
+    harness.launch()
+    harness.retire()
+    harness.add(make_request("b", [*prefix, 5], 4))
+    output = harness.launch()  # a's eighth token fills its second block
+    assert output.num_scheduled[0] == 1 and output.new[0].num_computed_tokens == 4
+    harness.run_and_check()
+    harness.add(make_request("c", [*prefix, 6], 4))
+    harness.run_and_check()
+    assert harness.outputs["c"][0].num_cached_tokens == 8
+
+
+def test_a_block_that_a_known_sampled_token_fills_is_found_from_the_next_step_on():
+    harness = Harness()  # one step at a time: the token is known when its KV is written
+    harness.add(make_request("a", 5, 8))
+    for _ in range(3):
+        harness.step()
+    tokens = [*harness.requests["a"].prompt_token_ids, *harness.tokens("a")]
+    harness.add(make_request("b", [*tokens, 3], 2))
+    output = harness.launch()
+    assert len(tokens) == 8 and output.num_scheduled[0] == 1 and output.new[0].num_computed_tokens == 4
+    harness.run_and_check()
+
+
 def test_prefix_queries_and_hits_are_counted_once_a_request():
     harness = Harness(num_blocks=7)
     harness.add(make_request("a", [*range(1, 9)], 12))
