@@ -25,6 +25,7 @@ from pelton.kv_cache.interface import KVCacheManager
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.spec import KVCachePlan
 from pelton.logging import phase
+from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
 from pelton.request import EngineRequest
@@ -72,7 +73,7 @@ class EngineCore:
         self._kept: list[EngineOutput] = []  # outputs to be told by the next `step`
         self._has_news = False  # something ended since stats were last told
         self._request_ids: set[str] = set()
-        self._host_s = dict.fromkeys(("schedule", "execute", "wait", "update", "output"), 0.0)
+        self._host_s = dict.fromkeys((*HOST_STAGES, WAIT), 0.0)
         self.info = self._describe()
         # What start-up made stays: the collector need not walk it again in the middle of a step.
         gc.collect()
@@ -187,7 +188,8 @@ class EngineCore:
                 self._request_ids.discard(output.request_id)
         if outputs or self._has_news:
             message.stats = self._scheduler.take_stats()
-            message.stats.host_time_s = {stage: spent for stage, spent in self._host_s.items() if spent}
+            message.stats.host_time_s = told = {stage: spent for stage, spent in self._host_s.items() if spent}
+            told[STEP] = sum(told.values()) - self._host_s[WAIT]
             self._host_s = dict.fromkeys(self._host_s, 0.0)
             self._has_news = False
         self._host_s["output"] += time.perf_counter() - started

@@ -18,9 +18,9 @@ class BucketCounts:
         self._counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     def observe_all(self, values: Iterable[float]) -> None:
         counts, bounds, total = self._counts, self.bounds, 0.0

@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+HOST_STAGES = ("schedule", "execute", "update", "output")
+"""Where the step loop spends the host's time."""
+WAIT, STEP = "wait", "step"
+"""For the device's result, which is no work of the host; and the sum of the stages, without the wait."""
+
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """State of one engine core after a step; counters are since the last record."""
@@ -31,7 +36,7 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     kv_block_idle_s: list[float] = []
     kv_block_reuse_gaps_s: list[float] = []
     host_time_s: dict[str, float] = {}
-    """Host seconds by stage of the step loop: schedule, execute, wait, update, output."""
+    """Seconds of the step loop by stage: `HOST_STAGES` with any time in them, `STEP` which is their sum, and `WAIT`."""
     grammar_compile_s: list[float] = []
     """Seconds that each grammar took which was compiled since the last record."""
 

@@ -7,7 +7,6 @@ the steps are real, and the time that the loop waits for the device is shown apa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,11 +16,11 @@ from pelton.config import EngineConfig
 from pelton.config.flags import parse_flags
 from pelton.engine.client import EngineClient
 from pelton.errors import ConfigError, EngineError
+from pelton.metrics.stats import STEP, WAIT
 from pelton_plugins.bench.instant import instant_client
 from pelton_plugins.bench.metrics import percentile
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
 
-WAIT = "wait"  # for the device: not the host's work
 FRONT_END = "front end"  # of the API's process when the engine has one of its own
 DOC = """Host time of a step by stage: p50 and p99 over many steps in which all requests decode.
 
@@ -139,17 +138,15 @@ def measure(client: EngineClient, front_end: _FrontEnd, arguments: HostArguments
 
 
 def stages(steps: list[dict[str, float]]) -> dict[str, Any]:
-    """p50 and p99 in microseconds by stage, and of a step's host work: all stages but the wait and the front end's."""
+    """Percentiles in microseconds by stage, and of the whole step as the engine tells it."""
     names = list(dict.fromkeys(name for step in steps for name in step))
     columns = {name: [step.get(name, 0.0) * 1e6 for step in steps] for name in names}
-    total = [sum(s for name, s in step.items() if name not in (WAIT, FRONT_END)) * 1e6 for step in steps]
-    percentiles: Callable[[list[float]], dict[str, float]] = lambda values: {  # noqa: E731
-        f"p{p}": percentile(values, p) for p in (50, 90, 99)
+    found = {
+        name: {f"p{percent}": percentile(column, percent) for percent in (50, 90, 99)}
+        for name, column in columns.items()
     }
-    return {
-        "stages_us": {name: percentiles(column) for name, column in columns.items()},
-        "step_us": percentiles(total),
-    }
+    whole = found.pop(STEP)
+    return {"stages_us": found, "step_us": whole}
 
 
 def render(result: dict[str, Any]) -> str:

@@ -25,7 +25,8 @@ LATENCY_SECONDS = (
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 HOST_SECONDS = (
-    1e-05, 2e-05, 5e-05, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0,
+    1e-05, 2e-05, 5e-05, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05,
+    0.1, 0.5, 1.0,
 )  # fmt: skip
 COMPILE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 RESIDENCY_SECONDS = (
@@ -118,7 +119,16 @@ FAMILIES: tuple[Family, ...] = (
     _histogram("request_prefill_time_seconds", "From scheduled to the first token.", LATENCY_SECONDS),
     _histogram("request_decode_time_seconds", "From the first to the last token.", LATENCY_SECONDS),
     _histogram("request_inference_time_seconds", "From scheduled to the last token.", LATENCY_SECONDS),
-    _histogram("step_host_seconds", "Host time of an engine step by stage.", HOST_SECONDS, "stage"),
+    _histogram(
+        "step_host_seconds",
+        "Host time of an engine step by stage: schedule, execute, update, output; stage step is the whole of it, their sum.",
+        HOST_SECONDS, "stage",
+    ),
+    _histogram(
+        "step_device_wait_seconds",
+        "Of an engine step: how long the host had nothing to do but wait for the device; no part of the host time.",
+        HOST_SECONDS,
+    ),
     _histogram("grammar_compile_seconds", "Time to compile a grammar.", COMPILE_SECONDS),
     _histogram(
         "kv_block_lifetime_seconds", "Sampled blocks: from allocation to eviction.", RESIDENCY_SECONDS,

@@ -13,7 +13,7 @@ from pelton import __version__
 from pelton.config import EngineConfig
 from pelton.metrics.buckets import BucketCounts, one_two_five
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
-from pelton.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from pelton.metrics.stats import WAIT, FinishedRequestStats, IterationStats, SchedulerStats
 from pelton_plugins.stat_loggers.families import FAMILIES, UP_TO_MODEL_LEN, Family, help_text, is_shown, minor_version
 
 if TYPE_CHECKING:
@@ -105,13 +105,15 @@ class PrometheusLogger:
         self._add("num_preemptions", stats.num_preemptions)
         self._add("spec_decode_num_draft_tokens", stats.spec_num_draft_tokens)
         self._add("spec_decode_num_accepted_tokens", stats.spec_num_accepted_tokens)
+        # Several steps may have passed since the last record: the mean of those stands for each of them.
+        steps = max(stats.num_steps, 1)
         if stats.num_scheduled_tokens:
-            # Several steps may have passed since the last record: the mean of those stands for each of them.
-            steps = max(stats.num_steps, 1)
-            self._observe("iteration_tokens_total", [stats.num_scheduled_tokens / steps] * steps)
+            self._observe_times("iteration_tokens_total", None, stats.num_scheduled_tokens / steps, steps)
         for stage, seconds in stats.host_time_s.items():
-            steps = max(stats.num_steps, 1)
-            self._observe("step_host_seconds", [seconds / steps] * steps, stage)
+            if stage == WAIT:
+                self._observe_times("step_device_wait_seconds", None, seconds / steps, steps)
+            else:
+                self._observe_times("step_host_seconds", stage, seconds / steps, steps)
         self._observe("grammar_compile_seconds", stats.grammar_compile_s)
         self._observe("kv_block_lifetime_seconds", stats.kv_block_lifetimes_s)
         self._observe("kv_block_idle_before_evict_seconds", stats.kv_block_idle_s)
@@ -152,15 +154,18 @@ class PrometheusLogger:
         if amount:
             self._values[name, label] = self._values.get((name, label), 0.0) + amount
 
-    def _observe(self, name: str, values: Sequence[float], label: str | None = None) -> None:
-        if not values:
-            return
+    def _observe(self, name: str, values: Sequence[float]) -> None:
+        series = self._buckets.get((name, None)) if values else None
+        if series is not None:  # None: the family is not exported with these settings
+            series.observe_all(values)
+
+    def _observe_times(self, name: str, label: str | None, value: float, times: int) -> None:
         series = self._buckets.get((name, label))
         if series is None:
             if name not in self._bounds:
-                return  # the family is not exported with these settings
+                return
             series = self._buckets[name, label] = BucketCounts(self._bounds[name])
-        series.observe_all(values)
+        series.observe(value, times)
 
     # What others see
 

@@ -34,7 +34,7 @@ EXPECTED = {
     "request_params_max_tokens", "request_time_per_output_token_seconds", "num_preemptions", "iteration_tokens_total",
     "num_requests_waiting_by_reason", "prompt_tokens_cached", "admission_rejections", "request_num_preemptions",
     "request_prefill_kv_computed_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "startup_phase_seconds", "step_host_seconds", "grammar_compile_seconds",
+    "startup_phase_seconds", "step_host_seconds", "step_device_wait_seconds", "grammar_compile_seconds",
 }  # fmt: skip
 NEVER = ("num_requests_swapped", "cpu_cache_usage_perc", "time_in_queue_requests", "gpu_cache_usage_perc",
          "prefix_cache_hit_rate", "avg_prompt_throughput", "gpu_prefix_cache")  # fmt: skip
@@ -150,6 +150,33 @@ def test_gauges_and_counters_follow_the_scheduler():
     assert value_of(logger, "pelton_num_requests_running") == 0
     assert value_of(logger, "pelton_kv_cache_usage_perc") == 0
     assert value_of(logger, "pelton_prefix_cache_hits_total") == 80
+
+
+def test_the_median_host_time_of_a_step_is_read_without_the_wait_for_the_device():
+    """Of three steps one is above 250 us; while the device works for seconds the host does nothing."""
+    logger = PrometheusLogger(CONFIG)
+    for update in (0.0001, 0.00014, 0.00019):
+        spent = {"schedule": 0.0001, "update": update, "step": 0.0001 + update, "wait": 2.0}
+        logger.record(SchedulerStats(num_steps=1, host_time_s=spent), IterationStats())
+    step = {"stage": "step"}
+    below = [
+        value_of(logger, "pelton_step_host_seconds_bucket", le=le, **step) for le in ("0.0002", "0.00025", "0.0003")
+    ]
+    assert below == [1, 2, 3]
+    assert value_of(logger, "pelton_step_host_seconds_sum", **step) == pytest.approx(0.00073)
+    assert value_of(logger, "pelton_step_device_wait_seconds_sum") == 6.0
+    host = families_of(logger)["pelton_step_host_seconds"]
+    assert {sample.labels["stage"] for sample in host.samples} == {"schedule", "update", "step"}
+    assert "step is the whole" in host.documentation
+
+
+def test_steps_between_two_records_count_each():
+    logger = PrometheusLogger(CONFIG)
+    stats = SchedulerStats(num_steps=4, num_scheduled_tokens=40, host_time_s={"step": 0.0008, "wait": 0.4})
+    logger.record(stats, IterationStats())
+    assert value_of(logger, "pelton_step_host_seconds_bucket", stage="step", le="0.0002") == 4
+    assert value_of(logger, "pelton_step_device_wait_seconds_count") == 4
+    assert value_of(logger, "pelton_iteration_tokens_total_sum") == 40
 
 
 def test_finished_requests_fill_the_histograms_and_unreached_intervals_none():
