@@ -4,6 +4,10 @@ Programmatic dependent launch (PDL) lets a kernel start while the one before it 
 what no kernel writes (weights); before it touches anything else, to read *or to write*, every program of it calls
 `wait_for_inputs`, which returns when all kernels before it are done and their memory is visible. Since each kernel in
 the chain does so, that holds for kernels further back too. A kernel without PDL waits as kernels always do.
+
+One exception: the early decode (`attention/decode.py`) follows lengths and tables to keys and values of earlier steps before it
+waits. It reads lengths and tables again afterwards and uses what it has loaded only where they are the same; the keys and values
+were written before any kernel that can still run then, and no address lies outside the table or the pool, whatever was read.
 """
 
 from __future__ import annotations

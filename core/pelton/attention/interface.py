@@ -134,6 +134,9 @@ class AttentionBackend(ABC):
 
         qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]. The default calls the layer's
         `qk_norm_rope_write_kv` seam, then `forward`; a backend that has one kernel for both overrides this.
+
+        All rows are written before any row reads: one may start with a block that another fills in this very step. Only in
+        a step whose rows have one token each does no row read what another writes, and write and read may be fused.
         """
         query = layer.qk_norm_rope_write_kv(qkv, positions, self.slot_mapping(metadata))
         return self.forward(layer, query, metadata, output)

@@ -135,12 +135,22 @@ class AttentionStep:
         """[length] of every position; negative where the table has the null block."""
         return slots_of(self.tables[row], self.lengths[row], self.case.block_size).to(self.device)
 
+    def share_prefix(self, source: int, num_tokens: int) -> None:
+        """All rows start with the source's first blocks and what is in them."""
+        count = num_tokens // self.case.block_size
+        for rows, shared in ((self.tables, count), (self.keys, num_tokens), (self.values, num_tokens)):
+            for row in rows:
+                row[:shared] = rows[source][:shared]
+        self.common = self._common()
+
     def write(self, *, only_context: bool = False) -> None:
-        """Put keys and values in place, all or those from before this step."""
+        """Put keys and values in place, all or those that no row of this step writes."""
         size = self.layer.k_cache.shape[1]
         for row, (_, before) in enumerate(self.case.rows):
             slots = self.slots(row)[: before if only_context else None]
             kept = slots >= 0
+            if only_context:
+                kept &= ~torch.isin(slots, self.common.slot_mapping)
             blocks, offsets = slots[kept] // size, slots[kept] % size
             self.layer.k_cache[blocks, offsets] = self.keys[row][: len(slots)][kept].to(self.layer.k_cache.dtype)
             self.layer.v_cache[blocks, offsets] = self.values[row][: len(slots)][kept].to(self.layer.v_cache.dtype)
@@ -216,8 +226,26 @@ class AttentionBackendConformance:
 
     @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "blocks-of-seven", "window", "bfloat16", "multi-query"])
     def test_forward_qkv_writes_all_rows_then_attends(self, name: str) -> None:
-        case = CASES[name]
-        step = self.make_step(case)
+        self.check_forward_qkv(self.make_step(CASES[name]))
+
+    @pytest.mark.parametrize(
+        "rows, writer",
+        [
+            pytest.param(((20, 10), (5, 16)), 0, id="writer-first"),
+            pytest.param(((5, 16), (20, 10)), 1, id="reader-first"),
+            pytest.param(((1, 16), (20, 10)), 1, id="reader-of-one-token"),
+        ],
+    )
+    def test_a_row_reads_a_block_that_another_fills_in_this_step(
+        self, rows: tuple[tuple[int, int], ...], writer: int
+    ) -> None:
+        step = self.make_step(AttentionCase(rows=rows))
+        step.share_prefix(writer, 16)
+        self.check_forward_qkv(step)
+
+    def check_forward_qkv(self, step: AttentionStep) -> None:
+        """From the rows of QKV's product, with a cache that holds the context alone."""
+        case = step.case
         step.write(only_context=True)
         new = [(k[before:], v[before:]) for k, v, (_, before) in zip(step.keys, step.values, case.rows, strict=True)]
         padding = torch.full((case.num_padding, *step.keys[0].shape[1:]), float("nan"), device=step.device).to(

@@ -166,10 +166,7 @@ def test_a_prefix_that_all_decode_rows_share_gives_the_same(monkeypatch: pytest.
     monkeypatch.setattr("pelton_backends.triton.backend.pays", lambda num_rows, prefix_len: prefix_len > 0)
     case = AttentionCase(rows=((1, 33), (1, 17), (1, 40)), head_dim=64, num_padding=1)
     step = AttentionStep(TritonBackend, case, DEVICE)
-    for row in range(3):  # one block for the first 16 tokens of all
-        step.tables[row][0] = step.tables[0][0]
-        step.keys[row][:16], step.values[row][:16] = step.keys[0][:16], step.values[0][:16]
-    step.common = step._common()
+    step.share_prefix(0, 16)
     step.write()
     want = step.expected()
     torch.testing.assert_close(step.run().double().cpu(), want, **TOLERANCE)

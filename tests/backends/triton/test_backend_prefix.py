@@ -23,11 +23,7 @@ SHORT = replace(CASE, rows=tuple((1, 16 + row) for row in range(24)))
 def shared_step(case: AttentionCase, prefix: int) -> AttentionStep:
     """Every row starts with row 0's blocks."""
     step = AttentionStep(TritonBackend, case, DEVICE)
-    for row in range(1, len(case.rows)):
-        count = prefix // case.block_size
-        step.tables[row][:count] = step.tables[0][:count]
-        step.keys[row][:prefix], step.values[row][:prefix] = step.keys[0][:prefix], step.values[0][:prefix]
-    step.common = step._common()
+    step.share_prefix(0, prefix)
     step.common.common_prefix_len = prefix
     step.common.common_prefix = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
     step.write()
