@@ -21,6 +21,7 @@ from pelton import env
 from pelton.cli.table import format_table
 from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
+from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
 from pelton_plugins.bench.shapes import SHAPES, write_shape
 
@@ -51,8 +52,13 @@ class ChainArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        if not self.batch_sizes or min(self.batch_sizes) < 1 or self.context_len < 1 or not 1 <= self.replays <= 50:
-            raise ConfigError("batch_sizes and context_len are counts, use at least 1; replays go from 1 to 50.")
+        check_at_least(self, batch_sizes=1, context_len=1, num_layers=1, replays=1)
+        if self.replays > 50 or not self.batch_sizes:
+            raise ConfigError(
+                f"replays is {self.replays}, at most 50; batch_sizes are {self.batch_sizes}, at least one."
+            )
+        if self.bandwidth_gb_s is not None and not self.bandwidth_gb_s > 0:
+            raise ConfigError(f"bandwidth_gb_s is {self.bandwidth_gb_s}; use a positive number, such as 4290.")
 
 
 def run(argv: list[str]) -> int:

@@ -30,6 +30,7 @@ from pelton.errors import ConfigError, EngineError
 from pelton.model.resolve import DUMMY_FORMAT, locate
 from pelton.plugins import load_plugins
 from pelton_plugins.bench import cpu_driver
+from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.cpu_engines import (
     PELTON,
     Driver,
@@ -86,8 +87,7 @@ class CpuTableArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Print the table for a page in Markdown."""
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ConfigError(f"repeats is {self.repeats}; use at least 1, such as 3.")
+        check_at_least(self, repeats=1)
 
 
 def run(argv: list[str]) -> int:
@@ -372,8 +372,6 @@ def server_figures(name: str, found: list[dict[str, float]]) -> dict[str, Any]:
 
 def render(results: dict[str, dict[str, Any]], *, as_markdown: bool = False) -> str:
     """Pelton's figures, those of peers that ran, and the recorded ones."""
-    if not results:
-        return "Nothing was measured yet."
     ran = [name for name in RECORDED if name in results]
     header = ["row", "pelton", "unit", "target", "reached"]
     for name in ran:
@@ -404,6 +402,8 @@ FOOT = (
 def _head(results: dict[str, dict[str, Any]]) -> str:
     """Model, device, cores and dates of what was measured."""
     rows = [row for found in results.values() for row in found.values()]
+    if not rows:
+        return "not measured yet"
     told = {name: next((row[name] for row in rows if name in row), None) for name in ("model", "device", "num_cores")}
     dates = sorted({str(row["date"])[:10] for row in rows if "date" in row})
     parts = [str(told["model"]), str(told["device"] or "unknown device"), f"{told['num_cores']} cores"]

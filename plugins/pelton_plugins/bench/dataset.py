@@ -15,27 +15,26 @@ MAX_TOTAL_TOKENS = 2048
 
 def sharegpt_requests(
     path: str, num: int, tokenizer: Any, rng: random.Random, *, max_tokens: int, output_len: int | None = None
-) -> list[tuple[list[int], int]]:
-    """(prompt ids, output tokens) of `num` conversations in random order.
+) -> list[tuple[str, int]]:
+    """(prompt, output tokens) of `num` conversations in random order; `output_len` in place of the answers' lengths.
 
     Left out, as is the custom: questions or answers under 4 tokens, questions above 1,024, both together above 2,048 or
     `max_tokens`. Raises `ConfigError` when the file has too few, or is no such file.
     """
     pairs = _read_pairs(path)
     rng.shuffle(pairs)
-    requests: list[tuple[list[int], int]] = []
+    requests: list[tuple[str, int]] = []
     for question, answer in pairs:
         if len(requests) == num:
             break
-        prompt = tokenizer.encode(question)
-        count = output_len or len(tokenizer.encode(answer))
-        total = len(prompt) + count
+        num_in = len(tokenizer.encode(question))
+        num_out = output_len or len(tokenizer.encode(answer))
         if (
-            min(len(prompt), count) >= MIN_TOKENS
-            and len(prompt) <= MAX_PROMPT_TOKENS
-            and total <= min(MAX_TOTAL_TOKENS, max_tokens)
+            MIN_TOKENS <= num_in <= MAX_PROMPT_TOKENS
+            and (output_len is not None or num_out >= MIN_TOKENS)
+            and num_in + num_out <= min(MAX_TOTAL_TOKENS, max_tokens)
         ):
-            requests.append((prompt, count))
+            requests.append((question, num_out))
     if len(requests) < num:
         raise ConfigError(
             f"--dataset-path {path} has {len(requests)} usable conversations; --num-prompts asks for {num}."

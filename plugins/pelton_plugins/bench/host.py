@@ -17,6 +17,7 @@ from pelton.config.flags import parse_flags
 from pelton.engine.client import EngineClient
 from pelton.errors import ConfigError, EngineError
 from pelton.metrics.stats import STEP, WAIT
+from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.instant import instant_client
 from pelton_plugins.bench.metrics import percentile
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
@@ -41,8 +42,7 @@ class HostArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        if min(self.num_seqs, self.num_steps, self.input_len) < 1:
-            raise ConfigError("num_seqs, num_steps and input_len are counts; use at least 1.")
+        check_at_least(self, num_seqs=1, num_steps=1, input_len=1)
 
 
 def run(argv: list[str]) -> int:

@@ -23,6 +23,7 @@ from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench import memory
 from pelton_plugins.bench.arrivals import arrival_times
+from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.http_target import HttpTarget
 from pelton_plugins.bench.metrics import LogHistogram, RequestTimes
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
@@ -78,6 +79,7 @@ class LoadArguments(msgspec.Struct, frozen=True, kw_only=True):
             )
         if min(self.duration_s, self.saturation_s, self.sample_s) <= 0:
             raise ConfigError("duration_s, saturation_s and sample_s are times; use positive numbers.")
+        check_at_least(self, saturation_concurrency=1, max_total_len=2)
 
 
 @dataclass

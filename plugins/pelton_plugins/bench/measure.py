@@ -35,11 +35,11 @@ def main() -> int:
 
 
 def measure_rows(llm: Any, names: list[str], repeats: int | None) -> None:
-    from pelton_plugins.bench.offline import run_batch
+    from pelton_plugins.bench.offline import greedy, run_batch
     from pelton_plugins.bench.workloads import table_workloads
 
     todo = table_workloads(llm.llm_engine.model.vocab_size)
-    run_batch(llm, [[11] * 64] * 8, [16] * 8)  # warm up
+    run_batch(llm, [[11] * 64] * 8, greedy([16] * 8))  # warm up
     for name in names:
         try:
             tell(row=name, **measure_row(llm, todo[name], repeats or todo[name].repeats))
@@ -49,16 +49,17 @@ def measure_rows(llm: Any, names: list[str], repeats: int | None) -> None:
 
 def measure_row(llm: Any, workload: Any, repeats: int) -> dict[str, Any]:
     """Medians over the repeats that follow one that does not count."""
-    from pelton_plugins.bench.offline import run_batch
+    from pelton_plugins.bench.offline import greedy, run_batch
 
     counts = workload.num_output_tokens
+    params, one_token = greedy(counts), greedy([1] * len(counts))
     times, first_token_times = [], []
     for repeat in range(repeats + 1):
         prompts = workload.fresh(repeat)
         if workload.name == "latency1":
-            first_token_times.append(run_batch(llm, prompts, [1] * len(counts)))
+            first_token_times.append(run_batch(llm, prompts, one_token).seconds)
             prompts = [[9 + prompt[0], *prompt[1:]] for prompt in prompts]
-        times.append(run_batch(llm, prompts, counts))
+        times.append(run_batch(llm, prompts, params).seconds)
     seconds = statistics.median(times[1:])
     num_in, num_out = workload.num_prompt_tokens, sum(counts)
     row = {

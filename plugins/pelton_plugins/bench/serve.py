@@ -20,12 +20,14 @@ from pelton.cli.table import format_table
 from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.arrivals import arrival_times
+from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.http_target import HttpTarget
 from pelton_plugins.bench.metrics import RequestTimes, read_slos, summary
 from pelton_plugins.bench.record import circumstances, number, write_json
 from pelton_plugins.bench.targets import Target
-from pelton_plugins.bench.workloads import equal_requests, random_requests
+from pelton_plugins.bench.workloads import synthetic_requests
 
+MIN_VOCAB_SIZE = 11  # prompts are made of token ids from 10 on
 DOC = """Send requests to a running server at random times, and measure what its clients see.
 
   pelton bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
@@ -50,7 +52,7 @@ class ServeArguments(msgspec.Struct, frozen=True, kw_only=True):
     input_len: int | None = None
     """Tokens of each prompt; log-normal lengths when unset."""
     output_len: int | None = None
-    """Tokens of each answer."""
+    """Tokens of each answer; 128 with --input-len alone, else log-normal too when unset."""
     vocab_size: int = 10_000
     """Prompts are random token ids below this."""
     goodput: list[str] = msgspec.field(default_factory=list)
@@ -63,12 +65,10 @@ class ServeArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here, with every request's times."""
 
     def __post_init__(self) -> None:
-        if self.num_prompts < 1:
-            raise ConfigError(f"num_prompts is {self.num_prompts}; use at least 1.")
-        if (self.input_len is None) != (self.output_len is None):
-            raise ConfigError("input_len and output_len go together; give both, or none for log-normal lengths.")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"max_concurrency is {self.max_concurrency}; use at least 1.")
+        check_at_least(self, num_prompts=1, max_concurrency=1, input_len=1, output_len=1, vocab_size=MIN_VOCAB_SIZE)
+        for percent in self.metric_percentiles:
+            if not 0 <= percent <= 100:
+                raise ConfigError(f"metric_percentiles has {percent}; use numbers from 0 to 100.")
 
 
 def run(argv: list[str]) -> int:
@@ -93,11 +93,10 @@ async def _measure(target: Target, arguments: ServeArguments) -> tuple[list[Requ
     except OSError as error:
         raise EngineError(f"{arguments.url} cannot be reached: {error}. Is the server running?") from error
     rng = random.Random(arguments.seed)
-    num, vocab_size = arguments.num_prompts, arguments.vocab_size
-    if arguments.input_len is not None and arguments.output_len is not None:
-        requests = equal_requests(num, arguments.input_len, arguments.output_len, vocab_size, rng)
-    else:
-        requests = random_requests(num, vocab_size, rng, max_tokens=target.max_model_len)
+    requests = synthetic_requests(
+        arguments.num_prompts, arguments.input_len, arguments.output_len, arguments.vocab_size, rng,
+        max_tokens=target.max_model_len,
+    )  # fmt: skip
     arrivals = arrival_times(arguments.request_rate, arguments.burstiness, rng)
     began = time.perf_counter()
     done = await send(target, requests, arrivals, arguments.max_concurrency)

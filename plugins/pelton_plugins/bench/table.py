@@ -20,11 +20,13 @@ from pelton.cli.table import format_table
 from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench import peers
+from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
 from pelton_plugins.bench.shapes import SHAPES, write_shape
 
 START = "start"
-WORKLOADS = tuple(dict.fromkeys(row.workload or row.name for row in peers.ROWS))
+WORKLOADS = {row.name: row.workload or row.name for row in peers.ROWS}
+"""Row to what has to run for it: two rows may come of one workload."""
 FURTHER = ("shared-prefix", "long-prompt")
 DEFAULT_ROWS = tuple(name for name in WORKLOADS if name not in FURTHER)
 DOC = f"""Measure the rows that Pelton is compared by, and print them beside other engines' figures and the device's floor.
@@ -54,32 +56,38 @@ class TableArguments(msgspec.Struct, frozen=True, kw_only=True):
     markdown: bool = False
     """Print the table for a page in Markdown."""
 
+    def __post_init__(self) -> None:
+        check_at_least(self, repeats=1)
+
 
 def run(argv: list[str]) -> int:
     parsed = parse_flags(argv, [TableArguments], positional=None, program="pelton bench table", doc=DOC)
     arguments: TableArguments = parsed.structs["TableArguments"]
-    rows = [] if arguments.show else check_rows(_split(arguments.rows))
+    workloads = [] if arguments.show else workloads_of(_split(arguments.rows))
+    models = _split(arguments.models)
     results = read_results(arguments.results)
     settings = flat_settings(parsed)
     if "model" in settings:
         raise ConfigError("The table's models are named by --models, not by --model.")
     failed = 0
-    if rows:
+    if workloads:
         with tempfile.TemporaryDirectory(prefix="pelton-bench-") as folder:
-            for model in _split(arguments.models):
-                for found in measure_model(model, rows, settings, Path(folder), arguments.repeats):
+            for model in models:
+                for found in measure_model(model, workloads, settings, Path(folder), arguments.repeats):
                     failed += "error" in found
                     merge(results, model_name(model), found)
                     write_json(arguments.results, results)
-    print(json.dumps(results, indent=1) if arguments.json else render(results, as_markdown=arguments.markdown))
+    shown = results or {model_name(model): {} for model in models}
+    print(json.dumps(results, indent=1) if arguments.json else render(shown, as_markdown=arguments.markdown))
     return 1 if failed else 0
 
 
-def check_rows(names: list[str]) -> list[str]:
+def workloads_of(names: list[str]) -> list[str]:
+    """What has to run for rows of these names."""
     for name in names:
         if name not in WORKLOADS:
             raise ConfigError(f"--rows has {name!r}; the rows are {', '.join(WORKLOADS)}.")
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(WORKLOADS[name] for name in names))
 
 
 def _split(texts: list[str]) -> list[str]:
@@ -156,22 +164,21 @@ HEADER = ("row", "pelton", "unit", "vLLM", "SGLang", "x better peer", "floor", "
 def render(results: dict[str, dict[str, Any]], *, as_markdown: bool = False) -> str:
     """A table for each model; rows that were not measured show the others' figures."""
     known = [name for name in SHAPES if name in results] + [name for name in results if name not in SHAPES]
-    if not known:
-        return "Nothing was measured yet."
     parts = []
     for model in known:
         measured = results[model]
         lines = [_line(row, measured, peers.AIMS.get(model, {}).get(row.name, peers.Aim())) for row in peers.ROWS]
         shown = [line for line, row in zip(lines, peers.ROWS, strict=True) if _is_shown(row, model, measured)]
         about: dict[str, Any] = next((row for row in measured.values() if "device" in row), {})
+        where = about.get("device", "unknown device") if measured else "not measured yet"
         errors = [
             f"  {name}: {why}" for name, row in measured.items() if (why := row.get("error") or row.get("last_error"))
         ]
         table = _markdown(shown) if as_markdown else format_table(HEADER, shown, indent="  ")
-        head = f"{model}, {about.get('device', 'unknown device')}"
+        head = f"{model}, {where}"
         if as_markdown:
             dates = sorted({row["date"][:10] for row in measured.values() if "date" in row})
-            head = f"{head}, {' to '.join(dict.fromkeys(dates[:1] + dates[-1:]))}:\n"
+            head += f", {' to '.join(dict.fromkeys(dates[:1] + dates[-1:]))}:\n" if dates else ":\n"
         parts.append("\n".join([head, table, *errors]))
     parts.append(
         f"{peers.VLLM}, {peers.SGLANG} and the floor: {peers.DEVICE}, {peers.DATE}. "
@@ -185,11 +192,11 @@ def _markdown(lines: list[tuple[str, ...]]) -> str:
 
 
 def _is_shown(row: peers.Row, model: str, measured: dict[str, Any]) -> bool:
-    return row.name in peers.AIMS.get(model, {}) or (row.workload or row.name) in measured
+    return row.name in peers.AIMS.get(model, {}) or WORKLOADS[row.name] in measured
 
 
 def _line(row: peers.Row, measured: dict[str, Any], aim: peers.Aim) -> tuple[str, ...]:
-    found = measured.get(row.workload or row.name, {})
+    found = measured.get(WORKLOADS[row.name], {})
     ours = found.get(row.figure)
     digits = 3 if row.is_time else 5
     peer = peers.better_peer(row, aim)

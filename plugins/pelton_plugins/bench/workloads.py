@@ -11,11 +11,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pelton.errors import ConfigError
+
 Prompt = list[int]
 
 MAX_TOKEN_ID = 49_000  # so that a vocabulary of any size above gives the same prompts
 SHARED_PREFIX_TOKENS = 2_000
 LONG_PROMPT_TOKENS = 8_000
+DEFAULT_OUTPUT_LEN = 128  # of requests whose input length alone is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +72,55 @@ def _further(vocab_size: int) -> list[Workload]:
     ]
 
 
-def random_requests(num: int, vocab_size: int, rng: random.Random, *, max_tokens: int) -> list[tuple[Prompt, int]]:
+def random_requests(
+    num: int, vocab_size: int, rng: random.Random, *, max_tokens: int, output_len: int | None = None
+) -> list[tuple[Prompt, int]]:
     """(prompt, output tokens) with log-normal lengths like a chat service's, at most `max_tokens` together."""
+    _check_fits(1, output_len or 1, max_tokens)
     tokens = _token_source(rng, vocab_size)
     requests = []
     for _ in range(num):
-        num_out = min(_log_normal(rng, 180, 0.8, 8, 1000), max(max_tokens // 2, 1))
+        num_out = output_len or min(_log_normal(rng, 180, 0.8, 8, 1000), max(max_tokens // 2, 1))
         num_in = min(_log_normal(rng, 160, 1.0, 8, 2000), max(max_tokens - num_out, 1))
         requests.append((tokens(num_in), num_out))
     return requests
 
 
-def equal_requests(
-    num: int, num_in: int, num_out: int, vocab_size: int, rng: random.Random
+def synthetic_requests(
+    num: int,
+    input_len: int | None,
+    output_len: int | None,
+    vocab_size: int,
+    rng: random.Random,
+    *,
+    max_tokens: int,
+    prefix_len: int = 0,
+    range_ratio: float = 0.0,
 ) -> list[tuple[Prompt, int]]:
-    """(prompt, output tokens) of one length."""
+    """(prompt, output tokens) of one length, or uniform up to `range_ratio` of it to both sides, behind one prefix.
+
+    Without `input_len` lengths are log-normal, but for `output_len`.
+    """
+    if input_len is None:
+        return random_requests(num, vocab_size, rng, max_tokens=max_tokens, output_len=output_len)
+    output_len = output_len or DEFAULT_OUTPUT_LEN
+    shortest, longest = 1 - range_ratio, 1 + range_ratio
+    _check_fits(prefix_len + math.ceil(input_len * longest), math.ceil(output_len * longest), max_tokens)
     tokens = _token_source(rng, vocab_size)
-    return [(tokens(num_in), num_out) for _ in range(num)]
+    prefix = tokens(prefix_len)
+
+    def length(mean: int) -> int:
+        return max(rng.randint(math.floor(mean * shortest), math.ceil(mean * longest)), 1) if range_ratio else mean
+
+    return [([*prefix, *tokens(length(input_len))], length(output_len)) for _ in range(num)]
+
+
+def _check_fits(num_in: int, num_out: int, max_tokens: int) -> None:
+    if num_in + num_out > max_tokens:
+        raise ConfigError(
+            f"A request of {num_in} tokens in and {num_out} out does not fit the model's {max_tokens}; lower input_len or "
+            "output_len, or raise max_model_len."
+        )
 
 
 def _token_source(rng: random.Random, vocab_size: int) -> Callable[[int], Prompt]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
+import statistics
+from pathlib import Path
 
 import pytest
 from pelton_e2e import serving
 
 from pelton.cli.main import main
+from pelton.sampling_params import SamplingParams
 from pelton_plugins.bench.load import LoadArguments, measure
 from pelton_plugins.bench.serve import send
 from pelton_plugins.bench.targets import Target, TargetState
@@ -40,7 +44,9 @@ def test_latency_writes_what_vllms_command_writes(model, fake_flags, tmp_path, c
     assert [*result["percentiles"]] == ["10", "25", "50", "75", "90", "99"]
     assert result["percentiles"]["50"] == sorted(result["latencies"])[2]
     assert result["settings"]["enable_prefix_caching"] is False and result["device"] == "fake"
-    assert capsys.readouterr().out.startswith("3 x (16 in, 4 out), 5 runs, fake\n  LATENCY  MS\n")
+    assert result["std_latency"] == pytest.approx(statistics.pstdev(result["latencies"]))
+    assert (result["n"], result["detokenize"]) == (1, True)
+    assert capsys.readouterr().out.startswith("3 x (16 in, 4 out), text, 5 runs, fake\n  LATENCY    MS\n")
 
 
 def test_latency_has_vllms_defaults():
@@ -49,6 +55,88 @@ def test_latency_has_vllms_defaults():
     one = LatencyArguments()
     sizes = (one.input_len, one.output_len, one.batch_size, one.num_iters_warmup, one.num_iters)
     assert sizes == (32, 128, 8, 10, 30)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """(prompts, sampling parameters) of each call of `LLM.generate`."""
+    from pelton import LLM
+
+    calls, generate = [], LLM.generate
+
+    def note(self, prompts, params, **options):
+        calls.append((list(prompts), list(params)))
+        return generate(self, prompts, params, **options)
+
+    monkeypatch.setattr(LLM, "generate", note)
+    return calls
+
+
+def params_like_vllms(count, *, n=1, detokenize=True):
+    return SamplingParams(n=n, temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=detokenize)
+
+
+def test_throughput_asks_what_vllms_command_asks(model, fake_flags, asked, tmp_path, capsys):
+    out = tmp_path / "throughput.json"
+    argv = [
+        "bench",
+        "throughput",
+        model,
+        "--num-prompts",
+        "5",
+        "--input-len",
+        "16",
+        "--output-json",
+        str(out),
+        *fake_flags,
+    ]
+    assert main(argv) == 0
+    assert asked[-1][1] == [params_like_vllms(128)] * 5 and read(out)["detokenize"] is True
+    assert capsys.readouterr().out.startswith("5 requests, 80 tokens in, 640 out, text, fake\n")
+    assert main([*argv, "--n", "3", "--output-len", "4", "--disable-detokenize"]) == 0
+    assert asked[-1][1] == [params_like_vllms(4, n=3, detokenize=False)] * 5
+    result = read(out)
+    assert (result["num_input_tokens"], result["num_output_tokens"], result["n"]) == (80, 60, 3)
+    assert capsys.readouterr().out.startswith("5 requests, 80 tokens in, 60 out, no text, fake\n")
+
+
+def test_latency_asks_what_vllms_command_asks(model, fake_flags, asked, capsys):
+    argv = ["--batch-size", "2", "--input-len", "4", "--output-len", "3", "--num-iters", "1", "--num-iters-warmup", "0"]
+    assert main(["bench", "latency", model, *argv, *fake_flags]) == 0
+    assert [params for _, params in asked] == [[params_like_vllms(3)] * 2]
+    assert main(["bench", "latency", model, *argv, "--n", "2", "--disable-detokenize", *fake_flags]) == 0
+    assert asked[-1][1] == [params_like_vllms(3, n=2, detokenize=False)] * 2
+    assert "\n2 x (4 in, 2 x 3 out), no text, 1 runs" in capsys.readouterr().out
+    assert main(["bench", "latency", model, "--input-len", "8100", *fake_flags]) == 2
+    assert "A request of 8100 tokens in and 128 out does not fit the model's 8192" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_makes_no_text(model, fake_flags, asked, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(Path(model) / "config.json", bare)
+    argv = ["--num-prompts", "2", "--input-len", "4", "--output-len", "3", *fake_flags]
+    assert main(["bench", "throughput", str(bare), *argv]) == 0
+    assert main(["bench", "throughput", model, *argv, "--skip-tokenizer-init"]) == 0
+    assert asked[1][1] == asked[3][1] == [params_like_vllms(3, detokenize=False)] * 2
+
+
+def test_throughput_of_random_lengths_behind_a_prefix(model, fake_flags, asked):
+    argv = ["--dataset-name", "random", "--input-len", "20", "--output-len", "10", "--prefix-len", "8"]
+    assert (
+        main(["bench", "throughput", model, *argv, "--num-prompts", "60", "--random-range-ratio", "0.5", *fake_flags])
+        == 0
+    )
+    prompts = [prompt["prompt_token_ids"] for prompt in asked[-1][0]]
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 1 and len({tuple(prompt[:12]) for prompt in prompts}) == 60
+    lengths, counts = [len(prompt) - 8 for prompt in prompts], [one.max_tokens for one in asked[-1][1]]
+    assert (min(lengths), max(lengths)) == (10, 30) and (min(counts), max(counts)) == (5, 15)
+
+
+def test_throughput_with_the_output_length_alone(model, fake_flags, asked):
+    assert main(["bench", "throughput", model, "--num-prompts", "10", "--output-len", "7", *fake_flags]) == 0
+    prompts, params = asked[-1]
+    assert {one.max_tokens for one in params} == {7} and len({len(one["prompt_token_ids"]) for one in prompts}) > 3
 
 
 def test_throughput_of_equal_and_of_random_lengths(model, fake_flags, tmp_path):
@@ -64,7 +152,7 @@ def test_throughput_of_equal_and_of_random_lengths(model, fake_flags, tmp_path):
     assert read(out)["total_num_tokens"] <= 2000
 
 
-def test_throughput_of_a_sharegpt_file(model, fake_flags, tmp_path, capsys):
+def test_throughput_of_a_sharegpt_file(model, fake_flags, asked, tmp_path, capsys):
     talk = [{"from": "human", "value": "a question"}, {"from": "gpt", "value": "an answer"}]
     data = [{"conversations": talk} for _ in range(4)]
     data += [{"conversations": talk[:1]}, {"conversations": [{"value": "abc"}, {"value": "too short a question"}]}]
@@ -74,6 +162,9 @@ def test_throughput_of_a_sharegpt_file(model, fake_flags, tmp_path, capsys):
     assert main([*argv, "--num-prompts", "4", "--output-json", str(out)]) == 0
     result = read(out)  # a token is a byte
     assert (result["num_input_tokens"], result["num_output_tokens"]) == (4 * 10, 4 * 9)
+    assert asked[-1] == (["a question"] * 4, [params_like_vllms(9)] * 4)  # text: tokenizing it counts
+    assert main([*argv, "--num-prompts", "4", "--output-len", "2"]) == 0
+    assert asked[-1][1] == [params_like_vllms(2)] * 4
     assert main([*argv, "--num-prompts", "5"]) == 2
     assert "has 4 usable conversations; --num-prompts asks for 5" in capsys.readouterr().err
     (tmp_path / "talks.json").write_text('{"not": "a list"}')
@@ -315,7 +406,25 @@ def test_chain_times_every_seam(model, tmp_path, capfd):
         ([], None),
         (["latncy"], "Unknown measurement 'latncy'. Did you mean 'latency'? There are latency, throughput,"),
         (["latency", "--batch-size", "0"], "batch_size is 0; use at least 1."),
-        (["throughput", "--input-len", "5"], "input_len and output_len go together"),
+        (["latency", "--num-iters-warmup", "-1"], "num_iters_warmup is -1; use at least 0."),
+        (["latency", "--n", "0"], "n is 0; use at least 1."),
+        (["throughput", "--num-prompts", "0"], "num_prompts is 0; use at least 1."),
+        (["throughput", "--output-len", "0"], "output_len is 0; use at least 1."),
+        (["throughput", "--n", "-2"], "n is -2; use at least 1."),
+        (["throughput", "--dataset-name", "sonnet"], "dataset_name is 'sonnet'; use sharegpt or random."),
+        (["throughput", "--dataset-name", "random"], "give input_len, such as --input-len 512"),
+        (["throughput", "--prefix-len", "4"], "give input_len, such as --input-len 512"),
+        (["throughput", "--input-len", "5", "--dataset-path", "x"], "exclude each other; the file has its own prompts"),
+        (
+            ["throughput", "--input-len", "5", "--random-range-ratio", "1"],
+            "random_range_ratio is 1.0; use a share under 1",
+        ),
+        (["serve", "--output-len", "0"], "output_len is 0; use at least 1."),
+        (["serve", "--vocab-size", "10"], "vocab_size is 10; use at least 11."),
+        (["serve", "--metric-percentiles", "101"], "metric_percentiles has 101.0; use numbers from 0 to 100."),
+        (["load", "--saturation-concurrency", "0"], "saturation_concurrency is 0; use at least 1."),
+        (["chain", "--num-layers", "0"], "num_layers is 0; use at least 1."),
+        (["chain", "--bandwidth-gb-s", "0"], "bandwidth_gb_s is 0.0; use a positive number"),
         (["serve", "--goodput", "speed:1"], "--goodput is 'speed:1'"),
         (["serve", "--url", "http://"], "--url is 'http://'; use an address such as http://127.0.0.1:8000."),
         (["load", "--abort-fraction", "1"], "abort_fraction 1.0"),

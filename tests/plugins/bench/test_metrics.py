@@ -14,7 +14,7 @@ from pelton.errors import ConfigError
 from pelton_plugins.bench.arrivals import arrival_times
 from pelton_plugins.bench.metrics import LogHistogram, RequestTimes, percentile, read_slos, summary
 from pelton_plugins.bench.serve import figures
-from pelton_plugins.bench.workloads import random_requests, table_workloads
+from pelton_plugins.bench.workloads import random_requests, synthetic_requests, table_workloads
 
 
 def test_stamps_give_ttft_itl_tpot_and_e2e():
@@ -149,6 +149,25 @@ def test_repeats_share_no_prefix_unless_the_row_is_about_one():
     assert len({tuple(prompt[:2000]) for prompt in shared}) == 1
     assert len({tuple(prompt) for prompt in shared}) == 64
     assert shared[0][:2000] != found["shared-prefix"].fresh(2)[0][:2000]
+
+
+@pytest.mark.parametrize(
+    "lengths, num_in, num_out",
+    [((30, 20), {30}, {20}), ((30, None), {30}, {128}), ((None, 20), None, {20}), ((None, None), None, None)],
+)
+def test_lengths_that_are_not_given_are_log_normal_but_for_the_answers_of_equal_prompts(lengths, num_in, num_out):
+    requests = synthetic_requests(200, *lengths, 5000, random.Random(0), max_tokens=256)
+    for expected, found in ((num_in, {len(p) for p, _ in requests}), (num_out, {count for _, count in requests})):
+        assert found == expected if expected else len(found) > 20
+    assert all(len(prompt) + count <= 256 for prompt, count in requests)
+
+
+def test_lengths_that_do_not_fit_the_model_are_refused():
+    for lengths in ((200, 57), (200, None), (None, 256)):
+        with pytest.raises(ConfigError, match="does not fit the model's 256; lower input_len"):
+            synthetic_requests(1, *lengths, 5000, random.Random(0), max_tokens=256)
+    with pytest.raises(ConfigError, match="105 tokens in and 150 out does not fit the model's 254"):
+        synthetic_requests(1, 50, 100, 5000, random.Random(0), max_tokens=254, prefix_len=30, range_ratio=0.5)
 
 
 def test_random_requests_fit_the_context():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from pelton.cli.main import main
 from pelton_plugins.bench import peers
+from pelton_plugins.bench.measure import measure_row
+from pelton_plugins.bench.offline import greedy
 from pelton_plugins.bench.record import number
 from pelton_plugins.bench.shapes import SHAPES, write_shape
-from pelton_plugins.bench.table import WORKLOADS, merge, render
+from pelton_plugins.bench.table import WORKLOADS, merge, render, workloads_of
+from pelton_plugins.bench.workloads import table_workloads
 
 RESULTS = {
     "qwen3-0.6b": {
@@ -51,8 +55,15 @@ def test_the_table_for_a_page():
     assert lines[4] == "| latency1, one request | 0.785 | ms/token | 1.66 | 1.57 | 2.00 | 0.285 | 36% | 0.800 | yes |"
 
 
-def test_an_empty_table_says_so():
-    assert render({}) == "Nothing was measured yet."
+def test_without_results_the_table_has_targets_and_the_others_figures(capsys, tmp_path):
+    assert main(["bench", "table", "--show", "--results", str(tmp_path / "none.json")]) == 0
+    small, large, foot = capsys.readouterr().out.strip().split("\n\n")
+    assert [table.splitlines()[0] for table in (small, large)] == [f"{name}, not measured yet" for name in SHAPES]
+    rows = [line.split() for line in small.splitlines()[2:]]
+    assert len(rows) == 8 and foot.startswith("vLLM 0.26.0")
+    assert " ".join(rows[2]) == "batch32, 128 in, 256 out - out tokens/s 13,965 16,400 - 62,182 - 30,000 -"
+    assert main(["bench", "table", "--show", "--models", "llama3.1-8b", "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("llama3.1-8b, not measured yet:\n\n| row |")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +155,8 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(model, fake_flags, tmp_pa
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--rows", "batch33"], "--rows has 'batch33'; the rows are latency1, batch32,"),
+        (["--rows", "batch33"], "--rows has 'batch33'; the rows are latency1, ttft, batch32,"),
+        (["--repeats", "0"], "repeats is 0; use at least 1."),
         (["--models", "gpt5"], "--models has 'gpt5'; use qwen3-0.6b, llama3.1-8b, or a folder with a config.json."),
         (["--model", "x"], "The table's models are named by --models"),
         (["--results", "bad.json"], "--results bad.json holds no results of this command"),
@@ -157,7 +169,50 @@ def test_mistakes_are_named_before_anything_starts(argv, message, capsys, tmp_pa
     assert message in capsys.readouterr().err
 
 
-def test_the_rows_are_the_workloads_and_the_start():
-    assert WORKLOADS == (
-        "latency1", "batch32", "batch128", "nano256", "sharegpt", "prefill", "start", "shared-prefix", "long-prompt",
-    )  # fmt: skip
+def test_every_row_can_be_measured_by_its_own_name():
+    assert [*WORKLOADS] == [row.name for row in peers.ROWS]
+    runs = [
+        "latency1",
+        "batch32",
+        "batch128",
+        "nano256",
+        "sharegpt",
+        "prefill",
+        "start",
+        "shared-prefix",
+        "long-prompt",
+    ]
+    assert workloads_of([*WORKLOADS]) == runs
+    assert workloads_of(["ttft"]) == workloads_of(["ttft", "latency1"]) == ["latency1"]
+
+
+def test_the_tables_requests_are_greedy_and_make_no_text():
+    """As the script that measured the other engines asks."""
+    from pelton import SamplingParams
+
+    asked = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in (3, 4)]
+    assert greedy([3, 4]) == asked
+    calls = []
+
+    class Recorder:
+        """Answers like an engine that makes all tokens at once."""
+
+        def generate(self, prompts, params, *, use_tqdm):
+            calls.append((prompts, params, use_tqdm))
+            return [
+                SimpleNamespace(
+                    error=None, prompt_token_ids=prompt["prompt_token_ids"],
+                    outputs=[SimpleNamespace(token_ids=[5] * one.max_tokens)],
+                )
+                for prompt, one in zip(prompts, params, strict=True)
+            ]  # fmt: skip
+
+        def num_preemptions(self):
+            return 0
+
+    row = table_workloads(151_936)["batch32"]
+    assert measure_row(Recorder(), row, 1)["out_tok_s"] > 0
+    assert len(calls) == 2
+    for repeat, (prompts, params, use_tqdm) in enumerate(calls):
+        assert prompts == [{"prompt_token_ids": prompt} for prompt in row.fresh(repeat)]
+        assert params == greedy([256] * 32) and use_tqdm is False
