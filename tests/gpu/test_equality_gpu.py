@@ -11,11 +11,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from pelton_common_prefix import PrefixReads, check_common_prefix, prefix_reads, prefix_reference
 from pelton_e2e import GapReference, gap_reference, generate, greedy, make_llm, make_prompts, small_pool
 
 from pelton import LLM, SamplingParams
 from pelton.config import CUDAGraphMode
 from pelton.graphs.captures import FullGraphs, PieceGraphs
+
+__all__ = ["prefix_reads"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -135,16 +138,22 @@ def test_eos_and_many_samples(llama: GapReference) -> None:
     assert [[list(c.token_ids) for c in o.outputs] for o in outputs] == [[ids] * 3 for ids in llama.outputs]
 
 
-def test_a_prefix_of_all_requests(llama: GapReference) -> None:
-    """It may be read once for all of them (cascade)."""
-    prefix = llama.prompts[-1][:256]
-    prompts = [[*prefix, 10 + i, 11] for i in range(64)]
-    with engine(llama, max_num_seqs=64, max_num_batched_tokens=2048) as llm:
-        generate(llm, prompts[:1], greedy(1))
-        together = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(16), use_tqdm=False)
-    assert {o.num_cached_tokens for o in together} == {256}
-    reference = gap_reference("llama", llama.path, prompts, 16, "cuda")
-    reference.check([list(o.outputs[0].token_ids) for o in together])
+@pytest.fixture(scope="module")
+def behind_a_prefix(tmp_path_factory: pytest.TempPathFactory) -> GapReference:
+    """As many rows and shared tokens as it takes for cascade attention to be chosen."""
+    from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("prefix") / "llama"
+    path = make_tiny_checkpoint(folder, "llama", head_dim=64, max_position_embeddings=2048)
+    return prefix_reference(str(path), VOCAB_SIZE, num_rows=32, prefix_len=1024, device="cuda")
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_AND_PIECEWISE], ids=str)
+def test_a_prefix_of_all_requests_is_read_once(
+    behind_a_prefix: GapReference, prefix_reads: PrefixReads, mode: CUDAGraphMode
+) -> None:
+    is_captured = mode is not CUDAGraphMode.NONE
+    check_common_prefix(behind_a_prefix, prefix_reads, is_captured=is_captured, device="cuda", cudagraph_mode=mode)
 
 
 SAMPLED = [

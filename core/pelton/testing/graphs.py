@@ -7,12 +7,12 @@ tests of every graph mode run on a CPU, and find what a graph would get wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
@@ -52,6 +52,12 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage, saved in self._before.values():
             storage.copy_(saved)
 
+    def save(self, tensor: Tensor) -> None:
+        """What is in its memory is put back by `undo`."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._before:
+            self._before[storage.data_ptr()] = storage, storage.clone()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func).startswith(HOST_READS):
             raise RuntimeError(f"{func} reads the device's values while a graph is captured")
@@ -59,8 +65,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
                 for tensor in tree_leaves(written):
-                    storage = tensor.untyped_storage()
-                    self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+                    self.save(tensor)
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.graph.ops.append((func, args, kwargs or {}, tensors))
@@ -78,6 +83,18 @@ class FakeGraphRecorder(GraphRecorder):
         assert self._mode is None, "a capture runs already"
         self._mode = _Capture(FakeGraph())
         self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def launch(self, call: Callable[[], None], tensors: Iterable[Tensor]) -> None:
+        """Run what is none of torch's ops, such as an interpreted kernel; a capture keeps it. It may write to `tensors`."""
+        mode = self._mode
+        if mode is None:
+            call()
+            return
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            for tensor in tensors:
+                mode.save(tensor)
+            call()
+        mode.graph.ops.append((call, (), {}, []))
 
     def end(self) -> Graph:
         assert self._mode is not None, "no capture runs"

@@ -6,16 +6,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from pelton_common_prefix import PrefixReads, check_common_prefix, prefix_reads, prefix_reference
 from pelton_e2e import gap_reference, generate, greedy, make_llm, make_prompts
 
+from pelton.config import CUDAGraphMode
 from pelton.entries import PlatformEntry
 from pelton.hookspecs import hookimpl
 from pelton.plugins import Plugins, load_plugins, register
+from pelton.testing.graphs import FakeGraphRecorder
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_platforms.cpu.platform import CPUPlatform
+
+__all__ = ["prefix_reads"]  # a fixture
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the engine on the GPU")
 
@@ -54,3 +60,38 @@ def test_greedy_ids_equal_transformers(plugins, tmp_path):
     with make_llm(str(path), plugins=plugins, device="interpreted", **settings) as llm:
         reference.check(generate(llm, prompts, greedy(2)))
         assert llm.llm_engine.info.report.attention_backend == "triton"
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The platform with graphs, which hold what kernels and torch's ops do, and run it again."""
+    from triton.runtime.interpreter import GridExecutor
+
+    recorder, run = FakeGraphRecorder(), GridExecutor.__call__
+
+    def launch(self: GridExecutor, *args: Any, **named: Any) -> None:
+        tensors = [value for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
+        recorder.launch(lambda: run(self, *args, **named), tensors)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    monkeypatch.setattr(InterpretedPlatform, "supported_graph_modes", tuple(CUDAGraphMode))
+    monkeypatch.setattr(InterpretedPlatform, "graph_recorder", lambda self: recorder)
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY], ids=str)
+def test_a_prefix_of_all_requests_is_read_once(
+    plugins: Plugins,
+    captures: None,
+    prefix_reads: PrefixReads,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: CUDAGraphMode,
+) -> None:
+    monkeypatch.setattr("pelton_backends.triton.backend.pays", lambda num_rows, prefix_len: prefix_len >= 32)
+    sizes = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    path = make_tiny_checkpoint(tmp_path, "llama", with_tokenizer=False, **sizes)
+    reference = prefix_reference(str(path), 64, num_rows=8, prefix_len=32, device="cpu")
+    check_common_prefix(
+        reference, prefix_reads, is_captured=mode is not CUDAGraphMode.NONE, plugins=plugins, device="interpreted",
+        kv_cache_memory_bytes=2**20, compilation_config={"cudagraph_mode": mode, "cudagraph_capture_sizes": [8]},
+    )  # fmt: skip
