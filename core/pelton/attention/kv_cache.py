@@ -21,7 +21,10 @@ _TORCH_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2":
 
 
 def bind_kv_cache(plan: KVCachePlan, build: BuildConfig) -> list[AttentionBackend]:
-    """Allocate `plan`'s buffers (zeroed: the null block must be finite), bind every layer; one backend per group."""
+    """Allocate `plan`'s buffers (zeroed: the null block must be finite), bind every layer; one backend per group.
+
+    Raises `MemoryError` when there is no room for them.
+    """
     backends = [
         _group_backend([build.attention_layers[name] for name in group.layer_names], group.spec.block_size, build)
         for group in plan.groups
@@ -38,9 +41,12 @@ def bind_kv_cache(plan: KVCachePlan, build: BuildConfig) -> list[AttentionBacken
 
 
 def _zeros(num_bytes: int, build: BuildConfig) -> Tensor:
-    if build.device.type == "cpu":
-        return build.large_pages.zeros((num_bytes,), torch.uint8)
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=build.device)
+    try:
+        if build.device.type == "cpu":
+            return build.large_pages.zeros((num_bytes,), torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=build.device)
+    except (OSError, OverflowError, torch.OutOfMemoryError) as error:  # OverflowError: more than can be addressed
+        raise MemoryError(str(error)) from error
 
 
 def page_views(memory: Tensor, num_blocks: int, spec: FullAttentionSpec, layout: KVLayout) -> tuple[Tensor, Tensor]:

@@ -27,18 +27,22 @@ class GraphDispatcher:
         sizes: Sequence[int] | None = None,
         decode_query_len: int = 1,
     ) -> None:
-        """sizes: of all graphs, from the settings; chosen from the limits when None. decode_query_len: 1 + drafts."""
+        """sizes: of all graphs, from the settings; chosen from the limits when None. decode_query_len: 1 + drafts.
+
+        Sizes of decode graphs are whole rows: `sizes` are rounded up to those.
+        """
         self.mode = mode
         self.max_num_seqs = max_num_seqs
         self.decode_query_len = decode_query_len
-        most = min(max_num_seqs * decode_query_len, max_num_tokens)
-        self.decode_sizes = _fitting(
-            (size * decode_query_len for size in default_sizes(max_num_seqs)) if sizes is None else sizes,
-            most, multiple_of=decode_query_len,
-        ) if captures_decode(mode) else []  # fmt: skip
+        most = min(max_num_seqs, max_num_tokens // decode_query_len)  # rows
+        rows = default_sizes(max_num_seqs) if sizes is None else [-(-size // decode_query_len) for size in sizes]
+        decode = _up_to(most, rows) if captures_decode(mode) else []
+        self.decode_sizes = [count * decode_query_len for count in decode]
         mixed = default_sizes(min(max_num_tokens, _MAX_PIECE_TOKENS)) if sizes is None else sizes
         takes_any = captures_pieces(mode) or mode is CUDAGraphMode.FULL
-        self.mixed_sizes = _fitting(mixed, max_num_tokens) if takes_any else []
+        self.mixed_sizes = _up_to(max_num_tokens, mixed) if takes_any else []
+        self.most_tokens = max_num_tokens if takes_any else most * decode_query_len
+        """Of a step that may be captured: larger sizes serve none, and are left out."""
 
     def dispatch(
         self,
@@ -88,8 +92,8 @@ def default_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def _fitting(sizes: Iterable[int], most: int, *, multiple_of: int = 1) -> list[int]:
-    return sorted({size for size in sizes if 0 < size <= most and size % multiple_of == 0})
+def _up_to(most: int, sizes: Iterable[int]) -> list[int]:
+    return sorted({size for size in sizes if size <= most})
 
 
 def _padded(sizes: Sequence[int], count: int) -> int | None:

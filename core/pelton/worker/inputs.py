@@ -30,6 +30,14 @@ class StepShape:
     common_prefix_blocks: tuple[int, ...] = ()
 
 
+def padding_shape(num_tokens: int, max_seq_len: int) -> StepShape:
+    """Of a step of nothing but padding: one row, which is a decode step's where it has one token."""
+    return StepShape(
+        num_reqs=1, num_tokens=0, num_decode_rows=int(num_tokens == 1), max_query_len=num_tokens, max_seq_len=max_seq_len,
+        num_padded_reqs=1, num_padded_tokens=num_tokens,
+    )  # fmt: skip
+
+
 class InputBuffers:
     """Fixed memory for the largest step."""
 

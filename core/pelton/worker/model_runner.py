@@ -26,7 +26,7 @@ from pelton.errors import EngineError
 from pelton.model.interface import CausalLM
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState, SlotOwner
-from pelton.worker.inputs import InputBuffers
+from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
 from pelton.worker.kv_pool import KVPool
 from pelton.worker.pending import PendingOutput
 from pelton.worker.readback import HostCopies, HostPool, StepOutput, read_back_all
@@ -92,6 +92,17 @@ class ModelRunner:
             dispatcher, recorder, self.model, self.state, self.buffers, self.backends, self.ops, self._staging
         )
         return self.graphs
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run a prompt's step of `num_tokens` and a decode step, both of nothing but padding and without graphs: kernels,
+        attention's for either kind of rows too, are compiled and libraries choose theirs."""
+        slots, scheduled = self._staging.stage([[self.state.padding_slot], [0]])
+        result = torch.zeros(1, 2, dtype=torch.int32, device=self.state.device)
+        for shape in (padding_shape(num_tokens, num_tokens), padding_shape(1, self.state.max_model_len)):
+            hidden = self.model.forward(self._batch(slots, scheduled, shape))
+            logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
+            for variant in self.tail_variants:
+                self.ops.sample(variant)(logits, slots, result)
 
     def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
         """Launch a step; None when it has grammar rows: `sample` then gives the result."""
@@ -221,24 +232,22 @@ class ModelRunner:
         if self.graphs is not None and mode is CUDAGraphMode.FULL:
             step.hidden = self.graphs.mixed(key, plan.slots, plan.num_scheduled)
         else:
-            step.hidden = self._run_forward(output, plan, columns, mode, key)
+            batch = self._batch(columns.slots, columns.num_scheduled, plan.shape)
+            step.hidden = self._run_connectors(output, mode, key, batch)
         if len(plan.sample_rows):
             step.logits = self.model.compute_logits(step.hidden, columns.logit_tokens)
         step.prompt_logprobs = self._sampler.prompt_logprobs(step)
         return step
 
-    def _run_forward(
-        self, output: SchedulerOutput, plan: StepPlan, columns: StepColumns, mode: CUDAGraphMode, key: BatchDescriptor
-    ) -> Any:
-        groups = self.ops.prepare_inputs(columns.slots, columns.num_scheduled, plan.shape)
-        num_tokens = plan.shape.num_padded_tokens
-        batch = ForwardBatch(
+    def _batch(self, slots: Tensor, num_scheduled: Tensor, shape: StepShape) -> ForwardBatch:
+        groups = self.ops.prepare_inputs(slots, num_scheduled, shape)
+        num_tokens = shape.num_padded_tokens
+        return ForwardBatch(
             input_ids=self.buffers.input_ids[:num_tokens],
             positions=self.buffers.positions[:num_tokens],
             attention=tuple(backend.build(common) for backend, common in zip(self.backends, groups, strict=True)),
             num_tokens=num_tokens,
         )
-        return self._run_connectors(output, mode, key, batch)
 
     def _place(self, plan: StepPlan) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The mode and key of a step that is no decode graph; its tokens padded to the key's."""

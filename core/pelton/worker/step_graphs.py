@@ -22,7 +22,7 @@ from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.model.interface import CausalLM
 from pelton.worker.batch_state import BatchState
-from pelton.worker.inputs import InputBuffers, StepShape
+from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
 from pelton.worker.staging import StagingRing
 from pelton.worker.step_ops import GREEDY, StepOps
 
@@ -162,10 +162,7 @@ class StepGraphs:
                 self.mixed(key, nothing, nothing)
             return
         slots, scheduled = self._staging.stage([[self._state.padding_slot], [0]])
-        shape = StepShape(
-            num_reqs=1, num_tokens=0, num_decode_rows=0, max_query_len=key.num_tokens, max_seq_len=key.num_tokens,
-            num_padded_reqs=1, num_padded_tokens=key.num_tokens,
-        )  # fmt: skip
+        shape = padding_shape(key.num_tokens, max_seq_len=key.num_tokens)
         self.forward(mode, key, self._batch(slots, scheduled, shape, None))
 
     def _at_place(self, variant: str) -> str:

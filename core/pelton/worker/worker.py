@@ -12,11 +12,13 @@ import torch
 
 from pelton.attention.kv_cache import bind_kv_cache
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
+from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
 from pelton.errors import ConfigError
 from pelton.executor.interface import DeviceReport
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.graphs.modes import lower_mode, requested_mode
+from pelton.kv_cache.planner import group_layers
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.logging import Progress, phase
 from pelton.model.build import BuildConfig, make_build_config
@@ -36,6 +38,9 @@ _WARM_UP_TOKENS = 16
 _FIRST_GRAPH_TOKENS = 8
 """Graphs up to this size are captured at the start; larger ones in idle moments, or when a step first has their size."""
 
+_ATTENTION_BYTES = 64 << 20
+"""Of partial results of long contexts, which a backend keeps for a KV group: 8 kv heads of 128 numbers take about half."""
+
 
 class DeviceWorker(Worker):
     """Weights by the loader of the checkpoint's form, attention and ops by what plugins offer for the device."""
@@ -48,6 +53,7 @@ class DeviceWorker(Worker):
         self.phase_s: dict[str, float] = {}
         self.weights_bytes = 0
         self.notes: list[str] = []
+        self._kv_cache_room = 0  # bytes, as the platform found it
         self._to_capture: deque[tuple[CUDAGraphMode, BatchDescriptor]] = deque()
         scheduler = self.config.scheduler
         self.max_num_seqs = scheduler.max_num_seqs or self.platform.default_max_num_seqs
@@ -88,18 +94,21 @@ class DeviceWorker(Worker):
     def available_kv_cache_bytes(self) -> int:
         """After the largest step has run, where the platform can say what it took; else after an estimate of it."""
         with phase("profile", self.phase_s):
-            peak = self.platform.measure_peak_bytes(lambda: self._run_without_cache(self.max_num_tokens))
+            peak = self.platform.measure_peak_bytes(self._run_largest_step)
             if peak is None:
                 peak = self._estimate_peak_bytes()
-            available: int = self.platform.available_kv_cache_bytes(
-                self.config, weights_bytes=self.weights_bytes, peak_activation_bytes=peak
+            self._kv_cache_room = self.platform.available_kv_cache_bytes(
+                self.config, weights_bytes=self.weights_bytes, peak_activation_bytes=peak + self._state_bytes()
             )
-            return available
+            return self._kv_cache_room
 
     @torch.inference_mode()
     def initialize_kv_cache(self, plan: KVCachePlan) -> None:
         with phase("allocate KV cache", self.phase_s):
-            backends = bind_kv_cache(plan, self.build)
+            try:
+                backends = bind_kv_cache(plan, self.build)
+            except MemoryError as error:
+                raise ConfigError(self._too_large(plan, error)) from error
             layers = self.build.attention_layers
             pool = KVPool(
                 plan.num_blocks,
@@ -122,26 +131,40 @@ class DeviceWorker(Worker):
                 self.model, state, buffers, backends, pool, ops, num_staging_parts=4 * self._num_parts()
             )
 
+    def _too_large(self, plan: KVCachePlan, error: MemoryError) -> str:
+        kv_cache, num_bytes = self.config.kv_cache, sum(tensor.size_bytes for tensor in plan.tensors)
+        names = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization")
+        name = next(name for name in names if getattr(kv_cache, name) is not None)
+        room = self._kv_cache_room
+        return (
+            f"{name} is {getattr(kv_cache, name)}: a KV cache of {plan.num_blocks} blocks takes {num_bytes} bytes, which "
+            f"cannot be allocated ({error}). Set it lower: {room * plan.num_blocks // num_bytes} blocks, {room} bytes, were "
+            "found to fit."
+        )
+
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """One small pass: libraries load and pick their code paths here, not in the first request. Then the graphs."""
+        """Small steps without graphs: libraries load and pick their code paths here, not in the first request. Then the
+        graphs."""
         with phase("warm up", self.phase_s):
-            self._run_without_cache(min(_WARM_UP_TOKENS, self.max_num_tokens))
+            self.runner.warm_up(min(_WARM_UP_TOKENS, self.max_num_tokens))
             self.platform.synchronize()
         mode = self._graph_mode()
         if mode is not CUDAGraphMode.NONE:
             self._capture(mode)
 
     def _graph_mode(self) -> CUDAGraphMode:
-        """What the settings ask for, lowered to what backends and platform can do; a note says why."""
+        """What the settings ask for, lowered to what backends and platform can do. A note says why, but where a platform with
+        graphs makes of a level's mode what it always does."""
         compilation, offered = self.config.compilation, self.platform.supported_graph_modes
-        requested = requested_mode(compilation)
-        mode, why = lower_mode(
-            requested, self.build.attention.graph_support(),
-            has_pieces=CUDAGraphMode.PIECEWISE in offered, offered=offered,
-        )  # fmt: skip
-        if mode is not requested and compilation.cudagraph_mode is not None:
+        named, requested = compilation.cudagraph_mode, requested_mode(compilation)
+        mode, why = lower_mode(requested, self.build.attention.graph_support(), offered=offered)
+        usual, _ = lower_mode(requested, GraphSupport.ALWAYS, offered=offered)
+        is_usual = mode is usual and (mode is not CUDAGraphMode.NONE or set(offered) == {CUDAGraphMode.NONE})
+        if mode is not requested and (named is not None or not is_usual):
             self.notes.append(f"cudagraph_mode {requested} became {mode}: {why}")
+        if compilation.enforce_eager and named not in (None, CUDAGraphMode.NONE):
+            self.notes.append(f"enforce_eager wins over cudagraph_mode {named}: no graphs are captured")
         return mode
 
     def _capture(self, mode: CUDAGraphMode) -> None:
@@ -154,14 +177,24 @@ class DeviceWorker(Worker):
             self.notes.append(f"cudagraph_mode {mode} became NONE: {', '.join(foreign)} may not be recordable")
             return
         dispatcher = GraphDispatcher(
-            mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens,
-            sizes=self._graph_sizes(),
-        )  # fmt: skip
+            mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens, sizes=self._graph_sizes()
+        )
+        keys = dispatcher.valid_keys()
+        too_large = [
+            size for size in self.config.compilation.cudagraph_capture_sizes or () if size > dispatcher.most_tokens
+        ]
+        if too_large:
+            self.notes.append(
+                f"cudagraph_capture_sizes {', '.join(map(str, too_large))} left out: steps that {mode} captures have at most "
+                f"{dispatcher.most_tokens} tokens" + ("" if keys else "; nothing is captured")
+            )
+        if not keys:
+            return
         graphs = self.runner.use_graphs(dispatcher, recorder)
         most_rows = max(dispatcher.decode_sizes, default=0)
         if not recorder.runs_calls:
             graphs.make_room(self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows))
-        for kind, key in dispatcher.valid_keys():
+        for kind, key in keys:
             variants = self.runner.tail_variants if key.uniform_query_len else ("",)
             self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
         first = sum(key.num_tokens <= _FIRST_GRAPH_TOKENS for _, key in self._to_capture)
@@ -232,18 +265,27 @@ class DeviceWorker(Worker):
     def _num_parts(self) -> int:
         return self.config.scheduler.max_steps_in_flight + 1
 
-    def _run_without_cache(self, num_tokens: int) -> None:
-        """A forward pass that needs no pool: attention gives zeros."""
-        tokens = torch.arange(num_tokens, device=self.device)
+    def _run_largest_step(self) -> None:
+        """Its forward pass, and a tail that samples every row in float32. There is no pool yet: attention gives zeros, and
+        `_state_bytes` has what it computes in."""
+        tokens = torch.arange(self.max_num_tokens, device=self.device)
         batch = ForwardBatch(
             input_ids=torch.zeros_like(tokens),
             positions=tokens.clamp(max=self.model_info.max_model_len - 1),
             attention=(),
-            num_tokens=num_tokens,
+            num_tokens=self.max_num_tokens,
         )
         hidden = self.model.forward(batch)
         logits = self.model.compute_logits(hidden, tokens[: self.max_num_seqs])
-        logits.softmax(dim=-1)
+        logits.softmax(dim=-1, dtype=torch.float32)
+
+    def _state_bytes(self) -> int:
+        """About what is allocated after the profile, whether steps are captured or not: token ids and block tables of every
+        row, and attention's scratch."""
+        specs, max_model_len = self.kv_cache_specs(), self.model_info.max_model_len
+        num_groups = len(group_layers(specs)) if specs else 0
+        blocks = 2 * num_groups * -(-max_model_len // self.config.kv_cache.block_size)  # of the state, and of a step
+        return self.max_num_seqs * (max_model_len + blocks) * 4 + num_groups * _ATTENTION_BYTES
 
     def _estimate_peak_bytes(self) -> int:
         """Logits, probabilities and their float64 sums for every row; hidden states of the largest step."""

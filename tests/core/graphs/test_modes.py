@@ -37,8 +37,8 @@ UNIFORM, ALWAYS = GraphSupport.UNIFORM_BATCH, GraphSupport.ALWAYS
 def test_lowers_to_what_the_backends_can_do(
     requested: CUDAGraphMode, support: GraphSupport, with_pieces: CUDAGraphMode, without: CUDAGraphMode
 ) -> None:
-    for has_pieces, expected in ((True, with_pieces), (False, without)):
-        mode, why = lower_mode(requested, support, has_pieces=has_pieces)
+    for offered, expected in ((tuple(CUDAGraphMode), with_pieces), ([NONE, FULL, DECODE_ONLY], without)):
+        mode, why = lower_mode(requested, support, offered=offered)
         assert mode is expected
         assert bool(why) == (mode is not requested)
 
@@ -46,13 +46,37 @@ def test_lowers_to_what_the_backends_can_do(
 @pytest.mark.parametrize("requested", [FULL, BOTH, DECODE_ONLY])
 def test_decode_rows_of_more_tokens_need_a_backend_that_captures_them(requested: CUDAGraphMode) -> None:
     assert lower_mode(requested, SINGLE, decode_query_len=3)[0] is PIECEWISE
-    assert lower_mode(requested, SINGLE, decode_query_len=3, has_pieces=False)[0] is NONE
+    assert lower_mode(requested, SINGLE, decode_query_len=3, offered=[NONE, FULL, DECODE_ONLY])[0] is NONE
     assert lower_mode(BOTH, UNIFORM, decode_query_len=3)[0] is BOTH
 
 
-def test_a_platform_without_graphs_gets_none_and_a_reason() -> None:
-    mode, why = lower_mode(BOTH, ALWAYS, has_pieces=False, offered=[NONE])
-    assert mode is NONE and why
+@pytest.mark.parametrize(
+    ("requested", "support", "offered", "expected", "why"),
+    [
+        (BOTH, ALWAYS, [NONE], NONE, "this platform captures no graphs"),
+        (BOTH, ALWAYS, [NONE, PIECEWISE], PIECEWISE, "this platform captures PIECEWISE only"),
+        (DECODE_ONLY, ALWAYS, [NONE, PIECEWISE], PIECEWISE, "this platform captures PIECEWISE only"),
+        (FULL, ALWAYS, [NONE, DECODE_ONLY], DECODE_ONLY, "this platform captures FULL_DECODE_ONLY only"),
+        (BOTH, SINGLE, [NONE, DECODE_ONLY], DECODE_ONLY, "this platform captures FULL_DECODE_ONLY only"),
+        (PIECEWISE, SINGLE, [NONE, DECODE_ONLY], NONE, "this platform captures FULL_DECODE_ONLY only"),
+        (FULL, ALWAYS, [NONE, DECODE_ONLY, BOTH], BOTH, "captures FULL_AND_PIECEWISE or FULL_DECODE_ONLY only"),
+        (BOTH, ALWAYS, [NONE, FULL], NONE, "this platform captures FULL only"),  # more than was asked for is not taken
+        (
+            BOTH, NEVER, [NONE, DECODE_ONLY], NONE,
+            "an attention backend of this model cannot be captured; this platform captures FULL_DECODE_ONLY only",
+        ),
+        (
+            FULL, UNIFORM, [NONE, DECODE_ONLY], DECODE_ONLY,
+            "an attention backend captures uniform decode batches only; this platform captures FULL_DECODE_ONLY only",
+        ),
+    ],
+)  # fmt: skip
+def test_a_platform_that_offers_some_modes_gets_the_nearest_and_the_reasons(
+    requested: CUDAGraphMode, support: GraphSupport, offered: list[CUDAGraphMode], expected: CUDAGraphMode, why: str
+) -> None:
+    mode, found = lower_mode(requested, support, offered=offered)
+    assert mode is expected
+    assert why in found
 
 
 def test_levels_set_defaults_and_explicit_settings_win() -> None:
@@ -99,6 +123,16 @@ def test_the_key_holds_the_uniform_query_length() -> None:
     mode, key = drafts.dispatch(6, 2, 3)
     assert (mode, key.num_tokens, key.num_reqs, key.uniform_query_len) == (FULL, 6, 2, 3)
     assert drafts.dispatch(6, 6, 1)[0] is PIECEWISE  # uniform, but not of that length
+
+
+@pytest.mark.parametrize("mode", [BOTH, FULL, DECODE_ONLY])
+def test_sizes_of_the_settings_are_rounded_up_to_whole_decode_rows(mode: CUDAGraphMode) -> None:
+    drafts = dispatcher(mode, decode_query_len=3, sizes=[1, 2, 4, 8, 64, 1000])
+    assert drafts.decode_sizes == [3, 6, 9, 66]
+    assert drafts.dispatch(12, 4, 3)[1].num_reqs == 22
+    assert drafts.mixed_sizes == ([] if mode is DECODE_ONLY else [1, 2, 4, 8, 64])
+    assert drafts.most_tokens == (192 if mode is DECODE_ONLY else 256)
+    assert dispatcher(mode, sizes=[1000]).valid_keys() == []
 
 
 def test_sizes_cover_the_limit_and_pad_little() -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+import re
 
 import msgspec
 import pytest
 import torch
 from pelton_worker_fakes import Driver, Running, make_worker
 
+from pelton.attention.support import GraphSupport
+from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
+from pelton.kv_cache.planner import plan_kv_cache
 from pelton.scheduler.output import GrammarMasks
+from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
+from pelton.worker.worker import _ATTENTION_BYTES
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73)), [11, 12] * 9]
 COUNT = 24
@@ -82,7 +88,6 @@ def test_resume_recomputes_prompt_and_output(model, driver):
 
 
 @torch.inference_mode()
-@torch.inference_mode()
 def sampled(path, mode: str) -> list[list[int]]:
     """Random rows, some under masks, in steps of other sizes each time."""
     worker, chooser = make_worker(path, cudagraph_mode=mode), random.Random(2)
@@ -120,6 +125,128 @@ def test_report_and_specs(model):
     assert parameters <= report.weights_bytes < 2 * parameters
     assert msgspec.msgpack.encode(report)
     assert worker.available_kv_cache_bytes() == 512 * 2**20
+
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+EVERY, DECODES = tuple(CUDAGraphMode), (NONE, DECODE_ONLY)  # offered by a GPU; by a CPU
+NEVER, SINGLE, ALWAYS = GraphSupport.NEVER, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, GraphSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    "flat, support, offered, mode, note",
+    [
+        pytest.param({}, ALWAYS, EVERY, BOTH, None, id="default"),
+        pytest.param({}, SINGLE, DECODES, DECODE_ONLY, None, id="what-this-platform-always-makes-of-it"),
+        pytest.param({}, ALWAYS, (NONE,), NONE, None, id="no-graphs-here"),
+        pytest.param({}, NEVER, EVERY, PIECEWISE,
+                     r"FULL_AND_PIECEWISE became PIECEWISE: an attention backend .* cannot be captured", id="default-lowered"),
+        pytest.param({}, NEVER, DECODES, NONE, r"FULL_AND_PIECEWISE became NONE: an attention backend", id="default-lost"),
+        pytest.param({"optimization_level": 1}, SINGLE, DECODES, NONE,
+                     r"PIECEWISE became NONE: this platform captures FULL_DECODE_ONLY only", id="a-level-that-captures-nothing"),
+        pytest.param({"optimization_level": 0}, SINGLE, DECODES, NONE, None, id="O0"),
+        pytest.param({"cudagraph_mode": "full"}, ALWAYS, DECODES, DECODE_ONLY,
+                     r"FULL became FULL_DECODE_ONLY: this platform captures FULL_DECODE_ONLY only", id="named-and-lowered"),
+        pytest.param({"cudagraph_mode": "full"}, ALWAYS, (NONE,), NONE,
+                     r"FULL became NONE: this platform captures no graphs", id="named-without-graphs"),
+        pytest.param({"cudagraph_mode": "none"}, ALWAYS, EVERY, NONE, None, id="named-none"),
+        pytest.param({"enforce_eager": True}, ALWAYS, EVERY, NONE, None, id="eager"),
+        pytest.param({"enforce_eager": True, "cudagraph_mode": "FULL"}, ALWAYS, EVERY, NONE,
+                     r"enforce_eager wins over cudagraph_mode FULL", id="eager-beside-a-mode"),
+    ],
+)  # fmt: skip
+def test_a_note_says_what_became_of_a_graph_mode(model, monkeypatch, flat, support, offered, mode, note):
+    worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
+    worker.config = EngineConfig.from_flat(**flat)
+    monkeypatch.setattr(worker.platform, "supported_graph_modes", offered)
+    monkeypatch.setattr(worker.build.attention, "graph_support", lambda: support)
+    assert worker.notes == []
+    assert worker._graph_mode() is mode
+    assert len(worker.notes) == (note is not None)
+    assert note is None or re.search(note, worker.notes[0])
+    worker.shutdown()
+
+
+@pytest.mark.parametrize(
+    "sizes, captured, note",
+    [
+        ([1, 4], {1, 4}, None),
+        (
+            [2, 9, 300],
+            {2},
+            "cudagraph_capture_sizes 9, 300 left out: .*FULL_DECODE_ONLY captures have at most 6 tokens$",
+        ),
+        ([300], set(), "sizes 300 left out: .* 6 tokens; nothing is captured$"),
+    ],
+)
+def test_capture_sizes_that_no_step_has_are_left_out_and_noted(model, monkeypatch, sizes, captured, note):
+    monkeypatch.setattr("pelton_platforms.cpu.platform.CPUPlatform.graph_recorder", lambda self: FakeGraphRecorder())
+    monkeypatch.setattr("pelton_backends.sdpa.backend.SDPABackend", StaticAttention)
+    worker = make_worker(model[0], attention_backend="sdpa", cudagraph_capture_sizes=sizes)
+    assert (
+        {key.num_reqs for key in worker.runner.graphs.full._captured} == captured
+        if captured
+        else not worker.runner.graphs
+    )
+    assert len(worker.notes) == (note is not None)
+    assert note is None or re.search(note, worker.notes[0])
+
+
+@pytest.mark.parametrize("flat", [{"enforce_eager": True}, {"cudagraph_mode": "NONE"}])
+def test_the_start_runs_attention_of_both_kinds_without_graphs(model, monkeypatch, flat):
+    """What the first request would otherwise compile."""
+    seen = []
+
+    class Watched(StaticAttention):
+        def forward(self, layer, query, metadata, output):
+            seen.append((metadata.num_decode_rows, metadata.max_query_len, len(query), metadata.num_actual_tokens))
+            return super().forward(layer, query, metadata, output)
+
+    monkeypatch.setattr("pelton_backends.sdpa.backend.SDPABackend", Watched)
+    worker = make_worker(model[0], attention_backend="sdpa", **flat)
+    num_layers = len(worker.build.attention_layers)
+    assert worker.runner.graphs is None
+    assert seen == [(0, 16, 16, 0)] * num_layers + [(1, 1, 1, 0)] * num_layers
+    assert all(not page.any() for page in worker.runner.pool.pages)
+    assert not worker.runner.state.num_computed_tokens.any()
+
+
+def test_memory_is_kept_for_what_the_profile_leaves_out(model, monkeypatch):
+    worker, asked = make_worker(model[0], enforce_eager=True), []
+
+    def available(config, *, weights_bytes, peak_activation_bytes):
+        asked.append(peak_activation_bytes)
+        return 2**29
+
+    monkeypatch.setattr(worker.platform, "available_kv_cache_bytes", available)
+    monkeypatch.setattr(worker.platform, "measure_peak_bytes", lambda run: run() or 1000)
+    worker.available_kv_cache_bytes()
+    state, buffers = worker.runner.state, worker.runner.buffers
+    tables = [*state.block_tables, *buffers.block_tables]
+    held = state.token_ids.nbytes + sum(table.nbytes for table in tables) + len(state.block_tables) * _ATTENTION_BYTES
+    assert asked[0] == pytest.approx(1000 + held, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "flat, setting",
+    [
+        ({"num_gpu_blocks_override": 10**12}, "num_gpu_blocks_override is 1000000000000"),
+        ({"kv_cache_memory_bytes": 2**50}, f"kv_cache_memory_bytes is {2**50}"),
+    ],
+)
+def test_a_cache_that_cannot_be_allocated_is_the_operators_error(model, flat, setting):
+    worker = make_worker(model[0])
+    assert worker.available_kv_cache_bytes() == 2**29
+    worker.config = EngineConfig.from_flat(**flat)
+    plan = plan_kv_cache(
+        worker.kv_cache_specs(), 0, num_blocks_override=10**12, max_model_len=96
+    )  # more than can be addressed
+    bytes_a_block = sum(tensor.size_bytes for tensor in plan.tensors) // 10**12
+    fits = f"Set it lower: {2**29 // bytes_a_block} blocks, {2**29} bytes, were found to fit"
+    with pytest.raises(
+        ConfigError, match=f"{setting}: a KV cache of 1000000000000 blocks.* cannot be allocated .*{fits}"
+    ):
+        worker.initialize_kv_cache(plan)
 
 
 def test_pool_starts_as_zeros(model):
