@@ -138,9 +138,11 @@ class AttentionStep:
     def share_prefix(self, source: int, num_tokens: int) -> None:
         """All rows start with the source's first blocks and what is in them."""
         count = num_tokens // self.case.block_size
-        for rows, shared in ((self.tables, count), (self.keys, num_tokens), (self.values, num_tokens)):
+        for table in self.tables:
+            table[:count] = self.tables[source][:count]
+        for rows in (self.keys, self.values):
             for row in rows:
-                row[:shared] = rows[source][:shared]
+                row[:num_tokens] = rows[source][:num_tokens]
         self.common = self._common()
 
     def write(self, *, only_context: bool = False) -> None:

@@ -56,7 +56,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What is in its memory is put back by `undo`."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._before:
-            self._before[storage.data_ptr()] = storage, storage.clone()
+            self._before[storage.data_ptr()] = storage, storage.clone()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func).startswith(HOST_READS):
@@ -90,7 +90,7 @@ class FakeGraphRecorder(GraphRecorder):
         if mode is None:
             call()
             return
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             for tensor in tensors:
                 mode.save(tensor)
             call()
