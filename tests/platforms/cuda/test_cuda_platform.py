@@ -341,18 +341,24 @@ def test_peak_and_what_is_given_back(real):
 
 
 @pytest.mark.gpu
-def test_pool_and_weights_are_freed_apart(real):
+@pytest.mark.parametrize("dropped", ["pool", "weights"])
+def test_pool_and_weights_are_freed_apart(real, dropped):
     """What the platform's docstring says of sleeping."""
     gc.collect()
     torch.cuda.empty_cache()
+    held = [torch.cuda.memory_reserved()]
     weights = [torch.ones(3 * 2**20, device="cuda") for _ in range(8)] + [torch.ones(64, device="cuda")]
     real.measure_peak_bytes(lambda: torch.ones(2**25, device="cuda"))
-    held = torch.cuda.memory_reserved()
+    held.append(torch.cuda.memory_reserved())
     pool = [torch.zeros(32 * 2**20, device="cuda") for _ in range(4)]
-    del pool
+    held.append(torch.cuda.memory_reserved())
+    size = {"weights": held[1] - held[0], "pool": held[2] - held[1]}
+    assert size["weights"] >= 8 * 12 * 2**20 and size["pool"] >= 4 * 128 * 2**20
+    (pool if dropped == "pool" else weights).clear()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == held
+    assert torch.cuda.memory_reserved() == held[2] - size[dropped]
     assert all(bool((weight == 1).all()) for weight in weights)
+    assert not any(bool(part.any()) for part in pool)
 
 
 @pytest.mark.gpu
