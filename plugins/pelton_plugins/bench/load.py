@@ -88,6 +88,8 @@ class Third:
 
     itls: LogHistogram = field(default_factory=LogHistogram)
     ttfts: LogHistogram = field(default_factory=LogHistogram)
+    lateness: LogHistogram = field(default_factory=LogHistogram)
+    """Of this client: how long after its time a request was sent. The times of the engine begin with the sending."""
     num_tokens: int = 0
     device_bytes: list[int] = field(default_factory=list)
     host_bytes: list[int] = field(default_factory=list)
@@ -199,10 +201,12 @@ async def _open_loop(target: Target, arguments: LoadArguments, source: _Source, 
     def third() -> Third:
         return seen.thirds[min(int(3 * (time.perf_counter() - began) / arguments.duration_s), 2)]
 
-    async def one() -> None:
+    async def one(due: float) -> None:
         prompt, num_out, stop_after = source.next()
         times = RequestTimes()
         sent_in = third()
+        sent_in.max_in_flight = max(sent_in.max_in_flight, len(tasks))
+        sent_in.lateness.add(time.perf_counter() - began - due)
         try:
             await target.request(prompt, num_out, stop_after, times)
         except Exception as error:  # the target's own mistake, which is to be seen at the end as well
@@ -220,7 +224,7 @@ async def _open_loop(target: Target, arguments: LoadArguments, source: _Source, 
         if delay > 0:
             await asyncio.sleep(delay)
         seen.num_sent += 1
-        task = asyncio.create_task(one())
+        task = asyncio.create_task(one(due))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     if tasks:
@@ -255,7 +259,6 @@ async def _watch(arguments: LoadArguments, third: Any, num_in_flight: Any) -> No
     began = told = time.perf_counter()
     while True:
         now = third()
-        now.max_in_flight = max(now.max_in_flight, num_in_flight())
         host, device = await asyncio.to_thread(memory.host_bytes), await memory.device_bytes()
         now.host_bytes += [host] if host is not None else []
         now.device_bytes += [device] if device is not None else []
@@ -319,8 +322,9 @@ def _result(
         "thirds": [
             {
                 "output_tokens": third.num_tokens,
-                "itl_ms": {f"p{p}": third.itls.percentile(p) * 1e3 for p in (50, 90, 99)},
-                "ttft_ms": {f"p{p}": third.ttfts.percentile(p) * 1e3 for p in (50, 90, 99)},
+                "itl_ms": _milliseconds(third.itls),
+                "ttft_ms": _milliseconds(third.ttfts),
+                "sent_late_ms": _milliseconds(third.lateness),
                 "max_in_flight": third.max_in_flight,
                 "device_mib": max(third.device_bytes, default=0) / MIB,
                 "host_mib": max(third.host_bytes, default=0) / MIB,
@@ -329,6 +333,11 @@ def _result(
         ],
         "checks": checks,
     }
+
+
+def _milliseconds(times: LogHistogram) -> dict[str, float]:
+    percents = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+    return {name: times.percentile(percent) * 1e3 for name, percent in percents.items()}
 
 
 def _growth_mib(first: list[int], last: list[int]) -> float | None:
@@ -347,17 +356,18 @@ def render(result: dict[str, Any]) -> str:
     rows = [
         (
             name,
-            number(third["itl_ms"]["p50"]),
-            number(third["itl_ms"]["p99"]),
-            number(third["ttft_ms"]["p50"]),
-            number(third["ttft_ms"]["p99"]),
+            *(number(third[times][which]) for times in ("itl_ms", "ttft_ms") for which in ("p50", "p99", "max")),
+            number(third["sent_late_ms"]["p99"]),
             third["max_in_flight"],
             number(third["device_mib"], 4),
             number(third["host_mib"], 4),
         )
         for name, third in zip(("first", "second", "last"), result["thirds"], strict=True)
     ]
-    header = ("third", "itl p50 ms", "p99", "ttft p50 ms", "p99", "in flight", "device MiB", "host MiB")
+    header = (
+        "third", "itl p50 ms", "p99", "max", "ttft p50 ms", "p99", "max", "sent late p99", "in flight", "device MiB",
+        "host MiB",
+    )  # fmt: skip
     checks = [
         ("ok" if check["ok"] else "FAILED", check["name"], number(check["value"]), number(check["limit"]))
         for check in result["checks"]

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pelton_e2e import serving
 from pelton.cli.main import main
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.bench.load import LoadArguments, measure
+from pelton_plugins.bench.load import render as render_load
 from pelton_plugins.bench.serve import send
 from pelton_plugins.bench.targets import Target, TargetState
 
@@ -300,6 +302,35 @@ async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
     if "requests failed" in broken:
         assert result["errors"].keys() <= {"the device fell over", "RuntimeError: nobody expects this"}
         assert sum(result["errors"].values()) + result["num_completed"] + result["num_aborted"] == result["num_sent"]
+
+
+@pytest.mark.parametrize("is_client_late", [True, False])
+async def test_load_tells_a_late_client_from_an_engine_that_stands_still(is_client_late):
+    """For 0.2 s nothing goes on: in the client, which then sends late, or in the engine, whose requests wait on."""
+
+    class Halting(BadTarget):
+        has_halted = False
+
+        async def request(self, prompt, num_tokens, stop_after, times) -> None:
+            began = time.perf_counter()
+            if self.was_settled and not self.has_halted:
+                self.has_halted, self.until = True, time.perf_counter() + 0.2
+                if is_client_late:
+                    time.sleep(0.2)
+                    began = time.perf_counter()
+            if self.was_settled and not is_client_late:
+                await asyncio.sleep(max(self.until - time.perf_counter(), 0.0))
+            times.tokens = [time.perf_counter() - began + 0.001 * index for index in range(num_tokens)]
+
+    arguments = LoadArguments(
+        duration_s=1.5, saturation_s=0.1, saturation_concurrency=1, load_fraction=0.01, sample_s=0.1, max_total_len=64,
+        abort_fraction=0.0, max_host_growth_mib=1000,
+    )  # fmt: skip
+    result = await measure(Halting(), arguments)
+    first = result["thirds"][0]
+    late, waited = first["sent_late_ms"]["max"], first["ttft_ms"]["max"]
+    assert (late > 150 > waited) if is_client_late else (waited > 150 > late)
+    assert "SENT LATE P99" in render_load(result | {"device": "none"})
 
 
 async def test_load_of_an_engine_that_is_gone_ends_early(monkeypatch, capsys):
