@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import ast
+import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pelton import env, hookspecs, limits
+from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.config.engine import SECTIONS
 from pelton.config.field_docs import first_line
 from pelton.config.flag_table import SHORT_FLAGS, Flag, make_flags
+from pelton.entries import BackendEntry
 from pelton.plugins import load_plugins
 
 DOCS = Path(__file__).parent
@@ -147,23 +151,101 @@ def metrics_page() -> str:
     return "\n\n".join(parts)
 
 
+PLAIN = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="bfloat16")
+"""What every backend takes, where the machine lets it."""
+DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+CAPABILITIES = ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+MOST_SIZE = 1024  # of blocks and heads that are asked for
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sliding windows": {"sliding_window": 32},
+    "soft cap": {"logit_soft_cap": 30.0},
+    "sinks": {"has_sinks": True},
+    "ALiBi": {"has_alibi": True},
+    "MLA": {"is_mla": True},
+    "sparse": {"is_sparse": True},
+    "multimodal prefix": {"has_mm_prefix": True},
+    "decode context parallel": {"decode_context_parallel": 2},
+}
+
+Backend = type[AttentionBackend]
+
+
+def takes(backend: Backend, capability: tuple[int, int] | None = None, **changes: Any) -> bool:
+    """Whether the backend takes the plain needs with these changes. What it has against the plain ones is this machine's."""
+    needs = replace(PLAIN, **changes)
+    reasons = set(backend.unsupported(needs, capability)) - set(backend.unsupported(PLAIN))
+    return not reasons and backend.handles.issuperset(needs.optional())
+
+
+def spelled_sizes(sizes: Sequence[int]) -> str:
+    """Sizes up to MOST_SIZE as "any", "%16", "%8 from 16 to 256", or one by one."""
+    step = math.gcd(*sizes)
+    if not sizes or list(sizes) != list(range(sizes[0], sizes[-1] + 1, step)):
+        return ", ".join(map(str, sizes)) or "none"
+    words = "any" if step == 1 else f"%{step}"
+    if sizes[0] > step:
+        words += f" from {sizes[0]}"
+    return words if sizes[-1] + step > MOST_SIZE else f"{words} to {sizes[-1]}"
+
+
+def kv_dtypes(backend: Backend) -> list[str]:
+    """Those that do not depend on the model's dtype."""
+    dtypes = [dtype for dtype in DTYPES if takes(backend, dtype=dtype)]
+    return [kv for kv in KV_DTYPES if all(takes(backend, dtype=dtype, kv_dtype=kv) for dtype in dtypes)]
+
+
+def capabilities(backend: Backend) -> str:
+    """The least for each KV dtype, said once for those that have the first one's."""
+    least: dict[tuple[int, int], list[str]] = {}
+    for kv in kv_dtypes(backend):
+        found = next(c for c in CAPABILITIES if takes(backend, c, kv_dtype=kv))
+        least.setdefault(found, []).append(kv)
+    words = []
+    for found, kvs in least.items():
+        version = "any" if found == CAPABILITIES[0] else f"{found[0]}.{found[1]}"
+        words.append(f"{version} for {', '.join(kvs)}" if words else version)
+    return "; ".join(words)
+
+
+def features(entry: BackendEntry, device_type: str) -> dict[str, object]:
+    """A backend's column: its class is asked, need by need."""
+    backend, sizes = entry.resolve(), range(1, MOST_SIZE + 1)
+    return {
+        "what": entry.doc,
+        "device": device_type,
+        "priority": entry.priority,
+        "graphs": backend.graph_support.name,
+        "phases": ", ".join(sorted(backend.phases)),
+        "dtypes": ", ".join(dtype for dtype in DTYPES if takes(backend, dtype=dtype)),
+        "KV dtypes": ", ".join(kv_dtypes(backend)),
+        "block sizes": spelled_sizes([size for size in sizes if takes(backend, block_size=size)]),
+        "head sizes": spelled_sizes([size for size in sizes if takes(backend, head_dim=size)]),
+        "attention types": ", ".join(
+            kind for kind in ("decoder", "encoder", "cross") if takes(backend, attention_type=kind)
+        ),
+        **{what: "yes" if takes(backend, **need) else "no" for what, need in OPTIONS.items()},
+        "compute capability": capabilities(backend) if device_type == "cuda" else "",
+    }
+
+
 def attention_page() -> str:
-    """What each built-in attention backend handles, from its entry and class."""
+    """What each built-in attention backend takes."""
     plugins = load_plugins(only=[])
-    rows: list[tuple[Any, ...]] = []
-    for device_type in ("cpu", "cuda"):
-        for entry in plugins.entries("pelton_attention_backends", device_type=device_type):
-            backend = entry.resolve()
-            handles = ", ".join(sorted(backend.handles)) or "none"
-            rows.append(
-                (f"`{entry.name}`", device_type, entry.priority, backend.graph_support.name, handles, entry.doc)
-            )
+    columns = {
+        f"`{entry.name}`": features(entry, device_type)
+        for device_type in ("cpu", "cuda")
+        for entry in plugins.entries("pelton_attention_backends", device_type=device_type)
+    }
+    rows = [(what, *(column[what] for column in columns.values())) for what in next(iter(columns.values()))]
     parts = [
         "# Attention backends",
         NOTE,
         "The first entry by priority whose backend fits the layer's needs is taken; `pelton backends MODEL` shows the whole "
-        "table for a machine and a model, with the reasons. A need that a backend does not name under *handles* is refused.",
-        table(("backend", "device", "priority", "graphs", "handles", "what"), rows),
+        "table for a machine and a model, with the reasons. What is not named here is refused. `%16`: multiples of 16. "
+        "`auto`: the model's dtype; other KV dtypes are named where they go with every dtype of the backend. A compute "
+        "capability is the least.",
+        table(("", *columns), rows),
     ]
     return "\n\n".join(parts)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from pelton import hookspecs
+from pelton.entries import BackendEntry
+from pelton_backends.sdpa.backend import SDPABackend
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -28,6 +30,47 @@ TABLES = make_tables()
 @pytest.mark.parametrize("name", TABLES.PAGES)
 def test_a_made_page_is_what_the_code_says(name):
     assert (ROOT / "docs" / name).read_text() == TABLES.PAGES[name]() + "\n", "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        (range(1, 1025), "any"),
+        (range(16, 1025, 16), "%16"),
+        (range(16, 257, 8), "%8 from 16 to 256"),
+        (range(3, 1025), "any from 3"),
+        (range(1, 65), "any to 64"),
+        ([64, 128, 256], "64, 128, 256"),
+        ([], "none"),
+    ],
+)
+def test_sizes_are_spelled_as_multiples_and_bounds(sizes, words):
+    assert TABLES.spelled_sizes(sizes) == words
+
+
+class Narrow(SDPABackend):
+    """Heads of 64 or 128 numbers, 8-bit caches from capability 8.9, and no compiler on this machine."""
+
+    handles = frozenset({"has_sinks"})
+
+    @classmethod
+    def unsupported(cls, needs, capability=None):
+        reasons = ["no compiler is here"]
+        if needs.head_dim not in (64, 128):
+            reasons.append(f"head size {needs.head_dim}")
+        if capability is not None and capability < ((8, 9) if needs.kv_dtype.startswith("fp8") else (8, 0)):
+            reasons.append(f"capability {capability}")
+        return reasons
+
+
+def test_a_backends_column_is_what_its_class_answers():
+    entry = BackendEntry(name="narrow", load=f"{__name__}:Narrow", doc="few heads")
+    column = TABLES.features(entry, "cuda")
+    answers = {what: column[what] for what in ("head sizes", "block sizes", "sinks", "ALiBi", "compute capability")}
+    assert answers == {
+        "head sizes": "%64 to 128", "block sizes": "any", "sinks": "yes", "ALiBi": "no",
+        "compute capability": "8.0; 8.9 for fp8, fp8_e4m3, fp8_e5m2",
+    }  # fmt: skip
 
 
 def test_the_hooks_page_has_every_hook_with_its_arguments():
