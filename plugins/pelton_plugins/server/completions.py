@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from pelton.errors import RequestError
 from pelton.outputs import CompletionOutput, RequestOutput
 from pelton.sampling_params import SamplingParams
-from pelton_plugins.server.exchange import DONE, Exchange
-from pelton_plugins.server.generation import (
-    Counts,
-    Frames,
-    Prompt,
-    Usages,
-    check_fan_out,
-    check_length,
-    generate,
-    max_model_len,
-    tokenize,
-    truncate,
-)
+from pelton_plugins.server.exchange import Exchange
+from pelton_plugins.server.generation import Ready
+from pelton_plugins.server.job import Job
 from pelton_plugins.server.logprobs import completion_logprobs, prompt_logprobs_json
 from pelton_plugins.server.params import check_completion, sampling_params
-from pelton_plugins.server.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
-
-if TYPE_CHECKING:
-    from pelton.sdk.async_llm import AsyncLLM
+from pelton_plugins.server.prompts import read_prompts
+from pelton_plugins.server.protocol import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    Usage,
+)
 
 encode = msgspec.json.encode
 
@@ -43,12 +37,7 @@ async def create_completion(exchange: Exchange, request: CompletionRequest) -> N
     check_completion(request)
     params = _params(request, llm.model.generation_config)
     prompts = await read_prompts(llm, request, params)
-    response_id = f"cmpl-{request.request_id or exchange.request_id}"
-    job = _Job(request, params, prompts, llm, response_id, request.model or state.model_name)
-    if request.stream:
-        await job.stream(exchange, Usages(request, force=state.config.enable_force_include_usage))
-    else:
-        await job.answer(exchange)
+    await _CompletionJob(exchange, llm, request, params, prompts).run()
 
 
 def _params(request: CompletionRequest, model_defaults: dict[str, Any]) -> SamplingParams:
@@ -62,100 +51,23 @@ def _params(request: CompletionRequest, model_defaults: dict[str, Any]) -> Sampl
     )
 
 
-async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: SamplingParams) -> list[Prompt]:
-    """Text, texts, token ids or lists of token ids. Raises `RequestError` before anything runs."""
-    given = request.prompt
-    if given is None or given == []:
-        raise RequestError("prompt is empty; send text or token ids.", param="prompt")
-    items: list[Any]
-    if isinstance(given, str) or all(isinstance(item, int) for item in given):
-        items = [given]
-    elif all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
-        items = given
-    else:
-        raise RequestError("prompt mixes texts, token ids and lists; send one kind.", param="prompt")
-    check_fan_out(len(items), params.n)
-    special = True if request.add_special_tokens is None else request.add_special_tokens
-    prompts: list[Prompt] = []
-    item: Any
-    for item in items:
-        if isinstance(item, str):
-            prompt = Prompt(token_ids=await tokenize(llm, item, add_special_tokens=special), text=item)
-        else:
-            prompt = Prompt(token_ids=item)
-        if not prompt.token_ids:
-            raise RequestError("prompt is empty; send text or token ids.", param="prompt")
-        prompt = truncate(request, prompt, max_model_len(llm), params.max_tokens)
-        check_length(llm, prompt, request.max_tokens)
-        prompts.append(prompt)
-    return prompts
+@dataclass(eq=False)
+class _CompletionJob(Job[CompletionRequest, CompletionChoice]):
+    """Choices are numbered through all prompts: n of the first, n of the second, and so on."""
 
+    id_prefix = "cmpl"
+    chunk_object = "text_completion"
 
-class _Job:
-    """One request on its way: what its chunks and choices are made from."""
+    _begun: set[int] = field(init=False, default_factory=set)  # choices that the stream has told of
+    _text_offsets: dict[int, int] = field(init=False, default_factory=dict)  # of a choice's next token
 
-    def __init__(
-        self,
-        request: CompletionRequest,
-        params: SamplingParams,
-        prompts: list[Prompt],
-        llm: AsyncLLM | Any,
-        response_id: str,
-        model: str,
-    ) -> None:
-        self.request = request
-        self.params = params
-        self.prompts = prompts
-        self.llm = llm
-        self.response_id = response_id
-        self.model = model
-        self.created = int(time.time())
-        self.only_prompt = request.max_tokens == 0
-        self.as_ids = bool(request.return_tokens_as_token_ids)
-        self._text_offsets: dict[int, int] = {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._is_plain = self.request.logprobs is None and not self.request.return_token_ids
 
-    # Whole
-
-    async def answer(self, exchange: Exchange) -> None:
-        counts = Counts()
-        choices: list[CompletionChoice] = []
-        async with contextlib.aclosing(
-            generate(self.llm, self.prompts, self.params, self.request, self.response_id)
-        ) as outputs:
-            async for ready in outputs:
-                self._drop_sample(ready)
-                counts.add(ready)
-                for index, output in ready:
-                    choices += [self._choice(index, output, choice) for choice in output.outputs]
-        choices.sort(key=lambda choice: choice.index)
-        response = CompletionResponse(
-            id=self.response_id, created=self.created, model=self.model, choices=choices, usage=counts.usage()
-        )
-        await exchange.answer(encode(response))
-
-    def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> CompletionChoice:
-        text = choice.text
-        if self.request.echo:
-            text = self._prompt_text(index) + text
-        return CompletionChoice(
-            index=index * self.params.n + choice.index,
-            text=text,
-            logprobs=self._logprobs(index, output, choice, is_first=True),
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
-            token_ids=list(choice.token_ids) if self.request.return_token_ids else None,
-            prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs)
-            if self.request.prompt_logprobs is not None
-            else None,
-            prompt_token_ids=output.prompt_token_ids if self.request.return_token_ids else None,
-        )
-
-    def _drop_sample(self, ready: list[tuple[int, RequestOutput]]) -> None:
-        """With max_tokens 0 only the prompt goes out."""
-        if self.only_prompt:
-            for _, output in ready:
-                for choice in output.outputs:
-                    choice.text, choice.token_ids, choice.logprobs = "", [], [] if choice.logprobs is not None else None
+    def outputs(self) -> AsyncGenerator[Ready, None]:
+        outputs = super().outputs()
+        return _without_samples(outputs) if self.request.max_tokens == 0 else outputs
 
     def _prompt_text(self, index: int) -> str:
         prompt = self.prompts[index]
@@ -180,39 +92,57 @@ class _Job:
         if offset is None:
             offset = len(self._prompt_text(index)) if self.request.echo and not first else 0
         found, self._text_offsets[position] = completion_logprobs(
-            ids, rows, num_top, text_offset=offset, decode_first=first, as_ids=self.as_ids
+            ids,
+            rows,
+            num_top,
+            text_offset=offset,
+            decode_first=first,
+            as_ids=bool(self.request.return_tokens_as_token_ids),
         )
         return found
 
+    # Whole
+
+    def choices(self, ready: Ready) -> list[CompletionChoice]:
+        return [self._choice(index, output, choice) for index, output in ready for choice in output.outputs]
+
+    def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> CompletionChoice:
+        text = choice.text
+        if self.request.echo:
+            text = self._prompt_text(index) + text
+        return CompletionChoice(
+            index=index * self.params.n + choice.index,
+            text=text,
+            logprobs=self._logprobs(index, output, choice, is_first=True),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=list(choice.token_ids) if self.request.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs)
+            if self.request.prompt_logprobs is not None
+            else None,
+            prompt_token_ids=output.prompt_token_ids if self.request.return_token_ids else None,
+        )
+
+    def response(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.response_id, created=self.created, model=self.model, choices=choices, usage=usage
+        )
+
     # Streamed
 
-    async def stream(self, exchange: Exchange, usages: Usages) -> None:
-        frames = Frames(self.response_id, "text_completion", self.created, self.model)
-        counts = Counts()
-        is_plain = self.request.logprobs is None and not self.request.return_token_ids
-        is_first = [True] * (len(self.prompts) * self.params.n)
-        async with contextlib.aclosing(
-            generate(self.llm, self.prompts, self.params, self.request, self.response_id)
-        ) as outputs:
-            async for ready in outputs:
-                self._drop_sample(ready)
-                counts.add(ready)
-                usage = counts.usage() if usages.in_chunks else None
-                events: list[bytes] = []
-                for index, output in ready:
-                    for choice in output.outputs:
-                        position = index * self.params.n + choice.index
-                        first, is_first[position] = is_first[position], False
-                        if is_plain and choice.finish_reason is None and not (first and self.request.echo):
-                            if choice.text:
-                                events.append(frames.chunk(_plain(position, choice.text), usage))
-                            continue
-                        events.append(frames.chunk(self._delta(index, output, choice, first), usage))
-                if events:
-                    await exchange.write(b"".join(events))
-        tail = frames.usage(counts.usage()) if usages.at_end else b""
-        await exchange.write(b"")  # headers, in case that no chunk was due
-        await exchange.finish(tail + DONE)
+    def deltas(self, ready: Ready) -> list[bytes]:
+        found = []
+        for index, output in ready:
+            for choice in output.outputs:
+                position = index * self.params.n + choice.index
+                is_first = position not in self._begun
+                if is_first:
+                    self._begun.add(position)
+                if not self._is_plain or choice.finish_reason is not None or (is_first and self.request.echo):
+                    found.append(self._delta(index, output, choice, is_first))
+                elif choice.text:
+                    found.append(_plain(position, choice.text))
+        return found
 
     def _delta(self, index: int, output: RequestOutput, choice: CompletionOutput, is_first: bool) -> bytes:
         text = choice.text
@@ -233,3 +163,13 @@ class _Job:
 
 def _plain(index: int, text: str) -> bytes:
     return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}' % (index, encode(text))
+
+
+async def _without_samples(outputs: AsyncGenerator[Ready, None]) -> AsyncGenerator[Ready, None]:
+    """With max_tokens 0 only the prompt goes out."""
+    async with contextlib.aclosing(outputs):
+        async for ready in outputs:
+            for _, output in ready:
+                for choice in output.outputs:
+                    choice.text, choice.token_ids, choice.logprobs = "", [], [] if choice.logprobs is not None else None
+            yield ready

@@ -10,7 +10,7 @@ import msgspec
 from pelton import limits
 from pelton.errors import NotSupportedError, RequestError
 from pelton.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, TokenizeRequest
 
 SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty",
@@ -71,16 +71,10 @@ def check_common(request: GenerateRequest) -> None:
         raise RequestError("stream_options needs stream=true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs", value=request.prompt_logprobs)
-    salt = request.cache_salt
-    if salt is not None and not 1 <= len(salt) <= limits.MAX_CACHE_SALT_CHARS:
-        raise RequestError(
-            f"cache_salt has {len(salt)} characters; give 1 to {limits.MAX_CACHE_SALT_CHARS}", param="cache_salt"
-        )
-    if request.request_id is not None and not 1 <= len(request.request_id) <= limits.MAX_REQUEST_ID_CHARS:
-        raise RequestError(
-            f"request_id has {len(request.request_id)} characters; give 1 to {limits.MAX_REQUEST_ID_CHARS}",
-            param="request_id",
-        )
+    for name, most in (("cache_salt", limits.MAX_CACHE_SALT_CHARS), ("request_id", limits.MAX_REQUEST_ID_CHARS)):
+        text = getattr(request, name)
+        if text is not None and not 1 <= len(text) <= most:
+            raise RequestError(f"{name} has {len(text)} characters; give 1 to {most}", param=name)
     if request.priority is not None and abs(request.priority) > limits.MAX_ABS_PRIORITY:
         raise RequestError(
             f"priority must be within {limits.MAX_ABS_PRIORITY} of 0", param="priority", value=request.priority
@@ -125,13 +119,7 @@ def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> None:
     if request.top_logprobs is not None and request.top_logprobs < -1:
         raise RequestError("top_logprobs must be at least 0", param="top_logprobs", value=request.top_logprobs)
     _check_tools(request)
-    check_template(
-        request.chat_template,
-        request.chat_template_kwargs,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        trust_template=trust_template,
-    )
+    check_template(request, trust_template=trust_template)
 
 
 def _check_tools(request: ChatCompletionRequest) -> None:
@@ -164,19 +152,14 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 )  # fmt: skip
 
 
-def check_template(
-    template: str | None,
-    kwargs: Mapping[str, Any] | None,
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    trust_template: bool,
-) -> None:
-    if continue_final_message and add_generation_prompt:
+def check_template(request: ChatCompletionRequest | TokenizeRequest, *, trust_template: bool) -> None:
+    """What a request says of the chat template and how to render it."""
+    if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt contradict each other; set one.",
             param="continue_final_message",
         )
+    template = request.chat_template
     if template is not None and not trust_template:
         raise RequestError(
             "This server takes no chat templates from requests (trust_request_chat_template is off).",
@@ -187,7 +170,7 @@ def check_template(
             f"chat_template has {len(template)} characters; at most {limits.MAX_CHAT_TEMPLATE_CHARS}",
             param="chat_template",
         )
-    reserved = sorted(RESERVED_TEMPLATE_NAMES & set(kwargs or ()))
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & set(request.chat_template_kwargs or ()))
     if reserved:
         raise RequestError(
             f"chat_template_kwargs may not set {', '.join(reserved)}.", param=f"chat_template_kwargs.{reserved[0]}"

@@ -6,9 +6,9 @@ import pytest
 
 from pelton import limits
 from pelton.errors import RequestError
-from pelton_plugins.server.generation import check_fan_out
 from pelton_plugins.server.params import check_chat, check_common, check_template
-from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, Message
+from pelton_plugins.server.prompts import check_fan_out
+from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, Message, TokenizeRequest
 
 
 def test_prompts_per_request():
@@ -35,7 +35,7 @@ def test_messages():
 
 def test_template_length():
     def check(length):
-        check_template("x" * length, None, add_generation_prompt=None, continue_final_message=None, trust_template=True)
+        check_template(TokenizeRequest(chat_template="x" * length), trust_template=True)
 
     check(limits.MAX_CHAT_TEMPLATE_CHARS)
     with pytest.raises(RequestError, match=f"at most {limits.MAX_CHAT_TEMPLATE_CHARS}") as found:

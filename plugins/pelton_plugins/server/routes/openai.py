@@ -11,8 +11,8 @@ from litestar.types import ASGIApp
 from pelton_plugins.server.chat import create_chat_completion
 from pelton_plugins.server.completions import create_completion
 from pelton_plugins.server.exchange import Exchange
-from pelton_plugins.server.generation import max_model_len
 from pelton_plugins.server.openapi import api
+from pelton_plugins.server.prompts import max_model_len
 from pelton_plugins.server.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,

@@ -9,11 +9,10 @@ from litestar import post
 from litestar.types import ASGIApp
 
 from pelton.errors import NotSupportedError, RequestError
-from pelton_plugins.server.chat import render
 from pelton_plugins.server.exchange import Exchange
-from pelton_plugins.server.generation import max_model_len, off_loop, tokenize
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.params import check_template
+from pelton_plugins.server.prompts import max_model_len, off_loop, render, tokenize
 from pelton_plugins.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from pelton_plugins.server.state import ServerState
 
@@ -41,13 +40,7 @@ async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = await tokenize(llm, request.prompt, add_special_tokens=special)
     else:
-        check_template(
-            request.chat_template,
-            request.chat_template_kwargs,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            trust_template=exchange.state.config.trust_request_chat_template,
-        )
+        check_template(request, trust_template=exchange.state.config.trust_request_chat_template)
         ids = (await render(llm, request)).token_ids
     tokenizer = llm.tokenizer
     strings = None

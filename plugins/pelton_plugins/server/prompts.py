@@ -1,0 +1,184 @@
+"""From the prompt or messages of a request's body to token ids, checked against what the engine holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pelton import limits
+from pelton.errors import ConfigError, NotSupportedError, RequestError
+from pelton.sampling_params import SamplingParams
+from pelton_plugins.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Message,
+    TokenizeRequest,
+)
+
+if TYPE_CHECKING:
+    from pelton.sdk.async_llm import AsyncLLM
+
+LONG_TEXT_CHARS = 20_000  # tokenizing more than this would hold up the event loop for milliseconds
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None = None
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run `work` here when `size` (characters or tokens) is small, else on a thread."""
+    return work() if size <= LONG_TEXT_CHARS else await asyncio.to_thread(work)
+
+
+async def tokenize(llm: AsyncLLM | Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Off the event loop where the text is long."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise RequestError("The server runs without a tokenizer; send token ids.", param="prompt")
+    return await off_loop(len(text), lambda: list(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
+
+def truncate(llm: AsyncLLM | Any, request: GenerateRequest, prompt: Prompt, max_tokens: int | None) -> Prompt:
+    """Apply truncate_prompt_tokens; -1 leaves room for max_tokens."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == -1:
+        most = max(max_model_len(llm) - max(max_tokens or 1, 1), 1)
+    if len(prompt.token_ids) <= most:
+        return prompt
+    ids = prompt.token_ids[:most] if request.truncation_side == "right" else prompt.token_ids[-most:]
+    return Prompt(token_ids=ids)
+
+
+def max_model_len(llm: AsyncLLM | Any) -> int:
+    """Of the running engine, which may have shrunk the model's own to what fits."""
+    return int(min(llm.model.max_model_len, llm.info.max_model_len))
+
+
+def check_length(llm: AsyncLLM | Any, prompt: Prompt, max_tokens: int | None) -> None:
+    """A client that asks for more than the context holds hears so, instead of getting less."""
+    most, found = max_model_len(llm), len(prompt.token_ids)
+    if found + (max_tokens or 1) > most:
+        wanted = f" and max_tokens asks for {max_tokens} more" if max_tokens else ", and the output needs at least one"
+        raise RequestError(
+            f"This model's maximum context length is {most} tokens. However, your prompt contains {found} tokens"
+            f"{wanted}. Shorten the prompt or lower max_tokens.",
+            param="input_tokens" if prompt.text is None else "input_text",
+        )
+
+
+def check_fan_out(num_prompts: int, n: int) -> None:
+    if num_prompts > limits.MAX_PROMPTS_PER_REQUEST:
+        raise RequestError(
+            f"prompt has {num_prompts} prompts; at most {limits.MAX_PROMPTS_PER_REQUEST} in one request", param="prompt"
+        )
+    if num_prompts * n > limits.MAX_TOTAL_SEQUENCES_PER_REQUEST:
+        raise RequestError(
+            f"{num_prompts} prompts x n {n} are {num_prompts * n} sequences; at most "
+            f"{limits.MAX_TOTAL_SEQUENCES_PER_REQUEST} in one request",
+            param="n",
+        )
+
+
+async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: SamplingParams) -> list[Prompt]:
+    """Text, texts, token ids or lists of token ids. Raises `RequestError` before anything runs."""
+    given = request.prompt
+    if given is None or given == []:
+        raise RequestError("prompt is empty; send text or token ids.", param="prompt")
+    items: list[Any]
+    if isinstance(given, str) or all(isinstance(item, int) for item in given):
+        items = [given]
+    elif all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
+        items = given
+    else:
+        raise RequestError("prompt mixes texts, token ids and lists; send one kind.", param="prompt")
+    check_fan_out(len(items), params.n)
+    special = True if request.add_special_tokens is None else request.add_special_tokens
+    prompts: list[Prompt] = []
+    item: Any
+    for item in items:
+        if isinstance(item, str):
+            prompt = Prompt(token_ids=await tokenize(llm, item, add_special_tokens=special), text=item)
+        else:
+            prompt = Prompt(token_ids=item)
+        if not prompt.token_ids:
+            raise RequestError("prompt is empty; send text or token ids.", param="prompt")
+        prompt = truncate(llm, request, prompt, params.max_tokens)
+        check_length(llm, prompt, request.max_tokens)
+        prompts.append(prompt)
+    return prompts
+
+
+async def render(llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeRequest) -> Prompt:
+    """Messages to a prompt, by the chat template."""
+    keep_open = bool(request.continue_final_message)
+    add_prompt = not keep_open if request.add_generation_prompt is None else request.add_generation_prompt
+    options: dict[str, Any] = {
+        "add_generation_prompt": add_prompt,
+        "continue_final_message": keep_open,
+        "chat_template_kwargs": dict(request.chat_template_kwargs or {}),
+    }
+    if request.chat_template is not None:
+        options["chat_template"] = request.chat_template
+    if isinstance(request, ChatCompletionRequest) and request.documents:
+        options["documents"] = request.documents
+    messages: Sequence[Mapping[str, Any]] = plain_messages(request.messages or ())
+    is_small = not (request.chat_template or request.chat_template_kwargs or options.get("documents"))
+    size = sum(len(message["content"]) for message in messages) if is_small else LONG_TEXT_CHARS + 1
+    try:
+        text = await off_loop(size, lambda: str(llm.render_chat(messages, **options)))
+    except ConfigError as error:
+        if request.chat_template is None:
+            raise
+        raise RequestError(str(error), param="chat_template") from None
+    ids = await tokenize(llm, text, add_special_tokens=bool(request.add_special_tokens))
+    if not ids:
+        raise RequestError("The messages render to an empty prompt.", param="messages")
+    return Prompt(token_ids=ids, text=text)
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As templates read them: content as one text, fields that are not there left out."""
+    return [
+        {
+            key: value
+            for key, value in (
+                ("role", message.role),
+                ("content", content_text(message, index)),
+                ("name", message.name),
+                ("tool_calls", message.tool_calls),
+                ("tool_call_id", message.tool_call_id),
+                ("reasoning", message.reasoning),
+            )
+            if value is not None
+        }
+        for index, message in enumerate(messages)
+    ]
+
+
+def content_text(message: Message, index: int) -> str:
+    if message.content is None:
+        if message.role != "assistant":
+            raise RequestError("content is missing", param=f"messages[{index}].content")
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    texts: list[str] = []
+    for part in message.content:
+        if part.type not in ("text", "input_text", "output_text", "refusal"):
+            raise NotSupportedError(
+                f"This model reads text only; a content part has type {part.type[:40]!r}.",
+                param=f"messages[{index}].content",
+            )
+        if part.text is None:
+            raise RequestError("a text part has no text", param=f"messages[{index}].content")
+        texts.append(part.text)
+    return "\n".join(texts)
