@@ -5,8 +5,9 @@ It answers FULL where a whole step of that shape may be one graph, else PIECEWIS
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
@@ -66,6 +67,17 @@ class GraphDispatcher:
         if self.mode is CUDAGraphMode.FULL:
             return CUDAGraphMode.FULL, BatchDescriptor(size, min(size, self.max_num_seqs), 0, has_lora, sampling)
         return CUDAGraphMode.PIECEWISE, BatchDescriptor(size, 0, 0, has_lora)
+
+    def stand_ins(self, key: BatchDescriptor) -> list[BatchDescriptor]:
+        """Keys of larger steps that may take the place of this key's, smallest first, up to the next power of two."""
+        uniform, sizes = key.uniform_query_len, self.decode_sizes if key.uniform_query_len else self.mixed_sizes
+        first = bisect_right(sizes, key.num_tokens)
+        last = bisect_left(sizes, 1 << (key.num_tokens - 1).bit_length())
+        most = self.max_num_seqs if key.num_reqs else 0
+        return [
+            replace(key, num_tokens=size, num_reqs=size // uniform if uniform else min(size, most))
+            for size in sizes[first : last + 1]
+        ]
 
     def valid_keys(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
         """All without adapters, those of small steps first: one row's, which the first request needs, then the rest."""

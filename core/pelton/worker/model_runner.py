@@ -159,6 +159,7 @@ class ModelRunner:
         )  # fmt: skip
         if key is None:
             return None
+        key = self.graphs.at_hand(CUDAGraphMode.FULL, key)
         found = self.graphs.decode(key, slots, output.block_appends, prefix)
         if found is None:
             self.state.append_blocks(output.block_appends)
@@ -258,6 +259,7 @@ class ModelRunner:
         if mode is CUDAGraphMode.FULL and self.connectors:  # their call points lie inside
             mode, key = CUDAGraphMode.NONE, BatchDescriptor(shape.num_tokens, shape.num_reqs)
         if mode is not CUDAGraphMode.NONE:
+            key = self.graphs.at_hand(mode, key)
             shape.num_padded_tokens = key.num_tokens
         return mode, key
 

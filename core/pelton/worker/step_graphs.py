@@ -6,6 +6,7 @@ number of tokens (1, or 0 for a padding row) and, for each KV group, at most one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ LOGITS = ""
 """Sampling variant of a decode graph that ends at the logits."""
 _TAIL = "tail of "
 """Before the variant of a graph that begins there."""
+_PATIENCE = 8
+"""Steps of a size that take a larger one's graph before they get their own."""
 
 
 class StepGraphs:
@@ -66,6 +69,7 @@ class StepGraphs:
         self._result = torch.zeros(most, 2, dtype=torch.int32, device=device)
         self._logits: Tensor | None = None  # [most, V]: where every decode graph that ends at the logits leaves them
         self._side_version = state.side.layout_version
+        self._num_asked: Counter[BatchDescriptor] = Counter()  # of keys whose graphs were not captured
         self._widths = [table.shape[1] for table in state.block_tables]
         largest = max(*dispatcher.decode_sizes, *dispatcher.mixed_sizes, 0, 0)
         if largest:
@@ -76,6 +80,18 @@ class StepGraphs:
     def runs_calls(self) -> bool:
         """See `GraphRecorder.runs_calls`."""
         return self._recorder.runs_calls
+
+    def at_hand(self, mode: CUDAGraphMode, key: BatchDescriptor) -> BatchDescriptor:
+        """`key`, or that of a larger step while this one's graph is not captured and has seldom been asked for: a capture
+        takes tens of milliseconds, and a server whose load rises would stop at every size on its way."""
+        captured = self.full if mode is CUDAGraphMode.FULL else self.pieces
+        if key in captured or mode is CUDAGraphMode.NONE or self._recorder.runs_calls:
+            return key
+        self._num_asked[key] += 1
+        if self._num_asked[key] > _PATIENCE:
+            return key
+        larger = self.dispatcher.stand_ins(key)
+        return next((other for other in larger if other in captured), larger[-1] if larger else key)
 
     def decode_key(self, num_rows: int, variant: str, *, has_common_prefix: bool = False) -> BatchDescriptor | None:
         """The key of a decode step with one token a row; None when it is not captured whole."""

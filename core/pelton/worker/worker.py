@@ -194,7 +194,7 @@ class DeviceWorker(Worker):
         most_rows = max(dispatcher.decode_sizes, default=0)
         if not recorder.runs_calls:
             graphs.make_room(self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows))
-        for kind, key in keys:
+        for kind, key in sorted(keys, key=_in_order_of_use):
             variants = self.runner.tail_variants if key.uniform_query_len else ("",)
             self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
         first = sum(key.num_tokens <= _FIRST_GRAPH_TOKENS for _, key in self._to_capture)
@@ -210,7 +210,7 @@ class DeviceWorker(Worker):
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
-        """One more graph, the smallest that is left."""
+        """One more graph, of those that are left."""
         graphs = self.runner.graphs
         while graphs is not None and self._to_capture:
             kind, key = self._to_capture.popleft()
@@ -315,3 +315,9 @@ def module_bytes(module: Any) -> int:
     }
     total: int = sum(storages.values())
     return total
+
+
+def _in_order_of_use(item: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[bool, int]:
+    """What the first requests need, then sizes that may stand in for many others, then the rest."""
+    size = item[1].num_tokens
+    return size > _FIRST_GRAPH_TOKENS and size & (size - 1) != 0, size

@@ -147,3 +147,16 @@ def test_valid_keys_start_with_the_smallest_step() -> None:
     assert [key.num_tokens for _, key in keys] == sorted(key.num_tokens for _, key in keys)
     assert {mode for mode, _ in keys} == {FULL, PIECEWISE}
     assert all(dispatcher(BOTH).dispatch(k.num_tokens, k.num_reqs, k.uniform_query_len) == (m, k) for m, k in keys)
+
+
+def test_stand_ins_are_larger_keys_of_the_same_kind_up_to_a_power_of_two() -> None:
+    both = dispatcher(BOTH)
+    _, decode = both.dispatch(33, 33, 1, sampling="greedy")
+    assert [(key.num_tokens, key.num_reqs) for key in both.stand_ins(decode)] == [(48, 48), (56, 56), (64, 64)]
+    assert {key.sampling for key in both.stand_ins(decode)} == {"greedy"}
+    _, pieces = both.dispatch(100, 3)
+    assert [(key.num_tokens, key.num_reqs) for key in both.stand_ins(pieces)] == [(128, 0)]
+    _, exact = both.dispatch(16, 16, 1)
+    assert both.stand_ins(exact) == []
+    mixed = GraphDispatcher(CUDAGraphMode.FULL, max_num_seqs=40, max_num_tokens=90)
+    assert [(key.num_tokens, key.num_reqs) for key in mixed.stand_ins(mixed.dispatch(80, 7)[1])] == [(90, 40)]

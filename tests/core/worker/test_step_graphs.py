@@ -84,6 +84,33 @@ def test_logits_that_could_not_be_captured_are_sampled_without_a_graph(driver, m
     assert [request.output for request in requests] == [oracle_greedy(prompt, 4) for prompt in PROMPTS]
 
 
+def test_a_rare_size_takes_the_graph_of_a_larger_one_until_it_is_asked_for_often():
+    runner = make_runner(num_blocks=128)
+    runner.use_graphs(
+        GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, max_num_seqs=8, max_num_tokens=64, sizes=[2, 3, 5, 6, 7]),
+        FakeGraphRecorder(),
+    )
+    driver, prompts = Driver(runner), [[slot + 1, 2 * slot + 3] for slot in range(5)]
+    requests = [driver.add(slot, prompt) for slot, prompt in enumerate(prompts)]
+    driver.step([(request, len(request.token_ids)) for request in requests])
+
+    def sizes_after(num_rows: int, num_steps: int) -> list[int]:
+        for _ in range(num_steps):
+            driver.step([(request, 1) for request in requests[:num_rows]])
+        return sorted(key.num_reqs for key in runner.graphs.full._captured)
+
+    assert sizes_after(5, 1) == [7], "the largest up to the next power of two"
+    assert sizes_after(3, 7) == [5, 7], "one for 3 and 4 rows, though 7 would do"
+    assert sizes_after(4, 1) == [5, 7]
+    assert sizes_after(3, 1) == [5, 7]
+    assert sizes_after(3, 1) == [3, 5, 7]
+    assert sizes_after(2, 1) == [2, 3, 5, 7], "a power of two is captured at once"
+    counts = [13, 13, 12, 3, 2]
+    assert [request.output for request in requests] == [
+        oracle_greedy(prompt, count) for prompt, count in zip(prompts, counts, strict=True)
+    ]
+
+
 def test_room_for_captures_is_recorded_first_and_kept(driver):
     graphs = driver.runner.graphs
     graphs.make_room(1000)
