@@ -7,18 +7,16 @@ the MLP's by the next layer, the last one's by the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
 from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
+from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
-from pelton.model.loading import LazyWeight
 
 
 class Gemma3DecoderLayer(nn.Module):
@@ -65,11 +63,10 @@ class Gemma3DecoderLayer(nn.Module):
         return self.down_proj(activated), residual
 
 
-class Gemma3ForCausalLM(nn.Module):
+class Gemma3ForCausalLM(Decoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        super().__init__()
+        super().__init__(config=config)
         hf = config.hf
-        self.weights = config.weights
         self.embed_tokens = VocabEmbedding(
             hf.vocab_size, hf.hidden_size, scale=hf.hidden_size**0.5,
             config=config, prefix=f"{prefix}model.embed_tokens",
@@ -87,19 +84,6 @@ class Gemma3ForCausalLM(nn.Module):
             norm=self.norm, post_norm=post_norm, embedding=self.embed_tokens, tied=hf.get("tie_word_embeddings", True),
             soft_cap=hf.get("final_logit_softcapping"), config=config, prefix=f"{prefix}lm_head",
         )  # fmt: skip
-
-    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        hidden, residual = self.embed_tokens(batch.input_ids), None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, batch)
-        return hidden, residual
-
-    def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(*hidden, rows)
-        return logits
-
-    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return self.weights.load(weights)
 
 
 def _is_local(index: int, config: BuildConfig) -> bool:

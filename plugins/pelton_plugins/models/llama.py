@@ -5,22 +5,20 @@ A sub-layer returns its bare output; the residual is added by the layer that rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
 from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
+from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
-from pelton.model.loading import LazyWeight
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP: five kernels in decode. Subclasses change the class attributes and methods below."""
+    """Norm, attention, norm, MLP: five kernels in decode. Models of this shape override what follows `forward`."""
 
     def __init__(self, index: int, *, config: BuildConfig, prefix: str) -> None:
         super().__init__()
@@ -78,15 +76,14 @@ class LlamaDecoderLayer(nn.Module):
         return None, None
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(Decoder):
     """`layer_class` is all that a model of the same shape replaces."""
 
     layer_class = LlamaDecoderLayer
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        super().__init__()
+        super().__init__(config=config)
         hf = config.hf
-        self.weights = config.weights
         self.embed_tokens = VocabEmbedding(
             hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}model.embed_tokens"
         )
@@ -99,16 +96,3 @@ class LlamaForCausalLM(nn.Module):
             norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
             config=config, prefix=f"{prefix}lm_head",
         )  # fmt: skip
-
-    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        hidden, residual = self.embed_tokens(batch.input_ids), None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, batch)
-        return hidden, residual
-
-    def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(*hidden, rows)
-        return logits
-
-    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return self.weights.load(weights)

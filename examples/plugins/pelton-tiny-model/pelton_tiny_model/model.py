@@ -6,18 +6,16 @@ T tokens of the step, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
 from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
+from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
-from pelton.model.loading import LazyWeight
 
 
 class TinyBlock(nn.Module):
@@ -63,29 +61,18 @@ class TinyBlock(nn.Module):
         return self.down(gated), residual
 
 
-class TinyForCausalLM(nn.Module):
-    """What `pelton.model.interface.CausalLM` asks for: forward, compute_logits, load_weights."""
+class TinyForCausalLM(Decoder):
+    """Its parts; `Decoder` runs them. A model that is no chain of layers has the methods of
+    `pelton.model.interface.CausalLM` itself."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        super().__init__()
+        super().__init__(config=config)
         hf = config.hf
-        self.weights = config.weights
-        self.embed = VocabEmbedding(hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}embed_tokens")
-        self.blocks = nn.ModuleList(
+        self.embed_tokens = VocabEmbedding(hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}embed_tokens")
+        self.layers = nn.ModuleList(
             TinyBlock(config=config, prefix=f"{prefix}blocks.{index}") for index in range(hf.num_hidden_layers)
         )
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}norm")
-        self.head = LMHead(norm=self.norm, embedding=self.embed, tied=True, config=config, prefix=f"{prefix}lm_head")
-
-    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        hidden, residual = self.embed(batch.input_ids), None
-        for block in self.blocks:
-            hidden, residual = block(hidden, residual, batch)
-        return hidden, residual
-
-    def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
-        logits: Tensor = self.head(*hidden, rows)
-        return logits
-
-    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return self.weights.load(weights)
+        self.lm_head = LMHead(
+            norm=self.norm, embedding=self.embed_tokens, tied=True, config=config, prefix=f"{prefix}lm_head"
+        )
