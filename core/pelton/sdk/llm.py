@@ -95,7 +95,8 @@ class LLM:
             )
         front_end = self.llm_engine.front_end
         prompts: list[Prompt] = []
-        for conversation in _as_conversations(messages):
+        wanted = "a list of messages, or a list of such lists"
+        for conversation in _as_several("messages", messages, part=Mapping, wanted=wanted, param="messages"):
             text = front_end.render_chat(
                 conversation,
                 chat_template=chat_template,
@@ -216,25 +217,15 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several, as several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give text, token ids, a prompt dictionary, or a list of these.",
-            param="prompt",
-        )
-    if prompts and isinstance(prompts[0], int):
-        return [cast("Sequence[int]", prompts)]
-    return list(prompts)
+    wanted = "text, token ids, a prompt dictionary, or a list of these"
+    return _as_several("prompts", prompts, part=int, wanted=wanted, param="prompt")
 
 
-def _as_conversations(messages: Any) -> list[Sequence[Message]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise RequestError(
-            f"messages is a {type(messages).__name__}; give a list of messages, or a list of such lists.",
-            param="messages",
-        )
-    if messages and isinstance(messages[0], Mapping):
-        return [cast("Sequence[Message]", messages)]
-    return list(messages)
+def _as_several(name: str, value: Any, *, part: type, wanted: str, param: str) -> list[Any]:
+    """A list whose entries are `part`s is one of what is asked for, any other list holds several."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RequestError(f"{name} is a {type(value).__name__}; give {wanted}.", param=param)
+    return [value] if value and isinstance(value[0], part) else list(value)
 
 
 def _one_each(name: str, value: Any, count: int, types: tuple[type, ...]) -> Sequence[Any]:
