@@ -35,10 +35,7 @@ class RandomWeight(LazyWeight):
         if self._drawn is None:
             generator = torch.Generator().manual_seed(self._number())
             self._drawn = torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
-        weight = self._drawn
-        if dim is not None:
-            weight = weight.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
-        return weight.to(self._dtype)
+        return _part(self._drawn, dim, start, stop).to(self._dtype)
 
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
         if target.device.type == "cpu" or target.dtype != self._dtype:
@@ -49,8 +46,7 @@ class RandomWeight(LazyWeight):
         else:  # a rank's part of what all ranks draw alike
             whole = torch.empty(self.shape, dtype=self._dtype, device=target.device)
             whole.normal_(self._mean(), _SCALE, generator=generator)
-            assert dim is not None
-            target.copy_(whole.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start))
+            target.copy_(_part(whole, dim, start, stop))
         return True
 
     def _mean(self) -> float:
@@ -58,6 +54,10 @@ class RandomWeight(LazyWeight):
 
     def _number(self) -> int:
         return int.from_bytes(hashlib.sha256(f"{self._seed} {self.name}".encode()).digest()[:6], "little")
+
+
+def _part(whole: Tensor, dim: int | None, start: int, stop: int | None) -> Tensor:
+    return whole if dim is None else whole.narrow(dim, start, (whole.shape[dim] if stop is None else stop) - start)
 
 
 class DummyLoader(WeightLoader):

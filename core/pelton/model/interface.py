@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """T = tokens of the step (padded), n = rows that need logits, V = vocabulary."""
+    """T = tokens of the step (padded), n = rows that need logits, V = vocabulary. `pelton.layers.decoder.Decoder` has these
+    for models that are a chain of layers."""
 
     def forward(self, batch: ForwardBatch) -> Any:
         """Final hidden states, opaque to the caller (usually (last sub-layer's output, residual), each [T, hidden]); the

@@ -52,6 +52,7 @@ class Server:
         config.check_exposure()
         names = engine_config.model.served_model_name or [engine_config.model.model]
         self.config = config
+        self.port = config.port  # once bound, the real one where this is 0
         self.engine_config = engine_config
         self.plugins = plugins
         self.explicit = explicit
@@ -196,9 +197,8 @@ def bind(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(
-        socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-    )  # connections inherit it: a vanished client is noticed
+    # Connections inherit it: a vanished client is noticed.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     try:
         listener.bind((config.host.strip("[]"), config.port))
         listener.listen(2048)
