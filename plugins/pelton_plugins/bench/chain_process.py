@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -77,12 +78,14 @@ class Timer:
         return float(start.elapsed_time(end)) / 1e3 / self.replays
 
 
-def make_worker(settings: dict[str, Any]) -> DeviceWorker:
-    """A device with a model, without an engine."""
+def make_worker(settings: dict[str, Any], most_rows: int) -> DeviceWorker:
+    """A device with a model and room for `most_rows` requests, without an engine."""
     plugins = load_plugins()
     config = EngineConfig.from_flat(**settings)
     model = resolve_model(config, plugins)
     platform = select_platform(config, plugins)
+    room = max(config.scheduler.max_num_seqs or platform.default_max_num_seqs, most_rows)
+    config = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_num_seqs=room))
     worker = platform.worker_class()(config, model, platform, plugins)
     assert isinstance(worker, DeviceWorker)
     worker.init_device()
@@ -231,8 +234,8 @@ def copy_bandwidth(worker: DeviceWorker) -> float:
 @torch.inference_mode()
 def main() -> int:
     job = json.loads(sys.argv[1])
-    worker = make_worker(job["settings"])
     context_len, sizes = job["context_len"], job["batch_sizes"]
+    worker = make_worker(job["settings"], max(sizes))
     give_memory(worker, max(sizes), context_len)
     timer = Timer(worker, job["replays"])
     rows = []

@@ -399,6 +399,25 @@ def test_host_ends_when_a_step_fails(model, fake_flags, capsys):
     )
 
 
+def test_chain_has_room_for_its_rows(model, tmp_path):
+    """More than a platform runs at once by default."""
+    out = tmp_path / "chain.json"
+    argv = [
+        "--batch-sizes",
+        "70",
+        "--context-len",
+        "4",
+        "--replays",
+        "1",
+        "--max-num-seqs",
+        "8",
+        "--output-json",
+        str(out),
+    ]
+    assert main(["bench", "chain", "--models", model, *argv]) == 0
+    assert {row["batch"] for row in read(out)["models"]["tiny"]["rows"]} == {70}
+
+
 def test_chain_times_every_seam(model, tmp_path, capfd):
     out = tmp_path / "chain.json"
     argv = [
