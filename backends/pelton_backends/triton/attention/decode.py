@@ -24,14 +24,12 @@ from pelton_backends.triton.attention.decode_pieces import (
     angles_at,
     attend,
     blocks_of,
+    finish,
     load_chunk,
     load_heads,
     make_query,
-    merge_parts,
     norm_weights,
     partner_of,
-    store_output,
-    store_part,
 )
 from pelton_backends.triton.attention.decode_streamed import streamed_decode_kernel
 from pelton_backends.triton.launch import Launcher, alignment
@@ -198,23 +196,12 @@ def decode_kernel(
         STAGES,
     )  # fmt: skip
 
-    head_output = output + token_index.to(tl.int64) * stride_output + head * (GROUP * HEAD_DIM)
-    head_sinks = sinks
-    if sinks is not None:
-        head_sinks = sinks + head * GROUP
-    if num_splits == 1:
-        store_output(head_output, top, total, sums, head_sinks, HEAD_DIM, GROUP)
-    else:
-        pair = row * NUM_KV_HEADS + head
-        store_part(pair * SPLITS + split, part_sums, part_stats, top, total, sums, HEAD_DIM, GROUP)
-        tl.debug_barrier()  # all threads' parts before the one thread's release
-        arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
-        if arrived == num_splits - 1:
-            merge_parts(
-                head_output, pair * SPLITS, pair * SPLITS, 1, num_splits, part_sums, part_stats, head_sinks,
-                HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
-            )  # fmt: skip
-            tl.store(arrivals + pair, 0)  # for the next launch
+    first_part = (row * NUM_KV_HEADS + head) * SPLITS
+    finish(
+        output + token_index.to(tl.int64) * stride_output, top, total, sums, row, head, num_splits, first_part + split,
+        first_part, first_part, 1, part_sums, part_stats, arrivals, sinks, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, GROUP,
+        MEMBERS, PARTS,
+    )  # fmt: skip
 
 
 _launch, _launch_streamed = Launcher(decode_kernel), Launcher(streamed_decode_kernel)

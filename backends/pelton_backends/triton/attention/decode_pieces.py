@@ -317,20 +317,6 @@ def store_output(
 
 
 @triton.jit
-def store_part(part, part_sums, part_stats, top, total, sums, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):
-    """Part number `part`: part_sums [parts, GROUP, HEAD_DIM], part_stats [parts, 2, GROUP] (top, total)."""
-    member = tl.arange(0, sums.shape[1])
-    dim = tl.arange(0, sums.shape[0])
-    is_member = member < GROUP
-    part = part.to(tl.int64)
-    stats = part_stats + part * (2 * GROUP) + member
-    tl.store(stats, top, mask=is_member)
-    tl.store(stats + GROUP, total, mask=is_member)
-    place = part_sums + part * (GROUP * HEAD_DIM) + member[None, :] * HEAD_DIM + dim[:, None]
-    tl.store(place, sums, mask=is_member[None, :] & (dim < HEAD_DIM)[:, None])
-
-
-@triton.jit
 def merge_parts(
     output,
     first_part,  # number of part 0
@@ -379,3 +365,51 @@ def merge_parts(
     result = (sums / total[:, None]).to(output.dtype.element_ty)
     mask = is_member[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(output + member[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+
+
+@triton.jit
+def finish(
+    output,  # pointer to the row's first head
+    top,
+    total,
+    sums,
+    row,
+    head,
+    num_parts,
+    part,  # number of this one
+    first_part,  # of the pair's parts, as `merge_parts` counts them
+    other_parts,
+    part_step,
+    part_sums,  # [parts, GROUP, HEAD_DIM]
+    part_stats,  # [parts, 2, GROUP]: top, total
+    arrivals,  # [rows, NUM_KV_HEADS]
+    sinks,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The output of a (row, kv head): from its only part, or, of several, by the program whose part arrives last."""
+    output += head * (GROUP * HEAD_DIM)
+    if sinks is not None:
+        sinks += head * GROUP
+    if num_parts == 1:
+        store_output(output, top, total, sums, sinks, HEAD_DIM, GROUP)
+    else:
+        member, dim, number = tl.arange(0, sums.shape[1]), tl.arange(0, sums.shape[0]), part.to(tl.int64)
+        is_member = member < GROUP
+        stats = part_stats + number * (2 * GROUP) + member
+        tl.store(stats, top, mask=is_member)
+        tl.store(stats + GROUP, total, mask=is_member)
+        place = part_sums + number * (GROUP * HEAD_DIM) + member[None, :] * HEAD_DIM + dim[:, None]
+        tl.store(place, sums, mask=is_member[None, :] & (dim < HEAD_DIM)[:, None])
+        tl.debug_barrier()  # all threads' parts before the one thread's release
+        pair = row * NUM_KV_HEADS + head
+        if tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+            merge_parts(
+                output, first_part, other_parts, part_step, num_parts, part_sums, part_stats, sinks, HEAD_DIM, PADDED_DIM,
+                GROUP, MEMBERS, PARTS,
+            )  # fmt: skip
+            tl.store(arrivals + pair, 0)  # for the next launch

@@ -20,13 +20,11 @@ from pelton_backends.triton.attention.decode_pieces import (
     angles_at,
     attend,
     blocks_of,
+    finish,
     load_heads,
     make_query,
-    merge_parts,
     norm_weights,
     partner_of,
-    store_output,
-    store_part,
 )
 from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
 
@@ -222,21 +220,8 @@ def streamed_decode_kernel(
                 False, STAGES,
             )  # fmt: skip
 
-            head_output = output + token_index.to(tl.int64) * stride_output + head * (GROUP * HEAD_DIM)
-            head_sinks = sinks
-            if sinks is not None:
-                head_sinks = sinks + head * GROUP
-            if num_parts == 1:
-                store_output(head_output, top, total, sums, head_sinks, HEAD_DIM, GROUP)
-            else:
-                part = program * 2 + (begin == 0).to(tl.int32)
-                store_part(part, part_sums, part_stats, top, total, sums, HEAD_DIM, GROUP)
-                tl.debug_barrier()  # all threads' parts before the one thread's release
-                pair = row * NUM_KV_HEADS + head
-                arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
-                if arrived == num_parts - 1:
-                    merge_parts(
-                        head_output, first_program * 2 + 1, first_program * 2, 2, num_parts, part_sums, part_stats,
-                        head_sinks, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
-                    )  # fmt: skip
-                    tl.store(arrivals + pair, 0)  # for the next launch
+            finish(
+                output + token_index.to(tl.int64) * stride_output, top, total, sums, row, head, num_parts,
+                program * 2 + (begin == 0).to(tl.int32), first_program * 2 + 1, first_program * 2, 2, part_sums, part_stats,
+                arrivals, sinks, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
+            )  # fmt: skip
