@@ -1,8 +1,9 @@
-"""Compile the kernels of a decode layer for compute capability 9.0 on a machine without a GPU, and print their machine code.
+"""Compile kernels for compute capability 9.0, with a GPU or without; print what each takes, a line of JSON.
 
-    python pelton_sm90.py        JSON: {name: [instructions, in order]}
+    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, of PRODUCTS, or of a method of Attention
 
-A driver stands in that says what the device is; kernels compile and never run. Run without TRITON_INTERPRET.
+A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
+them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone.
 """
 
 from __future__ import annotations
@@ -10,28 +11,49 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from pelton_linear_oracle import make_case
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", re.MULTILINE)
+from pelton.attention.interface import KVLayout
+from pelton.attention.kv_cache import page_views
+from pelton.kv_cache.spec import FullAttentionSpec
+from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
+from pelton_backends.triton.attention.cascade import cascade_attention
+from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, PartBuffers, decode_attention
+from pelton_backends.triton.attention.prefill import prefill_attention
+from pelton_backends.triton.ops import gemv, hopper_split_k, small_batch
+from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
+
+ROWS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 8, 128, 16, 2
+SHAPES = {
+    "early": LaunchShape(8, 0, 32, 2, is_early=True),
+    "split": LaunchShape(4, 0, 16, 3, least=16),
+    "streamed": LaunchShape(0, 1056, 16, 2),
+}
 
 
-class _H200:
-    """What Triton's runtime asks of a driver before it compiles."""
+GATED = {"activation": "silu"}
+PRODUCTS: dict[str, tuple[Any, tuple[int, int, int], dict[str, Any]]] = {
+    "QKV": (gemv.GemvAddNormLinear, (1, 1024, 4096), {}),
+    "O": (gemv.GemvLinear, (1, 2048, 1024), {"norm": False}),
+    "gate and up": (gemv.GemvAddNormGatedLinear, (1, 1024, 6144), GATED),
+    "down": (gemv.GemvLinear, (1, 3072, 1024), {"norm": False}),
+    "O of 32 rows": (small_batch.SmallBatchLinear, (32, 2048, 1024), {"norm": False}),
+}
+"""Of a layer of Qwen3-0.6B: seam, (rows, in, out), what else the case has."""
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]+)", re.MULTILINE)
 
-    class utils:
-        @staticmethod
-        def get_device_properties(device: int) -> dict[str, int]:
-            return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+
+class Hopper:
+    """What the compiler asks of a driver."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -39,88 +61,113 @@ class _H200:
     def get_current_device(self) -> int:
         return 0
 
-    def get_current_stream(self, device: Any = None) -> int:
+    def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def is_active(self) -> bool:
-        return True
+    class utils:
+        @staticmethod
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
 
 
-def compiled_by(call: Callable[[], object]) -> list[Any]:
-    """The kernels that a call launches, compiled."""
-    found: list[Any] = []
-    run = JITFunction.run
+class Attention:
+    """One launch of each of its kernels, of the dtypes given."""
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        found.append(run(self, *args, grid=grid, warmup=True, **options))
+    def __init__(self, dtype: str, kv_dtype: str) -> None:
+        self.dtype, self.kv_dtype = dtype, kv_dtype
+        self.spec = NormSpec(size=HEAD_DIM, eps=1e-6)
+        self.norm = self._empty(HEAD_DIM)
+        self.cos_sin = torch.empty(8192, HEAD_DIM)
+        self.qkv = self._empty(ROWS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        self.query = self._empty(ROWS, HEADS, HEAD_DIM)
+        self.tokens = torch.zeros(ROWS, dtype=torch.int64)  # positions, or slots
+        self.lengths = torch.zeros(ROWS, dtype=torch.int32)
+        self.starts = torch.zeros(ROWS + 1, dtype=torch.int32)
+        self.table = torch.zeros(ROWS, 512, dtype=torch.int32)
+        page = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=kv_dtype)
+        memory = torch.zeros(NUM_BLOCKS * page.page_size_bytes, dtype=torch.uint8)
+        self.caches = page_views(memory, NUM_BLOCKS, page, KVLayout(heads_first=True))
 
-    JITFunction.run = compile_only  # type: ignore[method-assign]
-    try:
-        call()
-    finally:
-        JITFunction.run = run  # type: ignore[method-assign]
-    return found
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, self.dtype))
+
+    def decode(self, shape: LaunchShape) -> None:
+        parts = PartBuffers.allocate(
+            torch.device("cpu"), max_rows=ROWS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
+        )
+        new = NewTokens(self.tokens, self.tokens, HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec)
+        decode_attention(
+            self.qkv, *self.caches, self.query, self.lengths, self.table, parts, num_rows=ROWS, max_seq_len=8192,
+            scale=1.0, new=new, pdl=True, shape=shape,
+        )  # fmt: skip
+
+    def prefill(self) -> None:
+        prefill_attention(
+            self.query, *self.caches, self.query, self.starts, self.lengths, self.table, num_reqs=1,
+            max_query_len=ROWS, max_seq_len=8192, scale=1.0, pdl=True,
+        )  # fmt: skip
+
+    def cascade(self) -> None:
+        cascade_attention(
+            self.query, *self.caches, self.query, self.lengths, self.table, num_rows=ROWS, prefix_len=1024,
+            max_seq_len=8192, scale=1.0, pdl=True,
+        )  # fmt: skip
+
+    def write(self) -> None:
+        needs = QkNormRopeWriteKvNeeds(
+            dtype=self.dtype, kv_dtype=self.kv_dtype, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+            rotary_dim=HEAD_DIM, q_norm=self.spec, k_norm=self.spec,
+        )  # fmt: skip
+        tensors = QkNormRopeWriteKvTensors(self.cos_sin, self.norm, self.norm)
+        TritonQkNormRopeWriteKv.bind(needs, tensors)(self.qkv, self.tokens, self.tokens, *self.caches)
 
 
-def instructions(kernel: Any) -> list[str]:
+def multiply(dtype: str, name: str) -> None:
+    seam, (rows, size, out), options = PRODUCTS[name]
+    case = make_case(rows, size, out, getattr(torch, dtype), torch.device("cpu"), **options)
+    case.call(seam.bind(case.needs, case.tensors))
+
+
+def describe(name: str, kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        listing = subprocess.run([BIN / "cuobjdump", "-sass", file.name], capture_output=True, text=True, check=True)
-    return INSTRUCTION.findall(listing.stdout)
+        usage, code = (
+            subprocess.run(
+                [knobs.nvidia.cuobjdump.path, flag, file.name], check=True, capture_output=True, text=True
+            ).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    found = {"of": name, "kernel": kernel.name, "registers": registers, "stack": stack}
+    return found | {"instructions": INSTRUCTION.findall(code)}
 
 
-def decode_layer() -> dict[str, Callable[[], object]]:
-    """Qwen3-0.6B's seams at one row and at 32, and attention for few rows and for many."""
-    from pelton_linear_oracle import make_case
+def main(dtype: str, kv_dtype: str, *names: str) -> None:
+    compiled: list[Any] = []
+    run = JITFunction.run
 
-    from pelton.ops.interface import NormSpec
-    from pelton_backends.triton.attention.decode import NewTokens, PartBuffers, decode_attention
-    from pelton_backends.triton.ops import gemv, hopper_split_k, small_batch
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
 
-    hopper_split_k.is_hopper = lambda device: True
-    for module in (gemv, hopper_split_k):
-        module.has_pdl = lambda device: True  # type: ignore[attr-defined]
-    cpu = torch.device("cpu")
-
-    def product(seam: Any, rows: int, size: int, out: int, **options: Any) -> Callable[[], object]:
-        case = make_case(rows, size, out, torch.bfloat16, cpu, **options)
-        bound = seam.bind(case.needs, case.tensors)
-        return lambda: case.call(bound)
-
-    def attention(rows: int) -> Callable[[], object]:
-        heads, kv_heads, dim = 16, 8, 128
-        cache = torch.empty(4, 2, kv_heads, 16, dim, dtype=torch.bfloat16).transpose(2, 3)
-        norm, spec = torch.ones(dim, dtype=torch.bfloat16), NormSpec(size=dim, eps=1e-6)
-        numbers = torch.zeros(rows, dtype=torch.int64)
-        new = NewTokens(numbers, numbers, dim, torch.empty(64, dim), norm, norm, spec)
-        parts = PartBuffers.allocate(cpu, max_rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
-        qkv = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
-        return lambda: decode_attention(
-            qkv, cache[:, 0], cache[:, 1], torch.empty(rows, heads, dim, dtype=torch.bfloat16),
-            torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 512, dtype=torch.int32), parts, num_rows=rows,
-            max_seq_len=8192, scale=1.0, new=new, pdl=True,
-        )  # fmt: skip
-
-    few, more = gemv, small_batch
-    return {
-        "QKV, 1 row": product(few.GemvAddNormLinear, 1, 1024, 4096),
-        "O, 1 row": product(few.GemvLinear, 1, 2048, 1024, norm=False),
-        "gate and up, 1 row": product(few.GemvAddNormGatedLinear, 1, 1024, 6144, activation="silu"),
-        "down, 1 row": product(few.GemvLinear, 1, 3072, 1024, norm=False),
-        "O, 32 rows": product(more.SmallBatchLinear, 32, 2048, 1024, norm=False),
-        "attention, 1 row": attention(1),
-        "attention, 64 rows": attention(64),
-    }
-
-
-def main() -> None:
-    driver.set_active(_H200())
-    print(json.dumps({name: [instructions(k) for k in compiled_by(call)] for name, call in decode_layer().items()}))
+    JITFunction.run = compile_only
+    driver.set_active(Hopper())
+    hopper_split_k.is_hopper = gemv.has_pdl = hopper_split_k.has_pdl = lambda device: True
+    attention = Attention(dtype, kv_dtype)
+    for name in names:
+        if name in SHAPES:
+            attention.decode(SHAPES[name])
+        elif name in PRODUCTS:
+            multiply(dtype, name)
+        else:
+            getattr(attention, name)()
+        for kernel in compiled:
+            print(json.dumps(describe(name, kernel)))
+        compiled.clear()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

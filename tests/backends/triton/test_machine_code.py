@@ -1,7 +1,8 @@
-"""Dependent launch as the machine sees it: kernels compiled for compute capability 9.0, no GPU needed.
+"""What the compiler makes of kernels for compute capability 9.0, with or without a GPU here.
 
-Every program waits for the kernels before (ACQBULK) before it writes anything or adds to a counter, lets the next one start
-(PREEXIT), and has its first weights on the way by then.
+The interpreter takes what the compiler refuses (a variable whose dtype a branch changes), so the caches of each dtype are
+compiled. Of the decode chain the instructions are read: every program waits for the kernels before (ACQBULK) before it
+writes anything or adds to a counter, lets the next one start (PREEXIT), and has its first loads on their way by then.
 """
 
 from __future__ import annotations
@@ -11,40 +12,59 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import pelton_sm90
 import pytest
 
-pytestmark = pytest.mark.skipif(not (pelton_sm90.BIN / "cuobjdump").exists(), reason="Triton brings no cuobjdump here")
-
+PROGRAM = Path(__file__).parents[2] / "support" / "pelton_sm90.py"
+DECODE = ("early", "split", "streamed")
+CHAIN = ("QKV", "O", "gate and up", "down", "O of 32 rows", *DECODE)
 LOADS = {"LDG", "LDGSTS", "UTMALDG"}
-WRITES = {"STG", "ATOM", "ATOMG", "RED", "REDG", "REDUX", "UTMASTG", "UTMAREDG"}
+WRITES = {"STG", "ATOM", "ATOMG", "RED", "REDG", "UTMASTG", "UTMAREDG"}
+
+
+def compiled(*arguments: str) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "dtype, kv_dtype, names",
+    [
+        ("bfloat16", "fp8_e4m3", (*DECODE, "prefill", "cascade", "write")),
+        ("bfloat16", "fp8_e5m2", (*DECODE, "write")),
+        ("float16", "bfloat16", ("streamed",)),
+    ],
+)
+def test_caches_of_another_dtype_have_kernels(dtype: str, kv_dtype: str, names: tuple[str, ...]) -> None:
+    assert {kernel["of"] for kernel in compiled(dtype, kv_dtype, *names)} == set(names)
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Instructions without their modifiers, of each seam's one kernel."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    environment.pop("TRITON_INTERPRET", None)
-    made = subprocess.run(
-        [sys.executable, str(Path(pelton_sm90.__file__))], env=environment, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stderr
-    found = json.loads(made.stdout)
-    assert all(len(of_seam) == 1 for of_seam in found.values()), "a seam is one kernel"
-    return {name: [text.split(".")[0] for text in of_seam[0]] for name, of_seam in found.items()}
+def chain() -> list[dict[str, Any]]:
+    kernels = compiled("bfloat16", "bfloat16", *CHAIN)
+    assert [kernel["of"] for kernel in kernels] == list(CHAIN), "a seam is one kernel"
+    return kernels
 
 
-def test_nothing_is_written_before_the_wait(kernels: dict[str, list[str]]) -> None:
-    for name, code in kernels.items():
+def test_the_decode_chain_keeps_all_in_registers(chain: list[dict[str, Any]]) -> None:
+    assert {kernel["of"]: kernel["stack"] for kernel in chain} == dict.fromkeys(CHAIN, 0)
+
+
+def test_nothing_is_written_before_the_wait(chain: list[dict[str, Any]]) -> None:
+    for kernel in chain:
+        name, code = kernel["of"], kernel["instructions"]
         assert "PREEXIT" in code, f"{name}: the next kernel may not start early"
         assert "ACQBULK" in code, f"{name}: it never waits for the kernels before"
-        early = code[: code.index("ACQBULK")]
-        assert not WRITES & set(early), f"{name}: it writes before the wait"
+        assert not WRITES & set(code[: code.index("ACQBULK")]), f"{name}: it writes before the wait"
         assert WRITES & set(code), f"{name}: the list of writing instructions knows none of this kernel's"
 
 
-def test_weights_are_on_their_way_before_the_wait(kernels: dict[str, list[str]]) -> None:
-    for name, code in kernels.items():
-        early = code[: code.index("ACQBULK")]
-        assert LOADS & set(early), f"{name}: nothing is loaded before the wait"
+def test_loads_are_on_their_way_before_the_wait(chain: list[dict[str, Any]]) -> None:
+    for kernel in chain:
+        code = kernel["instructions"]
+        assert LOADS & set(code[: code.index("ACQBULK")]), f"{kernel['of']}: nothing is loaded before the wait"
