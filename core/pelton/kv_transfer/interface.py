@@ -54,7 +54,8 @@ class WorkerConnector(ABC):
 
     @abstractmethod
     def start_load(self, metadata: bytes) -> None:
-        """Before the forward: begin to bring what this step needs."""
+        """Before the forward: begin to bring what this step needs, behind the work that is queued on the current stream by
+        now: it may zero the very blocks that are loaded into."""
 
     @abstractmethod
     def wait_for_save(self) -> None:

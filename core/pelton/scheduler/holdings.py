@@ -1,8 +1,9 @@
 """What requests hold, blocks and slots: entered as they come, given back when no open step can touch them.
 
 Where one stream orders all steps that is at once; else they wait for their fence, the last step that uses them. A block
-that is given back before a result told of its content is zeroed by the step that hands it on. Who gives something up, and
-when, is decided elsewhere.
+that is given back before a result told of its content is zeroed by the step that hands it on. (Not one that left the window of
+a request that goes on: kernels read nothing outside a row's window, and a result with NaN is found in its own row.) Who
+gives something up, and when, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -160,8 +161,10 @@ class Holdings:
         """Blocks to zero before the step: handed on by it, and their last holder may have left NaN there."""
         if not self.left and not self._doubtful:
             return []
-        unread = (use.blocks_from(use.num_proven, self.block_sizes) for use in self.left)
-        found = self._doubtful.union(*unread) & step.handed_blocks()
+        handed = step.handed_blocks()
+        found = {block for block in handed if block in self._doubtful}  # few of many
+        for use in self.left if handed else ():
+            found |= handed & use.blocks_from(use.num_proven, self.block_sizes)
         self._doubtful -= found
         return sorted(found)
 

@@ -104,7 +104,7 @@ class Results:
             has_drafts = bool(result.draft_token_ids) and not request.num_pending
             request.drafts = result.draft_token_ids[row] if has_drafts else []
         self._look_again(request)
-        if not samples or request.grammar is not None:
+        if not samples or request.grammar is not None or request.status is not RequestStatus.RUNNING:
             request.look_at = 0
         if not samples:
             return None

@@ -269,6 +269,9 @@ class DefaultScheduler(Scheduler):
         for use in touched:
             request = use.request
             request.void_through = max(request.void_through, use.last_step_id)
+            if request.skip_prefix_lookup:  # prompt logprobs, not sent yet: all are made again
+                request.prompt_logprobs = None
+                request.void_logprobs_through = request.void_through
             request.skip_connector = request.skip_connector or skip_connector
             if request.is_receiving:
                 request.restarts = True  # its blocks are being written to

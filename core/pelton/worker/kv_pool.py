@@ -51,7 +51,10 @@ class KVPool:
     def zero_blocks(self, block_ids: Tensor) -> None:
         """block_ids: int64, on the pages' device."""
         for page in self.pages:
-            page.index_fill_(0, block_ids, 0)
+            words = (
+                page.view(torch.int64) if page.shape[1] % 8 == 0 else page
+            )  # byte by byte it takes ten times as long
+            words.index_fill_(0, block_ids, 0)
 
     def scrub(self, group: int, block_ids: Tensor) -> None:
         """Replace NaN and infinity by 0: a block is handed on with what its last owner left in it, and 0 * NaN is NaN

@@ -136,10 +136,14 @@ class DeviceWorker(Worker):
         names = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization")
         name = next(name for name in names if getattr(kv_cache, name) is not None)
         room = self._kv_cache_room
+        fits = (
+            f": {room * plan.num_blocks // num_bytes} blocks, {room} bytes, were found to fit"
+            if room < num_bytes
+            else ""
+        )
         return (
             f"{name} is {getattr(kv_cache, name)}: a KV cache of {plan.num_blocks} blocks takes {num_bytes} bytes, which "
-            f"cannot be allocated ({error}). Set it lower: {room * plan.num_blocks // num_bytes} blocks, {room} bytes, were "
-            "found to fit."
+            f"cannot be allocated ({error}). Set it lower{fits}."
         )
 
     @torch.inference_mode()

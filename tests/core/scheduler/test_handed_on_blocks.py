@@ -176,3 +176,35 @@ def test_nan_of_an_aborted_request_does_not_reach_who_gets_its_blocks(monkeypatc
     assert [output.new_token_ids for output in outputs] == [oracle_greedy([7, 9, 3, 1, 4], 1)]
     runner.execute(SchedulerOutput(step_id=9))  # a's result was NaN: now all of its blocks are mended
     assert all(bool(layer.v_cache.isfinite().all()) for layer in runner.pool.layers)
+
+
+def test_blocks_of_a_request_that_came_back_after_preemption_are_trusted_again():
+    """Its token in flight arrives while it waits, and its first step afterwards computes all of it."""
+    harness = Harness(max_steps_in_flight=2)
+    harness.add(make_request("a", 9, 12))
+    harness.launch()
+    harness.retire()
+    harness.launch()
+    harness.launch()
+    harness.retire()
+    request = harness.scheduler._roster.requests["a"]
+    assert request.is_proven
+    give_up(harness, "preempt")
+    harness.retire()
+    harness.launch()
+    harness.retire()
+    assert request.is_proven
+    harness.run_and_check()
+    assert not harness.scheduler._holdings._doubtful
+
+
+def test_prompt_logprobs_are_told_once_by_a_request_whose_blocks_were_spoilt():
+    harness = Harness(max_steps_in_flight=2, max_num_batched_tokens=4)
+    harness.add(make_request("a", [*range(1, 9)], 3, prompt_logprobs=0))
+    harness.launch()
+    harness.launch()
+    harness.retire()  # of the prompt's first half; the second is in flight
+    harness.scheduler._recompute_readers({harness.scheduler._roster.requests["a"].tables[0][0]})
+    harness.run_and_check()
+    told = [output.prompt_logprobs for output in harness.outputs["a"] if output.prompt_logprobs is not None]
+    assert [len(columns.token_ids) for columns in told] == [7]
