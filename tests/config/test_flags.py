@@ -91,6 +91,7 @@ def flat_value(config: EngineConfig, name: str):
         ),
         pytest.param(["-cc.cudagraph_capture_sizes=[1, 2]"], "cudagraph_capture_sizes", [1, 2], id="json-list-by-dot"),
         pytest.param(["--served-model-name=a"], "served_model_name", ["a"], id="name-with-equals"),
+        pytest.param(["--served-model-name", "null"], "served_model_name", ["null"], id="list-that-cannot-be-unset"),
         pytest.param(["--cudagraph-mode", "null"], "cudagraph_mode", None, id="null-is-unset"),
         pytest.param(["--max-model-len", "none"], "max_model_len", None, id="none-is-unset-where-it-is-no-choice"),
         pytest.param(["--kv-cache-config.block-size", "32"], "block_size", 32, id="any-section-by-dot"),

@@ -30,7 +30,7 @@ from pelton.config.engine import (
 )
 from pelton.config.flag_help import help_text
 from pelton.config.flag_table import SHORT_FLAGS, Flag, all_structs, make_flags
-from pelton.config.flag_values import list_item, read_any, read_as
+from pelton.config.flag_values import alternatives, list_item, read_any, read_as
 from pelton.config.settings_file import read_settings_file
 from pelton.errors import ConfigError
 
@@ -157,7 +157,8 @@ class _Parser:
     def _read_value(self, flag: Flag, spelling: str, value: str | None, rest: list[str]) -> Any:
         """One value, or the items of a list: `1 2`, `=1` or `[1, 2]`."""
         first = self._value(spelling, value, rest)
-        if not flag.is_list or first.startswith("[") or first.lower() in ("none", "null"):
+        is_unset = first.lower() in ("none", "null") and type(None) in alternatives(flag.hint)
+        if not flag.is_list or first.startswith("[") or is_unset:
             return flag.read(first, spelling)
         texts = [first]
         while value is None and rest and not self._looks_like_flag(rest[0]):

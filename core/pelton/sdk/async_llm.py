@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LONG_PROMPT_CHARS = 4096  # tokenized on a thread: tokenizers lets go of the GIL, the event loop goes on
+LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of the GIL, the event loop goes on
 MAX_RESTARTS = 5
 HEALTHY_S = 600.0  # after this long alive, earlier deaths are forgotten
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)

@@ -16,6 +16,8 @@ from pelton.errors import RequestError
 from pelton.tokenizer.chat_template import ChatTemplate
 
 REPLACEMENT = "�"
+_LONG_TEXT_CHARS = 4096
+"""From here on a text is encoded as a batch: `tokenizers` holds the GIL while it encodes one, not for a batch."""
 
 
 class Tokenizer:
@@ -62,14 +64,18 @@ class Tokenizer:
         return token_id in self.special_token_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises `RequestError` for what is no text, such as half of a surrogate pair."""
+        """Raises `RequestError` for what is no text, such as half of a surrogate pair. Other threads go on meanwhile where the
+        text is long."""
         try:
+            if len(text) >= _LONG_TEXT_CHARS:
+                return self.encode_batch([text], add_special_tokens)[0]
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise _no_text(text) from error
         return ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """On as many threads as there are cores. Raises as `encode`."""
         try:
             found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:

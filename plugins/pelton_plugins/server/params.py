@@ -38,7 +38,8 @@ def sampling_params(
         if value is not None:
             values[name] = value
     if prompt_logprobs is not None:
-        values["prompt_logprobs"] = max(prompt_logprobs, values.get("prompt_logprobs", 0))
+        asked = (prompt_logprobs, values.get("prompt_logprobs", 0))
+        values["prompt_logprobs"] = -1 if -1 in asked else max(asked)  # -1: all of the vocabulary
     return SamplingParams(
         **values,
         max_tokens=max_tokens,

@@ -39,10 +39,19 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 async def tokenize(llm: AsyncLLM | Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """Off the event loop where the text is long."""
+    (token_ids,) = await tokenize_all(llm, [text], add_special_tokens=add_special_tokens)
+    return token_ids
+
+
+async def tokenize_all(llm: AsyncLLM | Any, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """Off the event loop where the texts are long together."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise RequestError("The server runs without a tokenizer; send token ids.", param="prompt")
-    return await off_loop(len(text), lambda: list(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+    size = sum(map(len, texts))
+    if size <= LONG_TEXT_CHARS:
+        return [list(tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)
 
 
 def truncate(llm: AsyncLLM | Any, request: GenerateRequest, prompt: Prompt, max_tokens: int | None) -> Prompt:
@@ -102,13 +111,13 @@ async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: 
         raise RequestError("prompt mixes texts, token ids and lists; send one kind.", param="prompt")
     check_fan_out(len(items), params.n)
     special = True if request.add_special_tokens is None else request.add_special_tokens
+    if isinstance(items[0], str):
+        found = await tokenize_all(llm, items, add_special_tokens=special)
+        read = [Prompt(token_ids=ids, text=text) for ids, text in zip(found, items, strict=True)]
+    else:
+        read = [Prompt(token_ids=ids) for ids in items]
     prompts: list[Prompt] = []
-    item: Any
-    for item in items:
-        if isinstance(item, str):
-            prompt = Prompt(token_ids=await tokenize(llm, item, add_special_tokens=special), text=item)
-        else:
-            prompt = Prompt(token_ids=item)
+    for prompt in read:
         if not prompt.token_ids:
             raise RequestError("prompt is empty; send text or token ids.", param="prompt")
         prompt = truncate(llm, request, prompt, params.max_tokens)

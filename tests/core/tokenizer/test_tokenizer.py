@@ -59,6 +59,22 @@ def test_special_tokens_are_added_on_wish_and_texts_are_not_truncated(folder):
     assert tokenizer.decode([258, 256]) == "he" and tokenizer.decode([258, 256], skip_special_tokens=False) == "<s>he"
 
 
+def test_a_long_text_gives_the_same_ids_on_a_path_that_lets_other_threads_run(folder):
+    """`tokenizers` holds the GIL in `encode`, which would stop every stream of a server; in a batch it does not."""
+    tokenizer = load_hf_tokenizer(folder)
+    backend, text = tokenizer.backend, "he said <s> \U0001f600 héhe</s>\n" * 400
+    want = [backend.encode(text, add_special_tokens=special).ids for special in (True, False)]
+
+    class Batches:
+        def encode_batch_fast(self, texts, *, add_special_tokens):
+            return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    tokenizer.backend = Batches()
+    assert [tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)] == want
+    with pytest.raises(RequestError):
+        tokenizer.encode("x" * 5000 + "\ud800")
+
+
 def test_bytes_and_text_of_single_tokens(folder):
     tokenizer = load_hf_tokenizer(folder)
     assert tokenizer.token_bytes(257) == b" h" and tokenizer.token_text(257) == " h"
