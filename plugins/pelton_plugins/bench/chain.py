@@ -53,10 +53,10 @@ class ChainArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_at_least(self, batch_sizes=1, context_len=1, num_layers=1, replays=1)
-        if self.replays > 50 or not self.batch_sizes:
-            raise ConfigError(
-                f"replays is {self.replays}, at most 50; batch_sizes are {self.batch_sizes}, at least one."
-            )
+        if self.replays > 50:
+            raise ConfigError(f"replays is {self.replays}; use at most 50.")
+        if not self.batch_sizes:
+            raise ConfigError("batch_sizes is empty; name one size at least, such as 32.")
         if self.bandwidth_gb_s is not None and not self.bandwidth_gb_s > 0:
             raise ConfigError(f"bandwidth_gb_s is {self.bandwidth_gb_s}; use a positive number, such as 4290.")
 

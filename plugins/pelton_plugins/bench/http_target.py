@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,6 +21,7 @@ from pelton_plugins.bench.targets import Target, TargetState
 
 CONNECT_TIMEOUT_S = 30.0
 MAX_LINE_BYTES = 2**20
+UNTOLD_LEN = sys.maxsize  # of a server that names no max_model_len: it alone can refuse what is too long
 
 
 class _Usage(msgspec.Struct):
@@ -60,7 +62,8 @@ class HttpTarget(Target):
     async def start(self) -> None:
         models = msgspec.json.decode(await self._get("/v1/models"))["data"]
         self.model = self.model or str(models[0]["id"])
-        self.max_model_len = next((m.get("max_model_len") or 0 for m in models if m["id"] == self.model), 0) or 4096
+        told = (m.get("max_model_len") for m in models if m["id"] == self.model)
+        self.max_model_len = next(told, None) or UNTOLD_LEN
         self.max_num_seqs = 256
 
     async def request(self, prompt: list[int], num_tokens: int, stop_after: int | None, times: RequestTimes) -> None:

@@ -106,9 +106,11 @@ class Exchange:
 
     async def _keep_alive(self, interval: float) -> None:
         while not self._is_answered:
-            await asyncio.sleep(interval / 2)
-            if self._is_streaming and time.monotonic() - self._last_write >= interval / 2:
+            silence = time.monotonic() - self._last_write if self._is_streaming else 0.0
+            if silence >= interval:
                 await self.write(KEEP_ALIVE)
+                silence = 0.0
+            await asyncio.sleep(interval - silence)
 
     async def _fail(self, error: Exception) -> None:
         body = describe(error, self.request_id, in_detail=self.state.config.return_errors_in_detail)

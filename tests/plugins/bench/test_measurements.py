@@ -7,7 +7,9 @@ import json
 import random
 import shutil
 import statistics
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,46 @@ def test_serve_at_a_server(model, fake_flags, tmp_path, capsys):
     loaded = read(load)
     assert loaded["num_aborted"] > 0 and loaded["num_completed"] > 0 and not loaded["errors"]
     assert {check["name"]: check["ok"] for check in loaded["checks"]}["KV blocks held, share"]
+
+
+@pytest.fixture
+def plain_server():
+    """(url, bodies that it was sent) of an OpenAI-compatible server that tells no more of its model than the name."""
+    bodies = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
+
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.answer(b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n' * 3 + b"data: [DONE]\n\n")
+
+        def answer(self, body):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", bodies
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("output_len", [3, 6000])
+def test_serve_sends_any_length_to_a_server_that_tells_no_max_model_len(plain_server, output_len):
+    url, bodies = plain_server
+    argv = ["--url", url, "--num-prompts", "2", "--output-len", str(output_len)]
+    assert main(["bench", "serve", *argv, "--input-len", "5000"]) == 0
+    sent = [(body["model"], len(body["prompt"]), body["max_tokens"]) for body in bodies]
+    assert sent == [("m", 5000, output_len)] * 2
+    assert main(["bench", "serve", *argv]) == 0
+    assert all(8 <= len(body["prompt"]) <= 2000 and body["max_tokens"] == output_len for body in bodies[2:])
 
 
 def test_serve_without_a_server_says_so(capsys):
@@ -479,6 +521,8 @@ def test_chain_times_every_seam(model, tmp_path, capfd):
         (["serve", "--url", "http://"], "--url is 'http://'; use an address such as http://127.0.0.1:8000."),
         (["load", "--abort-fraction", "1"], "abort_fraction 1.0"),
         (["chain", "--batch-sizes", "0"], "use at least 1"),
+        (["chain", "--batch-sizes", "[]"], "batch_sizes is empty; name one size at least"),
+        (["chain", "--replays", "51"], "replays is 51; use at most 50."),
         (["host", "--num-steps", "0"], "use at least 1"),
     ],
 )

@@ -58,6 +58,7 @@ class FakeAsyncLLM:
         self.last_ids: list[str] = []
         self.running: set[str] = set()
         self.step_s = 0.0
+        self.late_prompt: list[int] | None = None  # answered after the others
         self.last_progress_age_s = 0.0
         self.down: EngineDeadError | None = None
         self.fail_before: Exception | None = None
@@ -95,6 +96,7 @@ class FakeAsyncLLM:
     async def _outputs(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
         ids, text = list(prompt["prompt_token_ids"]), prompt.get("prompt")
         answers = [self.answer if params.n == 1 else f"{i}{self.answer}" for i in range(params.n)]
+        await asyncio.sleep(0.05 if ids == self.late_prompt else 0)
         most = 1000 if params.max_tokens is None else params.max_tokens
         whole = [CompletionOutput(i, "", [], logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         prompt_logprobs = None

@@ -106,6 +106,12 @@ def test_continuous_usage_alone_adds_nothing(shared):
     assert all("usage" not in chunk for chunk in chunks_of(reply))
 
 
+def test_usage_may_be_forced_on_every_stream(start):
+    server = start(enable_force_include_usage=True)
+    reply = server.post("/v1/chat/completions", {**HI, "stream": True, "max_tokens": 2})
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks_of(reply)] == [1, 1, 2, 2]
+
+
 def test_length_and_token_ids(shared):
     body = {**HI, "max_completion_tokens": 2, "max_tokens": 9, "return_token_ids": True}
     reply = shared.post("/v1/chat/completions", body).json()
@@ -175,6 +181,14 @@ def test_echo_sends_the_text_that_is_continued(shared):
     ]
     assert contents == [{"role": "assistant", "content": ""}, {"content": "So"}, {"content": "H"}]
     assert shared.llm.requests[-1][0]["prompt"] == "<user>q\n<assistant>So\n"
+    of_a_user = {"messages": messages[:1], "echo": True, "max_tokens": 1}
+    assert shared.post("/v1/chat/completions", of_a_user).json()["choices"][0]["message"]["content"] == "H"
+
+
+def test_prompt_logprobs_are_of_the_whole_answer(shared):
+    found = shared.post("/v1/chat/completions", {**HI, "max_tokens": 1, "prompt_logprobs": 1}).json()["prompt_logprobs"]
+    assert found[0] is None and len(found) == len("<user>Hi\n<assistant>")
+    assert found[1]["21"] == {"logprob": -1.5, "rank": 2, "decoded_token": "u"}
 
 
 def test_fields_reach_the_engine(shared):

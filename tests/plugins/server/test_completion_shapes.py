@@ -81,14 +81,26 @@ def test_index_is_prompt_times_n_plus_sample(shared, prompt, stream):
         texts = [choice["text"] for choice in reply.json()["choices"]]
         assert reply.json()["usage"]["prompt_tokens"] == 3
         assert reply.json()["usage"]["completion_tokens"] == 8
+        assert reply.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     assert texts == ["ab0H", "ab1H", "c0H", "c1H"]
 
 
+def test_choices_are_in_order_whichever_prompt_ends_first(start):
+    server = start()
+    server.llm.late_prompt = [1, 2]
+    reply = server.post("/v1/completions", {"prompt": [[1, 2], [3]], "return_token_ids": True, "max_tokens": 1}).json()
+    assert [(choice["index"], choice["prompt_token_ids"]) for choice in reply["choices"]] == [(0, [1, 2]), (1, [3])]
+
+
 def test_one_list_of_ids_is_one_prompt(shared):
-    reply = shared.post("/v1/completions", {"prompt": [1, 2, 3], "return_token_ids": True, "max_tokens": 1}).json()
+    body = {"prompt": [1, 2, 3], "return_token_ids": True, "max_tokens": 1}
+    reply = shared.post("/v1/completions", body).json()
     assert len(reply["choices"]) == 1
     assert reply["choices"][0]["prompt_token_ids"] == [1, 2, 3]
     assert len(reply["choices"][0]["token_ids"]) == 1
+    chunks = chunks_of(shared.post("/v1/completions", {**body, "max_tokens": 2, "stream": True}))
+    assert [chunk["choices"][0]["prompt_token_ids"] for chunk in chunks] == [[1, 2, 3], None]
+    assert chunks[0]["choices"][0]["token_ids"] == reply["choices"][0]["token_ids"]
 
 
 def test_echo_with_no_tokens_returns_the_prompt_and_its_logprobs(shared):
@@ -104,6 +116,8 @@ def test_echo_with_no_tokens_returns_the_prompt_and_its_logprobs(shared):
         "text_offset": [0, 1, 2],
     }
     assert reply["usage"]["completion_tokens"] == 0
+    (chunk,) = chunks_of(shared.post("/v1/completions", {**body, "stream": True}))
+    assert (chunk["choices"][0]["text"], chunk["choices"][0]["logprobs"]) == ("abc", choice["logprobs"])
     assert shared.llm.requests[-1][1].max_tokens == 1
 
 

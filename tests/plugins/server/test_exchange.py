@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import time
+from itertools import pairwise
 
 import pytest
 
 from pelton.errors import DeadlineExceededError
 from pelton_plugins.server.errors import UnavailableError
+from pelton_plugins.server.exchange import KEEP_ALIVE, Exchange
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "ab", "max_tokens": 200, "ignore_eos": True}
@@ -120,11 +122,19 @@ def test_more_than_max_concurrent_requests_are_refused(start):
     assert server.client.get("/load").json() == {"server_load": 0}
 
 
-def test_silence_gets_a_comment_line(start):
+def test_silence_gets_a_comment_line(start, monkeypatch):
+    writes, write = [], Exchange.write
+
+    async def timed(self, events):
+        writes.append((time.monotonic(), events))
+        await write(self, events)
+
+    monkeypatch.setattr(Exchange, "write", timed)
     server = start(sse_keep_alive_interval=0.05)
     server.llm.step_s = 0.12
     text = server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 3, "stream": True}).text
-    assert text.count(": keep-alive\n\n") >= 2
+    silences = [now - before for (before, _), (now, events) in pairwise(writes) if events == KEEP_ALIVE]
+    assert text.count(": keep-alive\n\n") == len(silences) >= 2 and min(silences) >= 0.05
     lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
     assert len(lines) == 4 and lines[-1] == "data: [DONE]"
 
@@ -133,8 +143,6 @@ def test_deltas_that_are_ready_together_are_one_write(start):
     """Four prompts whose tokens come in one loop turn: far fewer writes than chunks."""
     server = start()
     writes = []
-    from pelton_plugins.server.exchange import Exchange
-
     original = Exchange.write
 
     async def counted(self, events):
@@ -167,3 +175,6 @@ def test_one_request_id_twice_at_once_is_fine(slow):
     first.close()
     second.close()
     assert slow.wait_for(lambda: not slow.llm.running)
+    body = {"prompt": "ab", "max_tokens": 1, "request_id": "same"}
+    reply = slow.post(COMPLETIONS, body, headers={"X-Request-Id": "other"})
+    assert reply.json()["id"] == "cmpl-same"
