@@ -119,6 +119,12 @@ def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> None:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs", value=request.top_logprobs)
     if request.top_logprobs is not None and request.top_logprobs < -1:
         raise RequestError("top_logprobs must be at least 0", param="top_logprobs", value=request.top_logprobs)
+    if request.max_completion_tokens is not None and request.max_completion_tokens < 1:
+        raise RequestError(
+            "max_completion_tokens must be at least 1",
+            param="max_completion_tokens",
+            value=request.max_completion_tokens,
+        )
     _check_tools(request)
     check_template(request, trust_template=trust_template)
 

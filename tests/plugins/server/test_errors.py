@@ -121,6 +121,7 @@ BAD_CHATS = {
     "image": ({"messages": IMAGE}, 501, "messages[0].content"),
     "top-logprobs": ({"top_logprobs": 2}, 400, "top_logprobs"),
     "top-logprobs-low": ({"logprobs": True, "top_logprobs": -3}, 400, "top_logprobs"),
+    "max-completion-tokens-low": ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     "tools-empty": ({"tools": []}, 400, "tools"),
     "tools": ({"tools": [TOOL]}, 501, "tools"),
     "tool-choice-alone": ({"tool_choice": "auto"}, 400, "tool_choice"),
