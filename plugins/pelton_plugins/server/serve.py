@@ -172,7 +172,7 @@ class Server:
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.api_key else ""
         body = (
             f'{{"model": "{self.state.model_name}", "messages": [{{"role": "user", "content": "What is the capital of '
-            'France?"}]}'
+            'France?"}], "temperature": 0, "max_completion_tokens": 32}'
         )
         return f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 
