@@ -151,9 +151,10 @@ class TritonBackend(AttentionBackend):
         self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor, new: NewTokens | None
     ) -> None:
         common = metadata.common
+        # A bound that is the same for all steps: programs of a row follow from it, and a kernel is compiled for each number.
         decode_attention(
             query, layer.k_cache, layer.v_cache, output, common.seq_lens, common.block_table,
-            self._part_buffers(common.num_reqs), num_rows=metadata.decode_rows, max_seq_len=common.max_seq_len,
+            self._part_buffers(common.num_reqs), num_rows=metadata.decode_rows, max_seq_len=self.max_model_len,
             scale=layer.scale, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
             alibi_slopes=layer.alibi_slopes, query_start_loc=common.query_start_loc if metadata.is_mixed else None,
             new=new, pdl=self.pdl,
