@@ -53,6 +53,12 @@ class Platform(ABC):
         running it, where memory is not counted: the worker then makes an estimate."""
         return None
 
+    def compile_ahead(self, run: Callable[[], None]) -> int:
+        """Compile the kernels that `run` launches, all together and without launching them: what it computes is worth nothing,
+        and it stores only in memory that steps of padding may write. Returns how many no earlier start had compiled; 0,
+        without running it, where kernels come compiled."""
+        return 0
+
     def graph_recorder(self) -> GraphRecorder | None:
         """What captures work on this device, on the current stream; None where nothing can. Asked once per worker, in its
         thread, when `supported_graph_modes` has more than NONE."""

@@ -30,11 +30,14 @@ class StepShape:
     common_prefix_blocks: tuple[int, ...] = ()
 
 
-def padding_shape(num_tokens: int, max_seq_len: int) -> StepShape:
-    """Of a step of nothing but padding: one row, which is a decode step's where it has one token."""
+def padding_shape(num_tokens: int, max_seq_len: int, num_decode_rows: int = 0) -> StepShape:
+    """Of a step of nothing but padding: `num_decode_rows` of one token, and a row of `num_tokens` of a sequence of up to
+    `max_seq_len`. That row is a decode step's where it has one token."""
+    num_rows = num_decode_rows + 1
     return StepShape(
-        num_reqs=1, num_tokens=0, num_decode_rows=int(num_tokens == 1), max_query_len=num_tokens, max_seq_len=max_seq_len,
-        num_padded_reqs=1, num_padded_tokens=num_tokens,
+        num_reqs=num_rows, num_tokens=0, num_decode_rows=num_rows if num_tokens == 1 else num_decode_rows,
+        max_query_len=num_tokens, max_seq_len=max_seq_len,
+        num_padded_reqs=num_rows, num_padded_tokens=num_decode_rows + num_tokens,
     )  # fmt: skip
 
 

@@ -93,16 +93,21 @@ class ModelRunner:
         )
         return self.graphs
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Run a prompt's step of `num_tokens` and a decode step, both of nothing but padding and without graphs: kernels,
-        attention's for either kind of rows too, are compiled and libraries choose theirs."""
-        slots, scheduled = self._staging.stage([[self.state.padding_slot], [0]])
+    def run_padding(self, shape: StepShape, variants: Sequence[str] = ()) -> None:
+        """A step of nothing but padding, without a graph, and `variants` of sampling for one row."""
+        rows = shape.num_padded_reqs
+        slots, scheduled = self._staging.stage([[self.state.padding_slot] * rows, [0] * rows])
+        hidden = self.model.forward(self._batch(slots, scheduled, shape))
+        logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
         result = torch.zeros(1, 2, dtype=torch.int32, device=self.state.device)
+        for variant in variants:
+            self.ops.sample(variant)(logits, slots[:1], result)
+
+    def warm_up(self, num_tokens: int) -> None:
+        """A prompt's step of `num_tokens` and a decode step: kernels, attention's for either kind of rows too, are compiled and
+        libraries choose theirs."""
         for shape in (padding_shape(num_tokens, num_tokens), padding_shape(1, self.state.max_model_len)):
-            hidden = self.model.forward(self._batch(slots, scheduled, shape))
-            logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
-            for variant in self.tail_variants:
-                self.ops.sample(variant)(logits, slots, result)
+            self.run_padding(shape, self.tail_variants)
 
     def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
         """Launch a step; None when it has grammar rows: `sample` then gives the result."""

@@ -115,6 +115,8 @@ class StepGraphs:
         slots: npt.NDArray[np.int64],
         appends: Sequence[tuple[int, int, int, list[int]]],
         common_prefix_blocks: Sequence[int] = (),
+        *,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> Tensor | None:
         """Run a decode step of `key`: result [n, 2], or logits [n, V] for the variant LOGITS, which stay until the next such
         step; rows beyond `slots` are padding.
@@ -129,7 +131,7 @@ class StepGraphs:
             counts = common_prefix_blocks or [0] * len(self._widths)
             values = np.concatenate([values, np.multiply(counts, self._state.block_sizes)])
         self._staging.stage_into(self._columns[: values.size], values)
-        return self.full.run(CUDAGraphMode.FULL, key, lambda: self._decode(key))
+        return self.full.run(mode, key, lambda: self._decode(key))
 
     def tail(self, num_rows: int, variant: str) -> Tensor:
         """Sample from the logits that `decode` left, of `num_rows` with padding: result [n, 2]."""
@@ -138,14 +140,21 @@ class StepGraphs:
         tail_key = replace(key, sampling=_TAIL + key.sampling)
         return self.full.run(CUDAGraphMode.FULL, tail_key, lambda: self._tail(key, logits[:num_rows]))
 
-    def mixed(self, key: BatchDescriptor, slots: npt.NDArray[np.int64], num_scheduled: npt.NDArray[np.int64]) -> Any:
+    def mixed(
+        self,
+        key: BatchDescriptor,
+        slots: npt.NDArray[np.int64],
+        num_scheduled: npt.NDArray[np.int64],
+        *,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
+    ) -> Any:
         """Inputs and forward pass of a step of any rows as one graph: what the model's forward returns."""
         columns = np.zeros((2, key.num_reqs), dtype=np.int64)
         columns[0] = self._state.padding_slot
         columns[0, : len(slots)] = slots
         columns[1, : len(slots)] = num_scheduled
         self._staging.stage_into(self._columns[: columns.size], columns.reshape(-1))
-        return self.full.run(CUDAGraphMode.FULL, key, lambda: self._mixed(key))
+        return self.full.run(mode, key, lambda: self._mixed(key))
 
     def forward(self, mode: CUDAGraphMode, key: BatchDescriptor, batch: ForwardBatch) -> Any:
         """The model's forward pass, in pieces where `mode` says so."""
@@ -167,19 +176,19 @@ class StepGraphs:
         key = replace(key, sampling=self._at_place(key.sampling))
         return key in (self.full if mode is CUDAGraphMode.FULL else self.pieces)
 
-    def warm_up(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
-        """Run and capture a step of nothing but padding. `key.sampling` is a variant alone."""
+    def warm_up(self, mode: CUDAGraphMode, key: BatchDescriptor, *, captures: bool = True) -> None:
+        """Run and capture a step of nothing but padding, or only run it. `key.sampling` is a variant alone."""
         key = replace(key, sampling=self._at_place(key.sampling))
-        nothing = np.zeros(0, dtype=np.int64)
+        nothing, run_mode = np.zeros(0, dtype=np.int64), mode if captures else CUDAGraphMode.NONE
         if mode is CUDAGraphMode.FULL:
             if key.uniform_query_len:
-                self.decode(key, nothing, ())
+                self.decode(key, nothing, (), mode=run_mode)
             else:
-                self.mixed(key, nothing, nothing)
+                self.mixed(key, nothing, nothing, mode=run_mode)
             return
         slots, scheduled = self._staging.stage([[self._state.padding_slot], [0]])
         shape = padding_shape(key.num_tokens, max_seq_len=key.num_tokens)
-        self.forward(mode, key, self._batch(slots, scheduled, shape, None))
+        self.forward(run_mode, key, self._batch(slots, scheduled, shape, None))
 
     def _at_place(self, variant: str) -> str:
         """The variant where the side tables lie now: one that reads them is captured anew when they have moved."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from pelton.worker.interface import Worker
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.pending import PendingOutput
+from pelton.worker.rehearsal import rehearsal
+from pelton.worker.step_graphs import StepGraphs
 from pelton.worker.step_ops import StepOps
 
 _WARM_UP_TOKENS = 16
@@ -54,6 +57,7 @@ class DeviceWorker(Worker):
         self.weights_bytes = 0
         self.notes: list[str] = []
         self._kv_cache_room = 0  # bytes, as the platform found it
+        self._is_first_start = False  # with this model: something had to be compiled
         self._to_capture: deque[tuple[CUDAGraphMode, BatchDescriptor]] = deque()
         scheduler = self.config.scheduler
         self.max_num_seqs = scheduler.max_num_seqs or self.platform.default_max_num_seqs
@@ -94,6 +98,7 @@ class DeviceWorker(Worker):
     def available_kv_cache_bytes(self) -> int:
         """After the largest step has run, where the platform can say what it took; else after an estimate of it."""
         with phase("profile", self.phase_s):
+            self._is_first_start = self.platform.compile_ahead(self._run_largest_step) > 0
             peak = self.platform.measure_peak_bytes(self._run_largest_step)
             if peak is None:
                 peak = self._estimate_peak_bytes()
@@ -150,12 +155,28 @@ class DeviceWorker(Worker):
     def warm_up(self) -> None:
         """Small steps without graphs: libraries load and pick their code paths here, not in the first request. Then the
         graphs."""
+        mode = self._graph_mode()
+        if mode is not CUDAGraphMode.NONE:
+            self._make_graphs(mode)
+        self._compile_ahead()
         with phase("warm up", self.phase_s):
             self.runner.warm_up(min(_WARM_UP_TOKENS, self.max_num_tokens))
             self.platform.synchronize()
-        mode = self._graph_mode()
-        if mode is not CUDAGraphMode.NONE:
-            self._capture(mode)
+        if self.runner.graphs is not None:
+            self._capture(self.runner.graphs)
+
+    def _compile_ahead(self) -> None:
+        """What steps will launch, on a first start. Otherwise the first request of each kind waits seconds for a compiler, and
+        all others with it."""
+        steps = rehearsal(self.runner)
+
+        def run(steps: Sequence[Callable[[], None]]) -> None:
+            for step in steps:
+                step()
+
+        if self._is_first_start or self.platform.compile_ahead(partial(run, steps[-2:])):
+            with phase("compile kernels", self.phase_s):
+                self.platform.compile_ahead(partial(run, steps))
 
     def _graph_mode(self) -> CUDAGraphMode:
         """What the settings ask for, lowered to what backends and platform can do. A note says why, but where a platform with
@@ -171,7 +192,8 @@ class DeviceWorker(Worker):
             self.notes.append(f"enforce_eager wins over cudagraph_mode {named}: no graphs are captured")
         return mode
 
-    def _capture(self, mode: CUDAGraphMode) -> None:
+    def _make_graphs(self, mode: CUDAGraphMode) -> None:
+        """From now on the runner captures and replays steps, where the platform can."""
         recorder = self.platform.graph_recorder()
         if recorder is None:
             self.notes.append(f"cudagraph_mode {mode} became NONE: platform {self.platform.name!r} gives no recorder")
@@ -192,13 +214,16 @@ class DeviceWorker(Worker):
                 f"cudagraph_capture_sizes {', '.join(map(str, too_large))} left out: steps that {mode} captures have at most "
                 f"{dispatcher.most_tokens} tokens" + ("" if keys else "; nothing is captured")
             )
-        if not keys:
-            return
-        graphs = self.runner.use_graphs(dispatcher, recorder)
-        most_rows = max(dispatcher.decode_sizes, default=0)
-        if not recorder.runs_calls:
+        if keys:
+            self.runner.use_graphs(dispatcher, recorder)
+
+    def _capture(self, graphs: StepGraphs) -> None:
+        """Steps of the smallest sizes now; the others wait for `prepare_ahead`."""
+        dispatcher = graphs.dispatcher
+        if not graphs.runs_calls:
+            most_rows = max(dispatcher.decode_sizes, default=0)
             graphs.make_room(self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows))
-        for kind, key in sorted(keys, key=_in_order_of_use):
+        for kind, key in sorted(dispatcher.valid_keys(), key=_in_order_of_use):
             variants = self.runner.tail_variants if key.uniform_query_len else ("",)
             self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
         first = sum(key.num_tokens <= _FIRST_GRAPH_TOKENS for _, key in self._to_capture)

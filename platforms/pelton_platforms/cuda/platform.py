@@ -156,6 +156,13 @@ class CUDAPlatform(Platform):
             )
         return room
 
+    def compile_ahead(self, run: Callable[[], None]) -> int:
+        try:
+            from pelton_platforms.cuda.compiler import compile_ahead
+        except (ImportError, AttributeError):  # no Triton, or one that compiles in another way
+            return 0
+        return compile_ahead(run, self._local_rank)
+
     def graph_recorder(self) -> GraphRecorder:
         from pelton_platforms.cuda.graphs import CUDAGraphRecorder
 

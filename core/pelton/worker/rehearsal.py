@@ -1,0 +1,61 @@
+"""Every kind of step that requests can ask for, of nothing but padding: its kernels are compiled before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from pelton.graphs.dispatcher import default_sizes
+from pelton.worker.inputs import StepShape, padding_shape
+from pelton.worker.model_runner import ModelRunner
+from pelton.worker.step_graphs import StepGraphs
+from pelton.worker.step_ops import FULL, GREEDY, LOGPROBS, MASKED
+
+_SHORT = 16
+_PROMPTS = (_SHORT, 64, 1024, 2048, 4096, 8192)
+"""Tokens of prompts: attention, and what lies between two layers, have kernels for few and for many."""
+_RARE = (LOGPROBS, MASKED + FULL, MASKED + LOGPROBS)
+"""Variants of sampling that no graph is captured with at the start."""
+
+
+def rehearsal(runner: ModelRunner) -> list[Callable[[], None]]:
+    """Each runs one step. The last two need kernels that hardly a request asks for, and some of every other kind: an earlier
+    start that has compiled these has compiled them all."""
+    steps = [] if runner.graphs is None else list(_captured(runner, runner.graphs))
+    steps += [partial(runner.run_padding, shape, runner.tail_variants) for shape in _eager_shapes(runner)]
+    rare = _RARE if FULL in runner.tail_variants else ()
+    last = padding_shape(1, runner.state.max_model_len)
+    return [*steps, partial(runner.run_padding, last, rare)]
+
+
+def _captured(runner: ModelRunner, graphs: StepGraphs) -> Iterator[Callable[[], None]]:
+    """All sizes; sampling, and attention behind a common prefix, are the same for many of them."""
+    blocks = [table.shape[1] for table in runner.state.block_tables]
+    for mode, key in graphs.dispatcher.valid_keys():
+        size, variants = key.num_reqs, [key.sampling]
+        if key.uniform_query_len == 1:
+            is_power = size & (size - 1) == 0
+            variants = list(runner.tail_variants) if is_power else [GREEDY]
+            if is_power and graphs.uses_common_prefix(size, blocks):
+                prefixed = replace(key, sampling=GREEDY, has_common_prefix=True)
+                yield partial(graphs.warm_up, mode, prefixed, captures=False)
+        for variant in variants:
+            yield partial(graphs.warm_up, mode, replace(key, sampling=variant), captures=False)
+
+
+def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:
+    """Rows of one token, where no graphs serve them; prompts alone, at their beginning and behind a long context; prompts
+    beside rows of one token."""
+    longest, most_tokens = runner.state.max_model_len, runner.buffers.max_num_tokens
+    if runner.graphs is None or not runner.graphs.dispatcher.decode_sizes:
+        for num_rows in default_sizes(min(runner.state.max_num_seqs, most_tokens)):
+            yield padding_shape(1, longest, num_rows - 1)
+    for num_tokens in _PROMPTS:
+        if num_tokens <= most_tokens:
+            for max_seq_len in sorted({min(num_tokens, longest), longest}):
+                yield padding_shape(num_tokens, max_seq_len)
+    most_rows = min(runner.state.max_num_seqs - 1, most_tokens - _SHORT)
+    for num_rows in sorted({min(1 << power, most_rows) for power in range(most_rows.bit_length() + 1)}):
+        if num_rows > 0:
+            yield padding_shape(_SHORT, longest, num_rows)

@@ -1,0 +1,137 @@
+"""Triton's compiler: it works when a kernel is first launched. What it compiles while steps wait is said; and the kernels of
+steps that are to come are compiled together, without running them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton import knobs
+from triton.runtime.jit import JITCallable, JITFunction
+
+from pelton.logging import get_logger
+
+logger = get_logger(__name__)
+
+_UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
+
+
+class _Filled(TorchFunctionMode):
+    """Memory that is taken comes as zeros. Kernels that are not launched leave it so, and zero is an index into anything."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in _UNFILLED else result
+
+
+class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Kernels are loaded as well, and the C functions that launch them compiled."""
+
+    def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        def compile_and_load() -> Any:
+            kernel = compile_fn()
+            with contextlib.suppress(Exception):  # a launch tries again, and says why
+                _ = kernel.run
+            return kernel
+
+        return super().submit(key, compile_and_load, finalize_fn)
+
+
+class _CompileOnly:
+    """While it is entered, the thread's launches give their kernels to a compiler in other threads and do nothing else."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._run: Callable[..., Any] = JITFunction.run
+
+    def __enter__(self) -> None:
+        replaced, thread = self._run, self._thread
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            if threading.get_ident() != thread:
+                return replaced(kernel, *args, grid=grid, warmup=warmup, **options)
+            found = replaced(kernel, *args, grid=grid, warmup=True, **options)
+            if isinstance(found, triton.FutureKernel) and found.future.done():
+                found.result(ignore_errors=True)  # from now on the kernel is known: finding it costs little
+            return None  # as in the interpreter: nothing that could be launched without asking again
+
+        JITFunction.run = run
+
+    def __exit__(self, *raised: object) -> None:
+        JITFunction.run = self._run
+
+
+def compile_ahead(run: Callable[[], None], local_rank: int = 0) -> int:
+    """See `Platform.compile_ahead`; what is compiled later is said in the log. A kernel that cannot be compiled is left out: its
+    launch says why."""
+    compiled: list[str] = []
+
+    def note(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+        if not cache_hit:
+            compiled.append(src.name)
+
+    _hash_functions()
+    listener, knobs.compilation.listener = knobs.compilation.listener, note
+    try:
+        with (
+            ThreadPoolExecutor(_num_cores(), initializer=_select, initargs=(local_rank,)) as pool,
+            _Ahead(pool, ignore_errors=True),
+            _CompileOnly(),
+            _Filled(),
+        ):
+            run()
+    except Exception as error:
+        logger.info(
+            "Not all kernels could be compiled ahead (%s: %s); steps compile them.", type(error).__name__, error
+        )
+    finally:
+        knobs.compilation.listener = listener or _tell
+    logger.debug("compiled ahead: %s", ", ".join(compiled) or "nothing")
+    return len(compiled)
+
+
+def _hash_functions() -> None:
+    """Those that are loaded, called ones before their callers. Triton 3.6 makes the key of a compiled kernel of its functions' global
+    values, but leaves out those of a function that it has not hashed yet: the key would depend on what was launched before."""
+    for module in list(sys.modules.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            if issubclass(type(value), JITCallable):  # not `isinstance`, which wakes up what others load lazily
+                _hash_function(value, set())
+
+
+def _hash_function(function: Any, callers: set[Any]) -> None:
+    if function.hash is not None or id(function) in callers:
+        return
+    try:
+        for name in function.fn.__code__.co_names:
+            called = function.__globals__.get(name)
+            if isinstance(called, JITCallable):
+                _hash_function(called, callers | {id(function)})
+        _ = function.cache_key
+    except Exception:  # somebody's function that nobody may launch; a key that is half made is not kept
+        function.hash = None
+
+
+def _tell(*, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
+    """A line for each kernel that a step has waited for."""
+    if not cache_hit:
+        logger.info("compiled %s: %.1f s", src.name, times.total / 1e6)
+
+
+def _select(local_rank: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

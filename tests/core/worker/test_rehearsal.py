@@ -1,0 +1,95 @@
+"""Steps that a first start compiles: which there are, that running them changes nothing, and when they are run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pelton_worker_fakes import Driver, make_worker
+
+from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_greedy
+from pelton.worker.inputs import padding_shape
+from pelton.worker.rehearsal import rehearsal
+from pelton_platforms.cpu.platform import CPUPlatform
+
+PROMPTS = [[7], [5, 80, 81], list(range(40, 73))]
+COUNT = 12
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model(request, tmp_path_factory):
+    path = make_tiny_checkpoint(tmp_path_factory.mktemp("rehearsal") / request.param, request.param)
+    return path, reference_greedy(load_reference(path), PROMPTS, COUNT)
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Numbers that `compile_ahead` is to return, in turn; what it is given runs for real."""
+    numbers: list[int] = []
+
+    def compile_ahead(self, run):
+        run()
+        return numbers.pop(0)
+
+    monkeypatch.setattr(CPUPlatform, "compile_ahead", compile_ahead)
+    return numbers
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+def test_a_first_start_runs_every_step_and_serves_as_if_it_had_not(model, compiles, mode):
+    compiles += [2, 9]
+    worker = make_worker(model[0], cudagraph_mode=mode)
+    assert not compiles and "compile kernels" in worker.report().phase_s
+    driver = Driver(worker.runner)
+    requests = [driver.add(slot, prompt) for slot, prompt in enumerate(PROMPTS)]
+    driver.step(sorted(((r, len(r.token_ids)) for r in requests), key=lambda row: row[1] != 1))
+    driver.decode(requests, COUNT - 1)
+    assert [request.output for request in requests] == model[1]
+    worker.shutdown()
+
+
+@torch.inference_mode()
+def test_a_second_start_runs_the_two_last_steps_only(model, compiles, monkeypatch):
+    compiles.append(0)
+    seen = []
+    monkeypatch.setattr("pelton.worker.worker.rehearsal", lambda runner: [lambda n=n: seen.append(n) for n in range(5)])
+    worker = make_worker(model[0])
+    assert seen == [3, 4] and "compile kernels" not in worker.report().phase_s
+    worker.shutdown()
+
+
+@torch.inference_mode()
+def test_a_first_start_runs_all_steps_in_their_order(model, compiles, monkeypatch):
+    compiles += [1, 5]
+    seen = []
+    monkeypatch.setattr("pelton.worker.worker.rehearsal", lambda runner: [lambda n=n: seen.append(n) for n in range(5)])
+    make_worker(model[0]).shutdown()
+    assert seen == [3, 4, 0, 1, 2, 3, 4]
+
+
+@torch.inference_mode()
+def test_it_has_all_captured_sizes_all_samplers_and_rows_of_both_kinds(model, monkeypatch):
+    sizes = [1, 4, 12]
+    worker = make_worker(model[0], max_num_seqs=12, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
+    runner, graphs = worker.runner, worker.runner.graphs
+    shapes, keys, variants = [], set(), set()
+
+    def spy(owner, name, note):
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: note(args) or method(*args))
+
+    spy(runner, "_batch", lambda args: shapes.append(args[2]))
+    spy(graphs, "_decode", lambda args: keys.add((args[0].num_reqs, args[0].has_common_prefix)))
+    spy(runner.ops, "sample", lambda args: variants.add(args[0]))
+    monkeypatch.setattr(graphs, "uses_common_prefix", lambda num_rows, blocks: num_rows >= 4)
+    monkeypatch.setattr(type(runner), "tail_variants", ("greedy", "full"))
+    captured = len(graphs.full)
+    for step in rehearsal(runner):
+        step()
+    assert len(graphs.full) == captured, "nothing is captured"
+    assert keys == {(1, False), (4, False), (4, True), (12, False)}
+    assert variants == {"greedy", "full", "logprobs", "masked+full", "masked+logprobs"}
+    assert padding_shape(16, 96, 1) in shapes and padding_shape(16, 96, 8) in shapes
+    prompts = [(shape.num_padded_tokens, shape.max_seq_len) for shape in shapes if not shape.num_decode_rows]
+    assert prompts == [(16, 16), (16, 96), (64, 64), (64, 96)], "a step has at most 64 tokens"
+    worker.shutdown()

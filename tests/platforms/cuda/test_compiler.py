@@ -1,0 +1,70 @@
+"""Kernels are compiled ahead of their first launch, without one; what is compiled later is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pelton_platforms.cuda import compiler
+
+PROGRAM = Path(__file__).parents[2] / "support" / "pelton_compile_ahead.py"
+
+
+def first_start(cache: Path, *arguments: str) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory) -> list[dict[str, Any]]:
+    cache = tmp_path_factory.mktemp("triton")
+    return [first_start(cache), first_start(cache), first_start(cache, "second")]
+
+
+def test_each_kernel_is_compiled_once_and_a_second_start_finds_it(starts):
+    assert [(start["compiled"], start["compiled_again"]) for start in starts] == [(4, 0), (0, 0), (0, 0)], (
+        "the last start launches its kernels in another order"
+    )
+
+
+def test_nothing_runs_and_what_was_not_written_can_be_an_index(starts):
+    assert starts[0]["gathered"] == [0] * 16 and starts[0]["others"] == [0, 0]
+
+
+def test_launches_of_other_threads_and_later_ones_are_as_before(starts):
+    assert starts[0]["kept_by_launcher"] == 0
+    assert starts[0]["launched_elsewhere"] == 2 and starts[0]["is_restored"] and starts[0]["is_told_later"]
+
+
+def test_a_step_that_fails_fails_no_start(tmp_path):
+    start = first_start(tmp_path, "fails")
+    assert start["compiled"] == 4 and start["is_restored"]
+
+
+def test_what_a_step_compiles_is_said(caplog):
+    logger = logging.getLogger("pelton")
+    before, logger.propagate = logger.propagate, True
+    try:
+        with caplog.at_level(logging.INFO, logger="pelton"):
+            for cache_hit in (True, False):
+                compiler._tell(
+                    src=SimpleNamespace(name="some_kernel"), times=SimpleNamespace(total=1_234_000), cache_hit=cache_hit
+                )
+    finally:
+        logger.propagate = before
+    assert [record.message for record in caplog.records if "compiled" in record.message] == [
+        "compiled some_kernel: 1.2 s"
+    ]

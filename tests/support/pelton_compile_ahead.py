@@ -1,0 +1,94 @@
+"""A first start of four kernels for compute capability 9.0, with a GPU or without; says in a line of JSON what happened.
+
+python pelton_compile_ahead.py [FAILS]        a program of its own: other tests interpret Triton's kernels
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from pelton_sm90 import Hopper
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from pelton_backends.triton.launch import Launcher
+from pelton_platforms.cuda.compiler import compile_ahead
+
+
+@triton.jit
+def double_kernel(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, tl.load(x + at) * 2)
+
+
+FACTOR = tl.constexpr(3)
+
+
+@triton.jit
+def scaled(values):
+    return values * FACTOR
+
+
+@triton.jit
+def triple_kernel(x, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, scaled(tl.load(x + at)))
+
+
+@triton.jit
+def sixfold_kernel(x, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, 2 * scaled(tl.load(x + at)))
+
+
+@triton.jit
+def broken_kernel(x, SIZE: tl.constexpr):
+    tl.store(x + tl.arange(0, SIZE), tl.arange(0, 2 * SIZE))
+
+
+def main(*names: str) -> None:
+    driver.set_active(Hopper())
+    told: dict[str, Any] = {"launched_elsewhere": 0}
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not warmup:
+            told["launched_elsewhere"] += 1
+            return None
+        return run(kernel, *args, grid=grid, warmup=True, **options)
+
+    run, JITFunction.run = JITFunction.run, launch
+    values, launcher = torch.arange(16), Launcher(double_kernel)
+
+    def step() -> None:
+        for size in (16, 4, 16):
+            indices = torch.empty(16, dtype=torch.int64)
+            double_kernel[(1,)](values, indices, SIZE=size)
+            told["gathered"] = values[indices].tolist()
+        for kernel in (triple_kernel, sixfold_kernel)["second" in names :]:
+            kernel[(1,)](values, SIZE=16)
+        launcher("key", (1,), (values, values), {"SIZE": 16})
+        broken_kernel[(1,)](values, SIZE=8)
+        other = threading.Thread(target=lambda: double_kernel[(1,)](values, values, SIZE=16))
+        other.start()
+        other.join()
+        told["others"] = [torch.empty_like(values).sum().item(), values.new_empty(3).sum().item()]
+        if "fails" in names:
+            raise IndexError("a step failed")
+
+    told["compiled"] = compile_ahead(step)
+    told["is_restored"] = JITFunction.run is launch
+    told["is_told_later"] = knobs.compilation.listener is not None
+    told["compiled_again"] = compile_ahead(step)
+    told["kept_by_launcher"] = len(launcher._compiled)
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

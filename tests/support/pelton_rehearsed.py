@@ -1,0 +1,120 @@
+"""A first or second start of a tiny model for compute capability 9.0, and steps of odd sizes after it, all compiled only; says in
+a line of JSON how many kernels each compiled.
+
+    python pelton_rehearsed.py FAMILY MODE [KV_DTYPE]        a program of its own: other tests interpret Triton's kernels
+
+Tensors are on the CPU, where torch's part of a step runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pelton_sm90 import Hopper
+from triton.runtime import driver
+
+import pelton_backends.triton
+from pelton.config import CUDAGraphMode, EngineConfig
+from pelton.kv_cache.planner import plan_kv_cache
+from pelton.model.resolve import resolve_model
+from pelton.plugins import load_plugins
+from pelton.testing.graphs import FakeGraphRecorder
+from pelton.testing.models import make_tiny_checkpoint
+from pelton.worker.inputs import padding_shape
+from pelton.worker.model_runner import ModelRunner
+from pelton.worker.rehearsal import rehearsal
+from pelton.worker.worker import DeviceWorker
+from pelton_platforms.cpu.platform import CPUPlatform
+from pelton_platforms.cuda.compiler import compile_ahead
+
+MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 96, 2048, 4096
+
+
+class HopperPlatform(CPUPlatform):
+    """Memory of this machine, kernels of another one."""
+
+    device_type = "cuda"
+    pads_graphs = True
+    supported_graph_modes = tuple(CUDAGraphMode)
+
+    def graph_recorder(self) -> FakeGraphRecorder:
+        return FakeGraphRecorder()
+
+    def capability(self, local_rank: int = 0) -> tuple[int, int]:
+        return 9, 0
+
+
+def pretend_hopper() -> None:
+    """Whoever asks what the device is hears of an H200."""
+    driver.set_active(Hopper())
+    found = pkgutil.walk_packages(pelton_backends.triton.__path__, "pelton_backends.triton.")
+    modules = [importlib.import_module(info.name) for info in found]
+    hopper = importlib.import_module("pelton_backends.triton.attention.prefill_hopper")
+    answers: dict[str, Any] = {
+        "has_pdl": True, "is_hopper": True, "num_sms": 132, "_hopper": hopper, "shared_memory": 232_448,
+    }  # fmt: skip
+    for module in modules:
+        for name, answer in answers.items():
+            if hasattr(module, name):
+                setattr(module, name, lambda device, answer=answer: answer)
+
+
+def start(family: str, mode: CUDAGraphMode, kv_dtype: str, folder: Path) -> DeviceWorker:
+    path = make_tiny_checkpoint(folder / family, family, head_dim=64, max_position_embeddings=MAX_MODEL_LEN)
+    config = EngineConfig.from_flat(
+        model=str(path), device="cpu", dtype="bfloat16", kv_cache_dtype=kv_dtype, skip_tokenizer_init=True,
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_TOKENS, max_model_len=MAX_MODEL_LEN,
+    )  # fmt: skip
+    plugins = load_plugins()
+    model = resolve_model(config, plugins)
+    worker = DeviceWorker(config, model, HopperPlatform(), plugins)
+    worker.init_device()
+    worker.load_model()
+    plan = plan_kv_cache(worker.kv_cache_specs(), 2**40, num_blocks_override=2000, max_model_len=MAX_MODEL_LEN)
+    worker.initialize_kv_cache(plan)
+    if mode is not CUDAGraphMode.NONE:
+        worker._make_graphs(mode)
+    return worker
+
+
+def odd_steps(runner: ModelRunner) -> None:
+    """Prompts of any length behind contexts of any length, alone and beside rows of one token."""
+    chooser = random.Random(1)
+    for _ in range(60):
+        num_tokens = int(2 ** chooser.uniform(0, 10.9))
+        num_decodes = chooser.choice([0, chooser.randrange(1, min(MAX_NUM_SEQS, MAX_NUM_TOKENS - num_tokens))])
+        longest = max(num_tokens, int(2 ** chooser.uniform(0, 12)))
+        runner.run_padding(padding_shape(num_tokens, longest, num_decodes), ())
+
+
+@torch.inference_mode()
+def main(family: str, mode: str, kv_dtype: str = "auto") -> None:
+    pretend_hopper()
+    with tempfile.TemporaryDirectory() as folder:
+        worker = start(family, CUDAGraphMode(mode), kv_dtype, Path(folder))
+    runner = worker.runner
+    steps = rehearsal(runner)
+
+    def run(steps: list[Callable[[], None]]) -> None:
+        for step in steps:
+            step()
+
+    told = {
+        "of_the_last_two": compile_ahead(lambda: run(steps[-2:])),
+        "of_all": compile_ahead(lambda: run(steps)),
+        "of_odd_steps": compile_ahead(lambda: odd_steps(runner)),
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
