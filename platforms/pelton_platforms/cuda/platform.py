@@ -161,7 +161,12 @@ class CUDAPlatform(Platform):
             from pelton_platforms.cuda.compiler import compile_ahead
         except (ImportError, AttributeError):  # no Triton, or one that compiles in another way
             return 0
-        return compile_ahead(run, self._local_rank)
+        import torch
+
+        num_compiled = compile_ahead(run, self._local_rank)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of the largest steps: the KV cache was planned without what they leave
+        return num_compiled
 
     def graph_recorder(self) -> GraphRecorder:
         from pelton_platforms.cuda.graphs import CUDAGraphRecorder

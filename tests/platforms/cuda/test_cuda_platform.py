@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
 from pelton.testing.platform import PlatformConformance
+from pelton_platforms.cuda import compiler
 from pelton_platforms.cuda import platform as cuda
 from pelton_platforms.cuda.graphs import CUDAGraphRecorder
 from pelton_platforms.cuda.platform import CUDAPlatform
@@ -98,6 +100,17 @@ def test_a_driver_that_does_not_start_is_the_operators_error(fake):
 def test_a_rank_without_a_device_is_the_operators_error(fake):
     with pytest.raises(ConfigError, match="needs CUDA device 1; 1 is visible"):
         CUDAPlatform().init_device(EngineConfig(), 1)
+
+
+def test_kernels_are_compiled_ahead_and_what_steps_took_is_given_back(fake, monkeypatch):
+    monkeypatch.setattr(compiler, "compile_ahead", lambda run, local_rank: fake.calls.append(("ran", run())) or 3)
+    assert CUDAPlatform().compile_ahead(lambda: "all steps") == 3
+    assert fake.calls == [("ran", "all steps"), ("synchronize",), ("empty_cache",)]
+
+
+def test_without_triton_nothing_is_compiled_ahead(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pelton_platforms.cuda.compiler", None)
+    assert CUDAPlatform().compile_ahead(lambda: pytest.fail("it was run")) == 0 and fake.calls == []
 
 
 def test_pool_is_what_the_rest_leaves(fake):
