@@ -119,7 +119,7 @@ class StepGraphs:
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> Tensor | None:
         """Run a decode step of `key`: result [n, 2], or logits [n, V] for the variant LOGITS, which stay until the next such
-        step; rows beyond `slots` are padding.
+        step; rows beyond `slots` are padding. With mode NONE nothing is captured.
 
         None when more blocks are appended than there is room for: the caller appends them first, and gives none.
         """
