@@ -23,6 +23,7 @@ from pelton.logging import get_logger
 
 logger = get_logger(__name__)
 
+_MOST_THREADS = 16  # each has a compiler in memory, and they share Python's lock
 _UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 
 
@@ -84,7 +85,7 @@ def compile_ahead(run: Callable[[], None], local_rank: int = 0) -> int:
     listener, knobs.compilation.listener = knobs.compilation.listener, note
     try:
         with (
-            ThreadPoolExecutor(_num_cores(), initializer=_select, initargs=(local_rank,)) as pool,
+            ThreadPoolExecutor(_num_threads(), initializer=_select, initargs=(local_rank,)) as pool,
             _Ahead(pool, ignore_errors=True),
             _CompileOnly(),
             _Filled(),
@@ -133,5 +134,6 @@ def _select(local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _num_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST_THREADS)
