@@ -51,6 +51,9 @@ class BackendEntry(Entry):
     """An attention backend: `load` gives an `AttentionBackend` class."""
 
     device_types: tuple[str, ...] = ()
+    aliases: tuple[
+        str, ...
+    ] = ()  # what else it may be called in settings, in either case; another's `name` comes first
     priority_by_capability: Mapping[int, int] = field(default_factory=dict)  # capability major -> priority
 
     def priority_on(self, capability: tuple[int, int] | None) -> int:

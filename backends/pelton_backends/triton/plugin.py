@@ -40,6 +40,7 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             load="pelton_backends.triton.backend:TritonBackend",
             priority=50,
             device_types=("cuda",),
+            aliases=("TRITON_ATTN",),
             doc="paged prefill and split-KV decode kernels",
         )
     ]

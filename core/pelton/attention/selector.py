@@ -16,12 +16,6 @@ from pelton.errors import ConfigError, PluginError
 
 Capability = tuple[int, int] | None
 
-_VLLM_NAMES = {
-    "flash_attn": "flash_attn", "flashinfer": "flashinfer", "triton_attn": "triton",
-    "flex_attention": "flex", "cpu_attn": "sdpa", "torch_sdpa": "sdpa",
-}  # fmt: skip
-"""Our names of the backends that vLLM spells so, in either case."""
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -96,14 +90,14 @@ def _select_named(
     phases: frozenset[str],
     layout: KVLayout | None,
 ) -> Selection:
-    known = {entry.name.lower(): entry for entry in reversed(ordered)}
     typed = named.lower()
-    name = typed if typed in known else _VLLM_NAMES.get(typed, typed)
-    shown = repr(named) if name == typed else f"{named!r} ({name})"
-    if name not in known:
+    aliased = (entry for entry in ordered if typed in (alias.lower() for alias in entry.aliases))
+    entry = next((entry for entry in ordered if entry.name.lower() == typed), next(aliased, None))
+    if entry is None:
         there = ", ".join(entry.name for entry in ordered) or "none"
-        raise ConfigError(f"attention_backend is {shown}; for this device there is {there}.")
-    verdict = _judge(known[name], needs, capability, phases, layout)
+        raise ConfigError(f"attention_backend is {named!r}; for this device there is {there}.")
+    shown = repr(named) if entry.name.lower() == typed else f"{named!r} ({entry.name})"
+    verdict = _judge(entry, needs, capability, phases, layout)
     if verdict.backend is None or not verdict.fits:
         raise ConfigError(
             f"Attention backend {shown} cannot serve this model: {', '.join(verdict.reasons)}. "

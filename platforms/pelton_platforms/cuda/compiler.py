@@ -104,7 +104,7 @@ def compile_ahead(run: Callable[[], None], local_rank: int = 0) -> int:
 def _hash_functions() -> None:
     """Those that are loaded, called ones before their callers. Triton 3.6 makes the key of a compiled kernel of its functions' global
     values, but leaves out those of a function that it has not hashed yet: the key would depend on what was launched before."""
-    for module in list(sys.modules.values()):
+    for _, module in sorted(list(sys.modules.items()), key=lambda item: (not item[0].startswith("triton"), item[0])):
         for value in list(getattr(module, "__dict__", {}).values()):
             if issubclass(type(value), JITCallable):  # not `isinstance`, which wakes up what others load lazily
                 _hash_function(value, set())

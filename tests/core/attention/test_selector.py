@@ -11,6 +11,7 @@ from pelton.attention.selector import AttentionSelector, judge_backends, select_
 from pelton.config import EngineConfig
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
+from pelton.plugins import load_plugins
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="bfloat16")
 MODULE = "test_selector_backends"
@@ -150,26 +151,29 @@ def test_a_models_graph_support_is_the_least_of_its_backends():
 
 
 @pytest.mark.parametrize(
-    "spelling, name",
+    "device_type, spelling, name",
     [
-        ("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer"), ("TRITON_ATTN", "triton"),
-        ("FLEX_ATTENTION", "flex"), ("CPU_ATTN", "sdpa"), ("TORCH_SDPA", "sdpa"), ("sdpa", "sdpa"), ("SDPA", "sdpa"),
+        ("cuda", "TRITON_ATTN", "triton"), ("cuda", "triton", "triton"), ("cpu", "CPU_ATTN", "sdpa"),
+        ("cpu", "TORCH_SDPA", "sdpa"), ("cpu", "SDPA", "sdpa"), ("cpu", "NATIVE", "native"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("change_case", [str, str.lower])
-def test_vllms_spellings_name_our_backends(spelling, name, change_case):
-    entries = [entry(other, 10) for other in ("flash_attn", "flashinfer", "triton", "flex", "sdpa")]
+def test_our_backends_say_what_vllm_calls_them(device_type, spelling, name, change_case):
+    ours = load_plugins(only=[]).entries("pelton_attention_backends", device_type=device_type)
+    entries = [entry(each.name, each.priority, aliases=each.aliases) for each in ours]
     config = EngineConfig.from_flat(attention_backend=change_case(spelling)).attention
     assert select_backend(entries, NEEDS, named=config.backend).name == name
 
 
+def test_a_plugin_gives_its_backend_other_names_and_a_name_wins_over_them():
+    entries = [entry("fast", 90, aliases=("FLASHINFER", "sdpa")), entry("sdpa", 10)]
+    assert select_backend(entries, NEEDS, named="flashinfer").name == "fast"
+    assert select_backend(entries, NEEDS, named="SDPA").name == "sdpa"
+
+
 def test_errors_about_a_named_backend_show_what_was_typed():
-    entries = [entry("triton", 50, ["needs sm80"]), entry("sdpa", 10)]
+    entries = [entry("triton", 50, ["needs sm80"], aliases=("TRITON_ATTN",)), entry("sdpa", 10)]
     with pytest.raises(ConfigError, match=r"attention_backend is 'FLASH_ATTN'; for this device there is triton, sdpa"):
         select_backend(entries, NEEDS, named="FLASH_ATTN")
-    with pytest.raises(ConfigError, match=r"attention_backend is 'FLEX_ATTENTION' \(flex\); for this device there is"):
-        select_backend(entries, NEEDS, named="FLEX_ATTENTION")
     with pytest.raises(ConfigError, match=r"Attention backend 'triton_attn' \(triton\) cannot serve.*needs sm80"):
         select_backend(entries, NEEDS, named="triton_attn")
-    own = BackendEntry(name="TRITON_ATTN", load=entry("sdpa", 10).load, priority=90)  # a plugin's own name comes first
-    assert select_backend([own, *entries], NEEDS, named="triton_attn").name == "TRITON_ATTN"
