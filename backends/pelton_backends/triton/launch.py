@@ -1,4 +1,4 @@
-"""Launches that cost the host little, for kernels that eager steps call once a layer.
+"""Launches, and such that cost the host little, for kernels that eager steps call once a layer.
 
 `kernel[grid](...)` looks at every argument on each call to find what it has compiled for (28 us for prefill's arguments on the
 H200 machine). Here the caller says in a key what that depends on, and later calls with the key go to the compiled kernel.
@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
+from pelton.platform.compiling import compile_only
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> Any:
+    """`kernel[grid](*args, **options)`, and what it returns. Where kernels are only compiled: None."""
+    if compile_only.get():
+        kernel.warmup(*args, grid=grid, **options)
+        return None
+    return kernel[grid](*args, **options)
 
 
 class Launcher:
@@ -33,7 +43,7 @@ class Launcher:
             compiled, values = known
             compiled[(*grid, 1, 1)[:3]](*args, *values)
             return
-        compiled = self._kernel[grid](*args, **constants, **options)
+        compiled = launch(self._kernel, grid, *args, **constants, **options)
         if compiled is not None:
             self._compiled[key] = compiled, tuple(constants[name] for name in self._constants)
 

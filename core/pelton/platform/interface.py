@@ -54,9 +54,9 @@ class Platform(ABC):
         return None
 
     def compile_ahead(self, run: Callable[[], None]) -> int:
-        """Compile the kernels that `run` launches, all together and without launching them: what it computes is worth nothing,
-        and it stores only in memory that steps of padding may write. Returns how many no earlier start had compiled; 0,
-        without running it, where kernels come compiled."""
+        """Run steps of padding for the kernels that they need, compiled all together: `pelton.platform.compiling.compile_only` is set
+        meanwhile, which says what the steps find. Returns how many kernels no earlier start had compiled; 0, without running
+        them, where kernels come compiled."""
         return 0
 
     def graph_recorder(self) -> GraphRecorder | None:

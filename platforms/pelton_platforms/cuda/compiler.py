@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,9 +16,10 @@ import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton import knobs
-from triton.runtime.jit import JITCallable, JITFunction
+from triton.runtime.jit import JITCallable
 
 from pelton.logging import get_logger
+from pelton.platform.compiling import compile_only
 
 logger = get_logger(__name__)
 
@@ -39,6 +39,10 @@ class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
     """Kernels are loaded as well, and the C functions that launch them compiled."""
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        known = self.future_kernels.get(key)
+        if known is not None and known.future.done():
+            known.result(ignore_errors=True)  # from now on the kernel is found without a look at its source
+
         def compile_and_load() -> Any:
             kernel = compile_fn()
             with contextlib.suppress(Exception):  # a launch tries again, and says why
@@ -46,30 +50,6 @@ class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
             return kernel
 
         return super().submit(key, compile_and_load, finalize_fn)
-
-
-class _CompileOnly:
-    """While it is entered, the thread's launches give their kernels to a compiler in other threads and do nothing else."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._run: Callable[..., Any] = JITFunction.run
-
-    def __enter__(self) -> None:
-        replaced, thread = self._run, self._thread
-
-        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            if threading.get_ident() != thread:
-                return replaced(kernel, *args, grid=grid, warmup=warmup, **options)
-            found = replaced(kernel, *args, grid=grid, warmup=True, **options)
-            if isinstance(found, triton.FutureKernel) and found.future.done():
-                found.result(ignore_errors=True)  # from now on the kernel is known: finding it costs little
-            return None  # as in the interpreter: nothing that could be launched without asking again
-
-        JITFunction.run = run
-
-    def __exit__(self, *raised: object) -> None:
-        JITFunction.run = self._run
 
 
 def compile_ahead(run: Callable[[], None], local_rank: int = 0) -> int:
@@ -82,12 +62,13 @@ def compile_ahead(run: Callable[[], None], local_rank: int = 0) -> int:
             compiled.append(src.name)
 
     _hash_functions()
-    listener, knobs.compilation.listener = knobs.compilation.listener, note
+    listener = knobs.compilation.listener
+    is_compile_only = compile_only.set(True)
     try:
+        knobs.compilation.listener = note
         with (
             ThreadPoolExecutor(_num_threads(), initializer=_select, initargs=(local_rank,)) as pool,
             _Ahead(pool, ignore_errors=True),
-            _CompileOnly(),
             _Filled(),
         ):
             run()
@@ -97,6 +78,7 @@ def compile_ahead(run: Callable[[], None], local_rank: int = 0) -> int:
         )
     finally:
         knobs.compilation.listener = listener or _tell
+        compile_only.reset(is_compile_only)
     logger.debug("compiled ahead: %s", ", ".join(compiled) or "nothing")
     return len(compiled)
 

@@ -45,13 +45,13 @@ def test_nothing_runs_and_what_was_not_written_can_be_an_index(starts):
 
 
 def test_launches_of_other_threads_and_later_ones_are_as_before(starts):
-    assert starts[0]["kept_by_launcher"] == 0
-    assert starts[0]["launched_elsewhere"] == 2 and starts[0]["is_restored"] and starts[0]["is_told_later"]
+    assert starts[0]["launched"] == ["triple_kernel", "triple_kernel", "double_kernel"]
+    assert starts[0]["kept_by_launcher"] == 0 and starts[0]["is_told_later"]
 
 
 def test_a_step_that_fails_fails_no_start(tmp_path):
     start = first_start(tmp_path, "fails")
-    assert start["compiled"] == 4 and start["is_restored"]
+    assert start["compiled"] == 4 and start["launched"][-1] == "double_kernel"
 
 
 def test_what_a_step_compiles_is_said(caplog):

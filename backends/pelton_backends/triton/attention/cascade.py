@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.attention.prefill import LOG2E, attend_keys
+from pelton_backends.triton.launch import launch
 from pelton_backends.triton.runtime import INTERPRETED, launch_options, let_next_start, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -357,19 +358,22 @@ def cascade_attention(
         "BLOCK_SIZE": block_size, "SOFT_CAP": soft_cap is not None, "ALIBI": alibi_slopes is not None,
         "ON_DEVICE": is_on_device, **shared,
     }  # fmt: skip
-    cascade_prefix_kernel[(num_kv_heads, tiles * prefix_splits)](
+    launch(
+        cascade_prefix_kernel, (num_kv_heads, tiles * prefix_splits),
         query, k_cache, v_cache, parts, logs, seq_lens, block_table, alibi_slopes, query.stride(0), *strides,
         num_rows, prefix_len, tiles, prefix_splits, scale, soft_cap or 0.0,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps, num_stages=num_stages, **options,
     )  # fmt: skip
-    cascade_rest_kernel[(num_kv_heads, num_rows * splits)](
+    launch(
+        cascade_rest_kernel, (num_kv_heads, num_rows * splits),
         query, k_cache, v_cache, parts, logs, output, seq_lens, block_table, sinks, alibi_slopes, query.stride(0),
         output.stride(0), block_table.stride(0), *strides, num_rows, prefix_len, prefix_splits, splits, scale,
         soft_cap or 0.0, SINKS=sinks is not None, MERGE=is_merged, BLOCK_G=max(triton.next_power_of_2(group), 16),
         BLOCK_N=rest_n, num_warps=rest_warps, num_stages=rest_stages, **options,
     )  # fmt: skip
     if not is_merged:
-        cascade_merge_kernel[(num_kv_heads, num_rows)](
+        launch(
+            cascade_merge_kernel, (num_kv_heads, num_rows),
             parts, logs, output, seq_lens, sinks, output.stride(0), num_rows, num_parts,
             BLOCK_G=triton.next_power_of_2(group), SINKS=sinks is not None, num_warps=1 if group * head_dim <= 256 else 4,
             **shared,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import Embed, EmbedNeeds, EmbedTensors
+from pelton_backends.triton.launch import launch
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def embed(input_ids: Tensor, weight: Tensor, scale: float | None, *, pdl: bool) 
     num_tokens, hidden_size = input_ids.shape[0], weight.shape[1]
     out = torch.empty((num_tokens, hidden_size), dtype=weight.dtype, device=weight.device)
     if num_tokens:
-        embed_kernel[(num_tokens, triton.cdiv(hidden_size, BLOCK))](
+        launch(
+            embed_kernel, (num_tokens, triton.cdiv(hidden_size, BLOCK)),
             input_ids, weight, out, weight.shape[0], 1.0 if scale is None else scale, hidden_size, BLOCK,
             scale is not None, pdl, num_warps=4, **launch_options(pdl),
         )  # fmt: skip

@@ -24,6 +24,7 @@ from pelton.ops.interface import (
     LinearTensors,
     NormSpec,
 )
+from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.gemv_kernels import (
     add_norm_gated_linear_kernel,
     add_norm_linear_kernel,
@@ -139,7 +140,8 @@ class _AddNorm:
         if residual is not None or self.post_norm is not None:
             # Not in place: programs read the old rows while the first one writes the new ones.
             total = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
-        kernel[(triton.cdiv(out_features, tile.R // parts),)](
+        launch(
+            kernel, (triton.cdiv(out_features, tile.R // parts),),
             hidden, residual, self.norm, self.post_norm, self.weight, self.bias, out, total, self.eps, self.post_eps,
             num_tokens, hidden.stride(0), 0 if residual is None else residual.stride(0),
             HAS_RESIDUAL=residual is not None, N=out_features, M=padded_rows(num_tokens),
@@ -232,7 +234,8 @@ class GemvLinear:
             num_tokens = x.shape[0]
             tile = tiles[num_tokens]
             out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-            linear_kernel[(triton.cdiv(out_features, tile.R),)](
+            launch(
+                linear_kernel, (triton.cdiv(out_features, tile.R),),
                 x, weight, bias, out, num_tokens, x.stride(0), M=padded_rows(num_tokens),
                 X_AHEAD=min(tile.NUM, 3) if tile.DOT else tile.AHEAD, **tile.options, **flags,
             )  # fmt: skip

@@ -31,6 +31,7 @@ from pelton.attention.metadata import CommonMetadata
 from pelton.ops.interface import PrepareInputs, PrepareInputsNeeds, PrepareInputsTensors
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, common_metadata
+from pelton_backends.triton.launch import launch
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 _TABLE_BLOCK = 512  # block ids at once: 4 a thread
@@ -192,14 +193,16 @@ class TritonPrepareInputs:
             num_rows, num_tokens = shape.num_padded_reqs, shape.num_padded_tokens
             one_token = shape.max_query_len == 1 and num_rows == num_tokens
             if num_rows:
-                _rows_kernel[(num_rows, num_groups)](
+                launch(
+                    _rows_kernel, (num_rows, num_groups),
                     slots, num_scheduled, groups, state.token_ids, state.num_computed_tokens,
                     buffers.query_start_loc, buffers.seq_lens, buffers.input_ids, buffers.positions,
                     state.token_ids.stride(0),
                     ONE_TOKEN=one_token, TABLE_BLOCK=_TABLE_BLOCK, ROW_BLOCK=_ROW_BLOCK, PDL=pdl, num_warps=4, **options,
                 )  # fmt: skip
             if num_tokens and not one_token:
-                _tokens_kernel[(triton.cdiv(num_tokens, _TOKEN_BLOCK), num_groups)](
+                launch(
+                    _tokens_kernel, (triton.cdiv(num_tokens, _TOKEN_BLOCK), num_groups),
                     slots, groups, state.token_ids, state.num_computed_tokens, buffers.query_start_loc,
                     buffers.input_ids, buffers.positions, state.token_ids.stride(0), num_rows, num_tokens,
                     SEARCH_STEPS=search_steps, BLOCK=_TOKEN_BLOCK, PDL=pdl, num_warps=4, **options,

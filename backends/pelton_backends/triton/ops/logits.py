@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import AddNormLogits, AddNormLogitsNeeds, AddNormLogitsTensors
+from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.gemv import DTYPES, inner_contiguous, padded_rows, tiles_by_rows
 from pelton_backends.triton.ops.gemv_kernels import add_norm_logits_kernel, added, load_rows, normed_rows, store_rows
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
@@ -71,7 +72,8 @@ class _Head:
         num_rows = rows.shape[0]
         tile = self.tiles[num_rows]
         logits = torch.empty((num_rows, self.vocab_size), dtype=torch.float32, device=hidden.device)
-        add_norm_logits_kernel[(triton.cdiv(self.vocab_size, tile.R),)](
+        launch(
+            add_norm_logits_kernel, (triton.cdiv(self.vocab_size, tile.R),),
             hidden, residual, rows, self.norm, self.post_norm, self.weight, self.bias, logits, self.eps, self.post_eps,
             num_rows, hidden.stride(0), 0 if residual is None else residual.stride(0), float(self.soft_cap or 0.0),
             HAS_RESIDUAL=residual is not None, HAS_BIAS=self.bias is not None, HAS_CAP=self.soft_cap is not None,
@@ -83,7 +85,8 @@ class _Head:
         """Logits of any number of rows."""
         normed = torch.empty((rows.shape[0], self.hidden_size), dtype=hidden.dtype, device=hidden.device)
         block = triton.next_power_of_2(self.hidden_size)
-        gather_add_norm_kernel[(rows.shape[0],)](
+        launch(
+            gather_add_norm_kernel, (rows.shape[0],),
             hidden, residual, rows, self.norm, self.post_norm, normed, self.eps, self.post_eps,
             hidden.stride(0), 0 if residual is None else residual.stride(0), HAS_RESIDUAL=residual is not None,
             BLOCK=block, num_warps=min(max(block // 512, 1), 16), **self.flags,

@@ -33,6 +33,7 @@ from torch import Tensor
 from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
+from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.sampling_logprobs import logprob_pick_kernel, logprob_scan_kernel
 from pelton_backends.triton.ops.sampling_rows import greedy_kernel, pick_kernel, scan_kernel
 from pelton_backends.triton.ops.sampling_side import change_kernel, side_addresses
@@ -85,7 +86,8 @@ class _Greedy:
         state, num_rows = self._state, len(slots)
         if not num_rows:
             return
-        greedy_kernel[(num_rows, self._chunks)](
+        launch(
+            greedy_kernel, (num_rows, self._chunks),
             logits, slots, result, self._best, self._arrived, state.token_ids, state.num_computed_tokens,
             state.side_slots, state.side.counts, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
             V=self._vocab_size, CHUNK=_GREEDY_CHUNK, CHUNKS=self._chunks, CHUNKS_BLOCK=triton.next_power_of_2(self._chunks),
@@ -141,7 +143,8 @@ class _Full:
             raw = raw.clone() if self._logprobs is not None else raw
             self._change(logits, slots)
         state, scratch = self._state, self._scratch
-        scan_kernel[(len(slots), self._chunks)](
+        launch(
+            scan_kernel, (len(slots), self._chunks),
             logits, slots, state.temperature, state.top_k, state.top_p, state.min_p, scratch.chunk_best,
             scratch.chunk_sum, scratch.group_best, logits.stride(0), state.padding_slot,
             V=self._vocab_size, GROUPS=self._groups, CHUNK_GROUPS=_CHUNK_GROUPS, CHUNKS=self._chunks, PDL=self._pdl,
@@ -156,7 +159,8 @@ class _Full:
         if self._side_version != state.side.layout_version:
             self._side, self._side_version = side_addresses(state), state.side.layout_version
         words, length = state.side.bad_word_prefix.shape[1:]
-        change_kernel[(len(slots), _SPLITS)](
+        launch(
+            change_kernel, (len(slots), _SPLITS),
             logits, slots, self._scratch.raw_best, state.side_slots, self._side, slots if mask is None else mask[0],
             slots if mask is None else mask[1], logits.stride(0), 0 if mask is None else mask[0].stride(0),
             state.padding_slot,
@@ -170,7 +174,8 @@ class _Full:
         advanced = (state.token_ids, state.num_computed_tokens, state.side_slots, state.side.counts)
         sizes = {"V": self._vocab_size, "CHUNK_GROUPS": _CHUNK_GROUPS, "CHUNKS": chunks,
                  "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "PDL": self._pdl} | launch_options(self._pdl)  # fmt: skip
-        pick_kernel[(len(slots),)](
+        launch(
+            pick_kernel, (len(slots),),
             logits, slots, result, *parameters, scratch.chunk_best, scratch.raw_best, scratch.chunk_sum,
             scratch.group_best, scratch.group_ids, scratch.is_wide, *advanced, logits.stride(0),
             state.token_ids.stride(0), state.padding_slot,
@@ -179,7 +184,8 @@ class _Full:
         )  # fmt: skip
         if self._groups <= _ROOM:  # all of a row fits; and triton 3.6 does not compile the other kernel for so few
             return
-        wide_kernel[(len(slots),)](
+        launch(
+            wide_kernel, (len(slots),),
             logits, slots, result, *parameters, scratch.chunk_best, scratch.spare, scratch.is_wide, *advanced,
             logits.stride(0), state.token_ids.stride(0), LANES=_LANES, SPARE=_SPARE, num_warps=16, **sizes,
         )  # fmt: skip
@@ -187,12 +193,14 @@ class _Full:
     def _write_logprobs(self, raw: Tensor, slots: Tensor, result: Tensor, target: LogprobTensors) -> None:
         scratch, chunks, options = self._scratch, self._chunks, launch_options(self._pdl)
         statistics = (scratch.chunk_best, scratch.chunk_sum, scratch.chunk_above, scratch.group_best)
-        logprob_scan_kernel[(len(slots), chunks)](
+        launch(
+            logprob_scan_kernel, (len(slots), chunks),
             raw, slots, result, *statistics, raw.stride(0), self._state.padding_slot,
             V=self._vocab_size, GROUPS=self._groups, CHUNK_GROUPS=_CHUNK_GROUPS, CHUNKS=chunks, PDL=self._pdl,
             num_warps=_SCAN_WARPS, **options,
         )  # fmt: skip
-        logprob_pick_kernel[(len(slots),)](
+        launch(
+            logprob_pick_kernel, (len(slots),),
             raw, slots, result, *statistics, target.token_ids, target.logprobs, target.ranks, raw.stride(0),
             self._state.padding_slot,
             V=self._vocab_size, GROUPS=self._groups, GROUPS_BLOCK=triton.next_power_of_2(self._groups), CHUNKS=chunks,

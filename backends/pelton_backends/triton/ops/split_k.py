@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.pieces import activated
 from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, wait_for_inputs
 
@@ -191,7 +192,8 @@ def multiply(
         shape = (num_tiles, num_blocks, tiling.split, tiling.rows, block)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     pdl = has_pdl(x.device)
-    multiply_kernel[(num_tiles, tiling.split, num_blocks)](
+    launch(
+        multiply_kernel, (num_tiles, tiling.split, num_blocks),
         x, weight, bias, out, partials, counters, num_tokens, x.stride(0),
         N=out_features, K=in_features, ACTIVATION=activation,
         M=block, R=tiling.rows, C=tiling.columns, SPLIT=tiling.split, STAGES=tiling.stages,
