@@ -31,13 +31,12 @@ def rehearsal(runner: ModelRunner) -> list[Callable[[], None]]:
 
 def _captured(runner: ModelRunner, graphs: StepGraphs) -> Iterator[Callable[[], None]]:
     """All sizes; sampling, and attention behind a common prefix, are the same for many of them."""
-    blocks = [table.shape[1] for table in runner.state.block_tables]
     for mode, key in graphs.dispatcher.valid_keys():
         size, variants = key.num_reqs, [key.sampling]
         if key.uniform_query_len == 1:
             is_power = size & (size - 1) == 0
             variants = list(runner.tail_variants) if is_power else [GREEDY]
-            if is_power and graphs.uses_common_prefix(size, blocks):
+            if is_power and _shares_prefix(runner, size):
                 prefixed = replace(key, sampling=GREEDY, has_common_prefix=True)
                 yield partial(graphs.warm_up, mode, prefixed, captures=False)
         for variant in variants:
@@ -51,6 +50,8 @@ def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:
     if runner.graphs is None or not runner.graphs.dispatcher.decode_sizes:
         for num_rows in default_sizes(min(runner.state.max_num_seqs, most_tokens)):
             yield padding_shape(1, longest, num_rows - 1)
+            if _shares_prefix(runner, num_rows):
+                yield replace(padding_shape(1, longest, num_rows - 1), common_prefix_blocks=_widths(runner))
     for num_tokens in _PROMPTS:
         if num_tokens <= most_tokens:
             for max_seq_len in sorted({min(num_tokens, longest), longest}):
@@ -59,3 +60,16 @@ def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:
     for num_rows in sorted({min(1 << power, most_rows) for power in range(most_rows.bit_length() + 1)}):
         if num_rows > 0:
             yield padding_shape(_SHORT, longest, num_rows)
+
+
+def _shares_prefix(runner: ModelRunner, num_rows: int) -> bool:
+    """Whether some group's attention reads a prefix of the longest kind once for so many rows."""
+    lengths = (width * size for width, size in zip(_widths(runner), runner.state.block_sizes, strict=True))
+    return any(
+        backend.uses_common_prefix(num_rows, length) for backend, length in zip(runner.backends, lengths, strict=True)
+    )
+
+
+def _widths(runner: ModelRunner) -> tuple[int, ...]:
+    """Blocks of the longest row, by group."""
+    return tuple(table.shape[1] for table in runner.state.block_tables)

@@ -81,7 +81,8 @@ def test_it_has_all_captured_sizes_all_samplers_and_rows_of_both_kinds(model, mo
     spy(runner, "_batch", lambda args: shapes.append(args[2]))
     spy(graphs, "_decode", lambda args: keys.add((args[0].num_reqs, args[0].has_common_prefix)))
     spy(runner.ops, "sample", lambda args: variants.add(args[0]))
-    monkeypatch.setattr(graphs, "uses_common_prefix", lambda num_rows, blocks: num_rows >= 4)
+    for backend in runner.backends:
+        monkeypatch.setattr(backend, "uses_common_prefix", lambda num_rows, length: num_rows >= 4 and length >= 96)
     monkeypatch.setattr(type(runner), "tail_variants", ("greedy", "full"))
     captured = len(graphs.full)
     for step in rehearsal(runner):
@@ -92,4 +93,20 @@ def test_it_has_all_captured_sizes_all_samplers_and_rows_of_both_kinds(model, mo
     assert padding_shape(16, 96, 1) in shapes and padding_shape(16, 96, 8) in shapes
     prompts = [(shape.num_padded_tokens, shape.max_seq_len) for shape in shapes if not shape.num_decode_rows]
     assert prompts == [(16, 16), (16, 96), (64, 64), (64, 96)], "a step has at most 64 tokens"
+    worker.shutdown()
+
+
+@torch.inference_mode()
+def test_without_graphs_it_has_rows_of_one_token_of_all_sizes_with_a_common_prefix_where_it_is_used(model, monkeypatch):
+    worker = make_worker(model[0], max_num_seqs=12, enforce_eager=True)
+    runner = worker.runner
+    for backend in runner.backends:
+        monkeypatch.setattr(backend, "uses_common_prefix", lambda num_rows, length: num_rows >= 8)
+    shapes = []
+    monkeypatch.setattr(runner, "run_padding", lambda shape, variants: shapes.append(shape))
+    for step in rehearsal(runner):
+        step()
+    decodes = [shape for shape in shapes[:-1] if shape.num_padded_tokens == shape.num_padded_reqs]
+    found = [(shape.num_padded_reqs, bool(shape.common_prefix_blocks)) for shape in decodes]
+    assert found == [(1, False), (2, False), (4, False), (8, False), (8, True), (12, False), (12, True)]
     worker.shutdown()
