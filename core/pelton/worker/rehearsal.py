@@ -51,7 +51,8 @@ def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:
         for num_rows in default_sizes(min(runner.state.max_num_seqs, most_tokens)):
             yield padding_shape(1, longest, num_rows - 1)
             if _shares_prefix(runner, num_rows):
-                yield replace(padding_shape(1, longest, num_rows - 1), common_prefix_blocks=_widths(runner))
+                for blocks in (_widths(runner), tuple(width // 2 for width in _widths(runner))):
+                    yield replace(padding_shape(1, longest, num_rows - 1), common_prefix_blocks=blocks)
     for num_tokens in _PROMPTS:
         if num_tokens <= most_tokens:
             for max_seq_len in sorted({min(num_tokens, longest), longest}):
