@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import stat
+import statistics
 import sys
 from pathlib import Path
 
@@ -221,7 +222,9 @@ def test_a_run_beside_a_peer_gathers_rows_of_both(model, fake_flags, peer_python
         one = found[name]["throughput"]
         assert one["out_tok_s"] == pytest.approx(5193 / one["seconds"])
         assert one["seconds"] == sorted(one["all_seconds"])[1] and len(one["all_seconds"]) == 3
-        assert found[name]["latency"]["tpot_ms"] >= 0 and found[name]["ttft"]["ttft_ms"] > 0
+        latency, ttft = found[name]["latency"], found[name]["ttft"]
+        rest = statistics.median(latency["all_seconds"]) - statistics.median(latency["all_ttft_seconds"])
+        assert latency["tpot_ms"] == pytest.approx(rest / 127 * 1e3) and ttft["ttft_ms"] > 0, "of 128 tokens"
         assert one["model"] == model and one["num_cores"] == len(usable_cores()) and one["versions"]["python"]
     # The row of first tokens is that of `latency`: asked again, its prompts would come from a prefix cache.
     assert found["pelton"]["ttft"]["all_seconds"] == found["pelton"]["latency"]["all_ttft_seconds"]
