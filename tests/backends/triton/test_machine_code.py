@@ -7,16 +7,11 @@ writes anything or adds to a counter, lets the next one start (PREEXIT), and has
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from pelton_programs import run_program
 
-PROGRAM = Path(__file__).parents[2] / "support" / "pelton_sm90.py"
 DECODE = ("early", "split", "streamed")
 CHAIN = ("QKV", "O", "gate and up", "down", "O of 32 rows", *DECODE)
 LOADS = {"LDG", "LDGSTS", "UTMALDG"}
@@ -24,12 +19,7 @@ WRITES = {"STG", "ATOM", "ATOMG", "RED", "REDG", "UTMASTG", "UTMAREDG"}
 
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, PROGRAM, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return run_program("pelton_sm90.py", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-PROGRAM = Path(__file__).parents[2] / "support" / "pelton_rehearsed.py"
+from pelton_programs import run_program
 
 
 def start(cache: Path, *arguments: str) -> dict[str, int]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, PROGRAM, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    (found,) = run_program("pelton_rehearsed.py", *arguments, TRITON_CACHE_DIR=str(cache))
     return found
 
 

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pelton_programs import run_program
 
 from pelton_platforms.cuda import compiler
 
-PROGRAM = Path(__file__).parents[2] / "support" / "pelton_compile_ahead.py"
-
 
 def first_start(cache: Path, *arguments: str) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, PROGRAM, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    (told,) = run_program("pelton_compile_ahead.py", *arguments, TRITON_CACHE_DIR=str(cache))
+    return told
 
 
 @pytest.fixture(scope="module")
