@@ -55,6 +55,7 @@ def prefix_reference(path: str, vocab_size: int, *, num_rows: int, prefix_len: i
 def check_common_prefix(reference: GapReference, reads: PrefixReads, *, is_captured: bool, **settings: Any) -> None:
     num_rows, prefix_len = len(reference.prompts), len(reference.prompts[0]) - 2
     with make_llm(reference.path, max_num_seqs=num_rows, max_model_len=prefix_len + 32, **settings) as llm:
+        reads.host_lengths.clear()  # a first start has gone through steps of its own
         generate(llm, reference.prompts[:1], greedy(1))
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in reference.prompts], greedy(NUM_TOKENS), use_tqdm=False

@@ -14,10 +14,12 @@ from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSu
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.triton.attention.cascade import cascade_attention, pays
 from pelton_backends.triton.attention.decode import NewTokens, PartBuffers, decode_attention
-from pelton_backends.triton.attention.prefill import prefill_attention
+from pelton_backends.triton.attention.prefill import bind_hopper, is_short, prefill_attention
 from pelton_backends.triton.runtime import has_pdl
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
 
@@ -133,6 +135,29 @@ class TritonBackend(AttentionBackend):
                 sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
             )  # fmt: skip
         return output
+
+    def bind_forward(self, layer: AttentionLayer, query: Tensor, output: Tensor) -> Callable[[TritonMetadata], object]:
+        hopper = bind_hopper(
+            query, layer.k_cache, layer.v_cache, output, scale=layer.scale, sliding_window=layer.sliding_window,
+            soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
+        )  # fmt: skip
+        if hopper is None:
+            return super().bind_forward(layer, query, output)
+        group = self.needs.num_heads // self.needs.num_kv_heads
+
+        def forward(metadata: TritonMetadata) -> None:
+            common, first_row = metadata.common, metadata.first_prefill_row
+            if first_row == common.num_reqs or is_short(common.max_query_len * group, common.max_seq_len):
+                self.forward(layer, query, metadata, output)
+                return
+            if metadata.decode_rows:
+                self._decode(layer, query, metadata, output, None)
+            hopper(
+                common.query_start_loc, common.seq_lens, common.block_table, num_reqs=common.num_reqs,
+                first_row=first_row, max_seq_len=common.max_seq_len, causal=common.causal, skip_single=metadata.is_mixed,
+            )  # fmt: skip
+
+        return forward
 
     def forward_qkv(
         self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: TritonMetadata, output: Tensor

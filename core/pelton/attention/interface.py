@@ -9,6 +9,7 @@ where it did and fails closed where it cannot.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -133,13 +134,19 @@ class AttentionBackend(ABC):
         """From the product's rows to attention's output: q/k norm, rope, write KV, attend.
 
         qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]. The default calls the layer's
-        `qk_norm_rope_write_kv` seam, then `forward`; a backend that has one kernel for both overrides this.
+        `qk_norm_rope_write_kv` seam, then `forward`; a backend that has one kernel for both overrides this. Steps captured
+        in pieces hold the seam, and call `forward` between them.
 
         All rows are written before any row reads: one may start with a block that another fills in this very step. Only in
         a step whose rows have one token each does no row read what another writes, and write and read may be fused.
         """
         query = layer.qk_norm_rope_write_kv(qkv, positions, self.slot_mapping(metadata))
         return self.forward(layer, query, metadata, output)
+
+    def bind_forward(self, layer: AttentionLayer, query: Tensor, output: Tensor) -> Callable[[Any], object]:
+        """`forward` on tensors that stay where they are, to be called with each step's metadata: the attention between two
+        captured pieces, which hold the layer's seam. Overridden by a backend whose call has parts that only they decide."""
+        return lambda metadata: self.forward(layer, query, metadata, output)
 
     @abstractmethod
     def slot_mapping(self, metadata: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.errors import ConfigError
-from pelton.graphs.captures import cutting
+from pelton.graphs.captures import attending
 from pelton.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
@@ -121,9 +121,10 @@ class AttentionLayer(nn.Module):
             output = output[:num_tokens]
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return output.zero_().flatten(1)
-        cuts = cutting.get()
-        if cuts is not None:  # a step is captured in pieces, and one ends here
-            cuts.cut(self, qkv, batch.positions, output)
-            return output.flatten(1)
         metadata = batch.attention[self.group_id]
-        return self.backend.forward_qkv(self, qkv, batch.positions, metadata, output).flatten(1)
+        attend = attending.get()
+        if attend is None:
+            return self.backend.forward_qkv(self, qkv, batch.positions, metadata, output).flatten(1)
+        slot_mapping = self.backend.slot_mapping(metadata)
+        attend(self, self.qk_norm_rope_write_kv(qkv, batch.positions, slot_mapping), output)
+        return output.flatten(1)

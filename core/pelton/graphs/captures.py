@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -118,41 +119,19 @@ class FullGraphs:
 
 
 @dataclass(slots=True)
-class _AttentionCall:
-    """One layer's attention between two pieces, on the addresses that these read and write."""
-
-    layer: AttentionLayer
-    qkv: Tensor
-    positions: Tensor
-    output: Tensor
-
-
-@dataclass(slots=True)
 class _Pieces:
     graphs: list[Graph] = field(default_factory=list)
-    calls: list[_AttentionCall] = field(default_factory=list)
+    group_ids: list[int] = field(default_factory=list)  # of the attention calls between them
+    calls: list[Callable[[Any], Any]] = field(default_factory=list)  # with a group's metadata
     outputs: Any = None
 
 
-class PieceCuts:
-    """While a step's pieces are captured: each attention call ends one and starts the next."""
+Attend = Callable[["AttentionLayer", Tensor, Tensor], None]
+"""Called with a layer, its query and the output to fill. The step's keys and values have been written."""
 
-    def __init__(self, recorder: GraphRecorder) -> None:
-        self._recorder = recorder
-        self.pieces = _Pieces()
-
-    def cut(self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, output: Tensor) -> None:
-        """Called by the layer in place of its backend; what is captured before and after it is unordered otherwise."""
-        recorder = self._recorder
-        self.pieces.graphs.append(recorder.end())
-        # Read before the next piece runs: every layer's, of every size, may lie in the same memory.
-        call = _AttentionCall(layer, recorder.unowned(qkv), positions, recorder.unowned(output))
-        self.pieces.calls.append(call)
-        recorder.begin()
-
-
-cutting: ContextVar[PieceCuts | None] = ContextVar("pelton_graph_pieces", default=None)
-"""Set in the worker's thread for the time of a capture in pieces; read by `AttentionLayer.forward`."""
+attending: ContextVar[Attend | None] = ContextVar("pelton_attending", default=None)
+"""What stands for attention in a step of pieces. Set in the worker's thread for the time of a call of the model; read by
+`AttentionLayer.forward`."""
 
 
 class PieceGraphs:
@@ -175,29 +154,46 @@ class PieceGraphs:
             return call(batch)
         pieces = self._captured.get(key)
         if pieces is None:
-            outputs = call(batch)
+            outputs = _attending(partial(_attend, batch), call, batch)
             self._refusals.attempt(key, lambda: self._capture(key, call, batch))
             return outputs
-        for graph, attention in zip(pieces.graphs, pieces.calls, strict=False):
+        for graph, group_id, attend in zip(pieces.graphs, pieces.group_ids, pieces.calls, strict=False):
             graph.replay()
-            layer = attention.layer
-            metadata = batch.attention[layer.group_id]
-            layer.backend.forward_qkv(layer, attention.qkv, attention.positions, metadata, attention.output)
+            attend(batch.attention[group_id])
         pieces.graphs[-1].replay()
         return pieces.outputs  # type: ignore[no-any-return]
 
     def _capture(self, key: Hashable, call: Callable[[ForwardBatch], Any], batch: ForwardBatch) -> None:
         """Record without running; attention is left out."""
-        cuts = PieceCuts(self._recorder)
-        token = cutting.set(cuts)
+        pieces = _Pieces()
         try:
             self._recorder.begin()
-            outputs = call(batch)
-            cuts.pieces.graphs.append(self._recorder.end())
-            cuts.pieces.outputs = _unowned(self._recorder, outputs)
+            outputs = _attending(partial(self._cut, pieces), call, batch)
+            pieces.graphs.append(self._recorder.end())
+            pieces.outputs = _unowned(self._recorder, outputs)
         except BaseException:
             self._recorder.abort()
             raise
-        finally:
-            cutting.reset(token)
-        self._captured[key] = cuts.pieces
+        self._captured[key] = pieces
+
+    def _cut(self, pieces: _Pieces, layer: AttentionLayer, query: Tensor, output: Tensor) -> None:
+        """End one piece and start the next; what is captured before and after is unordered otherwise."""
+        recorder = self._recorder
+        pieces.graphs.append(recorder.end())
+        # Read before the next piece runs: every layer's, of every size, may lie in the same memory.
+        query, output = recorder.unowned(query), recorder.unowned(output)
+        pieces.group_ids.append(layer.group_id)
+        pieces.calls.append(layer.backend.bind_forward(layer, query, output))
+        recorder.begin()
+
+
+def _attending(attend: Attend, call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
+    token = attending.set(attend)
+    try:
+        return call(batch)
+    finally:
+        attending.reset(token)
+
+
+def _attend(batch: ForwardBatch, layer: AttentionLayer, query: Tensor, output: Tensor) -> None:
+    layer.backend.forward(layer, query, batch.attention[layer.group_id], output)

@@ -158,8 +158,12 @@ class AttentionStep:
             self.layer.v_cache[blocks, offsets] = self.values[row][: len(slots)][kept].to(self.layer.v_cache.dtype)
 
     def _common(self) -> CommonMetadata:
+        return self.metadata_of(self.case.rows)
+
+    def metadata_of(self, rows: tuple[tuple[int, int], ...]) -> CommonMetadata:
+        """Of as many rows, over the same tables."""
         return step_metadata(
-            self.case.rows, self.tables, self.case.block_size, kernel_block_size=self.layer.k_cache.shape[1],
+            rows, self.tables, self.case.block_size, kernel_block_size=self.layer.k_cache.shape[1],
             num_padding=self.case.num_padding, device=self.device,
         )  # fmt: skip
 
@@ -225,6 +229,19 @@ class AttentionBackendConformance:
         step = self.make_step(case)
         step.write()
         self.assert_close(step.run(), step.expected(), case)
+
+    @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "bfloat16"])
+    def test_a_bound_forward_is_that_of_each_step(self, name: str) -> None:
+        step = self.make_step(CASES[name])
+        step.write()
+        output = torch.empty_like(step.query)
+        forward = step.backend.bind_forward(step.layer, step.query, output)
+        for rows in (step.case.rows, tuple((tokens, before // 2) for tokens, before in step.case.rows)):
+            metadata = step.backend.build(step.metadata_of(rows))
+            want = step.backend.forward(step.layer, step.query, metadata, torch.full_like(output, float("nan")))
+            output.fill_(float("nan"))
+            forward(metadata)
+            self.assert_close(output[: step.num_tokens], want[: step.num_tokens], step.case)
 
     @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "blocks-of-seven", "window", "bfloat16", "multi-query"])
     def test_forward_qkv_writes_all_rows_then_attends(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pelton.config.compilation import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs, PieceGraphs, cutting
+from pelton.graphs.captures import FullGraphs, PieceGraphs, attending
 from pelton.graphs.recorder import Graph
 from pelton.testing.graphs import FakeGraphRecorder
 
@@ -110,28 +111,32 @@ class BorrowingRecorder(FakeGraphRecorder):
 
 class DoublingBackend:
     @staticmethod
-    def forward_qkv(layer: Any, qkv: Tensor, positions: Tensor, metadata: Any, output: Tensor) -> Tensor:
-        return output.copy_(2 * qkv + positions)
+    def forward(layer: Any, query: Tensor, metadata: float, output: Tensor) -> Tensor:
+        return output.copy_(2 * query + metadata)
+
+    @staticmethod
+    def bind_forward(layer: Any, query: Tensor, output: Tensor) -> Callable[[float], object]:
+        return lambda metadata: DoublingBackend.forward(layer, query, metadata, output)
 
 
 class TwoLayers:
-    """x -> 2 (x + 1) + p, twice; remembers every tensor that it made."""
+    """x -> 2 (x + 1) + metadata, twice; remembers every tensor that it made."""
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[Tensor]] = []
-        self.layer: Any = SimpleNamespace(group_id=0, backend=DoublingBackend)
-        self.x, self.positions = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
-        self.batch: Any = SimpleNamespace(attention=(None,))
+        self.layer: Any = SimpleNamespace(group_id=1, backend=DoublingBackend)
+        self.x = torch.zeros(3)
+        self.batch: Any = SimpleNamespace(attention=(None, 3.0))
 
     def __call__(self, batch: Any = None) -> tuple[Tensor, None]:
         hidden = self.x
         for _ in range(2):
-            qkv, output, cuts = hidden + 1, torch.empty(3), cutting.get()
-            self.made += [weakref.ref(qkv), weakref.ref(output)]
-            if cuts is not None:
-                cuts.cut(self.layer, qkv, self.positions, output)
+            query, output, attend = hidden + 1, torch.empty(3), attending.get()
+            self.made += [weakref.ref(query), weakref.ref(output)]
+            if attend is not None:
+                attend(self.layer, query, output)
             else:
-                self.layer.backend.forward_qkv(self.layer, qkv, self.positions, None, output)
+                self.layer.backend.forward(self.layer, query, self.batch.attention[1], output)
             hidden = output * 1
         self.made.append(weakref.ref(hidden))
         return hidden, None
@@ -152,7 +157,9 @@ def test_captures_keep_no_memory_of_what_they_hand_on(in_pieces: bool) -> None:
 
     for value in (0.0, 1.0, 5.0):
         step.x.fill_(value)
-        assert torch.equal(run(), 4 * (value + 1) + 3 * step.positions + 2)
+        metadata = 3 + value if in_pieces else 3.0  # between pieces each step has its own
+        step.batch.attention = (None, metadata)
+        assert run().tolist() == [4 * (value + 1) + 3 * metadata + 2] * 3
     assert len(recorder.graphs) == (3 if in_pieces else 1) and all(graph.num_replays == 2 for graph in recorder.graphs)
     for graph in recorder.graphs:
         graph.ops.clear()  # the pool is gone: who still has one of its tensors owns it

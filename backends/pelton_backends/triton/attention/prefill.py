@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pelton_backends.triton.attention.prefill_hopper import HopperPrefill
+
 LOG2E = 1.4426950408889634
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
@@ -300,6 +302,35 @@ def choose_tiles(dtype: torch.dtype, head_dim: int, group: int, max_query_len: i
     return Tiles(max(128, least), 64, 8, 2)
 
 
+def is_short(num_rows: int, max_seq_len: int) -> bool:
+    """Whether rows of so many queries (tokens times heads of a group) over so many keys are served by the kernel of this file
+    wherever they are."""
+    return num_rows <= SHORT and max_seq_len < LONG
+
+
+def bind_hopper(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    output: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    pdl: bool,
+) -> HopperPrefill | None:
+    """What serves all but short rows of such a layer on such a device better than the kernel of this file; else None."""
+    module = _hopper(query.device) if soft_cap is None and alibi_slopes is None else None
+    if module is None or not module.serves(query, k_cache, v_cache):
+        return None
+    bound: HopperPrefill = module.HopperPrefill(
+        query, k_cache, v_cache, output, scale=scale, sliding_window=sliding_window, sinks=sinks, pdl=pdl
+    )
+    return bound
+
+
 def prefill_attention(
     query: Tensor,
     k_cache: Tensor,
@@ -350,16 +381,18 @@ def prefill_attention(
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
-    is_short = max_query_len * group <= SHORT and max_seq_len < LONG
-    if tiles is None and soft_cap is None and alibi_slopes is None and not is_short:
-        hopper = _hopper(query.device)
-        if hopper is not None and hopper.serves(query, k_cache, v_cache):
-            hopper.hopper_prefill(
-                query, k_cache, v_cache, output, query_start_loc, seq_lens, block_table, num_reqs=num_reqs,
-                first_row=first_row, max_seq_len=max_seq_len, scale=scale, causal=causal, sliding_window=sliding_window,
-                sinks=sinks, skip_single=skip_single, pdl=pdl,
-            )  # fmt: skip
-            return output
+    hopper = None
+    if tiles is None and not is_short(max_query_len * group, max_seq_len):
+        hopper = bind_hopper(
+            query, k_cache, v_cache, output, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
+            alibi_slopes=alibi_slopes, pdl=pdl,
+        )  # fmt: skip
+    if hopper is not None:
+        hopper(
+            query_start_loc, seq_lens, block_table, num_reqs=num_reqs, first_row=first_row, max_seq_len=max_seq_len,
+            causal=causal, skip_single=skip_single,
+        )  # fmt: skip
+        return output
     block_m, block_n, num_warps, num_stages = tiles or choose_tiles(query.dtype, head_dim, group, max_query_len)
     # A row needs at most one program more than its share of the tokens.
     grid = (num_kv_heads, num_tokens // (block_m // group) + num_reqs - first_row)

@@ -106,27 +106,9 @@ def _is_rows(cache: Tensor) -> bool:
     return fits and block_stride % slot_stride == 0 and slot_stride % 8 == 0 and cache.data_ptr() % 16 == 0
 
 
-def hopper_prefill(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    output: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    *,
-    num_reqs: int,
-    first_row: int,
-    scale: float,
-    causal: bool,
-    sliding_window: int | None,
-    sinks: Tensor | None,
-    max_seq_len: int,
-    skip_single: bool,
-    pdl: bool,
-    stages: int = STAGES,
-) -> None:
-    """`prefill_attention` without soft cap and ALiBi, where `serves` says so.
+class HopperPrefill:
+    """`prefill_attention` without soft cap and ALiBi, on tensors for which `serves` says so: what follows from them is found
+    out once, a call adds what the step says.
 
     Paper  Shah et al., FlashAttention-3 (arXiv:2407.08608): a copying warp, and scores of one tile beside the sum over the last.
 
@@ -141,58 +123,90 @@ def hopper_prefill(
     turns at the tensor cores, changed less than 2 %; norm and rotation of the query in here cost as much as they saved.
     Split, beside other jobs on the card: 64 tokens behind 8,000 took 104 us, with 8 shares of a tile's keys 25 us.
     """
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = k_cache.shape[2]
-    group = num_heads // num_kv_heads
-    k_pages, k_block_rows, k_head_rows, k_head_columns = _page_rows(k_cache)
-    v_pages, v_block_rows, v_head_rows, v_head_columns = _page_rows(v_cache)
-    num_blocks = num_tokens // (2 * (ROWS // group)) + num_reqs - first_row
-    splits = 1 if skip_single else choose_splits(num_kv_heads * num_blocks, max_seq_len, num_sms(query.device))
-    parts = logs = None
-    if splits > 1:
-        parts = torch.empty(splits, num_tokens, num_heads, head_dim, dtype=torch.float32, device=query.device)
-        logs = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=query.device)
-    num_items = num_kv_heads * num_blocks * splits
-    num_programs = min(num_items, num_sms(query.device))
-    # Counts the items taken beyond each program's first one; where there are none it is not looked at.
-    counter = seq_lens if num_items == num_programs else torch.zeros(1, dtype=torch.int32, device=query.device)
-    grid = (num_programs,)
-    constants = {
-        "G": group, "D": head_dim, "BLOCK_N": BLOCK_N, "STAGES": stages, "BLOCK_SIZE": k_cache.shape[1], "CAUSAL": causal,
-        "WINDOW": sliding_window is not None, "SINKS": sinks is not None, "SPLIT": splits > 1,
-        "SKIP_SINGLE": skip_single, "PDL": pdl,
-    }  # fmt: skip
-    strides = (
-        query.stride(0), output.stride(0), block_table.stride(0), k_block_rows, v_block_rows, k_head_rows, v_head_rows,
-        k_head_columns, v_head_columns,
-    )  # fmt: skip
-    key = (
-        *constants.values(), *strides[:2], *strides[3:], sliding_window, query.dtype, query.device.index,
-        sinks is not None and sinks.dtype, alignment(query, output, query_start_loc, seq_lens, block_table, sinks),
-    )  # fmt: skip
-    arguments = (
-        query, k_pages, v_pages, output, parts, logs, query_start_loc, seq_lens, block_table, counter, sinks,
-        num_tokens, *strides, first_row, num_reqs, scale, sliding_window or 0,
-        num_kv_heads, num_blocks, splits,
-    )  # fmt: skip
-    options = launch_options(pdl)
-    _launch(key, grid, arguments, constants, num_warps=4, **options)
-    if splits > 1:
-        block_h = max(min(triton.next_power_of_2(num_heads), 512 // head_dim), 1)
-        key = (
-            num_heads,
-            head_dim,
-            output.stride(0),
-            output.dtype,
-            query.device.index,
-            alignment(output, query_start_loc),
-        )
-        constants = {"H": num_heads, "BLOCK_H": block_h, "D": head_dim, "PDL": pdl}
-        arguments = (
-            parts, logs, output, query_start_loc, num_tokens, first_row, num_reqs, splits, output.stride(0),
+
+    def __init__(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        output: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        sinks: Tensor | None,
+        pdl: bool,
+        stages: int = STAGES,
+    ) -> None:
+        self._num_tokens, self._num_heads, self._head_dim = query.shape
+        self._num_kv_heads = k_cache.shape[2]
+        group = self._num_heads // self._num_kv_heads
+        self._num_blocks = self._num_tokens // (2 * (ROWS // group))
+        self._output, self._device, self._num_sms = output, query.device, num_sms(query.device)
+        k_pages, k_block_rows, k_head_rows, k_head_columns = _page_rows(k_cache)
+        v_pages, v_block_rows, v_head_rows, v_head_columns = _page_rows(v_cache)
+        self._tensors, self._sinks = (query, k_pages, v_pages, output), sinks
+        self._strides = query.stride(0), output.stride(0)
+        self._page_strides = (
+            k_block_rows, v_block_rows, k_head_rows, v_head_rows, k_head_columns, v_head_columns,
         )  # fmt: skip
-        grid = (triton.cdiv(num_heads, block_h), num_tokens)
-        _launch_merge(key, grid, arguments, constants, num_warps=1, **options)
+        self._numbers = scale, sliding_window or 0, self._num_kv_heads
+        self._constants = {
+            "G": group, "D": self._head_dim, "BLOCK_N": BLOCK_N, "STAGES": stages, "BLOCK_SIZE": k_cache.shape[1],
+            "WINDOW": sliding_window is not None, "SINKS": sinks is not None, "PDL": pdl,
+        }  # fmt: skip
+        self._key = (
+            *self._constants.values(), *self._strides, *self._page_strides, sliding_window, query.dtype, self._device.index,
+            sinks is not None and sinks.dtype, alignment(query, output, sinks),
+        )  # fmt: skip
+        self._options = launch_options(pdl)
+
+    def __call__(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        num_reqs: int,
+        first_row: int,
+        max_seq_len: int,
+        causal: bool,
+        skip_single: bool,
+    ) -> None:
+        num_tokens, device = self._num_tokens, self._device
+        num_blocks = self._num_blocks + num_reqs - first_row
+        num_items = self._num_kv_heads * num_blocks
+        splits = 1 if skip_single else choose_splits(num_items, max_seq_len, self._num_sms)
+        parts = logs = None
+        if splits > 1:
+            parts = torch.empty(splits, num_tokens, self._num_heads, self._head_dim, dtype=torch.float32, device=device)
+            logs = torch.empty(splits, num_tokens, self._num_heads, dtype=torch.float32, device=device)
+            num_items *= splits
+        num_programs = min(num_items, self._num_sms)
+        # Counts the items taken beyond each program's first one; where there are none it is not looked at.
+        counter = seq_lens if num_items == num_programs else torch.zeros(1, dtype=torch.int32, device=device)
+        variant = {"CAUSAL": causal, "SPLIT": splits > 1, "SKIP_SINGLE": skip_single}
+        arguments = (
+            *self._tensors, parts, logs, query_start_loc, seq_lens, block_table, counter, self._sinks, num_tokens,
+            *self._strides, block_table.stride(0), *self._page_strides, first_row, num_reqs, *self._numbers, num_blocks,
+            splits,
+        )  # fmt: skip
+        key = self._key, *variant.values(), alignment(query_start_loc, seq_lens, block_table)
+        _launch(key, (num_programs,), arguments, {**self._constants, **variant}, num_warps=4, **self._options)
+        if parts is not None and logs is not None:
+            self._merge(parts, logs, query_start_loc, num_reqs=num_reqs, first_row=first_row)
+
+    def _merge(
+        self, parts: Tensor, logs: Tensor, query_start_loc: Tensor, *, num_reqs: int, first_row: int
+    ) -> None:
+        num_heads, head_dim, output = self._num_heads, self._head_dim, self._output
+        block_h = max(min(triton.next_power_of_2(num_heads), 512 // head_dim), 1)
+        key = num_heads, head_dim, output.stride(0), output.dtype, self._device.index, alignment(output, query_start_loc)
+        constants = {"H": num_heads, "BLOCK_H": block_h, "D": head_dim, "PDL": self._constants["PDL"]}
+        arguments = (
+            parts, logs, output, query_start_loc, self._num_tokens, first_row, num_reqs, len(parts), output.stride(0),
+        )  # fmt: skip
+        grid = (triton.cdiv(num_heads, block_h), self._num_tokens)
+        _launch_merge(key, grid, arguments, constants, num_warps=1, **self._options)
 
 
 def choose_splits(num_programs: int, max_seq_len: int, num_sms: int) -> int:
