@@ -57,20 +57,20 @@ class BatchState:
         self.padding_slot = max_num_seqs
         # The last column takes what must not be kept: tokens past max_model_len, rows that do not sample.
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
-        self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        width = -(-rows // 4) * 4  # every column starts at a multiple of 16 bytes
+        self._integers = torch.zeros(5, width, dtype=torch.int64, device=device)
+        self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.top_k = self._integers[:, :rows]
+        self.side_slots.fill_(-1)
+        self.top_k.fill_(vocab_size)
+        self._floats = torch.zeros(3, width, device=device)
+        self.temperature, self.top_p, self.min_p = self._floats[:, :rows]
+        self.top_p.fill_(1.0)
         self.block_sizes = tuple(block_sizes)
         self.block_tables = [
             torch.zeros(rows, -(-(max_model_len + num_lookahead_tokens) // size), dtype=torch.int32, device=device)
             for size in block_sizes
         ]
         self.draft_token_ids = torch.zeros(rows, max_draft_tokens, dtype=torch.int64, device=device)
-        self.num_prompt_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.top_k = torch.full((rows,), vocab_size, dtype=torch.int64, device=device)
-        self.side_slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
-        self.temperature = torch.zeros(rows, device=device)
-        self.top_p = torch.ones(rows, device=device)
-        self.min_p = torch.zeros(rows, device=device)
         self.side = SideTables(num_side_slots, vocab_size, device)
         self.host = HostColumns(rows, vocab_size)
         self._staging = StagingRing(num_parts, 1024, device)
@@ -101,20 +101,22 @@ class BatchState:
             self.token_ids[sample_slots, place] = next_token_ids.to(torch.int32)
 
     def add(self, new: list[NewRequest]) -> None:
-        """One scatter for each column and table, whatever the number of requests."""
+        """One scatter for the columns and one for each table, whatever the number of requests."""
         slots = [request.slot for request in new]
-        columns: list[list[int]] = [
-            slots,
-            [request.num_computed_tokens for request in new],
-            [request.num_prompt_tokens for request in new],
-            [request.seed for request in new],
-            [request.side_slot for request in new],
-        ]
         for request in new:
             self.host.add(request)
             if request.side_slot >= 0:
                 self.side.add(request)
-        columns.append(self.host.top_k[slots].tolist())
+        host = self.host
+        # In the order of `_integers` and `_floats`.
+        integers = [
+            [request.num_computed_tokens for request in new],
+            [request.num_prompt_tokens for request in new],
+            [request.seed for request in new],
+            [request.side_slot for request in new],
+            host.top_k[slots],
+        ]
+        floats = np.concatenate([host.temperature[slots], host.top_p[slots], host.min_p[slots]])
         lengths = np.array([len(request.token_ids) for request in new])
         flat = np.fromiter(chain.from_iterable(request.token_ids for request in new), np.int64, int(lengths.sum()))
         places = [_places(np.array(slots), lengths, self.token_ids.shape[1])]
@@ -124,24 +126,16 @@ class BatchState:
             places.append(_places(np.array(slots), counts, table.shape[1]))
             ids = chain.from_iterable(request.block_ids[group] for request in new)
             values.append(np.fromiter(ids, np.int64, int(counts.sum())))
-        floats = (
-            (self.temperature, self.host.temperature), (self.top_p, self.host.top_p), (self.min_p, self.host.min_p),
-        )  # fmt: skip
-        bits = [array[slots].astype(np.float64).view(np.int64) for _, array in floats]
-        staged = self._staging.stage([*columns, *bits, *places, *values])
-        rows, computed, num_prompt, seeds, side_slots, top_k = staged[:6]
+        rows, own_integers, own_floats, *cells = self._staging.stage(
+            [slots, np.concatenate(integers), floats.astype(np.float64).view(np.int64), *places, *values]
+        )
         left = [table[rows].unbind() for table in self.block_tables]
-        for index, owner in enumerate(self.host.change_owners(slots)):
+        for index, owner in enumerate(host.change_owners(slots)):
             owner.blocks = [blocks[index] for blocks in left]
-        for column, numbers in (
-            (self.num_computed_tokens, computed), (self.num_prompt_tokens, num_prompt), (self.seeds, seeds),
-            (self.side_slots, side_slots), (self.top_k, top_k),
-        ):  # fmt: skip
-            column[rows] = numbers
-        for (column, _), numbers in zip(floats, staged[6:9], strict=True):
-            column[rows] = numbers.view(torch.float64).to(torch.float32)
-        half = 9 + len(places)
-        for table, at, numbers in zip((self.token_ids, *self.block_tables), staged[9:half], staged[half:], strict=True):
+        self._integers.index_copy_(1, rows, own_integers.view(-1, len(new)))
+        self._floats.index_copy_(1, rows, own_floats.view(torch.float64).float().view(-1, len(new)))
+        half = len(places)
+        for table, at, numbers in zip((self.token_ids, *self.block_tables), cells[:half], cells[half:], strict=True):
             table.view(-1)[at] = numbers.to(torch.int32)
 
     def blocks_of(self, owner: SlotOwner) -> list[Tensor]:
