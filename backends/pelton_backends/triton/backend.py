@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.triton.attention.cascade import cascade_attention, pays
-from pelton_backends.triton.attention.decode import NewTokens, PartBuffers, decode_attention
+from pelton_backends.triton.attention.decode import DecodeAttention, NewTokens, PartBuffers
 from pelton_backends.triton.attention.prefill import bind_hopper, is_short, prefill_attention
 from pelton_backends.triton.runtime import has_pdl
 
@@ -125,37 +125,36 @@ class TritonBackend(AttentionBackend):
                 pdl=self.pdl,
             )  # fmt: skip
         if metadata.decode_rows:
-            self._decode(layer, query, metadata, output, None)
+            self._decode(self._bind_decode(layer, query, output), metadata)
         if metadata.first_prefill_row < common.num_reqs:
-            prefill_attention(
-                query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens,
-                common.block_table, num_reqs=common.num_reqs, first_row=metadata.first_prefill_row,
-                skip_single=metadata.is_mixed, max_query_len=common.max_query_len, max_seq_len=common.max_seq_len,
-                scale=layer.scale, causal=common.causal, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap,
-                sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
-            )  # fmt: skip
+            self._prefill(layer, query, metadata, output)
         return output
 
     def bind_forward(self, layer: AttentionLayer, query: Tensor, output: Tensor) -> Callable[[TritonMetadata], object]:
+        decode = self._bind_decode(layer, query, output)
         hopper = bind_hopper(
             query, layer.k_cache, layer.v_cache, output, scale=layer.scale, sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
         )  # fmt: skip
-        if hopper is None:
-            return super().bind_forward(layer, query, output)
         group = self.needs.num_heads // self.needs.num_kv_heads
 
         def forward(metadata: TritonMetadata) -> None:
             common, first_row = metadata.common, metadata.first_prefill_row
-            if first_row == common.num_reqs or is_short(common.max_query_len * group, common.max_seq_len):
+            if metadata.prefix_len is not None:
                 self.forward(layer, query, metadata, output)
                 return
             if metadata.decode_rows:
-                self._decode(layer, query, metadata, output, None)
-            hopper(
-                common.query_start_loc, common.seq_lens, common.block_table, num_reqs=common.num_reqs,
-                first_row=first_row, max_seq_len=common.max_seq_len, causal=common.causal, skip_single=metadata.is_mixed,
-            )  # fmt: skip
+                self._decode(decode, metadata)
+            if first_row == common.num_reqs:
+                return
+            if hopper is None or is_short(common.max_query_len * group, common.max_seq_len):
+                self._prefill(layer, query, metadata, output)
+            else:
+                hopper(
+                    common.query_start_loc, common.seq_lens, common.block_table, num_reqs=common.num_reqs,
+                    first_row=first_row, max_seq_len=common.max_seq_len, causal=common.causal,
+                    skip_single=metadata.is_mixed,
+                )  # fmt: skip
 
         return forward
 
@@ -169,23 +168,37 @@ class TritonBackend(AttentionBackend):
             positions, metadata.common.slot_mapping, needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm,
             needs.q_norm,
         )  # fmt: skip
-        self._decode(layer, qkv, metadata, output, new)
+        self._decode(self._bind_decode(layer, qkv, output, new), metadata)
         return output
 
-    def _decode(
-        self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor, new: NewTokens | None
-    ) -> None:
-        common = metadata.common
-        # A bound that is the same for all steps: programs of a row follow from it, and a kernel is compiled for each number.
-        decode_attention(
-            query, layer.k_cache, layer.v_cache, output, common.seq_lens, common.block_table,
-            self._part_buffers(common.num_reqs), num_rows=metadata.decode_rows, max_seq_len=self.max_model_len,
-            scale=layer.scale, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
-            alibi_slopes=layer.alibi_slopes, query_start_loc=common.query_start_loc if metadata.is_mixed else None,
-            new=new, pdl=self.pdl,
+    def _bind_decode(
+        self, layer: AttentionLayer, query: Tensor, output: Tensor, new: NewTokens | None = None
+    ) -> DecodeAttention:
+        return DecodeAttention(
+            query, layer.k_cache, layer.v_cache, output, self._part_buffers(), scale=layer.scale,
+            sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
+            alibi_slopes=layer.alibi_slopes, new=new, pdl=self.pdl,
         )  # fmt: skip
 
-    def _part_buffers(self, num_rows: int) -> PartBuffers:
+    def _decode(self, decode: DecodeAttention, metadata: TritonMetadata) -> None:
+        common = metadata.common
+        # A bound that is the same for all steps: programs of a row follow from it, and a kernel is compiled for each number.
+        decode(
+            common.seq_lens, common.block_table, num_rows=metadata.decode_rows, max_seq_len=self.max_model_len,
+            query_start_loc=common.query_start_loc if metadata.is_mixed else None,
+        )  # fmt: skip
+
+    def _prefill(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
+        common = metadata.common
+        prefill_attention(
+            query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens, common.block_table,
+            num_reqs=common.num_reqs, first_row=metadata.first_prefill_row, skip_single=metadata.is_mixed,
+            max_query_len=common.max_query_len, max_seq_len=common.max_seq_len, scale=layer.scale, causal=common.causal,
+            sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
+            alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
+        )  # fmt: skip
+
+    def _part_buffers(self, num_rows: int = 0) -> PartBuffers:
         """Made once: captured graphs hold its addresses."""
         if self._parts is None:
             self._parts = PartBuffers.allocate(

@@ -59,7 +59,9 @@ class BatchState:
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         width = -(-rows // 4) * 4  # every column starts at a multiple of 16 bytes
         self._integers = torch.zeros(5, width, dtype=torch.int64, device=device)
-        self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.top_k = self._integers[:, :rows]
+        self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.top_k = self._integers[
+            :, :rows
+        ]
         self.side_slots.fill_(-1)
         self.top_k.fill_(vocab_size)
         self._floats = torch.zeros(3, width, device=device)
@@ -114,9 +116,9 @@ class BatchState:
             [request.num_prompt_tokens for request in new],
             [request.seed for request in new],
             [request.side_slot for request in new],
-            host.top_k[slots],
+            host.top_k[slots].tolist(),
         ]
-        floats = np.concatenate([host.temperature[slots], host.top_p[slots], host.min_p[slots]])
+        floats = np.concatenate([host.temperature[slots], host.top_p[slots], host.min_p[slots]]).astype(np.float64)
         lengths = np.array([len(request.token_ids) for request in new])
         flat = np.fromiter(chain.from_iterable(request.token_ids for request in new), np.int64, int(lengths.sum()))
         places = [_places(np.array(slots), lengths, self.token_ids.shape[1])]
@@ -127,7 +129,7 @@ class BatchState:
             ids = chain.from_iterable(request.block_ids[group] for request in new)
             values.append(np.fromiter(ids, np.int64, int(counts.sum())))
         rows, own_integers, own_floats, *cells = self._staging.stage(
-            [slots, np.concatenate(integers), floats.astype(np.float64).view(np.int64), *places, *values]
+            [slots, list(chain.from_iterable(integers)), floats.view(np.int64), *places, *values]
         )
         left = [table[rows].unbind() for table in self.block_tables]
         for index, owner in enumerate(host.change_owners(slots)):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -36,6 +36,8 @@ from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.runtime import launch_options, let_next_start, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from torch import Tensor
 
     from pelton.ops.interface import NormSpec
@@ -336,64 +338,116 @@ def decode_attention(
     the product with V. Nothing outside a row's keys is read into the sum, so other blocks may hold NaN.
     No host synchronisation; grid and buffers follow from `num_rows`, `max_seq_len` (an upper bound) and strides alone.
     """
-    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
-    group = output.shape[1] // num_kv_heads
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
-    if shape is None:
-        row_bytes = padded_dim * output.element_size()
-        shape = launch_shape(num_rows * num_kv_heads, max_seq_len, row_bytes, num_sms(output.device))
-    spec = new.norm_spec if new else None
-    heads_of_tile, members = triton.next_power_of_2(group + 1), triton.next_power_of_2(group)
-    constants = {
-        "EPS": spec.eps if spec else None,
-        "UNIT_OFFSET": spec.unit_offset if spec else False,
-        "FUSED": new is not None,
-        "WINDOW": sliding_window or 0,
-        "SOFT_CAP": soft_cap,
-        "BLOCK_SIZE": block_size,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": padded_dim,
-        "ROTARY_DIM": new.rotary_dim if new else 0,
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "Q": heads_of_tile,
-        "M": max(heads_of_tile, 8),
-        "MEMBERS": members,
-        "N": shape.keys,
-        "PARTS": max(2, min(16, 4096 // (members * padded_dim))),
-        "STAGES": shape.num_stages,
-        "PDL": pdl,
-    }
-    grid: tuple[int, ...]
-    if shape.splits == 0:
-        launch, grid = _launch_streamed, (shape.programs,)
-        constants |= {"ROWS": triton.next_power_of_2(num_rows), "START": STREAMED_START}
-    else:
-        launch, grid = _launch, (num_kv_heads, num_rows, shape.splits)
-        constants |= {"SPLITS": shape.splits, "LEAST": shape.least, "IS_EARLY": shape.is_early and new is not None}
-    tensors = (
-        query,
-        new.positions if new else None,
-        new.slot_mapping if new else None,
-        k_cache,
-        v_cache,
-        output,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        new.cos_sin if new else None,
-        new.q_norm if new else None,
-        new.k_norm if new else None,
-        sinks,
-        alibi_slopes,
-        parts.sums,
-        parts.stats,
-        parts.arrivals,
-    )
-    strides = (query.stride(0), output.stride(0), block_table.stride(0), *k_cache.stride()[:3])
-    key = (
-        *constants.values(), query.dtype, k_cache.dtype, query.device, strides, num_blocks, query_start_loc is None,
-        None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype, alignment(*tensors),
+    bound = DecodeAttention(
+        query, k_cache, v_cache, output, parts, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
+        alibi_slopes=alibi_slopes, new=new, pdl=pdl,
     )  # fmt: skip
-    count = num_rows if shape.splits == 0 else num_blocks
-    launch(key, grid, (*tensors, *strides, count, scale), constants, num_warps=1, **launch_options(pdl))
+    bound(
+        seq_lens, block_table, num_rows=num_rows, max_seq_len=max_seq_len, query_start_loc=query_start_loc, shape=shape
+    )
+
+
+class _Plan(NamedTuple):
+    """What all launches of one shape have in common."""
+
+    launch: Launcher
+    constants: dict[str, Any]
+    key: Hashable
+
+
+class DecodeAttention:
+    """`decode_attention` on tensors that stay where they are: what follows from them, and from a launch's shape, is found out
+    once; a call adds what the step says."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        output: Tensor,
+        parts: PartBuffers,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+        new: NewTokens | None,
+        pdl: bool,
+    ) -> None:
+        self._num_blocks, block_size, self._num_kv_heads, head_dim = k_cache.shape
+        self._num_sms, self._is_fused, self._scale = num_sms(output.device), new is not None, scale
+        group = output.shape[1] // self._num_kv_heads
+        padded_dim = max(16, triton.next_power_of_2(head_dim))
+        self._row_bytes = padded_dim * output.element_size()
+        spec = new.norm_spec if new else None
+        heads_of_tile, members = triton.next_power_of_2(group + 1), triton.next_power_of_2(group)
+        self._constants = {
+            "EPS": spec.eps if spec else None,
+            "UNIT_OFFSET": spec.unit_offset if spec else False,
+            "FUSED": new is not None,
+            "WINDOW": sliding_window or 0,
+            "SOFT_CAP": soft_cap,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "PADDED_DIM": padded_dim,
+            "ROTARY_DIM": new.rotary_dim if new else 0,
+            "NUM_KV_HEADS": self._num_kv_heads,
+            "GROUP": group,
+            "Q": heads_of_tile,
+            "M": max(heads_of_tile, 8),
+            "MEMBERS": members,
+            "PARTS": max(2, min(16, 4096 // (members * padded_dim))),
+            "PDL": pdl,
+        }
+        self._first = (
+            query, new.positions if new else None, new.slot_mapping if new else None, k_cache, v_cache, output,
+        )  # fmt: skip
+        self._last = (
+            new.cos_sin if new else None, new.q_norm if new else None, new.k_norm if new else None, sinks, alibi_slopes,
+            parts.sums, parts.stats, parts.arrivals,
+        )  # fmt: skip
+        self._strides, self._cache_strides = (query.stride(0), output.stride(0)), k_cache.stride()[:3]
+        self._key = (
+            *self._constants.values(), query.dtype, k_cache.dtype, query.device, self._strides, self._cache_strides,
+            self._num_blocks, None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
+            alignment(*self._first, *self._last),
+        )  # fmt: skip
+        self._options = launch_options(pdl)
+        self._plans: dict[tuple[LaunchShape, int], _Plan] = {}
+
+    def __call__(
+        self,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        num_rows: int,
+        max_seq_len: int,
+        query_start_loc: Tensor | None = None,
+        shape: LaunchShape | None = None,
+    ) -> None:
+        num_kv_heads, num_blocks = self._num_kv_heads, self._num_blocks
+        if shape is None:
+            shape = launch_shape(num_rows * num_kv_heads, max_seq_len, self._row_bytes, self._num_sms)
+        is_streamed, power = shape.splits == 0, (num_rows - 1).bit_length()
+        plan = self._plans.get((shape, power))
+        if plan is None:
+            plan = self._plans[shape, power] = self._plan(shape, 1 << power)
+        table_stride = block_table.stride(0)
+        key = plan.key, table_stride, query_start_loc is None, alignment(query_start_loc, seq_lens, block_table)
+        arguments = (
+            *self._first, query_start_loc, seq_lens, block_table, *self._last, *self._strides, table_stride,
+            *self._cache_strides, num_rows if is_streamed else num_blocks, self._scale,
+        )  # fmt: skip
+        grid = (shape.programs,) if is_streamed else (num_kv_heads, num_rows, shape.splits)
+        plan.launch(key, grid, arguments, plan.constants, num_warps=1, **self._options)
+
+    def _plan(self, shape: LaunchShape, most_rows: int) -> _Plan:
+        constants = {**self._constants, "N": shape.keys, "STAGES": shape.num_stages}
+        if shape.splits == 0:
+            launch, own = _launch_streamed, {"ROWS": most_rows, "START": STREAMED_START}
+        else:
+            is_early = shape.is_early and self._is_fused
+            launch, own = _launch, {"SPLITS": shape.splits, "LEAST": shape.least, "IS_EARLY": is_early}
+        constants |= own
+        return _Plan(launch, constants, (self._key, *constants.values()))

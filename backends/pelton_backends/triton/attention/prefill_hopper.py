@@ -195,12 +195,17 @@ class HopperPrefill:
         if parts is not None and logs is not None:
             self._merge(parts, logs, query_start_loc, num_reqs=num_reqs, first_row=first_row)
 
-    def _merge(
-        self, parts: Tensor, logs: Tensor, query_start_loc: Tensor, *, num_reqs: int, first_row: int
-    ) -> None:
+    def _merge(self, parts: Tensor, logs: Tensor, query_start_loc: Tensor, *, num_reqs: int, first_row: int) -> None:
         num_heads, head_dim, output = self._num_heads, self._head_dim, self._output
         block_h = max(min(triton.next_power_of_2(num_heads), 512 // head_dim), 1)
-        key = num_heads, head_dim, output.stride(0), output.dtype, self._device.index, alignment(output, query_start_loc)
+        key = (
+            num_heads,
+            head_dim,
+            output.stride(0),
+            output.dtype,
+            self._device.index,
+            alignment(output, query_start_loc),
+        )
         constants = {"H": num_heads, "BLOCK_H": block_h, "D": head_dim, "PDL": self._constants["PDL"]}
         arguments = (
             parts, logs, output, query_start_loc, self._num_tokens, first_row, num_reqs, len(parts), output.stride(0),
