@@ -150,4 +150,5 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def slot_mapping(self, metadata: Any) -> Tensor:
-        """[T] int64 of the step, from what `build` returned."""
+        """[T] int64 of the step, from what `build` returned; where steps are captured the common metadata's own memory, which
+        replays read again."""

@@ -13,7 +13,8 @@ from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.modes import captures_decode, captures_pieces
 
-_MAX_PIECE_TOKENS = 512  # above, launches hide behind the work of the kernels
+MAX_MIXED_TOKENS = 512
+"""Of the largest captured step that is no decode step, unless `max_piece_tokens` says more."""
 
 
 class GraphDispatcher:
@@ -27,8 +28,10 @@ class GraphDispatcher:
         max_num_tokens: int,
         sizes: Sequence[int] | None = None,
         decode_query_len: int = 1,
+        max_piece_tokens: int = MAX_MIXED_TOKENS,
     ) -> None:
         """sizes: of all graphs, from the settings; chosen from the limits when None. decode_query_len: 1 + drafts.
+        max_piece_tokens: of a step in pieces, beyond which the launches of its kernels hide behind their work.
 
         Sizes of decode graphs are whole rows: `sizes` are rounded up to those.
         """
@@ -39,7 +42,8 @@ class GraphDispatcher:
         rows = default_sizes(max_num_seqs) if sizes is None else [-(-size // decode_query_len) for size in sizes]
         decode = _up_to(most, rows) if captures_decode(mode) else []
         self.decode_sizes = [count * decode_query_len for count in decode]
-        mixed = default_sizes(min(max_num_tokens, _MAX_PIECE_TOKENS)) if sizes is None else sizes
+        most_mixed = max_piece_tokens if captures_pieces(mode) else MAX_MIXED_TOKENS
+        mixed = default_sizes(min(max_num_tokens, most_mixed)) if sizes is None else sizes
         takes_any = captures_pieces(mode) or mode is CUDAGraphMode.FULL
         self.mixed_sizes = _up_to(max_num_tokens, mixed) if takes_any else []
         self.most_tokens = max_num_tokens if takes_any else most * decode_query_len

@@ -17,6 +17,7 @@ from pelton.attention.kv_cache import page_views
 from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import CommonMetadata
 from pelton.attention.selector import AttentionSelector, judge_backends
+from pelton.attention.support import GraphSupport
 from pelton.entries import BackendEntry
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.testing.model_driver import make_test_build
@@ -274,7 +275,10 @@ class AttentionBackendConformance:
         qkv = torch.cat([step.query.flatten(1), keys.flatten(1), values.flatten(1)], dim=1)
         positions = torch.zeros(qkv.shape[0], dtype=torch.int64, device=step.device)
         metadata = step.backend.build(step.common)
-        assert torch.equal(step.backend.slot_mapping(metadata), step.common.slot_mapping)
+        slots = step.backend.slot_mapping(metadata)
+        assert torch.equal(slots, step.common.slot_mapping)
+        is_captured = step.backend.graph_support is not GraphSupport.NEVER
+        assert not is_captured or slots.data_ptr() == step.common.slot_mapping.data_ptr()
         output = step.backend.forward_qkv(step.layer, qkv, positions, metadata, torch.zeros_like(step.query))
         got_k, got_v = step.layer.k_cache.clone(), step.layer.v_cache.clone()
         self.assert_close(output[: step.num_tokens], step.expected(), case)

@@ -142,6 +142,13 @@ def test_sizes_cover_the_limit_and_pad_little() -> None:
     assert all(dispatcher(BOTH).dispatch(n, n, 1)[1].num_tokens >= n for n in range(1, 65))
 
 
+@pytest.mark.parametrize("mode, most", [(BOTH, 1024), (PIECEWISE, 1024), (FULL, 512)])
+def test_pieces_may_be_captured_for_more_tokens_than_whole_steps(mode: CUDAGraphMode, most: int) -> None:
+    sizes = GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=4096, max_piece_tokens=1024).mixed_sizes
+    assert sizes[-1] == most and sizes == default_sizes(most)
+    assert GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=900, max_piece_tokens=1024).mixed_sizes[-1] <= 900
+
+
 def test_valid_keys_start_with_the_smallest_step() -> None:
     keys = dispatcher(BOTH).valid_keys()
     assert [key.num_tokens for _, key in keys] == sorted(key.num_tokens for _, key in keys)

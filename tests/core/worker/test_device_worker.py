@@ -17,7 +17,7 @@ from pelton.kv_cache.planner import plan_kv_cache
 from pelton.scheduler.output import GrammarMasks
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
-from pelton.worker.worker import _ATTENTION_BYTES
+from pelton.worker.worker import _ATTENTION_BYTES, max_piece_tokens
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73)), [11, 12] * 9]
 COUNT = 24
@@ -272,3 +272,22 @@ def test_dummy_weights_need_no_checkpoint(model, tmp_path):
 def test_unknown_load_format_lists_loaders(model):
     with pytest.raises(ConfigError, match=r"load_format is 'tape'.*safetensors"):
         make_worker(model[0], load_format="tape")
+
+
+@pytest.mark.parametrize(
+    "hidden, qkv, wide, tokens",
+    [
+        pytest.param(1024, 4096, 3072, 2048, id="qwen3-0.6b"),
+        pytest.param(2560, 6144, 9728, 1088, id="qwen3-4b"),
+        pytest.param(4096, 6144, 14336, 512, id="llama3.1-8b"),
+    ],
+)
+def test_steps_of_small_layers_are_captured_in_pieces_for_more_tokens(
+    hidden: int, qkv: int, wide: int, tokens: int
+) -> None:
+    layer = [(hidden, qkv), (qkv - 2048, hidden), (hidden, 2 * wide), (wide, hidden)]
+    linears = [torch.nn.Linear(*shape, device="meta") for shape in 3 * layer]
+    model = torch.nn.ModuleList(
+        [*linears, torch.nn.Embedding(150_000, hidden, device="meta"), torch.nn.RMSNorm(hidden)]
+    )
+    assert max_piece_tokens(model, num_layers=3, vocab_size=150_000) == tokens
