@@ -17,6 +17,7 @@ import pytest
 
 from pelton import AsyncLLM, EngineConfig, SamplingParams
 from pelton.engine.in_process import InProcessClient
+from pelton.engine.messages import EngineOutputs
 from pelton.engine.process_client import ProcessClient
 from pelton.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from pelton.metrics.stats import IterationStats, SchedulerStats
@@ -367,6 +368,25 @@ async def test_runs_over_an_engine_in_this_process(make: Make) -> None:
     await anext(stream)
     await stream.aclose()
     assert await blocks_are_free(llm)
+
+
+class NeverWaits(InProcessClient):
+    """Whenever its outputs are asked for, the next are there."""
+
+    num_batches = 0
+
+    async def get_outputs_async(self) -> list[EngineOutputs]:
+        while not self.has_work:
+            await asyncio.sleep(0.001)
+        self.num_batches += 1
+        return [self.get_outputs()]
+
+
+async def test_an_engine_that_is_faster_than_the_front_end_does_not_starve_who_waits(make: Make) -> None:
+    llm: AsyncLLM = await make(start_engine=NeverWaits)
+    seen = [llm._client.num_batches async for _ in llm.generate("abc", params(60))]
+    assert len(seen) > 30
+    assert seen[0] < 10, "the first token was handed on when the last ones had come"
 
 
 async def test_the_event_loop_keeps_running_while_the_engine_steps(make: Make) -> None:

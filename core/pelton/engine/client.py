@@ -51,8 +51,8 @@ class EngineClient(ABC):
         """The next outputs: steps the engine (in process), or waits for a message. Empty after `timeout_s`."""
 
     @abstractmethod
-    async def get_outputs_async(self) -> EngineOutputs:
-        """The next outputs, without blocking the event loop."""
+    async def get_outputs_async(self) -> list[EngineOutputs]:
+        """All outputs that have come, in their order; waits for some without blocking the event loop."""
 
     @abstractmethod
     def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:

@@ -81,7 +81,7 @@ class InProcessClient(EngineClient):
                 self._error = error
                 raise
 
-    async def get_outputs_async(self) -> EngineOutputs:
+    async def get_outputs_async(self) -> list[EngineOutputs]:
         self._is_async = True
         if self._wakeup is None:
             self._wakeup = asyncio.Event()
@@ -90,7 +90,7 @@ class InProcessClient(EngineClient):
             self._wakeup.clear()
             if not self._pending:
                 await self._wakeup.wait()
-        return await asyncio.to_thread(self.get_outputs)
+        return [await asyncio.to_thread(self.get_outputs)]
 
     def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
         self._check()

@@ -89,7 +89,7 @@ class ProcessClient(EngineClient):
     def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
         return self._connection.get(timeout_s)
 
-    async def get_outputs_async(self) -> EngineOutputs:
+    async def get_outputs_async(self) -> list[EngineOutputs]:
         return await self._connection.get_async()
 
     def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
@@ -184,11 +184,13 @@ class _Connection:
             raise self.error
         return EngineOutputs()
 
-    async def get_async(self) -> EngineOutputs:
+    async def get_async(self) -> list[EngineOutputs]:
         while True:
             with self._arrived:
                 if self._outputs:
-                    return self._outputs.popleft()
+                    outputs = list(self._outputs)
+                    self._outputs.clear()
+                    return outputs
                 if self.error is not None:
                     raise self.error
                 loop = asyncio.get_running_loop()

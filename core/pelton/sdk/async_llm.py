@@ -18,7 +18,7 @@ from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
 from pelton.engine.client import EngineClient, EngineInfo
 from pelton.engine.input_processor import InputProcessor, Prompt
-from pelton.engine.messages import FinishReason
+from pelton.engine.messages import EngineOutputs, FinishReason
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OutputQueue
 from pelton.errors import EngineDeadError, EngineError, PeltonError, error_from_info
@@ -309,27 +309,34 @@ class AsyncLLM:
     async def _take_outputs(self) -> EngineDeadError:
         """Hand outputs on until the engine is dead; returns why."""
         assert self._client is not None
-        processor, client = self.output_processor, self._client
         while True:
             try:
-                outputs = await client.get_outputs_async()
+                batches = await self._client.get_outputs_async()
             except EngineDeadError as error:
                 return error
             except Exception as error:
                 logger.exception("Taking the engine's outputs failed")
                 return EngineDeadError(f"Taking the engine's outputs failed: {type(error).__name__}: {error}")
-            try:
-                processed = processor.process(outputs, time.monotonic())
-            except Exception as error:  # our own mistake: say so, fail the requests, keep serving
-                logger.exception("Processing engine outputs failed")
-                self._send_finish(processor.engine_ids(processor.unfinished_ids()))
-                processor.fail_all(EngineError(f"Processing engine outputs failed: {type(error).__name__}: {error}"))
-                self._note_idle()
-                continue
-            self._send_finish(processed.stopped, FinishReason.STOP)
-            self._send_finish(processed.aborted)
-            self.stat_loggers.record(outputs.stats, processed.stats)
+            for outputs in batches:
+                self._hand_on(outputs)
+            # The engine may be faster than we are, and the next outputs are there already: those who wait for these come
+            # first, and so do new requests.
+            await asyncio.sleep(0)
+
+    def _hand_on(self, outputs: EngineOutputs) -> None:
+        processor = self.output_processor
+        try:
+            processed = processor.process(outputs, time.monotonic())
+        except Exception as error:  # our own mistake: say so, fail the requests, keep serving
+            logger.exception("Processing engine outputs failed")
+            self._send_finish(processor.engine_ids(processor.unfinished_ids()))
+            processor.fail_all(EngineError(f"Processing engine outputs failed: {type(error).__name__}: {error}"))
             self._note_idle()
+            return
+        self._send_finish(processed.stopped, FinishReason.STOP)
+        self._send_finish(processed.aborted)
+        self.stat_loggers.record(outputs.stats, processed.stats)
+        self._note_idle()
 
     async def _restart(self, deaths: int, error: EngineDeadError) -> bool:
         """Try once. True when the engine is back; never returns when there are no tries left."""
