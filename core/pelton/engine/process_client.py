@@ -233,7 +233,8 @@ class _Connection:
                 self._reader.join(2.0)
             with self._send_lock:
                 self._to_engine.close(0)
-            if not self._reader.is_alive():
+            # Waits for all sockets. At the interpreter's end the reader counts as ended without having closed its own.
+            if self._from_engine.closed:
                 self._context.term()
 
     # -- reader's side --

@@ -422,6 +422,21 @@ def test_an_interpreter_that_forgets_to_shut_down_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_shutdown_does_not_wait_for_a_socket_that_nobody_will_close(start: Start) -> None:
+    """At the interpreter's end the reader is gone before it could close its own."""
+    client = start()
+    connection = client._connection
+    connection.process.kill()
+    connection._reader.join(5)
+    connection._from_engine = left_open = connection._context.socket(zmq.PULL)
+    ends = threading.Thread(target=client.shutdown, daemon=True)
+    ends.start()
+    ends.join(5)
+    hangs = ends.is_alive()
+    left_open.close(0)
+    assert not hangs
+
+
 @pytest.mark.parametrize(
     "script, busy",
     [
