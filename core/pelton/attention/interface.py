@@ -83,7 +83,8 @@ class KVLayout:
 
 
 class AttentionBackend(ABC):
-    """Lifecycle: `unsupported` before weights load; one instance per KV group; `build` once a step; `forward` once a layer."""
+    """Lifecycle: `unsupported` before weights load; one instance per KV group; `build` once a step; `forward` once a layer, or
+    what `bind_forward` gave for it."""
 
     name: ClassVar[str]
     handles: ClassVar[frozenset[str]] = frozenset()  # optional needs this backend has read about
@@ -144,11 +145,15 @@ class AttentionBackend(ABC):
         return self.forward(layer, query, metadata, output)
 
     def bind_forward(self, layer: AttentionLayer, query: Tensor, output: Tensor) -> Callable[[Any], object]:
-        """`forward` on tensors that stay where they are, to be called with each step's metadata: the attention between two
-        captured pieces, which hold the layer's seam. Overridden by a backend whose call has parts that only they decide."""
+        """The attention between two captured pieces, which hold the layer's seam: `forward` on tensors that stay where they are,
+        to be called with each step's metadata. Overridden by a backend whose call has parts that only they decide.
+
+        Called once for each layer and captured size, between two recordings: launch nothing. query [T, num_heads, head_dim]
+        holds nothing yet, and may be a strided view of the product's rows. The steps to come have any rows of T tokens, with
+        padding. What is returned fills `output`; its result is not looked at.
+        """
         return lambda metadata: self.forward(layer, query, metadata, output)
 
     @abstractmethod
     def slot_mapping(self, metadata: Any) -> Tensor:
-        """[T] int64 of the step, from what `build` returned; where steps are captured the common metadata's own memory, which
-        replays read again."""
+        """[T] int64 of the step, from what `build` returned."""

@@ -125,6 +125,5 @@ class AttentionLayer(nn.Module):
         attend = attending.get()
         if attend is None:
             return self.backend.forward_qkv(self, qkv, batch.positions, metadata, output).flatten(1)
-        slot_mapping = self.backend.slot_mapping(metadata)
-        attend(self, self.qk_norm_rope_write_kv(qkv, batch.positions, slot_mapping), output)
+        attend(self, self.qk_norm_rope_write_kv(qkv, batch.positions, batch.slot_mappings[self.group_id]), output)
         return output.flatten(1)

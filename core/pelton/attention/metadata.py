@@ -54,3 +54,4 @@ class ForwardBatch:
     attention: tuple[Any, ...]  # per KV group: the backend's Metadata, from `build`
     num_tokens: int
     adapter: Any = None  # LoRA metadata
+    slot_mappings: tuple[Tensor, ...] = ()  # per KV group [T] int64, at fixed addresses: read by captured pieces

@@ -150,11 +150,11 @@ class PieceGraphs:
 
     def run(self, mode: CUDAGraphMode, key: Hashable, call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
         """What `call(batch)` returns. Ids and positions of `batch` lie at fixed addresses; its attention metadata is this step's."""
-        if mode is not CUDAGraphMode.PIECEWISE:
+        if mode is not CUDAGraphMode.PIECEWISE or key in self._refusals:
             return call(batch)
         pieces = self._captured.get(key)
         if pieces is None:
-            outputs = _attending(partial(_attend, batch), call, batch)
+            outputs = run_apart(call, batch)
             self._refusals.attempt(key, lambda: self._capture(key, call, batch))
             return outputs
         for graph, group_id, attend in zip(pieces.graphs, pieces.group_ids, pieces.calls, strict=False):
@@ -185,6 +185,11 @@ class PieceGraphs:
         pieces.group_ids.append(layer.group_id)
         pieces.calls.append(layer.backend.bind_forward(layer, query, output))
         recorder.begin()
+
+
+def run_apart(call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
+    """`call(batch)` with the kernels of a step in pieces, and no graph: each layer's seam, then its backend's `forward`."""
+    return _attending(partial(_attend, batch), call, batch)
 
 
 def _attending(attend: Attend, call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:

@@ -72,11 +72,19 @@ class GraphDispatcher:
             return CUDAGraphMode.FULL, BatchDescriptor(size, min(size, self.max_num_seqs), 0, has_lora, sampling)
         return CUDAGraphMode.PIECEWISE, BatchDescriptor(size, 0, 0, has_lora)
 
+    @property
+    def most_piece_tokens(self) -> int:
+        """Of a step in pieces; 0 when there are none."""
+        return max(self.mixed_sizes, default=0) if self.mode is not CUDAGraphMode.FULL else 0
+
     def stand_ins(self, key: BatchDescriptor) -> list[BatchDescriptor]:
-        """Keys of larger steps that may take the place of this key's, smallest first, up to the next power of two."""
+        """Keys of larger steps that may take the place of this key's, smallest first, up to the next power of two; large pieces,
+        whose padding costs more than launches would, up to a quarter more."""
         uniform, sizes = key.uniform_query_len, self.decode_sizes if key.uniform_query_len else self.mixed_sizes
         first = bisect_right(sizes, key.num_tokens)
         last = bisect_left(sizes, 1 << (key.num_tokens - 1).bit_length())
+        if not uniform and key.num_tokens > MAX_MIXED_TOKENS:
+            last = bisect_right(sizes, key.num_tokens * 5 // 4) - 1
         most = self.max_num_seqs if key.num_reqs else 0
         return [
             replace(key, num_tokens=size, num_reqs=size // uniform if uniform else min(size, most))

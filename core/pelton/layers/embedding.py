@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pelton.model.build import BuildConfig
 
 
-class _VocabMatrix(LinearModule):
+class VocabMatrix(LinearModule):
     """This rank's rows [first_row, first_row + num_rows) of a [vocab_size, H] matrix; zeros beyond the vocabulary."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, config: BuildConfig, prefix: str) -> None:
@@ -39,7 +39,7 @@ class _VocabMatrix(LinearModule):
         self.vocab_size, self.num_rows, self.first_row = vocab_size, num_rows, first_row
 
 
-class VocabEmbedding(_VocabMatrix):
+class VocabEmbedding(VocabMatrix):
     """Token ids to the first sub-layer output, partial over ranks (`embed`)."""
 
     def __init__(
@@ -77,9 +77,9 @@ class LMHead(nn.Module):
         vocab_size, hidden_size = embedding.vocab_size, norm.spec.size
         if tied:
             config.weights.ignore(rf"{prefix}\.weight")
-            matrix: _VocabMatrix = embedding
+            matrix: VocabMatrix = embedding
         else:
-            self.matrix = matrix = _VocabMatrix(vocab_size, hidden_size, config=config, prefix=prefix)
+            self.matrix = matrix = VocabMatrix(vocab_size, hidden_size, config=config, prefix=prefix)
         parallel = config.parallel
         weights = matrix.linear_weights
         weights.num_readers += tied

@@ -120,6 +120,7 @@ class LinearModule(nn.Module):
 
     def __init__(self, weights: LinearWeights) -> None:
         super().__init__()
+        self.spec = weights.spec
         for name, tensor in weights.tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.bias = weights.bias if weights.bias is None else nn.Parameter(weights.bias, requires_grad=False)

@@ -23,6 +23,7 @@ from pelton.attention.interface import AttentionBackend
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.config.compilation import CUDAGraphMode
 from pelton.errors import EngineError
+from pelton.graphs.captures import run_apart
 from pelton.model.interface import CausalLM
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState, SlotOwner
@@ -93,11 +94,13 @@ class ModelRunner:
         )
         return self.graphs
 
-    def run_padding(self, shape: StepShape, variants: Sequence[str] = ()) -> None:
-        """A step of nothing but padding, without a graph, and `variants` of sampling for one row."""
+    def run_padding(self, shape: StepShape, variants: Sequence[str] = (), *, in_pieces: bool = False) -> None:
+        """A step of nothing but padding, without a graph, and `variants` of sampling for one row. in_pieces: with the kernels of
+        a step in pieces."""
         rows = shape.num_padded_reqs
         slots, scheduled = self._staging.stage([[self.state.padding_slot] * rows, [0] * rows])
-        hidden = self.model.forward(self._batch(slots, scheduled, shape))
+        batch = self._batch(slots, scheduled, shape)
+        hidden = run_apart(self.model.forward, batch) if in_pieces else self.model.forward(batch)
         logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
         result = torch.zeros(1, 2, dtype=torch.int32, device=self.state.device)
         for variant in variants:
@@ -253,6 +256,7 @@ class ModelRunner:
             positions=self.buffers.positions[:num_tokens],
             attention=tuple(backend.build(common) for backend, common in zip(self.backends, groups, strict=True)),
             num_tokens=num_tokens,
+            slot_mappings=tuple(common.slot_mapping for common in groups),
         )
 
     def _place(self, plan: StepPlan) -> tuple[CUDAGraphMode, BatchDescriptor]:

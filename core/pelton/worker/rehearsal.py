@@ -24,6 +24,7 @@ def rehearsal(runner: ModelRunner) -> list[Callable[[], None]]:
     start that has compiled these has compiled them all."""
     steps = [] if runner.graphs is None else list(_captured(runner, runner.graphs))
     steps += [partial(runner.run_padding, shape, runner.tail_variants) for shape in _eager_shapes(runner)]
+    steps += [partial(runner.run_padding, shape, in_pieces=True) for shape in _shapes_in_pieces(runner)]
     rare = _RARE if FULL in runner.tail_variants else ()
     last = padding_shape(1, runner.state.max_model_len)
     return [*steps, partial(runner.run_padding, last, rare)]
@@ -57,10 +58,23 @@ def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:
         if num_tokens <= most_tokens:
             for max_seq_len in sorted({min(num_tokens, longest), longest}):
                 yield padding_shape(num_tokens, max_seq_len)
-    most_rows = min(runner.state.max_num_seqs - 1, most_tokens - _SHORT)
-    for num_rows in sorted({min(1 << power, most_rows) for power in range(most_rows.bit_length() + 1)}):
-        if num_rows > 0:
-            yield padding_shape(_SHORT, longest, num_rows)
+    for num_rows in _powers(min(runner.state.max_num_seqs - 1, most_tokens - _SHORT)):
+        yield padding_shape(_SHORT, longest, num_rows)
+
+
+def _shapes_in_pieces(runner: ModelRunner) -> Iterator[StepShape]:
+    """Rows of one token, alone and beside a prompt. Prompts alone are among the sizes that are captured."""
+    most_tokens = 0 if runner.graphs is None else runner.graphs.dispatcher.most_piece_tokens
+    longest, most_rows = runner.state.max_model_len, runner.state.max_num_seqs
+    for num_rows in _powers(min(most_rows, most_tokens)):
+        yield padding_shape(1, longest, num_rows - 1)
+    for num_rows in _powers(min(most_rows - 1, most_tokens - _SHORT)):
+        yield padding_shape(_SHORT, longest, num_rows)
+
+
+def _powers(most: int) -> list[int]:
+    """Of two, and `most` itself; none when it is below 1."""
+    return sorted({min(1 << power, most) for power in range(max(most, 0).bit_length() + 1)}) if most > 0 else []
 
 
 def _shares_prefix(runner: ModelRunner, num_rows: int) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pelton.attention.interface import AttentionBackend
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.config.compilation import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs, PieceGraphs
+from pelton.graphs.captures import FullGraphs, PieceGraphs, run_apart
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.model.interface import CausalLM
@@ -187,8 +187,11 @@ class StepGraphs:
                 self.mixed(key, nothing, nothing, mode=run_mode)
             return
         slots, scheduled = self._staging.stage([[self._state.padding_slot], [0]])
-        shape = padding_shape(key.num_tokens, max_seq_len=key.num_tokens)
-        self.forward(run_mode, key, self._batch(slots, scheduled, shape, None))
+        batch = self._batch(slots, scheduled, padding_shape(key.num_tokens, max_seq_len=key.num_tokens), None)
+        if captures:
+            self.forward(mode, key, batch)
+        else:
+            run_apart(self._model.forward, batch)
 
     def _at_place(self, variant: str) -> str:
         """The variant where the side tables lie now: one that reads them is captured anew when they have moved."""
@@ -281,4 +284,5 @@ class StepGraphs:
             positions=self._buffers.positions[:num_tokens],
             attention=tuple(backend.build(common, key) for backend, common in zip(self._backends, groups, strict=True)),
             num_tokens=num_tokens,
+            slot_mappings=tuple(common.slot_mapping for common in groups),
         )

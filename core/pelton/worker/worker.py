@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pelton.attention.kv_cache import bind_kv_cache
+from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
@@ -21,6 +22,8 @@ from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.modes import lower_mode, requested_mode
 from pelton.kv_cache.planner import group_layers
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.layers.embedding import VocabMatrix
+from pelton.layers.linear import LinearModule
 from pelton.logging import Progress, phase
 from pelton.model.build import BuildConfig, make_build_config
 from pelton.model.interface import CausalLM
@@ -209,7 +212,7 @@ class DeviceWorker(Worker):
             return
         dispatcher = GraphDispatcher(
             mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens, sizes=self._graph_sizes(),
-            max_piece_tokens=max_piece_tokens(self.model, len(self.build.attention_layers), self.model_info.vocab_size),
+            max_piece_tokens=max_piece_tokens(self.model),
         )  # fmt: skip
         keys = dispatcher.valid_keys()
         too_large = [
@@ -342,13 +345,17 @@ def _watched(
         progress.advance(math.prod(weight.shape) * item_bytes)
 
 
-def max_piece_tokens(model: Any, num_layers: int, vocab_size: int) -> int:
-    """Tokens up to which a step is worth capturing in pieces: with more, a layer's products, embedding and head left out, take
-    the device longer than all launches of a layer take the host."""
-    numbers = sum(
-        weight.numel() for weight in model.parameters() if weight.dim() > 1 and vocab_size not in weight.shape
-    )
-    tokens = int(_HIDING_OPERATIONS * num_layers / (2 * max(numbers, 1)))
+def max_piece_tokens(model: Any) -> int:
+    """Tokens up to which a step is worth capturing in pieces: with more, a layer's products take the device longer than all
+    launches of a layer take the host. All experts of a layer count."""
+    layers = [
+        module for module in model.modules() if isinstance(module, LinearModule) and not isinstance(module, VocabMatrix)
+    ]
+    operations = 2 * sum(layer.spec.in_features * layer.spec.out_features for layer in layers)
+    num_layers = sum(isinstance(module, AttentionLayer) for module in model.modules())
+    if not operations:
+        return MAX_MIXED_TOKENS
+    tokens = int(_HIDING_OPERATIONS * num_layers / operations)
     return min(max(tokens // 64 * 64, MAX_MIXED_TOKENS), _MAX_PIECE_TOKENS)
 
 

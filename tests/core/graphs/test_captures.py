@@ -177,3 +177,10 @@ def test_graphs_that_nobody_will_replay_are_freed() -> None:
     graphs.discard(lambda key: key == "old")
     assert old() is None and new() is not None
     assert "old" not in graphs and graphs.run(FULL, "new", lambda: values).tolist() == [2.0, 2.0]
+
+
+def test_a_size_that_could_not_be_captured_is_called_as_a_step_without_graphs_is() -> None:
+    pieces, roads = PieceGraphs(FailsOnce("begin")), []
+    for _ in range(3):
+        pieces.run(PIECEWISE, 1, lambda _: roads.append(attending.get()), None)  # type: ignore[arg-type]
+    assert roads[0] is not None and roads[1:] == [None, None]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,10 +16,15 @@ from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
 from pelton.kv_cache.planner import plan_kv_cache
+from pelton.model.build import make_build_config
+from pelton.model.registry import build_model
+from pelton.model.resolve import resolve_model
+from pelton.plugins import load_plugins
 from pelton.scheduler.output import GrammarMasks
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
 from pelton.worker.worker import _ATTENTION_BYTES, max_piece_tokens
+from pelton_plugins.bench.shapes import write_shape
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73)), [11, 12] * 9]
 COUNT = 24
@@ -275,19 +282,29 @@ def test_unknown_load_format_lists_loaders(model):
 
 
 @pytest.mark.parametrize(
-    "hidden, qkv, wide, tokens",
+    "shape, settings, tokens",
     [
-        pytest.param(1024, 4096, 3072, 2048, id="qwen3-0.6b"),
-        pytest.param(2560, 6144, 9728, 1088, id="qwen3-4b"),
-        pytest.param(4096, 6144, 14336, 512, id="llama3.1-8b"),
+        pytest.param("qwen3-0.6b", {}, 2048, id="0.6B"),
+        pytest.param("qwen3-0.6b", {"hidden_size": 2560, "intermediate_size": 9728}, 1216, id="between"),
+        pytest.param("llama3.1-8b", {}, 512, id="8B"),
+        pytest.param("llama3.1-8b", {"tie_word_embeddings": True, "vocab_size": 10}, 512, id="whatever-its-vocabulary"),
     ],
 )
 def test_steps_of_small_layers_are_captured_in_pieces_for_more_tokens(
-    hidden: int, qkv: int, wide: int, tokens: int
+    tmp_path: Path, shape: str, settings: dict[str, Any], tokens: int
 ) -> None:
-    layer = [(hidden, qkv), (qkv - 2048, hidden), (hidden, 2 * wide), (wide, hidden)]
-    linears = [torch.nn.Linear(*shape, device="meta") for shape in 3 * layer]
-    model = torch.nn.ModuleList(
-        [*linears, torch.nn.Embedding(150_000, hidden, device="meta"), torch.nn.RMSNorm(hidden)]
+    config = EngineConfig.from_flat(
+        model=str(write_shape(shape, tmp_path)), load_format="dummy", skip_tokenizer_init=True, hf_overrides=settings
     )
-    assert max_piece_tokens(model, num_layers=3, vocab_size=150_000) == tokens
+    plugins = load_plugins(only=[])
+    resolved = resolve_model(config, plugins)
+    build = make_build_config(
+        config,
+        resolved,
+        plugins,
+        device=torch.device("meta"),
+        device_type="cpu",
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+    )
+    assert max_piece_tokens(build_model(build, resolved.architecture, plugins)) == tokens
