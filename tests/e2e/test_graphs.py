@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from pelton_e2e import Reference
 
 from pelton import LLM, SamplingParams
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 
@@ -35,6 +39,33 @@ def generate(llm: LLM, reference: Reference, params: SamplingParams) -> list[lis
     return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def make_llm(reference: Reference, mode: CUDAGraphMode) -> LLM:
+    return LLM(
+        model=reference.path, dtype="float32", skip_tokenizer_init=True, max_model_len=96, max_num_seqs=4,
+        max_num_batched_tokens=40, kv_cache_memory_bytes=8 * 2**20, disable_log_stats=True, attention_backend="sdpa",
+        compilation_config={"cudagraph_mode": mode},
+    )  # fmt: skip
+
+
+class Copying(StaticAttention):
+    """Its metadata is a copy, slots and all: captured pieces must not read what it gave when they were captured."""
+
+    graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
+
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> CommonMetadata:
+        return replace(common, slot_mapping=common.slot_mapping.clone())
+
+
+def test_pieces_need_nothing_of_the_backend_but_its_forward(
+    reference: Reference, recorders: list[FakeGraphRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pelton_backends.sdpa.backend.SDPABackend", Copying)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    with make_llm(reference, CUDAGraphMode.FULL_AND_PIECEWISE) as llm:
+        assert generate(llm, reference, greedy) == [output[:NUM_TOKENS] for output in reference.outputs[3:9]]
+    assert sum(graph.num_replays for recorder in recorders for graph in recorder.graphs) > 0
+
+
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
 def test_ids_equal_transformers(reference: Reference, recorders: list[FakeGraphRecorder], mode: CUDAGraphMode) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -42,11 +73,7 @@ def test_ids_equal_transformers(reference: Reference, recorders: list[FakeGraphR
         temperature=1.0, top_p=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False
     )
     extras = SamplingParams(temperature=0.0, logprobs=1, repetition_penalty=1.2, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(
-        model=reference.path, dtype="float32", skip_tokenizer_init=True, max_model_len=96, max_num_seqs=4,
-        max_num_batched_tokens=40, kv_cache_memory_bytes=8 * 2**20, disable_log_stats=True, attention_backend="sdpa",
-        compilation_config={"cudagraph_mode": mode},
-    ) as llm:  # fmt: skip
+    with make_llm(reference, mode) as llm:
         expected = [output[:NUM_TOKENS] for output in reference.outputs[3:9]]
         assert generate(llm, reference, greedy) == expected
         replays = sum(graph.num_replays for recorder in recorders for graph in recorder.graphs)

@@ -50,18 +50,6 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     return plugins
 
 
-def test_greedy_ids_equal_transformers(plugins, tmp_path):
-    """Gemma 3 has all of it: norms around each sub-layer and of queries and keys, windows, two KV groups, a tied head."""
-    sizes = {"num_hidden_layers": 2, "vocab_size": 64, "layer_types": ["sliding_attention", "full_attention"]}
-    path = make_tiny_checkpoint(tmp_path, "gemma3", with_tokenizer=False, sliding_window=4, **sizes)
-    prompts = make_prompts(64, (1, 9))
-    reference = gap_reference("gemma3", str(path), prompts, 2, "cpu")
-    settings = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory_bytes": 2**20}
-    with make_llm(str(path), plugins=plugins, device="interpreted", **settings) as llm:
-        reference.check(generate(llm, prompts, greedy(2)))
-        assert llm.llm_engine.info.report.attention_backend == "triton"
-
-
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The platform with graphs, which hold what kernels and torch's ops do, and run it again."""
@@ -76,6 +64,20 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GridExecutor, "__call__", launch)
     monkeypatch.setattr(InterpretedPlatform, "supported_graph_modes", tuple(CUDAGraphMode))
     monkeypatch.setattr(InterpretedPlatform, "graph_recorder", lambda self: recorder)
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE], ids=str)
+def test_greedy_ids_equal_transformers(plugins, captures, tmp_path, mode):
+    """Gemma 3 has all of it: norms around each sub-layer and of queries and keys, windows, two KV groups, a tied head."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    path = make_tiny_checkpoint(tmp_path, "gemma3", with_tokenizer=False, sliding_window=4, **sizes)
+    prompts = make_prompts(64, (1, 9))
+    reference = gap_reference("gemma3", str(path), prompts, 2, "cpu")
+    settings = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory_bytes": 2**20}
+    settings["compilation_config"] = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [8]}
+    with make_llm(str(path), plugins=plugins, device="interpreted", **settings) as llm:
+        reference.check(generate(llm, prompts, greedy(2)))
+        assert llm.llm_engine.info.report.attention_backend == "triton"
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY], ids=str)

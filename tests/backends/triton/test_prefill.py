@@ -167,6 +167,31 @@ def test_the_kernel_for_hopper(device, change, heads_first):
 
 
 @pytest.mark.gpu
+def test_a_bound_kernel_for_hopper_serves_steps_of_every_kind(device):
+    """One after the other: keys split and not, rows left out and not, longer and shorter bounds."""
+    from pelton_backends.triton.attention.prefill import bind_hopper
+    from pelton_backends.triton.runtime import has_pdl
+
+    case = PagedCase(
+        device, [(1, 50), (129, 4000), (5, 100)], dtype="bfloat16", heads=8, kv_heads=2, head_dim=128, padding=2
+    )
+    bound = bind_hopper(
+        case.query, case.k_cache, case.v_cache, case.output, scale=case.scale, sliding_window=None, soft_cap=None, sinks=None,
+        alibi_slopes=None, pdl=has_pdl(device),
+    )  # fmt: skip
+    if bound is None:
+        pytest.skip("compute capability 9.0 only")
+    steps = [(0, case.max_seq_len, None), (0, 1, None), (2, case.max_seq_len, [2]), (1, 1, [1, 2])]
+    for first_row, max_seq_len, only in [*steps, *reversed(steps)]:
+        case.output.fill_(torch.nan)
+        bound(
+            case.query_start_loc, case.seq_lens, case.block_table, num_reqs=len(case.seq_lens), first_row=first_row,
+            max_seq_len=max_seq_len, causal=True, skip_single=False,
+        )  # fmt: skip
+        case.check(case.output, **({} if only is None else {"only": only}))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [[(1, 50), (129, 4000), (5, 100)], [(3, 2000)], [(40, 3000), (1, 0)]], ids=str)
 @pytest.mark.parametrize(
     "change",
