@@ -135,7 +135,6 @@ class HopperPrefill:
         sliding_window: int | None,
         sinks: Tensor | None,
         pdl: bool,
-        stages: int = STAGES,
     ) -> None:
         self._num_tokens, self._num_heads, self._head_dim = query.shape
         self._num_kv_heads = k_cache.shape[2]
@@ -151,7 +150,7 @@ class HopperPrefill:
         )  # fmt: skip
         self._numbers = scale, sliding_window or 0, self._num_kv_heads
         self._constants = {
-            "G": group, "D": self._head_dim, "BLOCK_N": BLOCK_N, "STAGES": stages, "BLOCK_SIZE": k_cache.shape[1],
+            "G": group, "D": self._head_dim, "BLOCK_N": BLOCK_N, "STAGES": STAGES, "BLOCK_SIZE": k_cache.shape[1],
             "WINDOW": sliding_window is not None, "SINKS": sinks is not None, "PDL": pdl,
         }  # fmt: skip
         self._key = (
