@@ -23,8 +23,8 @@ def rehearsal(runner: ModelRunner) -> list[Callable[[], None]]:
     """Each runs one step. The last two need kernels that hardly a request asks for, and some of every other kind: an earlier
     start that has compiled these has compiled them all."""
     steps = [] if runner.graphs is None else list(_captured(runner, runner.graphs))
-    steps += [partial(runner.run_padding, shape, runner.tail_variants) for shape in _eager_shapes(runner)]
     steps += [partial(runner.run_padding, shape, in_pieces=True) for shape in _shapes_in_pieces(runner)]
+    steps += [partial(runner.run_padding, shape, runner.tail_variants) for shape in _eager_shapes(runner)]
     rare = _RARE if FULL in runner.tail_variants else ()
     last = padding_shape(1, runner.state.max_model_len)
     return [*steps, partial(runner.run_padding, last, rare)]
@@ -74,7 +74,7 @@ def _shapes_in_pieces(runner: ModelRunner) -> Iterator[StepShape]:
 
 def _powers(most: int) -> list[int]:
     """Of two, and `most` itself; none when it is below 1."""
-    return sorted({min(1 << power, most) for power in range(max(most, 0).bit_length() + 1)}) if most > 0 else []
+    return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}) if most > 0 else []
 
 
 def _shares_prefix(runner: ModelRunner, num_rows: int) -> bool:

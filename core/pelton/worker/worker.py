@@ -45,8 +45,9 @@ _FIRST_GRAPH_TOKENS = 8
 """Graphs up to this size are captured at the start; larger ones in idle moments, or when a step first has their size."""
 
 _HIDING_OPERATIONS = 2.2e11
-"""Of a layer's products that hide the ten or so launches of a layer without graphs: 0.3 ms on an H200. Steps of 550 decode rows and a
-prompt of Qwen3-0.6B, about 800 tokens, took 15 ms without graphs on a slow host, where the device had work for 6 to 7."""
+"""Of a layer's products that hide the launches of a layer without graphs: 0.3 ms at the 700 TFLOP/s that large ones reach on an
+H200. Not measured as a limit. Under a load of some 550 rows, steps of Qwen3-0.6B without graphs left the device idle for 20 to 60 % of
+the time (docs/performance.md)."""
 _MAX_PIECE_TOKENS = 2048
 
 _ATTENTION_BYTES = 64 << 20
