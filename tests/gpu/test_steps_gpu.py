@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ PROMPTS = [[7], [5, 80, 81], list(range(40, 60)), [11, 12] * 9, [3] * 20]
 WANTED: list[dict[str, Any]] = [
     {}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 3}, {"temperature": 1.2, "repetition_penalty": 1.3}, {},
 ]  # fmt: skip
+WIDE = {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 2, "head_dim": 128, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 8192,
+}  # fmt: skip
+"""Matrices that have kernels of their own for thousands of rows."""
 NUM_STEPS, NUM_FIRST = 14, 4
 """All steps; those that may wait: they compile, load and capture."""
 
@@ -93,3 +99,42 @@ def test_masked_steps_give_the_same_in_every_graph_mode(checkpoint: str, with_ex
     assert [len(tokens) for tokens in expected] == [NUM_STEPS + 1] * 5 + [1] * 2
     for mode in ("FULL_AND_PIECEWISE", "FULL"):
         assert outputs(checkpoint, mode, with_extras=with_extras) == expected
+
+
+@torch.inference_mode()
+def logits_of_large_steps(checkpoint: str, mode: str) -> list[torch.Tensor]:
+    """Of steps of 6,950 and 6,953 tokens: the first is captured, the others, with other prompts and longer ones, are replays."""
+    worker = make_worker(
+        checkpoint, device="cuda", dtype="bfloat16", cudagraph_mode=mode, num_blocks=1400, max_model_len=8192,
+        max_num_batched_tokens=16_384,
+    )  # fmt: skip
+    driver, chooser, found = Driver(worker.runner), random.Random(5), []
+    compute = worker.model.compute_logits
+
+    def compute_logits(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden, rows)
+        found.append(logits.float().clone())
+        return logits
+
+    worker.runner.model.compute_logits = compute_logits  # type: ignore[method-assign]
+    for lengths in ((2500, 4000, 150, 300), (4001, 2502, 250, 200), (1, 1, 6800, 151)):
+        prompts = [[chooser.randrange(10, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+        rows = [(driver.add(slot, prompt), len(prompt)) for slot, prompt in enumerate(prompts)]
+        driver._next_block = 1
+        result = driver.runner.execute(driver.plan(rows))
+        assert isinstance(result, PendingOutput)
+        driver.take(rows, None, result.result())
+    graphs = worker.runner.graphs
+    assert graphs is None or len(graphs.pieces) == 1
+    worker.shutdown()
+    return found
+
+
+def test_steps_of_thousands_of_tokens_are_replayed_in_pieces(tmp_path: Path) -> None:
+    checkpoint = str(make_tiny_checkpoint(tmp_path / "wide", "llama", dtype="bfloat16", **WIDE))
+    expected = logits_of_large_steps(checkpoint, "NONE")
+    found = logits_of_large_steps(checkpoint, "PIECEWISE")
+    assert [logits.shape for logits in found] == [logits.shape for logits in expected] == [(4, VOCAB_SIZE)] * 3
+    errors = [((a - b).norm(dim=1) / b.norm(dim=1)).max() for a, b in zip(found, expected, strict=True)]
+    print(f"steps in pieces against eager ones, bfloat16: largest relative errors {[f'{error:.1e}' for error in errors]}")
+    assert max(errors) < 0.02, errors

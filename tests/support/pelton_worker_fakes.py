@@ -269,7 +269,7 @@ class Driver:
             self.step([(request, 1) for request in requests])
 
 
-def make_worker(path: Any, **flat: Any) -> DeviceWorker:
+def make_worker(path: Any, *, num_blocks: int = 120, **flat: Any) -> DeviceWorker:
     """A worker that is ready for steps, over a checkpoint."""
     plugins = load_plugins(only=[])
     config = EngineConfig.from_flat(
@@ -286,7 +286,9 @@ def make_worker(path: Any, **flat: Any) -> DeviceWorker:
     worker = DeviceWorker(config, model, select_platform(config, plugins), plugins)
     worker.init_device()
     worker.load_model()
-    plan = plan_kv_cache(worker.kv_cache_specs(), 2**24, num_blocks_override=120, max_model_len=model.max_model_len)
+    plan = plan_kv_cache(
+        worker.kv_cache_specs(), 2**32, num_blocks_override=num_blocks, max_model_len=model.max_model_len
+    )
     worker.initialize_kv_cache(plan)
     worker.warm_up()
     return worker

@@ -104,7 +104,8 @@ class GraphDispatcher:
 
 
 def default_sizes(most: int) -> list[int]:
-    """Powers of two to 8, then steps of about an eighth: little padding, few graphs. `most` itself is one."""
+    """Powers of two to 8, then steps of about an eighth, above 2,048 of a sixteenth, where padding is device time: little
+    padding, few graphs. `most` itself is one."""
     sizes = [
         *(1, 2, 4, 8),
         *range(16, 65, 8),
@@ -112,6 +113,8 @@ def default_sizes(most: int) -> list[int]:
         *range(288, 513, 32),
         *range(576, 1025, 64),
         *range(1152, 4097, 128),
+        *range(4352, 8193, 256),
+        *range(8704, 16385, 512),
     ]
     return [*(size for size in sizes if size < most), most]
 

@@ -44,11 +44,10 @@ _WARM_UP_TOKENS = 16
 _FIRST_GRAPH_TOKENS = 8
 """Graphs up to this size are captured at the start; larger ones in idle moments, or when a step first has their size."""
 
-_HIDING_OPERATIONS = 2.2e11
-"""Of a layer's products that hide the launches of a layer without graphs: 0.3 ms at the 700 TFLOP/s that large ones reach on an
-H200. Not measured as a limit. Under a load of some 550 rows, steps of Qwen3-0.6B without graphs left the device idle for 20 to 60 % of
-the time (docs/performance.md)."""
-_MAX_PIECE_TOKENS = 2048
+_HIDING_OPERATIONS = 6e11
+"""Of a layer's products that hide the launches of a layer without graphs: 0.86 ms at the 700 TFLOP/s that large ones reach on an
+H200. Those launches take a slow host 0.5 to 0.7 ms, one step in ten up to 1 (docs/performance.md)."""
+_MAX_PIECE_TOKENS = 16_384
 
 _ATTENTION_BYTES = 64 << 20
 """Of partial results of long contexts, which a backend keeps for a KV group: 8 kv heads of 128 numbers take about half."""

@@ -139,6 +139,8 @@ def test_sizes_cover_the_limit_and_pad_little() -> None:
     sizes = default_sizes(1000)
     assert sizes[0] == 1 and sizes[-1] == 1000 and sizes == sorted(set(sizes))
     assert max(b / a for a, b in pairwise(sizes[4:])) <= 1.5
+    large = [size for size in default_sizes(16_384) if size >= 2048]
+    assert len(large) == 49 and max(b / a for a, b in pairwise(large)) <= 1.0625
     assert all(dispatcher(BOTH).dispatch(n, n, 1)[1].num_tokens >= n for n in range(1, 65))
 
 
