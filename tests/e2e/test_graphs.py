@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from pelton_e2e import Reference
@@ -13,6 +13,7 @@ from pelton import LLM, SamplingParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
+from pelton.graphs.captures import FullGraphs
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 
 NUM_TOKENS = 8
@@ -39,11 +40,11 @@ def generate(llm: LLM, reference: Reference, params: SamplingParams) -> list[lis
     return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def make_llm(reference: Reference, mode: CUDAGraphMode) -> LLM:
+def make_llm(reference: Reference, mode: CUDAGraphMode, *, sizes: list[int] | None = None, **settings: Any) -> LLM:
     return LLM(
         model=reference.path, dtype="float32", skip_tokenizer_init=True, max_model_len=96, max_num_seqs=4,
         max_num_batched_tokens=40, kv_cache_memory_bytes=8 * 2**20, disable_log_stats=True, attention_backend="sdpa",
-        compilation_config={"cudagraph_mode": mode},
+        compilation_config={"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}, **settings,
     )  # fmt: skip
 
 
@@ -64,6 +65,28 @@ def test_pieces_need_nothing_of_the_backend_but_its_forward(
     with make_llm(reference, CUDAGraphMode.FULL_AND_PIECEWISE) as llm:
         assert generate(llm, reference, greedy) == [output[:NUM_TOKENS] for output in reference.outputs[3:9]]
     assert sum(graph.num_replays for recorder in recorders for graph in recorder.graphs) > 0
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL], ids=str)
+def test_a_prompt_alone_becomes_one_graph(
+    reference: Reference, recorders: list[FakeGraphRecorder], monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
+) -> None:
+    prompts, keys, run = [prompt for prompt in reference.prompts if len(prompt) in range(9, 33)], [], FullGraphs.run
+
+    def noted(self: FullGraphs, mode: CUDAGraphMode, key: Any, call: Any) -> Any:
+        if key in self and key.num_reqs == 1 and key.uniform_query_len > 1:
+            keys.append(key)
+        return run(self, mode, key, call)
+
+    monkeypatch.setattr(FullGraphs, "run", noted)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    with make_llm(reference, mode, sizes=[1, 16, 32], enable_prefix_caching=False) as llm:
+        for _ in range(3):
+            for prompt in prompts:
+                [output] = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+                expected = reference.outputs[reference.prompts.index(prompt)][:NUM_TOKENS]
+                assert list(output.outputs[0].token_ids) == expected
+    assert len(set(map(len, prompts))) > 1 and len(keys) >= len(prompts)
 
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))

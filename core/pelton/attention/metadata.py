@@ -39,7 +39,9 @@ class BatchDescriptor:
 
     num_tokens: int
     num_reqs: int
-    uniform_query_len: int = 0  # 0: not uniform
+    uniform_query_len: int = (
+        0  # 0: not uniform; num_tokens where num_reqs is 1: the first tokens of a request, or fewer
+    )
     has_lora: bool = False
     sampling: str = ""
     has_common_prefix: bool = False  # attention reads `CommonMetadata.common_prefix`

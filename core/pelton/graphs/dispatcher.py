@@ -15,6 +15,7 @@ from pelton.graphs.modes import captures_decode, captures_pieces
 
 MAX_MIXED_TOKENS = 512
 """Of the largest captured step that is no decode step, unless `max_piece_tokens` says more."""
+_LEAST_PROMPT_TOKENS = 16
 
 
 class GraphDispatcher:
@@ -29,9 +30,11 @@ class GraphDispatcher:
         sizes: Sequence[int] | None = None,
         decode_query_len: int = 1,
         max_piece_tokens: int = MAX_MIXED_TOKENS,
+        captures_prompts: bool = False,
     ) -> None:
         """sizes: of all graphs, from the settings; chosen from the limits when None. decode_query_len: 1 + drafts.
-        max_piece_tokens: of a step in pieces, beyond which the launches of its kernels hide behind their work.
+        max_piece_tokens: of a step in pieces, beyond which the launches of its kernels hide behind their work. captures_prompts:
+        a step of one prompt alone may be one graph, where decode steps are: all backends have to be `GraphSupport.ALWAYS`.
 
         Sizes of decode graphs are whole rows: `sizes` are rounded up to those.
         """
@@ -46,6 +49,8 @@ class GraphDispatcher:
         mixed = default_sizes(min(max_num_tokens, most_mixed)) if sizes is None else sizes
         takes_any = captures_pieces(mode) or mode is CUDAGraphMode.FULL
         self.mixed_sizes = _up_to(max_num_tokens, mixed) if takes_any else []
+        least = max(_LEAST_PROMPT_TOKENS, decode_query_len + 1) if captures_prompts and decode else MAX_MIXED_TOKENS + 1
+        self.prompt_sizes = [size for size in self.mixed_sizes if least <= size <= MAX_MIXED_TOKENS]
         self.most_tokens = max_num_tokens if takes_any else most * decode_query_len
         """Of a step that may be captured: larger sizes serve none, and are left out."""
 
@@ -58,19 +63,31 @@ class GraphDispatcher:
         has_lora: bool = False,
         sampling: str = "",
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        """The mode that a step runs under, and its key, padded. uniform_query_len: of all rows, 0 when they differ."""
+        """The mode that a step runs under, and its key, padded. uniform_query_len: of all rows, 0 when they differ; all tokens
+        of a step that is one prompt from its beginning."""
         if uniform_query_len == self.decode_query_len:
             size = _padded(self.decode_sizes, num_tokens)
             if size is not None:
                 return CUDAGraphMode.FULL, BatchDescriptor(
                     size, size // uniform_query_len, uniform_query_len, has_lora, sampling
                 )
+        if num_reqs == 1 and uniform_query_len == num_tokens > self.decode_query_len:
+            size = _padded(self.prompt_sizes, num_tokens)
+            if size is not None:
+                return CUDAGraphMode.FULL, BatchDescriptor(size, 1, size, has_lora)
         size = _padded(self.mixed_sizes, num_tokens)
         if size is None:
             return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs, uniform_query_len, has_lora, sampling)
         if self.mode is CUDAGraphMode.FULL:
             return CUDAGraphMode.FULL, BatchDescriptor(size, min(size, self.max_num_seqs), 0, has_lora, sampling)
         return CUDAGraphMode.PIECEWISE, BatchDescriptor(size, 0, 0, has_lora)
+
+    def is_decode(self, key: BatchDescriptor) -> bool:
+        return key.uniform_query_len == self.decode_query_len
+
+    def is_prompt(self, key: BatchDescriptor) -> bool:
+        """One row of up to `num_tokens`, with nothing before them."""
+        return key.uniform_query_len > self.decode_query_len
 
     @property
     def most_piece_tokens(self) -> int:
@@ -79,7 +96,9 @@ class GraphDispatcher:
 
     def stand_ins(self, key: BatchDescriptor) -> list[BatchDescriptor]:
         """Keys of larger steps that may take the place of this key's, smallest first, up to the next power of two; large pieces,
-        whose padding costs more than launches would, up to a quarter more."""
+        whose padding costs more than launches would, up to a quarter more. A prompt alone has pieces instead."""
+        if self.is_prompt(key):
+            return []
         uniform, sizes = key.uniform_query_len, self.decode_sizes if key.uniform_query_len else self.mixed_sizes
         first = bisect_right(sizes, key.num_tokens)
         last = bisect_left(sizes, 1 << (key.num_tokens - 1).bit_length())
@@ -95,6 +114,7 @@ class GraphDispatcher:
         """All without adapters, those of small steps first: one row's, which the first request needs, then the rest."""
         uniform = self.decode_query_len
         found = [(CUDAGraphMode.FULL, BatchDescriptor(s, s // uniform, uniform)) for s in self.decode_sizes]
+        found += [(CUDAGraphMode.FULL, BatchDescriptor(size, 1, size)) for size in self.prompt_sizes]
         if self.mode is CUDAGraphMode.FULL:
             mixed = [BatchDescriptor(size, min(size, self.max_num_seqs), 0) for size in self.mixed_sizes]
             found += [(CUDAGraphMode.FULL, key) for key in mixed]

@@ -167,7 +167,7 @@ class ModelRunner:
         )  # fmt: skip
         if key is None:
             return None
-        key = self.graphs.at_hand(CUDAGraphMode.FULL, key)
+        _, key = self.graphs.at_hand(CUDAGraphMode.FULL, key)
         found = self.graphs.decode(key, slots, output.block_appends, prefix)
         if found is None:
             self.state.append_blocks(output.block_appends)
@@ -264,11 +264,14 @@ class ModelRunner:
         shape = plan.shape
         if self.graphs is None:
             return CUDAGraphMode.NONE, BatchDescriptor(shape.num_tokens, shape.num_reqs)
-        mode, key = self.graphs.dispatcher.dispatch(shape.num_tokens, shape.num_reqs)
+        dispatcher, num_tokens = self.graphs.dispatcher, shape.num_tokens
+        is_prompt = shape.num_reqs == 1 and shape.max_seq_len == num_tokens > dispatcher.decode_query_len
+        uniform = num_tokens if is_prompt and not self.connectors else 0
+        mode, key = dispatcher.dispatch(num_tokens, shape.num_reqs, uniform)
         if mode is CUDAGraphMode.FULL and self.connectors:  # their call points lie inside
-            mode, key = CUDAGraphMode.NONE, BatchDescriptor(shape.num_tokens, shape.num_reqs)
+            mode, key = CUDAGraphMode.NONE, BatchDescriptor(num_tokens, shape.num_reqs)
         if mode is not CUDAGraphMode.NONE:
-            key = self.graphs.at_hand(mode, key)
+            mode, key = self.graphs.at_hand(mode, key)
             shape.num_padded_tokens = key.num_tokens
         return mode, key
 

@@ -36,6 +36,8 @@ _TAIL = "tail of "
 """Before the variant of a graph that begins there."""
 _PATIENCE = 8
 """Steps of a size that take a larger one's graph before they get their own."""
+_PROMPT_PATIENCE = 1
+"""Of prompts that are computed alone, in pieces: no other request waits for the capture."""
 
 
 class StepGraphs:
@@ -81,17 +83,21 @@ class StepGraphs:
         """See `GraphRecorder.runs_calls`."""
         return self._recorder.runs_calls
 
-    def at_hand(self, mode: CUDAGraphMode, key: BatchDescriptor) -> BatchDescriptor:
-        """`key`, or that of a larger step while this one's graph is not captured and has seldom been asked for: a capture
-        takes tens of milliseconds, and a server whose load rises would stop at every size on its way."""
+    def at_hand(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """What the dispatcher said, or a larger step, or the pieces of a prompt, while this graph is not captured and has seldom
+        been asked for: a capture takes tens of milliseconds, and a server whose load rises would stop at every size on its
+        way."""
         captured = self.full if mode is CUDAGraphMode.FULL else self.pieces
         if key in captured or mode is CUDAGraphMode.NONE or self._recorder.runs_calls:
-            return key
+            return mode, key
         self._num_asked[key] += 1
-        if self._num_asked[key] > _PATIENCE:
-            return key
+        is_prompt = self.dispatcher.is_prompt(key)
+        if self._num_asked[key] > (_PROMPT_PATIENCE if is_prompt else _PATIENCE):
+            return mode, key
+        if is_prompt:
+            return self.at_hand(*self.dispatcher.dispatch(key.num_tokens, 1, has_lora=key.has_lora))
         larger = self.dispatcher.stand_ins(key)
-        return next((other for other in larger if other in captured), larger[-1] if larger else key)
+        return mode, next((other for other in larger if other in captured), larger[-1] if larger else key)
 
     def decode_key(self, num_rows: int, variant: str, *, has_common_prefix: bool = False) -> BatchDescriptor | None:
         """The key of a decode step with one token a row; None when it is not captured whole."""
@@ -148,7 +154,7 @@ class StepGraphs:
         *,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> Any:
-        """Inputs and forward pass of a step of any rows as one graph: what the model's forward returns."""
+        """Inputs and forward pass of a step of any rows, or of one prompt, as one graph: what the model's forward returns."""
         columns = np.zeros((2, key.num_reqs), dtype=np.int64)
         columns[0] = self._state.padding_slot
         columns[0, : len(slots)] = slots
@@ -181,7 +187,7 @@ class StepGraphs:
         key = replace(key, sampling=self._at_place(key.sampling))
         nothing, run_mode = np.zeros(0, dtype=np.int64), mode if captures else CUDAGraphMode.NONE
         if mode is CUDAGraphMode.FULL:
-            if key.uniform_query_len:
+            if self.dispatcher.is_decode(key):
                 self.decode(key, nothing, (), mode=run_mode)
             else:
                 self.mixed(key, nothing, nothing, mode=run_mode)
@@ -264,10 +270,11 @@ class StepGraphs:
         return result
 
     def _mixed(self, key: BatchDescriptor) -> Any:
+        max_seq_len = key.num_tokens if self.dispatcher.is_prompt(key) else self._state.max_model_len
         columns = self._columns[: 2 * key.num_reqs].view(2, key.num_reqs)
         shape = StepShape(
             num_reqs=key.num_reqs, num_tokens=key.num_tokens, num_decode_rows=0, max_query_len=key.num_tokens,
-            max_seq_len=self._state.max_model_len, num_padded_reqs=key.num_reqs, num_padded_tokens=key.num_tokens,
+            max_seq_len=max_seq_len, num_padded_reqs=key.num_reqs, num_padded_tokens=key.num_tokens,
         )  # fmt: skip
         return self._model.forward(self._batch(columns[0], columns[1], shape, key))
 

@@ -213,6 +213,7 @@ class DeviceWorker(Worker):
         dispatcher = GraphDispatcher(
             mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens, sizes=self._graph_sizes(),
             max_piece_tokens=max_piece_tokens(self.model),
+            captures_prompts=not recorder.runs_calls and self.build.attention.graph_support() is GraphSupport.ALWAYS,
         )  # fmt: skip
         keys = dispatcher.valid_keys()
         too_large = [
@@ -233,7 +234,7 @@ class DeviceWorker(Worker):
             most_rows = max(dispatcher.decode_sizes, default=0)
             graphs.make_room(self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows))
         for kind, key in sorted(dispatcher.valid_keys(), key=_in_order_of_use):
-            variants = self.runner.tail_variants if key.uniform_query_len else ("",)
+            variants = self.runner.tail_variants if dispatcher.is_decode(key) else ("",)
             self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
         first = sum(key.num_tokens <= _FIRST_GRAPH_TOKENS for _, key in self._to_capture)
         with phase("capture graphs", self.phase_s, total=first, unit=" graphs") as progress:

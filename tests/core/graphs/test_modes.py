@@ -125,6 +125,28 @@ def test_the_key_holds_the_uniform_query_length() -> None:
     assert drafts.dispatch(6, 6, 1)[0] is PIECEWISE  # uniform, but not of that length
 
 
+@pytest.mark.parametrize("mode", list(CUDAGraphMode))
+def test_a_prompt_alone_is_one_graph_where_decode_steps_and_others_are_captured(mode: CUDAGraphMode) -> None:
+    graphs = GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=1024, max_piece_tokens=1024, captures_prompts=True)
+    found, key = graphs.dispatch(100, 1, 100)
+    if mode in (FULL, BOTH):
+        assert found is FULL and (key.num_tokens, key.num_reqs, key.uniform_query_len) == (112, 1, 112)
+        assert graphs.is_prompt(key) and not graphs.is_decode(key) and graphs.stand_ins(key) == []
+        assert graphs.prompt_sizes[0] == 16 and graphs.prompt_sizes[-1] == 512
+    else:
+        assert graphs.prompt_sizes == [] and found is not FULL
+    for found, key in (graphs.dispatch(100, 1), graphs.dispatch(100, 2), graphs.dispatch(600, 1, 600)):
+        assert found is not FULL or not graphs.is_prompt(key)
+    assert dispatcher(mode).prompt_sizes == []
+    assert not graphs.is_prompt(graphs.dispatch(1, 1, 1)[1])
+
+
+def test_prompts_are_longer_than_rows_with_drafts() -> None:
+    drafts = dispatcher(BOTH, decode_query_len=24, captures_prompts=True)
+    assert drafts.prompt_sizes[0] == 32
+    assert [drafts.is_prompt(drafts.dispatch(n, 1, n)[1]) for n in (23, 24, 25)] == [False, False, True]
+
+
 @pytest.mark.parametrize("mode", [BOTH, FULL, DECODE_ONLY])
 def test_sizes_of_the_settings_are_rounded_up_to_whole_decode_rows(mode: CUDAGraphMode) -> None:
     drafts = dispatcher(mode, decode_query_len=3, sizes=[1, 2, 4, 8, 64, 1000])
@@ -152,10 +174,12 @@ def test_pieces_may_be_captured_for_more_tokens_than_whole_steps(mode: CUDAGraph
 
 
 def test_valid_keys_start_with_the_smallest_step() -> None:
-    keys = dispatcher(BOTH).valid_keys()
+    both = dispatcher(BOTH, captures_prompts=True)
+    keys = both.valid_keys()
     assert [key.num_tokens for _, key in keys] == sorted(key.num_tokens for _, key in keys)
     assert {mode for mode, _ in keys} == {FULL, PIECEWISE}
-    assert all(dispatcher(BOTH).dispatch(k.num_tokens, k.num_reqs, k.uniform_query_len) == (m, k) for m, k in keys)
+    assert len(set(keys)) == len(keys)
+    assert all(both.dispatch(k.num_tokens, k.num_reqs, k.uniform_query_len) == (m, k) for m, k in keys)
 
 
 def test_stand_ins_are_larger_keys_of_the_same_kind_up_to_a_power_of_two() -> None:

@@ -287,7 +287,9 @@ def test_unknown_load_format_lists_loaders(model):
         pytest.param("qwen3-0.6b", {}, 16_384, id="0.6B"),
         pytest.param("qwen3-0.6b", {"hidden_size": 2560, "intermediate_size": 9728}, 3264, id="between"),
         pytest.param("llama3.1-8b", {}, 1344, id="8B"),
-        pytest.param("llama3.1-8b", {"tie_word_embeddings": True, "vocab_size": 10}, 1344, id="whatever-its-vocabulary"),
+        pytest.param(
+            "llama3.1-8b", {"tie_word_embeddings": True, "vocab_size": 10}, 1344, id="whatever-its-vocabulary"
+        ),
         pytest.param("llama3.1-8b", {"hidden_size": 16_384, "intermediate_size": 53_248}, 512, id="large"),
     ],
 )

@@ -111,6 +111,40 @@ def test_a_rare_size_takes_the_graph_of_a_larger_one_until_it_is_asked_for_often
     ]
 
 
+def prompts_in_whole(driver: Driver) -> int:
+    graphs = driver.runner.graphs
+    return sum(graphs.dispatcher.is_prompt(key) for key in graphs.full._captured)
+
+
+def test_a_prompt_alone_is_a_graph_once_its_size_has_come_twice():
+    runner = make_runner(num_blocks=400)
+    runner.use_graphs(
+        GraphDispatcher(CUDAGraphMode.FULL, max_num_seqs=8, max_num_tokens=64, captures_prompts=True),
+        FakeGraphRecorder(),
+    )
+    driver, seen = Driver(runner), []
+    for index in range(4):
+        request = driver.add(index % 3, [(3 * index + place) % VOCAB for place in range(17 + index % 8)])
+        driver.step([(request, len(request.token_ids))])
+        seen.append(prompts_in_whole(driver))
+        driver.decode([request], 2)
+        assert request.output == oracle_greedy(request.token_ids[: request.num_prompt_tokens], 3)
+    assert seen == [0, 1, 1, 1]
+    (graph,) = [c.graph for key, c in runner.graphs.full._captured.items() if runner.graphs.dispatcher.is_prompt(key)]
+    assert graph.num_replays == 2
+
+    chunked = driver.add(3, [(place * place) % VOCAB for place in range(40)])
+    driver.step([(chunked, 20)])  # the beginning of a prompt is one alone
+    assert graph.num_replays == 3
+    driver.step([(chunked, 20)])  # the rest is not
+    driver.decode([chunked], 2)
+    pair = [driver.add(slot, [slot] * 10) for slot in (4, 5)]
+    driver.step([(request, 10) for request in pair])  # nor are two
+    assert graph.num_replays == 3
+    assert chunked.output == oracle_greedy(chunked.token_ids[:40], 3)
+    assert [request.output for request in pair] == [oracle_greedy([slot] * 10, 1) for slot in (4, 5)]
+
+
 def test_room_for_captures_is_recorded_first_and_kept(driver):
     graphs = driver.runner.graphs
     graphs.make_room(1000)
@@ -158,7 +192,8 @@ def random_steps(mode: CUDAGraphMode, seed: int) -> list[object]:
     chooser, runner = random.Random(seed), make_runner(block_sizes=(4, 8), kernel_block_sizes=(2, 8), num_blocks=2000)
     runner.model.poison = {39}
     if mode is not CUDAGraphMode.NONE:
-        graphs = runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), FakeGraphRecorder())
+        dispatcher = GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64, captures_prompts=True)
+        graphs = runner.use_graphs(dispatcher, FakeGraphRecorder())
         graphs.uses_common_prefix = lambda num_rows, blocks: True  # type: ignore[method-assign]
     driver, side_slots, given = Driver(runner), [0, 1, 2, 3], []
     running: dict[int, Running] = {}
