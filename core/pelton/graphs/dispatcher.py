@@ -124,15 +124,16 @@ class GraphDispatcher:
 
 
 def default_sizes(most: int) -> list[int]:
-    """Powers of two to 8, then steps of about an eighth, above 2,048 of a sixteenth, where padding is device time: little
-    padding, few graphs. `most` itself is one."""
+    """Powers of two to 8, then steps of about an eighth, above 512 of a sixteenth, where padding is device time: little padding,
+    few graphs. `most` itself is one."""
     sizes = [
         *(1, 2, 4, 8),
         *range(16, 65, 8),
         *range(80, 257, 16),
         *range(288, 513, 32),
-        *range(576, 1025, 64),
-        *range(1152, 4097, 128),
+        *range(544, 1025, 32),
+        *range(1088, 2049, 64),
+        *range(2176, 4097, 128),
         *range(4352, 8193, 256),
         *range(8704, 16385, 512),
     ]

@@ -161,8 +161,8 @@ def test_sizes_cover_the_limit_and_pad_little() -> None:
     sizes = default_sizes(1000)
     assert sizes[0] == 1 and sizes[-1] == 1000 and sizes == sorted(set(sizes))
     assert max(b / a for a, b in pairwise(sizes[4:])) <= 1.5
-    large = [size for size in default_sizes(16_384) if size >= 2048]
-    assert len(large) == 49 and max(b / a for a, b in pairwise(large)) <= 1.0625
+    large = [size for size in default_sizes(16_384) if size >= 512]
+    assert len(large) == 81 and max(b / a for a, b in pairwise(large)) <= 1.0625
     assert all(dispatcher(BOTH).dispatch(n, n, 1)[1].num_tokens >= n for n in range(1, 65))
 
 
@@ -192,7 +192,7 @@ def test_stand_ins_are_larger_keys_of_the_same_kind_up_to_a_power_of_two() -> No
     _, exact = both.dispatch(16, 16, 1)
     assert both.stand_ins(exact) == []
     large = GraphDispatcher(BOTH, max_num_seqs=1024, max_num_tokens=4096, max_piece_tokens=2048)
-    assert [key.num_tokens for key in large.stand_ins(large.dispatch(1100, 3)[1])] == [1280, 1408]
+    assert [key.num_tokens for key in large.stand_ins(large.dispatch(1100, 3)[1])] == [1216, 1280, 1344, 1408]
     assert large.stand_ins(large.dispatch(600, 600, 1)[1])[-1].num_tokens == 1024  # a decode step
     mixed = GraphDispatcher(CUDAGraphMode.FULL, max_num_seqs=40, max_num_tokens=90)
     assert [(key.num_tokens, key.num_reqs) for key in mixed.stand_ins(mixed.dispatch(80, 7)[1])] == [(90, 40)]
