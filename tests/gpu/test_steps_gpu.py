@@ -111,6 +111,7 @@ def logits_of_large_steps(checkpoint: str, mode: str) -> list[torch.Tensor]:
     driver, chooser, found = Driver(worker.runner), random.Random(5), []
     graphs, compute = worker.runner.graphs, worker.model.compute_logits
     num_before = 0 if graphs is None else len(graphs.pieces)
+    held = torch.cuda.memory_reserved()
 
     def compute_logits(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden, rows)
@@ -126,6 +127,7 @@ def logits_of_large_steps(checkpoint: str, mode: str) -> list[torch.Tensor]:
         assert isinstance(result, PendingOutput)
         driver.take(rows, None, result.result())
     assert graphs is None or len(graphs.pieces) == num_before + 1
+    assert torch.cuda.memory_reserved() - held <= 2**25, "large steps compute in what was taken at the start"
     worker.shutdown()
     return found
 

@@ -286,6 +286,7 @@ def make_worker(path: Any, *, num_blocks: int = 120, **flat: Any) -> DeviceWorke
     worker = DeviceWorker(config, model, select_platform(config, plugins), plugins)
     worker.init_device()
     worker.load_model()
+    worker.available_kv_cache_bytes()
     plan = plan_kv_cache(
         worker.kv_cache_specs(), 2**32, num_blocks_override=num_blocks, max_model_len=model.max_model_len
     )

@@ -65,6 +65,7 @@ class DeviceWorker(Worker):
         self.weights_bytes = 0
         self.notes: list[str] = []
         self._kv_cache_room = 0  # bytes, as the platform found it
+        self._peak_bytes = 0  # of the largest step, where the platform can measure it
         self._is_first_start = False  # with this model: something had to be compiled
         self._to_capture: deque[tuple[CUDAGraphMode, BatchDescriptor]] = deque()
         scheduler = self.config.scheduler
@@ -110,6 +111,8 @@ class DeviceWorker(Worker):
             peak = self.platform.measure_peak_bytes(self._run_largest_step)
             if peak is None:
                 peak = self._estimate_peak_bytes()
+            else:
+                self._peak_bytes = peak
             self._kv_cache_room = self.platform.available_kv_cache_bytes(
                 self.config, weights_bytes=self.weights_bytes, peak_activation_bytes=peak + self._state_bytes()
             )
@@ -167,6 +170,7 @@ class DeviceWorker(Worker):
         if mode is not CUDAGraphMode.NONE:
             self._make_graphs(mode)
         self._compile_ahead()
+        self._take_step_memory()
         with phase("warm up", self.phase_s):
             self.runner.warm_up(min(_WARM_UP_TOKENS, self.max_num_tokens))
             self.platform.synchronize()
@@ -185,6 +189,17 @@ class DeviceWorker(Worker):
         if self._is_first_start or self.platform.compile_ahead(partial(run, steps[-2:])):
             with phase("compile kernels", self.phase_s):
                 self.platform.compile_ahead(partial(run, steps))
+
+    def _take_step_memory(self) -> None:
+        """What the largest step needs is torch's from now on, in one piece. Otherwise the first large steps under load take it
+        from the driver, each in pieces of its own sizes."""
+        try:
+            torch.empty(self._peak_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            self.notes.append(
+                f"less memory is left beside the KV cache than the largest step takes ({self._peak_bytes} bytes): large steps "
+                "may fail; set num_gpu_blocks_override, kv_cache_memory_bytes or max_num_batched_tokens lower"
+            )
 
     def _graph_mode(self) -> CUDAGraphMode:
         """What the settings ask for, lowered to what backends and platform can do. A note says why, but where a platform with

@@ -24,6 +24,7 @@ from pelton.scheduler.output import GrammarMasks
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
 from pelton.worker.worker import _ATTENTION_BYTES, max_piece_tokens
+from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_plugins.bench.shapes import write_shape
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73)), [11, 12] * 9]
@@ -232,6 +233,26 @@ def test_memory_is_kept_for_what_the_profile_leaves_out(model, monkeypatch):
     tables = [*state.block_tables, *buffers.block_tables]
     held = state.token_ids.nbytes + sum(table.nbytes for table in tables) + len(state.block_tables) * _ATTENTION_BYTES
     assert asked[0] == pytest.approx(1000 + held, rel=0.01)
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_memory_of_the_largest_step_is_taken_before_requests_come(model, monkeypatch, is_left):
+    peak, taken, empty = 123_457, [], torch.empty
+
+    def take(*size, **kwargs):
+        if size != (peak,):
+            return empty(*size, **kwargs)
+        taken.append(kwargs["device"])
+        if not is_left:
+            raise torch.OutOfMemoryError("Tried to allocate.")
+        return empty(*size, **kwargs)
+
+    monkeypatch.setattr(CPUPlatform, "measure_peak_bytes", lambda self, run: peak)
+    monkeypatch.setattr(torch, "empty", take)
+    worker = make_worker(model[0])
+    assert taken == [worker.device]
+    notes = [note for note in worker.report().notes if f"the largest step takes ({peak} bytes)" in note]
+    assert len(notes) == (not is_left)
 
 
 @pytest.mark.parametrize(
