@@ -74,7 +74,7 @@ def test_a_prompt_alone_becomes_one_graph(
     prompts, keys, run = [prompt for prompt in reference.prompts if len(prompt) in range(9, 33)], [], FullGraphs.run
 
     def noted(self: FullGraphs, mode: CUDAGraphMode, key: Any, call: Any) -> Any:
-        if key in self and key.num_reqs == 1 and key.uniform_query_len > 1:
+        if key in self and key.is_prompt:
             keys.append(key)
         return run(self, mode, key, call)
 

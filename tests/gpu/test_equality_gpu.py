@@ -107,6 +107,23 @@ def test_chunks_and_preemption(reference: GapReference, mode: CUDAGraphMode, ove
         assert llm.kv_cache_usage() == 0.0
 
 
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL], ids=str)
+def test_a_prompt_alone_is_replayed(reference: GapReference, mode: CUDAGraphMode, monkeypatch: Any) -> None:
+    """Its size's graph is captured with the second prompt, and replayed with other prompts, shorter and longer."""
+    keys, run = [], FullGraphs.run
+
+    def noted(self: FullGraphs, mode: CUDAGraphMode, key: Any, call: Any) -> Any:
+        keys.extend([key] if key.is_prompt and key in self else [])
+        return run(self, mode, key, call)
+
+    monkeypatch.setattr(FullGraphs, "run", noted)
+    with engine(reference, cudagraph_mode=mode, enable_prefix_caching=False) as llm:
+        for _ in range(3):
+            found = [generate(llm, [prompt], greedy(8))[0] for prompt in reference.prompts]
+            reference.check([ids + output[8:] for ids, output in zip(found, reference.outputs, strict=True)])
+    assert len(set(keys)) >= 4 and len(keys) >= 2 * len(set(keys))
+
+
 def test_soft_caps_and_odd_sizes(variant: GapReference) -> None:
     with engine(variant) as llm:
         check_everything(llm, variant)

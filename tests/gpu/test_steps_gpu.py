@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,16 +103,19 @@ def test_masked_steps_give_the_same_in_every_graph_mode(checkpoint: str, with_ex
 
 
 @torch.inference_mode()
-def logits_of_large_steps(checkpoint: str, mode: str) -> list[torch.Tensor]:
-    """Of steps of 6,950 and 6,953 tokens: the first is captured, the others, with other prompts and longer ones, are replays."""
+def logits_of(checkpoint: str, mode: str, steps: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Of steps of prompts of these lengths, in bfloat16; and how many graphs they added."""
     worker = make_worker(
         checkpoint, device="cuda", dtype="bfloat16", cudagraph_mode=mode, num_blocks=1400, max_model_len=8192,
         max_num_batched_tokens=16_384,
     )  # fmt: skip
     driver, chooser, found = Driver(worker.runner), random.Random(5), []
     graphs, compute = worker.runner.graphs, worker.model.compute_logits
-    num_before = 0 if graphs is None else len(graphs.pieces)
-    held = torch.cuda.memory_reserved()
+
+    def counted() -> Counter[str]:
+        if graphs is None:
+            return Counter()
+        return Counter(pieces=len(graphs.pieces), prompts=sum(key.is_prompt for key in graphs.full._captured))
 
     def compute_logits(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden, rows)
@@ -119,26 +123,41 @@ def logits_of_large_steps(checkpoint: str, mode: str) -> list[torch.Tensor]:
         return logits
 
     worker.runner.model.compute_logits = compute_logits  # type: ignore[method-assign]
-    for lengths in ((2500, 4000, 150, 300), (4001, 2502, 250, 200), (1, 1, 6800, 151)):
+    before, held = counted(), torch.cuda.memory_reserved()
+    for lengths in steps:
         prompts = [[chooser.randrange(10, VOCAB_SIZE) for _ in range(length)] for length in lengths]
         rows = [(driver.add(slot, prompt), len(prompt)) for slot, prompt in enumerate(prompts)]
         driver._next_block = 1
         result = driver.runner.execute(driver.plan(rows))
         assert isinstance(result, PendingOutput)
         driver.take(rows, None, result.result())
-    assert graphs is None or len(graphs.pieces) == num_before + 1
+    added = counted() - before
     assert torch.cuda.memory_reserved() - held <= 2**25, "large steps compute in what was taken at the start"
     worker.shutdown()
-    return found
+    return found, added
 
 
-def test_steps_of_thousands_of_tokens_are_replayed_in_pieces(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mode, steps, added",
+    [
+        pytest.param(
+            "PIECEWISE", [(2500, 4000, 150, 300), (4001, 2502, 250, 200), (1, 1, 6800, 151)], {"pieces": 1}, id="large"
+        ),
+        pytest.param(
+            "FULL_AND_PIECEWISE", [(100,), (112,), (97,), (108,), (450,), (470,), (449,), (480,)],
+            {"pieces": 2, "prompts": 2}, id="prompts-alone",
+        ),
+    ],
+)  # fmt: skip
+def test_replays_give_what_eager_steps_give(
+    tmp_path: Path, mode: str, steps: list[tuple[int, ...]], added: dict[str, int]
+) -> None:
+    """The first steps of a size are captured, the others replayed, with other prompts, longer and shorter ones."""
     checkpoint = str(make_tiny_checkpoint(tmp_path / "wide", "llama", dtype="bfloat16", **WIDE))
-    expected = logits_of_large_steps(checkpoint, "NONE")
-    found = logits_of_large_steps(checkpoint, "PIECEWISE")
-    assert [logits.shape for logits in found] == [logits.shape for logits in expected] == [(4, VOCAB_SIZE)] * 3
+    expected, _ = logits_of(checkpoint, "NONE", steps)
+    found, graphs = logits_of(checkpoint, mode, steps)
+    assert graphs == added
+    assert [logits.shape for logits in found] == [(len(lengths), VOCAB_SIZE) for lengths in steps]
     errors = [((a - b).norm(dim=1) / b.norm(dim=1)).max() for a, b in zip(found, expected, strict=True)]
-    print(
-        f"steps in pieces against eager ones, bfloat16: largest relative errors {[f'{error:.1e}' for error in errors]}"
-    )
+    print(f"largest relative errors in bfloat16, {mode}: {[f'{error:.1e}' for error in errors]}")
     assert max(errors) < 0.02, errors

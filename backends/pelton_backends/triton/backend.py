@@ -95,6 +95,8 @@ class TritonBackend(AttentionBackend):
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> TritonMetadata:
         rows = common.num_reqs
         self._part_buffers(rows)
+        if key is not None and key.is_prompt:
+            return TritonMetadata(common, decode_rows=0, first_prefill_row=0, is_mixed=False)
         query_len = common.max_query_len if key is None else key.uniform_query_len
         if key is not None and query_len == 0:
             return TritonMetadata(common, decode_rows=rows, first_prefill_row=0, is_mixed=True)

@@ -39,12 +39,11 @@ class BatchDescriptor:
 
     num_tokens: int
     num_reqs: int
-    uniform_query_len: int = (
-        0  # 0: not uniform; num_tokens where num_reqs is 1: the first tokens of a request, or fewer
-    )
+    uniform_query_len: int = 0  # 0: not uniform
     has_lora: bool = False
     sampling: str = ""
     has_common_prefix: bool = False  # attention reads `CommonMetadata.common_prefix`
+    is_prompt: bool = False  # one row of 2 to num_tokens tokens, with none before them: max_seq_len is num_tokens
 
 
 @dataclass(slots=True)

@@ -70,6 +70,10 @@ class FullGraphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
 
+    def is_refused(self, key: Hashable) -> bool:
+        """Its capture has failed: `run` calls what it is given."""
+        return key in self._refusals
+
     def discard(self, is_stale: Callable[[Any], bool]) -> None:
         """Free the graphs whose keys are stale. None of them may still be running."""
         self._captured = {key: captured for key, captured in self._captured.items() if not is_stale(key)}

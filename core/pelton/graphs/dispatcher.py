@@ -15,7 +15,9 @@ from pelton.graphs.modes import captures_decode, captures_pieces
 
 MAX_MIXED_TOKENS = 512
 """Of the largest captured step that is no decode step, unless `max_piece_tokens` says more."""
-_LEAST_PROMPT_TOKENS = 16
+_LEAST_PROMPT_SIZE = 16
+"""Of a prompt as one graph. The pieces of smaller ones are captured at the start, before the first request."""
+_SMALL_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 513, 32))
 
 
 class GraphDispatcher:
@@ -46,11 +48,12 @@ class GraphDispatcher:
         decode = _up_to(most, rows) if captures_decode(mode) else []
         self.decode_sizes = [count * decode_query_len for count in decode]
         most_mixed = max_piece_tokens if captures_pieces(mode) else MAX_MIXED_TOKENS
-        mixed = default_sizes(min(max_num_tokens, most_mixed)) if sizes is None else sizes
+        mixed = mixed_sizes(min(max_num_tokens, most_mixed)) if sizes is None else sizes
         takes_any = captures_pieces(mode) or mode is CUDAGraphMode.FULL
         self.mixed_sizes = _up_to(max_num_tokens, mixed) if takes_any else []
-        least = max(_LEAST_PROMPT_TOKENS, decode_query_len + 1) if captures_prompts and decode else MAX_MIXED_TOKENS + 1
-        self.prompt_sizes = [size for size in self.mixed_sizes if least <= size <= MAX_MIXED_TOKENS]
+        self.prompt_sizes: list[int] = []
+        if captures_prompts and decode:
+            self.prompt_sizes = [size for size in self.mixed_sizes if _LEAST_PROMPT_SIZE <= size <= MAX_MIXED_TOKENS]
         self.most_tokens = max_num_tokens if takes_any else most * decode_query_len
         """Of a step that may be captured: larger sizes serve none, and are left out."""
 
@@ -60,34 +63,26 @@ class GraphDispatcher:
         num_reqs: int,
         uniform_query_len: int = 0,
         *,
+        is_prompt: bool = False,
         has_lora: bool = False,
         sampling: str = "",
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        """The mode that a step runs under, and its key, padded. uniform_query_len: of all rows, 0 when they differ; all tokens
-        of a step that is one prompt from its beginning."""
+        """The mode that a step runs under, and its key, padded. uniform_query_len: of all rows, 0 when they differ.
+        is_prompt: the step is one row of several tokens, with none before them."""
         if uniform_query_len == self.decode_query_len:
             size = _padded(self.decode_sizes, num_tokens)
             if size is not None:
                 return CUDAGraphMode.FULL, BatchDescriptor(
                     size, size // uniform_query_len, uniform_query_len, has_lora, sampling
                 )
-        if num_reqs == 1 and uniform_query_len == num_tokens > self.decode_query_len:
-            size = _padded(self.prompt_sizes, num_tokens)
-            if size is not None:
-                return CUDAGraphMode.FULL, BatchDescriptor(size, 1, size, has_lora)
         size = _padded(self.mixed_sizes, num_tokens)
+        if is_prompt and size in self.prompt_sizes:
+            return CUDAGraphMode.FULL, BatchDescriptor(size, 1, has_lora=has_lora, is_prompt=True)
         if size is None:
             return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs, uniform_query_len, has_lora, sampling)
         if self.mode is CUDAGraphMode.FULL:
             return CUDAGraphMode.FULL, BatchDescriptor(size, min(size, self.max_num_seqs), 0, has_lora, sampling)
         return CUDAGraphMode.PIECEWISE, BatchDescriptor(size, 0, 0, has_lora)
-
-    def is_decode(self, key: BatchDescriptor) -> bool:
-        return key.uniform_query_len == self.decode_query_len
-
-    def is_prompt(self, key: BatchDescriptor) -> bool:
-        """One row of up to `num_tokens`, with nothing before them."""
-        return key.uniform_query_len > self.decode_query_len
 
     @property
     def most_piece_tokens(self) -> int:
@@ -97,7 +92,7 @@ class GraphDispatcher:
     def stand_ins(self, key: BatchDescriptor) -> list[BatchDescriptor]:
         """Keys of larger steps that may take the place of this key's, smallest first, up to the next power of two; large pieces,
         whose padding costs more than launches would, up to a quarter more. A prompt alone has pieces instead."""
-        if self.is_prompt(key):
+        if key.is_prompt:
             return []
         uniform, sizes = key.uniform_query_len, self.decode_sizes if key.uniform_query_len else self.mixed_sizes
         first = bisect_right(sizes, key.num_tokens)
@@ -114,7 +109,7 @@ class GraphDispatcher:
         """All without adapters, those of small steps first: one row's, which the first request needs, then the rest."""
         uniform = self.decode_query_len
         found = [(CUDAGraphMode.FULL, BatchDescriptor(s, s // uniform, uniform)) for s in self.decode_sizes]
-        found += [(CUDAGraphMode.FULL, BatchDescriptor(size, 1, size)) for size in self.prompt_sizes]
+        found += [(CUDAGraphMode.FULL, BatchDescriptor(size, 1, is_prompt=True)) for size in self.prompt_sizes]
         if self.mode is CUDAGraphMode.FULL:
             mixed = [BatchDescriptor(size, min(size, self.max_num_seqs), 0) for size in self.mixed_sizes]
             found += [(CUDAGraphMode.FULL, key) for key in mixed]
@@ -124,19 +119,17 @@ class GraphDispatcher:
 
 
 def default_sizes(most: int) -> list[int]:
-    """Powers of two to 8, then steps of about an eighth, above 512 of a sixteenth, where padding is device time: little padding,
-    few graphs. `most` itself is one."""
-    sizes = [
-        *(1, 2, 4, 8),
-        *range(16, 65, 8),
-        *range(80, 257, 16),
-        *range(288, 513, 32),
-        *range(544, 1025, 32),
-        *range(1088, 2049, 64),
-        *range(2176, 4097, 128),
-        *range(4352, 8193, 256),
-        *range(8704, 16385, 512),
-    ]
+    """Powers of two to 8, then steps of about an eighth: little padding, few graphs. `most` itself is one."""
+    return _ending_in(most, [*_SMALL_SIZES, *range(576, 1025, 64), *range(1152, 4097, 128)])
+
+
+def mixed_sizes(most: int) -> list[int]:
+    """The same, above 512 tokens in steps of a sixteenth: there padding is device time."""
+    large = (*range(544, 1025, 32), *range(1088, 2049, 64), *range(2176, 4097, 128))
+    return _ending_in(most, [*_SMALL_SIZES, *large, *range(4352, 8193, 256), *range(8704, 16385, 512)])
+
+
+def _ending_in(most: int, sizes: list[int]) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 

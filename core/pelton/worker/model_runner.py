@@ -264,12 +264,10 @@ class ModelRunner:
         shape = plan.shape
         if self.graphs is None:
             return CUDAGraphMode.NONE, BatchDescriptor(shape.num_tokens, shape.num_reqs)
-        dispatcher, num_tokens = self.graphs.dispatcher, shape.num_tokens
-        is_prompt = shape.num_reqs == 1 and shape.max_seq_len == num_tokens > dispatcher.decode_query_len
-        uniform = num_tokens if is_prompt and not self.connectors else 0
-        mode, key = dispatcher.dispatch(num_tokens, shape.num_reqs, uniform)
+        is_prompt = shape.num_reqs == 1 and shape.max_seq_len == shape.num_tokens > 1 and not self.connectors
+        mode, key = self.graphs.dispatcher.dispatch(shape.num_tokens, shape.num_reqs, is_prompt=is_prompt)
         if mode is CUDAGraphMode.FULL and self.connectors:  # their call points lie inside
-            mode, key = CUDAGraphMode.NONE, BatchDescriptor(num_tokens, shape.num_reqs)
+            mode, key = CUDAGraphMode.NONE, BatchDescriptor(shape.num_tokens, shape.num_reqs)
         if mode is not CUDAGraphMode.NONE:
             mode, key = self.graphs.at_hand(mode, key)
             shape.num_padded_tokens = key.num_tokens

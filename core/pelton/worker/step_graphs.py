@@ -1,4 +1,4 @@
-"""Captured steps of one runner: decode steps whole, others in pieces around attention.
+"""Captured steps of one runner: decode steps and short prompts whole, others in pieces around attention.
 
 A decode step sends one block of columns, launches one graph and reads one result: for each of its n rows the slot, the
 number of tokens (1, or 0 for a padding row) and, for each KV group, at most one block to append.
@@ -19,7 +19,7 @@ from pelton.attention.interface import AttentionBackend
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.captures import FullGraphs, PieceGraphs, run_apart
-from pelton.graphs.dispatcher import GraphDispatcher
+from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.model.interface import CausalLM
 from pelton.worker.batch_state import BatchState
@@ -37,7 +37,7 @@ _TAIL = "tail of "
 _PATIENCE = 8
 """Steps of a size that take a larger one's graph before they get their own."""
 _PROMPT_PATIENCE = 1
-"""Of prompts that are computed alone, in pieces: no other request waits for the capture."""
+"""Of a prompt's size, in pieces. Few others wait for such a capture: the step has one row."""
 
 
 class StepGraphs:
@@ -91,13 +91,14 @@ class StepGraphs:
         if key in captured or mode is CUDAGraphMode.NONE or self._recorder.runs_calls:
             return mode, key
         self._num_asked[key] += 1
-        is_prompt = self.dispatcher.is_prompt(key)
-        if self._num_asked[key] > (_PROMPT_PATIENCE if is_prompt else _PATIENCE):
-            return mode, key
-        if is_prompt:
+        is_due = self._num_asked[key] > (_PROMPT_PATIENCE if key.is_prompt else _PATIENCE)
+        if key.is_prompt and (not is_due or self.full.is_refused(key)):
             return self.at_hand(*self.dispatcher.dispatch(key.num_tokens, 1, has_lora=key.has_lora))
+        if is_due:
+            return mode, key
         larger = self.dispatcher.stand_ins(key)
-        return mode, next((other for other in larger if other in captured), larger[-1] if larger else key)
+        to_capture = larger[-1] if larger and key.num_tokens <= MAX_MIXED_TOKENS else key
+        return mode, next((other for other in larger if other in captured), to_capture)
 
     def decode_key(self, num_rows: int, variant: str, *, has_common_prefix: bool = False) -> BatchDescriptor | None:
         """The key of a decode step with one token a row; None when it is not captured whole."""
@@ -187,7 +188,7 @@ class StepGraphs:
         key = replace(key, sampling=self._at_place(key.sampling))
         nothing, run_mode = np.zeros(0, dtype=np.int64), mode if captures else CUDAGraphMode.NONE
         if mode is CUDAGraphMode.FULL:
-            if self.dispatcher.is_decode(key):
+            if key.uniform_query_len:
                 self.decode(key, nothing, (), mode=run_mode)
             else:
                 self.mixed(key, nothing, nothing, mode=run_mode)
@@ -270,7 +271,7 @@ class StepGraphs:
         return result
 
     def _mixed(self, key: BatchDescriptor) -> Any:
-        max_seq_len = key.num_tokens if self.dispatcher.is_prompt(key) else self._state.max_model_len
+        max_seq_len = key.num_tokens if key.is_prompt else self._state.max_model_len
         columns = self._columns[: 2 * key.num_reqs].view(2, key.num_reqs)
         shape = StepShape(
             num_reqs=key.num_reqs, num_tokens=key.num_tokens, num_decode_rows=0, max_query_len=key.num_tokens,

@@ -170,12 +170,15 @@ class DeviceWorker(Worker):
         if mode is not CUDAGraphMode.NONE:
             self._make_graphs(mode)
         self._compile_ahead()
-        self._take_step_memory()
         with phase("warm up", self.phase_s):
             self.runner.warm_up(min(_WARM_UP_TOKENS, self.max_num_tokens))
             self.platform.synchronize()
-        if self.runner.graphs is not None:
-            self._capture(self.runner.graphs)
+        graphs = self.runner.graphs
+        if graphs is not None and not graphs.runs_calls:
+            self._make_room(graphs)
+        self._take_step_memory()
+        if graphs is not None:
+            self._capture(graphs)
 
     def _compile_ahead(self) -> None:
         """What steps will launch, on a first start. Otherwise the first request of each kind waits seconds for a compiler, and
@@ -190,15 +193,28 @@ class DeviceWorker(Worker):
             with phase("compile kernels", self.phase_s):
                 self.platform.compile_ahead(partial(run, steps))
 
+    def _make_room(self, graphs: StepGraphs) -> None:
+        """For what all captures compute in."""
+        dispatcher = graphs.dispatcher
+        most_rows = max(dispatcher.decode_sizes, default=0)
+        num_bytes = self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows)
+        try:
+            graphs.make_room(num_bytes)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"Captured graphs compute in {num_bytes} bytes, which are not left beside the KV cache. Set num_gpu_blocks_override, "
+                "kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs lower, or enforce_eager."
+            ) from error
+
     def _take_step_memory(self) -> None:
         """What the largest step needs is torch's from now on, in one piece. Otherwise the first large steps under load take it
         from the driver, each in pieces of its own sizes."""
         try:
             torch.empty(self._peak_bytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             self.notes.append(
-                f"less memory is left beside the KV cache than the largest step takes ({self._peak_bytes} bytes): large steps "
-                "may fail; set num_gpu_blocks_override, kv_cache_memory_bytes or max_num_batched_tokens lower"
+                f"less memory is left than the largest step takes ({self._peak_bytes} bytes), so large steps may fail: set "
+                f"num_gpu_blocks_override, kv_cache_memory_bytes or max_num_batched_tokens lower ({str(error).splitlines()[0]})"
             )
 
     def _graph_mode(self) -> CUDAGraphMode:
@@ -244,12 +260,8 @@ class DeviceWorker(Worker):
 
     def _capture(self, graphs: StepGraphs) -> None:
         """Steps of the smallest sizes now; the others wait for `prepare_ahead`."""
-        dispatcher = graphs.dispatcher
-        if not graphs.runs_calls:
-            most_rows = max(dispatcher.decode_sizes, default=0)
-            graphs.make_room(self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows))
-        for kind, key in sorted(dispatcher.valid_keys(), key=_in_order_of_use):
-            variants = self.runner.tail_variants if dispatcher.is_decode(key) else ("",)
+        for kind, key in sorted(graphs.dispatcher.valid_keys(), key=_in_order_of_use):
+            variants = self.runner.tail_variants if key.uniform_query_len else ("",)
             self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
         first = sum(key.num_tokens <= _FIRST_GRAPH_TOKENS for _, key in self._to_capture)
         with phase("capture graphs", self.phase_s, total=first, unit=" graphs") as progress:
@@ -388,4 +400,5 @@ def module_bytes(module: Any) -> int:
 def _in_order_of_use(item: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[bool, int]:
     """What the first requests need, then sizes that may stand in for many others, then the rest."""
     size = item[1].num_tokens
-    return size > _FIRST_GRAPH_TOKENS and size & (size - 1) != 0, size
+    is_stand_in = size & (size - 1) == 0 and size <= MAX_MIXED_TOKENS
+    return size > _FIRST_GRAPH_TOKENS and not is_stand_in, size

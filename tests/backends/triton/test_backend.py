@@ -89,6 +89,7 @@ MIX = AttentionCase(rows=MIXED, head_dim=64, num_padding=2)
         pytest.param(DECODES, BatchDescriptor(4, 4, 1), (4, 4, False), id="captured-decode"),
         pytest.param(PREFILLS, BatchDescriptor(6, 2, 3), (0, 0, False), id="captured-drafts"),
         pytest.param(MIX, BatchDescriptor(45, 10), (10, 0, True), id="captured-mix"),
+        pytest.param(PREFILLS, BatchDescriptor(45, 1, is_prompt=True), (0, 0, False), id="captured-prompt"),
     ],
 )
 def test_which_rows_go_to_which_kernel(

@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from pelton.attention.metadata import BatchDescriptor
 from pelton.attention.support import GraphSupport
 from pelton.config.compilation import CompilationConfig, CUDAGraphMode
-from pelton.graphs.dispatcher import GraphDispatcher, default_sizes
+from pelton.graphs.dispatcher import GraphDispatcher, default_sizes, mixed_sizes
 from pelton.graphs.modes import lower_mode, requested_mode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -128,23 +129,21 @@ def test_the_key_holds_the_uniform_query_length() -> None:
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
 def test_a_prompt_alone_is_one_graph_where_decode_steps_and_others_are_captured(mode: CUDAGraphMode) -> None:
     graphs = GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=1024, max_piece_tokens=1024, captures_prompts=True)
-    found, key = graphs.dispatch(100, 1, 100)
+    found, key = graphs.dispatch(100, 1, is_prompt=True)
     if mode in (FULL, BOTH):
-        assert found is FULL and (key.num_tokens, key.num_reqs, key.uniform_query_len) == (112, 1, 112)
-        assert graphs.is_prompt(key) and not graphs.is_decode(key) and graphs.stand_ins(key) == []
+        assert (found, key) == (FULL, BatchDescriptor(112, 1, is_prompt=True)) and graphs.stand_ins(key) == []
         assert graphs.prompt_sizes[0] == 16 and graphs.prompt_sizes[-1] == 512
     else:
-        assert graphs.prompt_sizes == [] and found is not FULL
-    for found, key in (graphs.dispatch(100, 1), graphs.dispatch(100, 2), graphs.dispatch(600, 1, 600)):
-        assert found is not FULL or not graphs.is_prompt(key)
-    assert dispatcher(mode).prompt_sizes == []
-    assert not graphs.is_prompt(graphs.dispatch(1, 1, 1)[1])
+        assert graphs.prompt_sizes == [] and not key.is_prompt
+    others = (graphs.dispatch(100, 1), graphs.dispatch(600, 1, is_prompt=True), graphs.dispatch(100, 1, 100))
+    assert not any(key.is_prompt for _, key in others)
+    assert not dispatcher(mode).dispatch(100, 1, is_prompt=True)[1].is_prompt
 
 
-def test_prompts_are_longer_than_rows_with_drafts() -> None:
-    drafts = dispatcher(BOTH, decode_query_len=24, captures_prompts=True)
-    assert drafts.prompt_sizes[0] == 32
-    assert [drafts.is_prompt(drafts.dispatch(n, 1, n)[1]) for n in (23, 24, 25)] == [False, False, True]
+def test_a_prompt_is_padded_no_more_than_its_pieces() -> None:
+    few = dispatcher(BOTH, captures_prompts=True, sizes=[1, 2, 4, 8, 256])
+    assert few.dispatch(5, 1, is_prompt=True) == few.dispatch(5, 1) == (PIECEWISE, BatchDescriptor(8, 0))
+    assert few.dispatch(9, 1, is_prompt=True) == (FULL, BatchDescriptor(256, 1, is_prompt=True))
 
 
 @pytest.mark.parametrize("mode", [BOTH, FULL, DECODE_ONLY])
@@ -161,7 +160,7 @@ def test_sizes_cover_the_limit_and_pad_little() -> None:
     sizes = default_sizes(1000)
     assert sizes[0] == 1 and sizes[-1] == 1000 and sizes == sorted(set(sizes))
     assert max(b / a for a, b in pairwise(sizes[4:])) <= 1.5
-    large = [size for size in default_sizes(16_384) if size >= 512]
+    large = [size for size in mixed_sizes(16_384) if size >= 512]
     assert len(large) == 81 and max(b / a for a, b in pairwise(large)) <= 1.0625
     assert all(dispatcher(BOTH).dispatch(n, n, 1)[1].num_tokens >= n for n in range(1, 65))
 
@@ -169,7 +168,7 @@ def test_sizes_cover_the_limit_and_pad_little() -> None:
 @pytest.mark.parametrize("mode, most", [(BOTH, 1024), (PIECEWISE, 1024), (FULL, 512)])
 def test_pieces_may_be_captured_for_more_tokens_than_whole_steps(mode: CUDAGraphMode, most: int) -> None:
     sizes = GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=4096, max_piece_tokens=1024).mixed_sizes
-    assert sizes[-1] == most and sizes == default_sizes(most)
+    assert sizes[-1] == most and sizes == mixed_sizes(most)
     assert GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=900, max_piece_tokens=1024).mixed_sizes[-1] <= 900
 
 
@@ -179,7 +178,9 @@ def test_valid_keys_start_with_the_smallest_step() -> None:
     assert [key.num_tokens for _, key in keys] == sorted(key.num_tokens for _, key in keys)
     assert {mode for mode, _ in keys} == {FULL, PIECEWISE}
     assert len(set(keys)) == len(keys)
-    assert all(both.dispatch(k.num_tokens, k.num_reqs, k.uniform_query_len) == (m, k) for m, k in keys)
+    assert all(
+        both.dispatch(k.num_tokens, k.num_reqs, k.uniform_query_len, is_prompt=k.is_prompt) == (m, k) for m, k in keys
+    )
 
 
 def test_stand_ins_are_larger_keys_of_the_same_kind_up_to_a_power_of_two() -> None:

@@ -23,7 +23,7 @@ from pelton.plugins import load_plugins
 from pelton.scheduler.output import GrammarMasks
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
-from pelton.worker.worker import _ATTENTION_BYTES, max_piece_tokens
+from pelton.worker.worker import _ATTENTION_BYTES, DeviceWorker, max_piece_tokens
 from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_plugins.bench.shapes import write_shape
 
@@ -175,6 +175,17 @@ def test_a_note_says_what_became_of_a_graph_mode(model, monkeypatch, flat, suppo
     worker.shutdown()
 
 
+@pytest.mark.parametrize("support", [GraphSupport.UNIFORM_BATCH, ALWAYS])
+def test_prompts_are_captured_where_all_backends_can_be(model, monkeypatch, support):
+    worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
+    worker.config = EngineConfig.from_flat(cudagraph_capture_sizes=[1, 16])
+    monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
+    monkeypatch.setattr(worker.build.attention, "graph_support", lambda: support)
+    worker._make_graphs(BOTH)
+    assert worker.runner.graphs.dispatcher.prompt_sizes == ([16] if support is ALWAYS else [])
+    worker.shutdown()
+
+
 @pytest.mark.parametrize(
     "sizes, captured, note",
     [
@@ -237,20 +248,30 @@ def test_memory_is_kept_for_what_the_profile_leaves_out(model, monkeypatch):
 
 @pytest.mark.parametrize("is_left", [True, False])
 def test_memory_of_the_largest_step_is_taken_before_requests_come(model, monkeypatch, is_left):
-    peak, taken, empty = 123_457, [], torch.empty
+    peak, order, empty = 123_457, [], torch.empty
 
     def take(*size, **kwargs):
         if size != (peak,):
             return empty(*size, **kwargs)
-        taken.append(kwargs["device"])
+        order.append(kwargs["device"].type)
         if not is_left:
             raise torch.OutOfMemoryError("Tried to allocate.")
         return empty(*size, **kwargs)
 
+    def note(name):
+        method = getattr(DeviceWorker, name)
+        monkeypatch.setattr(DeviceWorker, name, lambda self, *args: order.append(name) or method(self, *args))
+
+    note("_compile_ahead")
+    note("_make_room")
+    note("_capture")
+    monkeypatch.setattr(CPUPlatform, "supported_graph_modes", tuple(CUDAGraphMode))
+    monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
     monkeypatch.setattr(CPUPlatform, "measure_peak_bytes", lambda self, run: peak)
     monkeypatch.setattr(torch, "empty", take)
-    worker = make_worker(model[0])
-    assert taken == [worker.device]
+    worker = make_worker(model[0], cudagraph_mode="FULL_DECODE_ONLY")
+    # What compiling took is given back, and the room is taken in a capture, which frees nothing.
+    assert order == ["_compile_ahead", "_make_room", "cpu", "_capture"]
     notes = [note for note in worker.report().notes if f"the largest step takes ({peak} bytes)" in note]
     assert len(notes) == (not is_left)
 

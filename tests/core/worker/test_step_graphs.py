@@ -112,8 +112,7 @@ def test_a_rare_size_takes_the_graph_of_a_larger_one_until_it_is_asked_for_often
 
 
 def prompts_in_whole(driver: Driver) -> int:
-    graphs = driver.runner.graphs
-    return sum(graphs.dispatcher.is_prompt(key) for key in graphs.full._captured)
+    return sum(key.is_prompt for key in driver.runner.graphs.full._captured)
 
 
 def test_a_prompt_alone_is_a_graph_once_its_size_has_come_twice():
@@ -130,7 +129,7 @@ def test_a_prompt_alone_is_a_graph_once_its_size_has_come_twice():
         driver.decode([request], 2)
         assert request.output == oracle_greedy(request.token_ids[: request.num_prompt_tokens], 3)
     assert seen == [0, 1, 1, 1]
-    (graph,) = [c.graph for key, c in runner.graphs.full._captured.items() if runner.graphs.dispatcher.is_prompt(key)]
+    (graph,) = [captured.graph for key, captured in runner.graphs.full._captured.items() if key.is_prompt]
     assert graph.num_replays == 2
 
     chunked = driver.add(3, [(place * place) % VOCAB for place in range(40)])
@@ -143,6 +142,31 @@ def test_a_prompt_alone_is_a_graph_once_its_size_has_come_twice():
     assert graph.num_replays == 3
     assert chunked.output == oracle_greedy(chunked.token_ids[:40], 3)
     assert [request.output for request in pair] == [oracle_greedy([slot] * 10, 1) for slot in (4, 5)]
+
+
+def test_a_large_step_waits_for_no_capture_but_its_own():
+    graphs = make_runner(num_blocks=400, max_num_tokens=2048).use_graphs(
+        GraphDispatcher(CUDAGraphMode.PIECEWISE, max_num_seqs=8, max_num_tokens=2048, max_piece_tokens=2048),
+        FakeGraphRecorder(),
+    )
+    mode, key = graphs.dispatcher.dispatch(700, 3)
+    assert graphs.at_hand(mode, key) == (mode, key)
+    larger = replace(key, num_tokens=832)
+    graphs.pieces._captured[larger] = None
+    assert [graphs.at_hand(mode, key)[1] for _ in range(8)] == [larger] * 7 + [key]
+
+
+def test_the_pieces_of_a_prompt_that_could_not_be_captured_serve_it():
+    graphs = make_runner(num_blocks=400).use_graphs(
+        GraphDispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, max_num_seqs=8, max_num_tokens=64, captures_prompts=True),
+        FakeGraphRecorder(),
+    )
+    prompt = graphs.dispatcher.dispatch(20, 1, is_prompt=True)
+    pieces = graphs.dispatcher.dispatch(20, 1)
+    graphs.pieces._captured[pieces[1]] = None
+    assert [graphs.at_hand(*prompt) for _ in range(3)] == [pieces, prompt, prompt]
+    graphs.full._refusals._keys.add(prompt[1])
+    assert graphs.at_hand(*prompt) == pieces
 
 
 def test_room_for_captures_is_recorded_first_and_kept(driver):
