@@ -97,7 +97,8 @@ class StepGraphs:
         if is_due:
             return mode, key
         larger = self.dispatcher.stand_ins(key)
-        to_capture = larger[-1] if larger and key.num_tokens <= MAX_MIXED_TOKENS else key
+        is_large = key.num_tokens > MAX_MIXED_TOKENS and not key.uniform_query_len
+        to_capture = larger[-1] if larger and not is_large else key  # padding of large pieces is not worth a capture
         return mode, next((other for other in larger if other in captured), to_capture)
 
     def decode_key(self, num_rows: int, variant: str, *, has_common_prefix: bool = False) -> BatchDescriptor | None:

@@ -399,6 +399,6 @@ def module_bytes(module: Any) -> int:
 
 def _in_order_of_use(item: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[bool, int]:
     """What the first requests need, then sizes that may stand in for many others, then the rest."""
-    size = item[1].num_tokens
-    is_stand_in = size & (size - 1) == 0 and size <= MAX_MIXED_TOKENS
+    key, size = item[1], item[1].num_tokens
+    is_stand_in = size & (size - 1) == 0 and (size <= MAX_MIXED_TOKENS or key.uniform_query_len > 0)
     return size > _FIRST_GRAPH_TOKENS and not is_stand_in, size
