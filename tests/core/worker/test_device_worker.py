@@ -23,6 +23,7 @@ from pelton.plugins import load_plugins
 from pelton.scheduler.output import GrammarMasks
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
+from pelton.worker.step_graphs import StepGraphs
 from pelton.worker.worker import _ATTENTION_BYTES, DeviceWorker, max_piece_tokens
 from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_plugins.bench.shapes import write_shape
@@ -173,6 +174,16 @@ def test_a_note_says_what_became_of_a_graph_mode(model, monkeypatch, flat, suppo
     assert len(worker.notes) == (note is not None)
     assert note is None or re.search(note, worker.notes[0])
     worker.shutdown()
+
+
+def test_graphs_without_room_are_the_operators_error(model, monkeypatch):
+    def make_room(self, num_bytes):
+        raise torch.OutOfMemoryError("Tried to allocate.")
+
+    monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
+    monkeypatch.setattr(StepGraphs, "make_room", make_room)
+    with pytest.raises(ConfigError, match=r"Captured graphs compute in \d+ bytes.*num_gpu_blocks_override.*enforce_eager"):
+        make_worker(model[0], cudagraph_mode="FULL_DECODE_ONLY")
 
 
 @pytest.mark.parametrize("support", [GraphSupport.UNIFORM_BATCH, ALWAYS])
