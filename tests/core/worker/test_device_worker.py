@@ -182,7 +182,9 @@ def test_graphs_without_room_are_the_operators_error(model, monkeypatch):
 
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
     monkeypatch.setattr(StepGraphs, "make_room", make_room)
-    with pytest.raises(ConfigError, match=r"Captured graphs compute in \d+ bytes.*num_gpu_blocks_override.*enforce_eager"):
+    with pytest.raises(
+        ConfigError, match=r"Captured graphs compute in \d+ bytes.*num_gpu_blocks_override.*enforce_eager"
+    ):
         make_worker(model[0], cudagraph_mode="FULL_DECODE_ONLY")
 
 
