@@ -6,7 +6,6 @@ No request and no failed step ends it; only a dead executor does.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from pelton import garbage
 from pelton.config import EngineConfig
 from pelton.engine.client import EngineInfo
 from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
@@ -75,9 +75,7 @@ class EngineCore:
         self._request_ids: set[str] = set()
         self._host_s = dict.fromkeys((*HOST_STAGES, WAIT), 0.0)
         self.info = self._describe()
-        # What start-up made stays: the collector need not walk it again in the middle of a step.
-        gc.collect()
-        gc.freeze()
+        garbage.tune(self)
 
     def _make_scheduler(self) -> Scheduler:
         config, plugins = self.config, self.plugins
@@ -339,7 +337,7 @@ class EngineCore:
         if self._grammars is not None:
             self._grammars.shutdown()
         self._executor.shutdown()
-        gc.unfreeze()  # in a user's process the engine's memory has to come back
+        garbage.untune(self)
 
     def _check_alive(self) -> None:
         if self.error is not None:

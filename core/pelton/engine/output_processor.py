@@ -343,6 +343,7 @@ class OutputProcessor:
         self._requests.clear()
         self._sequences.clear()
         for request in requests:
+            request.sequences.clear()  # they point back, see `_end`
             if request.queue is not None:
                 request.queue.fail(error)
         return [request.request_id for request in requests]
@@ -444,10 +445,15 @@ class OutputProcessor:
                 self._end(sibling, now, [] if refused else done.stats.finished_requests)
 
     def _end(self, sequence: _Sequence, now: float, finished: list[FinishedRequestStats]) -> None:
-        """Forget an ended sequence, and its request with the last one."""
+        """Forget an ended sequence, and its request with the last one.
+
+        The sequence forgets its request: a cycle would keep both, and the prompt, until the garbage collector comes,
+        which stands in the way of all other requests meanwhile.
+        """
         self._sequences.pop(sequence.engine_id, None)
         finished.append(sequence.finished_stats(now))
         request = sequence.request
+        del sequence.request
         request.unfinished -= 1
         if request.unfinished == 0:
             self._requests.pop(request.request_id, None)

@@ -107,7 +107,6 @@ class EngineProcess:
             self._wire.send(protocol.Failed(protocol.error_info(error)))
             return
         self._wire.send(protocol.Ready(core.info))
-        tune_gc()
         try:
             self._loop(core)
         except Exception as error:
@@ -225,13 +224,6 @@ def call(core: EngineCore, message: protocol.Call) -> protocol.CallResult:
         return answer
     except Exception as error:
         return protocol.CallResult(message.call_id, error=protocol.error_info(error))
-
-
-def tune_gc() -> None:
-    """What start-up made lives for ever: do not walk it again. Young garbage is collected when idle, see `_loop`."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 def is_parent_gone(parent_pid: int, wait_s: float) -> bool:

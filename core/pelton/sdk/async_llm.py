@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pelton import garbage
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
 from pelton.engine.client import EngineClient, EngineInfo
@@ -97,6 +98,7 @@ class AsyncLLM:
         self._tasks = [asyncio.create_task(self._run(), name="pelton-outputs")]
         if self.stat_loggers:
             self._tasks.append(asyncio.create_task(self._log_stats(), name="pelton-stats"))
+        garbage.tune(self)
 
     def _started(self, took_s: float) -> None:
         assert self._client is not None
@@ -135,6 +137,7 @@ class AsyncLLM:
         if self._client is not None:
             self._client.shutdown(timeout_s)
         self.stat_loggers.log()
+        garbage.untune(self)
 
     # -- requests --
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -113,8 +112,6 @@ class Server:
         except BaseException:
             _shutdown(llm)
             raise
-        gc.collect()
-        gc.freeze()  # what the start made lives on; the collector need not look at it again
         if llm.info.report.platform == "cpu":
             give_way()
         self.state.llm = llm
