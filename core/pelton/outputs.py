@@ -43,7 +43,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds; intervals as `reference/contracts.md` defines them, None where not reached."""
+    """Seconds; intervals as docs/metrics.md defines them, None where not reached."""
 
     arrival_time: float = 0.0
     """Front end's monotonic clock."""
