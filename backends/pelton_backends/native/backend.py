@@ -88,7 +88,7 @@ class NativeBackend(AttentionBackend):
     def _common_prefix(self, common: CommonMetadata, key: BatchDescriptor | None) -> Tensor | None:
         """[1] int32, for a step of one token a row that is served better by reading its common prefix once."""
         if key is not None:
-            return common.common_prefix if key.has_common_prefix else None
+            return common.common_prefix if key.has_common_prefix and not self.needs.sliding_window else None
         if common.max_query_len != 1 or not self.uses_common_prefix(common.num_reqs, common.common_prefix_len):
             return None
         return torch.tensor([common.common_prefix_len], dtype=torch.int32)

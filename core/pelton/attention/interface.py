@@ -103,6 +103,8 @@ class AttentionBackend(ABC):
     def __init__(
         self, needs: AttentionNeeds, device: torch.device, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int
     ) -> None:
+        """For one KV group. needs: of its layers, with a window when any of them has one; each layer's own is its
+        `sliding_window`."""
         self.needs = needs
         self.device = device
         self.max_num_seqs = max_num_seqs

@@ -79,8 +79,9 @@ def _group_backend(layers: list[AttentionLayer], block_size: int, build: BuildCo
                 f"Layers {first.layer_name} and {layer.layer_name} share a KV group, and their backends are "
                 f"{first.selection.name} and {layer.selection.name}. Name one with --attention-backend."
             )
+    windows = [layer.needs.sliding_window for layer in layers if layer.needs.sliding_window is not None]
     return first.selection.backend(
-        replace(first.needs, block_size=block_size),
+        replace(first.needs, block_size=block_size, sliding_window=windows[0] if windows else None),
         build.device,
         max_num_seqs=build.max_num_seqs,
         max_num_tokens=build.max_num_batched_tokens,

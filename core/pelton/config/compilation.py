@@ -32,7 +32,8 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cudagraph_mode: CUDAGraphMode | None = None
     """From level, backend and platform when unset."""
     cudagraph_capture_sizes: list[int] | None = None
-    """Batch sizes, in tokens, that graphs are captured for; from max_num_seqs when unset."""
+    """Batch sizes, in tokens, that graphs are captured for; when unset, up to max_num_seqs for decode steps, and for others as
+    far as graphs save time (docs/cuda.md)."""
     debug_dump_path: str | None = None
     """Folder in which each captured graph's nodes are written, to be looked at (CUDA: in Graphviz's language)."""
 

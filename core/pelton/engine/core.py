@@ -30,7 +30,7 @@ from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
 from pelton.request import EngineRequest
 from pelton.scheduler.interface import Scheduler
-from pelton.scheduler.output import ModelOutput, SchedulerOutput
+from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.structured.interface import StructuredOutputBackend
 from pelton.structured.manager import GrammarManager
 
@@ -241,13 +241,20 @@ class EngineCore:
             return False
         output = self._open[0][0]
         self._awaits_masks = False
+        cause: Exception | None = None
         try:
             masks = self._scheduler.grammar_masks(output)
             assert masks is not None, "a step with grammar rows has masks"
+        except Exception as error:  # the worker waits for them all the same
+            why = f"No masks could be made: {type(error).__name__}: {error}"
+            cause, masks = error, GrammarMasks(step_id=output.step_id, bitmask=b"", num_masks=[], error=why)
+        try:
             self._executor.sample(masks)
         except Exception as error:
+            cause = cause or error
+        if cause is not None:
             self._open.popleft()
-            self._fail_step(output, error, outputs)
+            self._fail_step(output, cause, outputs)
         return True
 
     def _take_oldest(self, timeout_s: float | None, outputs: list[EngineOutput]) -> None:

@@ -6,6 +6,7 @@ context length and the settings. n > 1 becomes n requests with seeds of their ow
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class InputProcessor:
         self.vocab_size = model.vocab_size
         self._structured_output_backends = structured_output_backends
         self._seeds = random.Random(config.model.seed)
+        self._serial = itertools.count()
         self._defaults = _defaults_from(model.generation_config)
         self._id_list: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=model.vocab_size)]]
 
@@ -96,10 +98,11 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params is a {type(params).__name__}; give SamplingParams.", param="sampling_params"
             )
+        params = msgspec.structs.replace(params)  # checked as its fields are now, whatever becomes of the user's
         text, token_ids, param = self._tokenize(prompt)
         self._check_prompt(token_ids, param)
         bad_words = self._check_params(params)
-        params = self._fill(params, len(token_ids), output_kind)
+        self._fill(params, len(token_ids), output_kind)
         return ProcessedRequest(
             request_id, text, token_ids, params,
             self._requests(request_id, token_ids, params, bad_words, priority, cache_salt, timeout_s),
@@ -115,10 +118,12 @@ class InputProcessor:
         cache_salt: str | None,
         timeout_s: float | None,
     ) -> list[EngineRequest]:
+        """One a sample. The engine knows each by an id that never comes again: what it still says of a request that was
+        aborted is of no other with the user's id."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         return [
             EngineRequest(
-                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                request_id=f"{request_id}-{next(self._serial):x}",
                 prompt_token_ids=token_ids,
                 sampling_params=params,
                 eos_token_ids=self.model.eos_token_ids,
@@ -293,20 +298,15 @@ class InputProcessor:
                     found[tuple(ids)] = None
         return [list(ids) for ids in found]
 
-    def _fill(self, params: SamplingParams, num_prompt_tokens: int, output_kind: Any) -> SamplingParams:
-        """max_tokens becomes a number that fits the context; a copy only where something changes."""
+    def _fill(self, params: SamplingParams, num_prompt_tokens: int, output_kind: Any) -> None:
+        """In place: max_tokens becomes a number that fits the context."""
         room = self.max_model_len - num_prompt_tokens
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        changes: dict[str, Any] = {}
-        if max_tokens != params.max_tokens:
-            changes["max_tokens"] = max_tokens
-        if params.min_tokens > max_tokens:
-            changes["min_tokens"] = max_tokens
-        if params.detokenize and self.tokenizer is None:
-            changes["detokenize"] = False
-        if output_kind is not None and output_kind != params.output_kind:
-            changes["output_kind"] = output_kind
-        return msgspec.structs.replace(params, **changes) if changes else params
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        if self.tokenizer is None:
+            params.detokenize = False
+        if output_kind is not None:
+            params.output_kind = output_kind
 
 
 def child_seed(seed: int, index: int) -> int:

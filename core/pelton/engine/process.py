@@ -28,7 +28,7 @@ import zmq
 from pelton import limits
 from pelton.engine import protocol
 from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
-from pelton.errors import ConfigError, PeltonError, PluginError
+from pelton.errors import ConfigError, PeltonError, PluginError, RequestError
 from pelton.logging import get_logger, setup
 
 if TYPE_CHECKING:
@@ -136,10 +136,29 @@ class EngineProcess:
         outputs = core.step()
         self._busy_since = None
         if outputs.outputs or outputs.stats is not None:
+            self._tell(core, outputs)
+
+    def _tell(self, core: EngineCore, outputs: EngineOutputs) -> None:
+        """Send them; a request whose output is too large to be sent ends with an error."""
+        try:
             self._wire.send(protocol.Outputs(outputs))
+            return
+        except RequestError as error:
+            logger.error("Outputs are sent one by one: %s", error)
+        for output in outputs.outputs:
+            try:
+                self._wire.send(protocol.Outputs(EngineOutputs([output], outputs.timestamp)))
+            except RequestError as error:
+                core.finish_requests([output.request_id])
+                reason = RequestError(
+                    f"What one step brought for this request is too large; ask for fewer logprobs. {error}"
+                )
+                failed = EngineOutput(output.request_id, finish_reason=FinishReason.ERROR, error=reason.to_info())
+                self._wire.send(protocol.Outputs(EngineOutputs([failed], outputs.timestamp)))
+        self._wire.send(protocol.Outputs(EngineOutputs(timestamp=outputs.timestamp, stats=outputs.stats)))
 
     def _handle(self, core: EngineCore, message: protocol.ToEngine) -> bool:
-        """False when the process should end. A message that fails gets an answer; the loop goes on."""
+        """False when the process should end. A request or a call that fails gets an answer; the loop goes on."""
         if isinstance(message, protocol.Add):
             refused = [output for request in message.requests if (output := try_add(core, request)) is not None]
             if refused:

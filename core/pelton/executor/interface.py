@@ -76,7 +76,7 @@ class Executor(ABC):
 
     @abstractmethod
     def sample(self, masks: GrammarMasks) -> None:
-        """Bring the masks that an executed step with grammar rows waits for."""
+        """Bring the masks that an executed step with grammar rows waits for, or the error for which there are none."""
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:

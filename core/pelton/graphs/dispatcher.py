@@ -103,6 +103,7 @@ class GraphDispatcher:
         return [
             replace(key, num_tokens=size, num_reqs=size // uniform if uniform else min(size, most))
             for size in sizes[first : last + 1]
+            if size < 2 * key.num_tokens
         ]
 
     def valid_keys(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:

@@ -6,7 +6,7 @@ step's memory is recorded as well: tensors lie in the recorder's room, which all
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from enum import Enum
 from functools import cache, partial
@@ -21,11 +21,25 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pelton.errors import EngineError
 from pelton.graphs.recorder import Graph, GraphRecorder
 
-HOST_READS = ("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.unique", "aten.masked_select")
-"""Names of ops that bring values from the device to the host begin with these: a recorded step cannot have one."""
+_HOST_READS = (
+    "aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.allclose", "aten.nonzero", "aten.argwhere",
+    "aten.where.default", "aten.masked_select", "aten.unique", "aten._unique", "aten.bincount",
+)  # fmt: skip
+_INDEXING = ("aten.index.", "aten.index_put", "aten._index_put_impl", "aten._unsafe_index")
 _EMPTY = ("aten.empty.memory_format", "aten.new_empty", "aten.empty_like", "aten.empty_strided")
 _ALIGNMENT = 64
 _LEAST_CHUNK = 2**21
+
+
+def reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether an op of torch brings values from the device to the host, or makes a shape of them: a recorded step cannot have
+    one. Of what passes no dispatcher, `Tensor.tolist` and `numpy` on a CPU, nothing is seen."""
+    name = str(func)
+    if name.startswith(_INDEXING):
+        return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in tree_leaves(args[1]))
+    if name in ("aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor"):
+        return (kwargs or {}).get("output_size") is None
+    return name.startswith(_HOST_READS)
 
 
 class Tape:
@@ -88,14 +102,12 @@ class TapeRecorder(GraphRecorder):
 
 
 class _Kind(Enum):
-    HOST_READ, EMPTY, WRITE, OTHER = range(4)
+    EMPTY, WRITE, OTHER = range(3)
 
 
 @cache
 def _kind(func: Any) -> _Kind:
     name, schema = str(func), func._schema
-    if name.startswith(HOST_READS):
-        return _Kind.HOST_READ
     if name.startswith(_EMPTY):
         return _Kind.EMPTY
     is_write = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
@@ -117,7 +129,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _kind(func)
-        if kind is _Kind.HOST_READ:
+        if reads_on_host(func, args, kwargs):
             self.refused = str(func)
         result = func(*args, **(kwargs or {}))
         if kind is _Kind.EMPTY:

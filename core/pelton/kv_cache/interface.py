@@ -110,7 +110,8 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def num_common_prefix_blocks(self, request_ids: Sequence[str]) -> list[int]:
-        """Per group: leading blocks that all these requests share."""
+        """Per group: leading blocks that all these requests share for as long as they run: 0 where blocks are let go, as
+        windows do. Asked once for a set of requests, not at every step."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:

@@ -227,6 +227,8 @@ class PagedKVCacheManager(KVCacheManager):
         if not all_held or None in all_held:
             return counts
         for index, manager in enumerate(self._managers):
+            if manager.tokens_until_passed(0) != NEVER:
+                continue
             for position, group_id in enumerate(manager.group_ids):
                 tables = [held.by_type[index].tables[position] for held in all_held if held is not None]
                 counts[group_id] = self.pool.common_prefix(tables)

@@ -28,6 +28,8 @@ class Platform(ABC):
     supported_graph_modes: ClassVar[tuple[CUDAGraphMode, ...]] = (CUDAGraphMode.NONE,)
     pads_graphs: ClassVar[bool] = True
     """Whether a captured step serves the sizes below its own too: what padding costs is less than a graph for every size."""
+    dumps_graphs: ClassVar[bool] = False
+    """Whether its recorder writes each graph to the folder of the setting `debug_dump_path`."""
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device: ...

@@ -78,6 +78,8 @@ class GrammarMasks(msgspec.Struct, kw_only=True):
     """[num masks, ceil(vocab / 32)] int32, row-major, little-endian; a row with k drafts has 1 + k masks."""
     num_masks: list[int]
     """[len(grammar_rows)] 1 + drafts of each row."""
+    error: str = ""
+    """Why there are none: the step that waits for them fails."""
 
 
 class ModelOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -98,4 +100,3 @@ class ModelOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finished_receiving: list[str] = []
     invalid_block_ids: list[int] = []
     """KV connector: blocks that could not be loaded."""
-    device_time_s: float = 0.0

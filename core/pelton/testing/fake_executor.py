@@ -143,6 +143,10 @@ class FakeExecutor(Executor):
         (handle, rows), self._awaiting = self._awaiting, None
         output = handle.output
         assert masks.step_id == output.step_id, "masks of another step"
+        if masks.error:
+            handle.error = FakeDeviceError(masks.error)
+            self.retire(handle)
+            return
         size = 4 * ((self.fake_model.vocab_size + 31) // 32)
         by_row: dict[int, list[bytes]] = {}
         offset = 0
@@ -212,7 +216,7 @@ class FakeExecutor(Executor):
         self.violations += [f"step {step} {fault}" for fault, is_found in faults.items() if is_found]
 
     def _sample(self, output: SchedulerOutput, rows: Sequence[FakeRow], masks: dict[int, list[bytes]]) -> ModelOutput:
-        result = ModelOutput(step_id=output.step_id, token_ids=[[] for _ in rows], device_time_s=1e-6)
+        result = ModelOutput(step_id=output.step_id, token_ids=[[] for _ in rows])
         if self._tells_drafts:
             result.draft_token_ids = [[] for _ in rows]
         for place, row in enumerate(rows):

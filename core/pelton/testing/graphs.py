@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.graphs.recorder import Graph, GraphRecorder
-from pelton.graphs.tape import HOST_READS
+from pelton.graphs.tape import reads_on_host
 
 if TYPE_CHECKING:
     from pelton.attention.layer import AttentionLayer
@@ -59,7 +59,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._before[storage.data_ptr()] = storage, storage.clone()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).startswith(HOST_READS):
+        if reads_on_host(func, args, kwargs):
             raise RuntimeError(f"{func} reads the device's values while a graph is captured")
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:

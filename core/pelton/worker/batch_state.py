@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pelton.sampling.side_tables import SideTables
-from pelton.scheduler.output import NewRequest, SchedulerOutput
+from pelton.scheduler.output import NewRequest
 from pelton.worker.staging import StagingRing
 
 NO_LOGPROBS, ALL_LOGPROBS = -2, -1  # in the logprobs columns; all: the whole vocabulary
@@ -34,7 +34,7 @@ class SlotOwner:
 
 
 class BatchState:
-    """Written by `apply` before a step, and by `advance` after it sampled."""
+    """Written by `add` and `append_blocks` before a step, and by `advance` after it sampled."""
 
     def __init__(
         self,
@@ -82,13 +82,6 @@ class BatchState:
     def max_model_len(self) -> int:
         return self.token_ids.shape[1] - 1
 
-    def apply(self, output: SchedulerOutput) -> None:
-        """Take in new requests and appended blocks. Slots in `freed_slots` need nothing: a new owner overwrites them."""
-        if output.new:
-            self.add(output.new)
-        if output.block_appends:
-            self.append_blocks(output.block_appends)
-
     def advance(
         self, slots: Tensor, num_scheduled: Tensor, sample_slots: Tensor, num_rejected: Tensor, next_token_ids: Tensor
     ) -> None:
@@ -103,7 +96,8 @@ class BatchState:
             self.token_ids[sample_slots, place] = next_token_ids.to(torch.int32)
 
     def add(self, new: list[NewRequest]) -> None:
-        """One scatter for the columns and one for each table, whatever the number of requests."""
+        """One scatter for the columns and one for each table, whatever the number of requests. A slot that was freed needed
+        nothing: its new owner overwrites it."""
         slots = [request.slot for request in new]
         for request in new:
             self.host.add(request)

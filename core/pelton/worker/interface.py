@@ -56,7 +56,7 @@ class Worker(ABC):
 
     @abstractmethod
     def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
-        """Finish a step that waited for its masks."""
+        """Finish a step that waited for its masks. With `masks.error` forget it, and raise `EngineError` with that."""
 
     @abstractmethod
     def report(self) -> DeviceReport: ...

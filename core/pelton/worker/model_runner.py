@@ -1,6 +1,6 @@
 """Run a step: state, inputs, forward, sample, state again; one copy of columns in, one of tokens out.
 
-    execute(output) -> apply -> plan -> prepare_inputs -> backend.build -> forward -> logits -> sample -> advance
+    execute(output) -> add -> plan -> prepare_inputs -> backend.build -> forward -> logits -> sample -> advance
 
 Three roads. A decode step whose rows ask for nothing special is one captured graph where the device has graphs. Any other
 step prepares its inputs, runs the forward pass (captured, in pieces or eager) and ends in the `sample` seam; or, when rows
@@ -11,7 +11,6 @@ result is a `PendingOutput`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +98,7 @@ class ModelRunner:
         a step in pieces."""
         rows = shape.num_padded_reqs
         slots, scheduled = self._staging.stage([[self.state.padding_slot] * rows, [0] * rows])
-        batch = self._batch(slots, scheduled, shape)
+        batch = self.ops.forward_batch(slots, scheduled, shape, self.backends)
         hidden = run_apart(self.model.forward, batch) if in_pieces else self.model.forward(batch)
         logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
         result = torch.zeros(1, 2, dtype=torch.int32, device=self.state.device)
@@ -118,7 +117,6 @@ class ModelRunner:
             raise EngineError(
                 f"Step {self._pending.output.step_id} still waits for its masks; bring them with sample()."
             )
-        started = time.monotonic()
         if self._to_scrub:
             self._scrub()
         if output.block_copies:
@@ -127,13 +125,13 @@ class ModelRunner:
             self.pool.zero_blocks(*self._staging.stage([output.zero_block_ids]))
         if output.new:
             self.state.add(output.new)
-        step = self._decode(output, started)
+        step = self._decode(output)
         if isinstance(step, StepOutput):
             return self._given(step)
         if step is None:
             if output.block_appends:
                 self.state.append_blocks(output.block_appends)
-            step = self._forward(output, started)
+            step = self._forward(output)
         if output.grammar_rows:
             self._pending = step
             return None
@@ -145,11 +143,13 @@ class ModelRunner:
         if step is None or step.output.step_id != masks.step_id:
             waiting = "no step waits" if step is None else f"step {step.output.step_id} waits"
             raise EngineError(f"Masks came for step {masks.step_id}, but {waiting} for masks.")
+        if masks.error:
+            raise EngineError(masks.error)
         return self._finish(step, masks)
 
     # A decode step as one graph.
 
-    def _decode(self, output: SchedulerOutput, started: float) -> StepOutput | Step | None:
+    def _decode(self, output: SchedulerOutput) -> StepOutput | Step | None:
         """The launched step, up to its logits where rows ask for more than a token; None when no graph serves it."""
         num_rows = len(output.slots)
         if (
@@ -174,11 +174,9 @@ class ModelRunner:
             found = self.graphs.decode(key, slots, (), prefix)
         assert found is not None
         if is_whole and tail is not None:
-            return self._decoded(output, started, slots, tail, found)
+            return self._decoded(output, slots, tail, found)
         plan = plan_step(output, self.state.host)
-        return Step(
-            output, started, plan, self._stage(plan), logits=found[:num_rows], tail=tail, num_padded_rows=len(found)
-        )
+        return Step(output, plan, self._stage(plan), logits=found[:num_rows], tail=tail, num_padded_rows=len(found))
 
     @property
     def tail_variants(self) -> tuple[str, ...]:
@@ -200,7 +198,7 @@ class ModelRunner:
         return MASKED + variant if has_masks else variant
 
     def _decoded(
-        self, output: SchedulerOutput, started: float, slots: npt.NDArray[np.int64], variant: str, result: Tensor
+        self, output: SchedulerOutput, slots: npt.NDArray[np.int64], variant: str, result: Tensor
     ) -> StepOutput:
         """The result of a decode step that one graph, or two, have queued."""
         num_rows, host = len(slots), self.state.host
@@ -210,7 +208,7 @@ class ModelRunner:
             found = self.ops.logprobs
             copies += [found.token_ids[:num_rows], found.logprobs[:num_rows], found.ranks[:num_rows]]
         rows = np.arange(num_rows)
-        launched = self._plain_output(output, started, rows, self._copies(copies))
+        launched = self._plain_output(output, rows, self._copies(copies))
         if has_logprobs:
             launched.has_logprobs, launched.num_logprobs, launched.first_logprob = True, host.num_logprobs[slots], rows
         return launched
@@ -225,15 +223,15 @@ class ModelRunner:
         has_mask.zero_()
         has_mask.index_fill_(0, index, True)  # `has_mask[index] = True` waits for the device
         result = self.graphs.tail(step.num_padded_rows, step.tail)
-        return self._decoded(step.output, step.started, step.plan.slots, step.tail, result)
+        return self._decoded(step.output, step.plan.slots, step.tail, result)
 
     # Any other step.
 
-    def _forward(self, output: SchedulerOutput, started: float) -> Step:
+    def _forward(self, output: SchedulerOutput) -> Step:
         plan = plan_step(output, self.state.host)
         mode, key = self._place(plan)
         columns = self._stage(plan)
-        step = Step(output, started, plan, columns)
+        step = Step(output, plan, columns)
         if not output.slots:
             self._run_connectors(output, CUDAGraphMode.NONE, key, None)
             return step
@@ -241,23 +239,12 @@ class ModelRunner:
         if self.graphs is not None and mode is CUDAGraphMode.FULL:
             step.hidden = self.graphs.mixed(key, plan.slots, plan.num_scheduled)
         else:
-            batch = self._batch(columns.slots, columns.num_scheduled, plan.shape)
+            batch = self.ops.forward_batch(columns.slots, columns.num_scheduled, plan.shape, self.backends)
             step.hidden = self._run_connectors(output, mode, key, batch)
         if len(plan.sample_rows):
             step.logits = self.model.compute_logits(step.hidden, columns.logit_tokens)
         step.prompt_logprobs = self._sampler.prompt_logprobs(step)
         return step
-
-    def _batch(self, slots: Tensor, num_scheduled: Tensor, shape: StepShape) -> ForwardBatch:
-        groups = self.ops.prepare_inputs(slots, num_scheduled, shape)
-        num_tokens = shape.num_padded_tokens
-        return ForwardBatch(
-            input_ids=self.buffers.input_ids[:num_tokens],
-            positions=self.buffers.positions[:num_tokens],
-            attention=tuple(backend.build(common) for backend, common in zip(self.backends, groups, strict=True)),
-            num_tokens=num_tokens,
-            slot_mappings=tuple(common.slot_mapping for common in groups),
-        )
 
     def _place(self, plan: StepPlan) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The mode and key of a step that is no decode graph; its tokens padded to the key's."""
@@ -328,7 +315,7 @@ class ModelRunner:
             assert step.logits is not None
             sampled = self._sampler.sample(step, masks)
             copies, fields = read_back_all(step, sampled, host.num_logprobs, self._host_pool)
-            launched = self._plain_output(output, step.started, plan.sample_rows, copies)
+            launched = self._plain_output(output, plan.sample_rows, copies)
             for name, value in fields.items():
                 setattr(launched, name, value)
         host.num_computed_tokens[plan.slots] += plan.num_scheduled
@@ -359,18 +346,17 @@ class ModelRunner:
             result = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=state.device)
             self.ops.sample(variant)(step.logits, columns.sample_slots, result)
             copies.append(result)
-        return self._plain_output(step.output, step.started, plan.sample_rows, self._copies(copies))
+        return self._plain_output(step.output, plan.sample_rows, self._copies(copies))
 
     def _copies(self, tensors: list[Tensor]) -> HostCopies:
         return HostCopies(tensors, self._host_pool, self.state.device)
 
     def _plain_output(
-        self, output: SchedulerOutput, started: float, sample_rows: npt.NDArray[np.int64], copies: HostCopies
+        self, output: SchedulerOutput, sample_rows: npt.NDArray[np.int64], copies: HostCopies
     ) -> StepOutput:
         errors = self.state.host.errors
         return StepOutput(
             output=ModelOutput(step_id=output.step_id),
-            started=started,
             num_rows=len(output.slots),
             sample_rows=sample_rows,
             slots=output.slots,

@@ -6,7 +6,6 @@ may have given its slots to others.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -102,7 +101,6 @@ class StepOutput(PendingOutput):
     """One step's result, whatever it sampled. r = rows that sample."""
 
     output: ModelOutput  # filled in by `result`
-    started: float  # s, monotonic
     num_rows: int
     sample_rows: Ints  # [r]
     slots: Sequence[int]  # [R]
@@ -130,7 +128,6 @@ class StepOutput(PendingOutput):
             self._take_all(arrays)
         else:
             output.token_ids = [[] for _ in range(self.num_rows)]
-        output.device_time_s = time.monotonic() - self.started
         return output
 
     def _take_plain(self, columns: np.ndarray, *logprobs: np.ndarray) -> None:

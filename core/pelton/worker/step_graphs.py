@@ -112,10 +112,15 @@ class StepGraphs:
 
     def uses_common_prefix(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> bool:
         """Whether some group's backend reads so long a common prefix once."""
-        return any(
-            count and backend.uses_common_prefix(num_rows, count * size)
-            for backend, count, size in zip(self._backends, common_prefix_blocks, self._state.block_sizes, strict=True)
-        )
+        return any(self._prefix_lens(num_rows, common_prefix_blocks))
+
+    def _prefix_lens(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> list[int]:
+        """Per group, in tokens; 0 where its backend does not want it."""
+        found = zip(self._backends, common_prefix_blocks, self._state.block_sizes, strict=True)
+        return [
+            count * size if count and backend.uses_common_prefix(num_rows, count * size) else 0
+            for backend, count, size in found
+        ]
 
     def decode(
         self,
@@ -136,9 +141,11 @@ class StepGraphs:
             return None
         values = columns.reshape(-1)
         if key.has_common_prefix:
-            counts = common_prefix_blocks or [0] * len(self._widths)
-            values = np.concatenate([values, np.multiply(counts, self._state.block_sizes)])
+            lengths = self._prefix_lens(len(slots), common_prefix_blocks or [0] * len(self._widths))
+            values = np.concatenate([values, np.array(lengths, dtype=np.int64)])
         self._staging.stage_into(self._columns[: values.size], values)
+        if key.sampling == LOGITS and self._logits is None and self._recorder.runs_calls:
+            mode = CUDAGraphMode.NONE  # makes `_logits`: not in the memory that all recorded steps compute in
         return self.full.run(mode, key, lambda: self._decode(key))
 
     def tail(self, num_rows: int, variant: str) -> Tensor:
@@ -281,17 +288,8 @@ class StepGraphs:
         return self._model.forward(self._batch(columns[0], columns[1], shape, key))
 
     def _batch(self, slots: Tensor, scheduled: Tensor, shape: StepShape, key: BatchDescriptor | None) -> ForwardBatch:
-        groups = self._ops.prepare_inputs(slots, scheduled, shape)
+        prefix_lens = None
         if key is not None and key.has_common_prefix:
             first = self._num_columns * key.num_reqs
-            lengths = self._columns[first : first + len(groups)].view(torch.int32)[::2]
-            for group, common in enumerate(groups):
-                common.common_prefix = lengths[group : group + 1]
-        num_tokens = shape.num_padded_tokens
-        return ForwardBatch(
-            input_ids=self._buffers.input_ids[:num_tokens],
-            positions=self._buffers.positions[:num_tokens],
-            attention=tuple(backend.build(common, key) for backend, common in zip(self._backends, groups, strict=True)),
-            num_tokens=num_tokens,
-            slot_mappings=tuple(common.slot_mapping for common in groups),
-        )
+            prefix_lens = self._columns[first : first + len(self._widths)].view(torch.int32)[::2]
+        return self._ops.forward_batch(slots, scheduled, shape, self._backends, key, prefix_lens)

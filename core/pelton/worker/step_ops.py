@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from pelton.attention.interface import AttentionBackend
+from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.ops.interface import (
     PrepareInputs,
     PrepareInputsNeeds,
@@ -16,7 +20,7 @@ from pelton.ops.interface import (
 from pelton.ops.selector import OpSelector
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
-from pelton.worker.inputs import InputBuffers
+from pelton.worker.inputs import InputBuffers, StepShape
 
 NUM_LOGPROBS = 20
 """Alternatives a row that the seam can give; rows that want more take `StepSampler`."""
@@ -30,7 +34,7 @@ class StepOps:
     """Bound to one batch state and its buffers; the variants of sampling when first asked for."""
 
     def __init__(self, ops: OpSelector, state: BatchState, buffers: InputBuffers) -> None:
-        self._ops, self._state = ops, state
+        self._ops, self._state, self._buffers = ops, state, buffers
         self._sample: dict[str, Sample] = {}
         self._logprobs: LogprobTensors | None = None
         self._mask: tuple[Tensor, Tensor] | None = None
@@ -43,6 +47,30 @@ class StepOps:
         self.prepare_inputs: PrepareInputs = ops.bind("prepare_inputs", needs, PrepareInputsTensors(state, buffers))
         self.sample(GREEDY)
         self.sample(FULL)
+
+    def forward_batch(
+        self,
+        slots: Tensor,
+        num_scheduled: Tensor,
+        shape: StepShape,
+        backends: Sequence[AttentionBackend],
+        key: BatchDescriptor | None = None,
+        prefix_lens: Tensor | None = None,
+    ) -> ForwardBatch:
+        """Prepare a step's inputs and describe it to `backends`, one a KV group. slots, num_scheduled [R] int64; key: of the
+        step when it is captured; prefix_lens [groups] int32: where such a step finds its common prefixes, in tokens."""
+        groups = self.prepare_inputs(slots, num_scheduled, shape)
+        if prefix_lens is not None:
+            for group, common in enumerate(groups):
+                common.common_prefix = prefix_lens[group : group + 1]
+        num_tokens = shape.num_padded_tokens
+        return ForwardBatch(
+            input_ids=self._buffers.input_ids[:num_tokens],
+            positions=self._buffers.positions[:num_tokens],
+            attention=tuple(backend.build(common, key) for backend, common in zip(backends, groups, strict=True)),
+            num_tokens=num_tokens,
+            slot_mappings=tuple(common.slot_mapping for common in groups),
+        )
 
     def sample(self, variant: str) -> Sample:
         """The seam for rows that want no more than `variant`; greedy for no parameters at all."""

@@ -50,7 +50,6 @@ class Step:
     """One step between its forward pass and its result."""
 
     output: SchedulerOutput
-    started: float
     plan: StepPlan
     columns: StepColumns
     hidden: Any = None

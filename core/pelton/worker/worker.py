@@ -19,7 +19,7 @@ from pelton.config import CUDAGraphMode
 from pelton.errors import ConfigError
 from pelton.executor.interface import DeviceReport
 from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
-from pelton.graphs.modes import lower_mode, requested_mode
+from pelton.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
 from pelton.kv_cache.planner import group_layers
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.layers.embedding import VocabMatrix
@@ -29,6 +29,7 @@ from pelton.model.build import BuildConfig, make_build_config
 from pelton.model.interface import CausalLM
 from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.registry import build_model
+from pelton.sampling.side_tables import side_table_bytes
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
@@ -132,16 +133,22 @@ class DeviceWorker(Worker):
             )
             block_sizes = [group.spec.block_size for group in plan.groups]
             kernel_sizes = [layers[group.layer_names[0]].k_cache.shape[1] for group in plan.groups]
-            state = BatchState(
-                max_num_seqs=self.max_num_seqs,
-                max_model_len=self.model_info.max_model_len,
-                vocab_size=self.model_info.vocab_size,
-                block_sizes=block_sizes,
-                num_side_slots=self.config.scheduler.max_side_table_seqs,
-                device=self.device,
-                num_parts=self._num_parts(),
-            )
-            buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=kernel_sizes)
+            try:
+                state = BatchState(
+                    max_num_seqs=self.max_num_seqs,
+                    max_model_len=self.model_info.max_model_len,
+                    vocab_size=self.model_info.vocab_size,
+                    block_sizes=block_sizes,
+                    num_side_slots=self.config.scheduler.max_side_table_seqs,
+                    device=self.device,
+                    num_parts=self._num_parts(),
+                )
+                buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=kernel_sizes)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"The state of {self.max_num_seqs} requests takes about {self._state_bytes()} bytes, which are not left beside "
+                    "the KV cache. Set num_gpu_blocks_override, kv_cache_memory_bytes, max_num_seqs or max_side_table_seqs lower."
+                ) from error
             ops = StepOps(self.build.ops, state, buffers)
             self.runner = ModelRunner(
                 self.model, state, buffers, backends, pool, ops, num_staging_parts=4 * self._num_parts()
@@ -229,6 +236,16 @@ class DeviceWorker(Worker):
             self.notes.append(f"cudagraph_mode {requested} became {mode}: {why}")
         if compilation.enforce_eager and named not in (None, CUDAGraphMode.NONE):
             self.notes.append(f"enforce_eager wins over cudagraph_mode {named}: no graphs are captured")
+        sizes, folder = compilation.cudagraph_capture_sizes, compilation.debug_dump_path
+        if mode is CUDAGraphMode.NONE and sizes is not None:
+            self.notes.append(f"cudagraph_capture_sizes {', '.join(map(str, sizes))} left out: no graphs are captured")
+        if folder is not None and (mode is CUDAGraphMode.NONE or not self.platform.dumps_graphs):
+            why = (
+                "no graphs are captured"
+                if mode is CUDAGraphMode.NONE
+                else f"platform {self.platform.name!r} writes none"
+            )
+            self.notes.append(f"debug_dump_path {folder} stays empty: {why}")
         return mode
 
     def _make_graphs(self, mode: CUDAGraphMode) -> None:
@@ -241,6 +258,12 @@ class DeviceWorker(Worker):
         if foreign:
             self.notes.append(f"cudagraph_mode {mode} became NONE: {', '.join(foreign)} may not be recordable")
             return
+        if recorder.runs_calls and captures_pieces(mode):  # it would run the model again, without attention
+            whole = CUDAGraphMode.FULL_DECODE_ONLY if captures_decode(mode) else CUDAGraphMode.NONE
+            self.notes.append(
+                f"cudagraph_mode {mode} became {whole}: platform {self.platform.name!r} records no pieces"
+            )
+            mode = whole
         dispatcher = GraphDispatcher(
             mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens, sizes=self._graph_sizes(),
             max_piece_tokens=max_piece_tokens(self.model),
@@ -347,11 +370,12 @@ class DeviceWorker(Worker):
 
     def _state_bytes(self) -> int:
         """About what is allocated after the profile, whether steps are captured or not: token ids and block tables of every
-        row, and attention's scratch."""
+        row, side tables, and attention's scratch."""
         specs, max_model_len = self.kv_cache_specs(), self.model_info.max_model_len
+        side = side_table_bytes(self.config.scheduler.max_side_table_seqs, self.model_info.vocab_size)
         num_groups = len(group_layers(specs)) if specs else 0
         blocks = 2 * num_groups * -(-max_model_len // self.config.kv_cache.block_size)  # of the state, and of a step
-        return self.max_num_seqs * (max_model_len + blocks) * 4 + num_groups * _ATTENTION_BYTES
+        return self.max_num_seqs * (max_model_len + blocks) * 4 + side + num_groups * _ATTENTION_BYTES
 
     def _estimate_peak_bytes(self) -> int:
         """Logits, probabilities and their float64 sums for every row; hidden states of the largest step."""
@@ -400,5 +424,7 @@ def module_bytes(module: Any) -> int:
 def _in_order_of_use(item: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[bool, int]:
     """What the first requests need, then sizes that may stand in for many others, then the rest."""
     key, size = item[1], item[1].num_tokens
-    is_stand_in = size & (size - 1) == 0 and (size <= MAX_MIXED_TOKENS or key.uniform_query_len > 0)
+    is_stand_in = (
+        size & (size - 1) == 0 and not key.is_prompt and (size <= MAX_MIXED_TOKENS or key.uniform_query_len > 0)
+    )
     return size > _FIRST_GRAPH_TOKENS and not is_stand_in, size

@@ -43,6 +43,7 @@ class CUDAPlatform(Platform):
     default_dtype: ClassVar[str] = "bfloat16"
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
     supported_graph_modes: ClassVar[tuple[CUDAGraphMode, ...]] = tuple(CUDAGraphMode)
+    dumps_graphs: ClassVar[bool] = True
 
     def __init__(self) -> None:
         if torch_cuda_version() is None:

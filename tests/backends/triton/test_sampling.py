@@ -14,7 +14,7 @@ from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.random import uniform
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest, SchedulerOutput
+from pelton.scheduler.output import NewRequest
 from pelton.worker.batch_state import BatchState
 
 MAX_LEN = 40
@@ -73,7 +73,7 @@ def add(
         num_computed_tokens=len(tokens) - 1, sampling_params=SamplingParams(**params), block_ids=[[1 + slot]],
         side_slot=side_slot, seed=seed, bad_words_token_ids=list(bad_words), eos_token_ids=[2],
     )  # fmt: skip
-    state.apply(SchedulerOutput(step_id=0, new=[new]))
+    state.add([new])
 
 
 def bind(state: BatchState, implementation=None, *, variant: str = "full", num_logprobs: int = 0, **tensors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 
 from pelton.config import EngineConfig
@@ -278,6 +279,34 @@ def test_masks_reach_the_executor_in_order(plugins, monkeypatch):
         assert tokens(outputs["p"]) == executor.fake_model.generate(plain, max_model_len=128)[0]
         assert not executor.violations
         core.shutdown()
+
+
+@pytest.fixture
+def core_with_grammars(plugins, monkeypatch):
+    entries, offer = type(plugins).entries, "pelton_structured_output_backends"
+    monkeypatch.setattr(
+        type(plugins), "entries", lambda self, hook, **a: [_Entry()] if hook == offer else entries(self, hook, **a)
+    )
+    config = EngineConfig.from_flat(max_num_seqs=4, max_num_batched_tokens=32, num_gpu_blocks_override=50)
+    model = msgspec.structs.replace(fake_resolved_model(max_model_len=128), tokenizer_path="fake")
+    executor = FakeExecutor(config, model)
+    core = EngineCore(config, model, plugins, executor=executor)
+    yield core, executor
+    core.shutdown()
+
+
+def test_a_step_without_masks_fails_and_the_engine_goes_on(core_with_grammars, monkeypatch):
+    """The worker waits for them: it has to hear that none will come."""
+    core, executor = core_with_grammars
+    monkeypatch.setattr(core._scheduler, "grammar_masks", lambda output: 1 / 0)
+    constraint = StructuredOutputsParams(regex="5")
+    core.add_request(make_request("g", 3, 20, eos_token_ids=[0], structured_outputs=constraint))
+    outputs = run(core)
+    assert "ZeroDivisionError" in outputs["g"][-1].error.message
+    request = make_request("b", 3, 5)
+    core.add_request(request)
+    assert tokens(run(core)["b"]) == executor.fake_model.generate(request, max_model_len=128)[0]
+    assert not executor.violations
 
 
 def test_calls_run_between_steps(make_core):

@@ -22,6 +22,7 @@ import zmq
 
 from pelton.config import EngineConfig
 from pelton.engine import process, process_client, protocol
+from pelton.engine.core import EngineCore
 from pelton.engine.messages import EngineOutput, FinishReason
 from pelton.engine.process_client import ProcessClient
 from pelton.errors import ConfigError, EngineDeadError, EngineError, PluginError, RequestError
@@ -29,6 +30,9 @@ from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.request import EngineRequest
 from pelton.sampling_params import SamplingParams
+from pelton.testing.fake_executor import FakeExecutor
+from pelton.testing.fake_model import fake_resolved_model
+from pelton.testing.scheduler import make_request
 
 ENTRY_POINT = "pelton.engine.process"
 
@@ -253,6 +257,33 @@ def test_an_oversized_message_is_refused_on_both_sides(start: Start, monkeypatch
         rogue.send(bytes(protocol.limits.MAX_IPC_MESSAGE_BYTES + 1))
     client.add_request(request())
     assert len(collect(client)[0]) == 8
+
+
+def test_an_output_that_is_too_large_to_be_sent_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol.limits, "MAX_IPC_MESSAGE_BYTES", 2000)
+    config = EngineConfig.from_flat(
+        max_num_seqs=8, max_num_batched_tokens=512, num_gpu_blocks_override=100, block_size=4
+    )
+    model, plugins, told = fake_resolved_model(), load_plugins(only=[]), []
+    core = EngineCore(config, model, plugins, executor=FakeExecutor(config, model, plugins))
+
+    class Wire:
+        def send(self, message: protocol.ToFrontEnd) -> None:
+            protocol.encode(message)
+            told.append(message)
+
+    engine = process.EngineProcess(Wire(), parent_pid=0, hang_dump_s=60.0)  # type: ignore[arg-type]
+    core.add_request(make_request("small", [1, 2, 3], 5))
+    core.add_request(make_request("big", 200, 2, prompt_logprobs=0))
+    while core.has_work():
+        engine._step(core)
+    outputs = [output for message in told for output in message.outputs.outputs]
+    big = [output for output in outputs if output.request_id == "big"]
+    assert big[0].finish_reason is FinishReason.ERROR and "fewer logprobs" in big[0].error.message
+    small = [output for output in outputs if output.request_id == "small"]
+    assert sum(len(output.new_token_ids) for output in small) == 5 and small[-1].finish_reason is FinishReason.LENGTH
+    assert any(message.outputs.stats is not None for message in told)
+    assert core.call("kv_cache_usage") == 0
 
 
 def test_sockets_lie_in_a_private_directory_that_goes_away(start: Start) -> None:

@@ -146,7 +146,7 @@ def test_structured_outputs_need_a_backend(tokenizer: Tokenizer) -> None:
         make(tokenizer).process("r", [1], params)
     model = fake_resolved_model(vocab_size=VOCAB_SIZE)
     with_backend = InputProcessor(EngineConfig(), model, tokenizer, structured_output_backends=["any"])
-    assert with_backend.process("r", [1], params).params is params
+    assert with_backend.process("r", [1], params).params == params
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,8 @@ def test_the_engine_may_shrink_the_context(processor: InputProcessor) -> None:
 
 def test_n_samples_have_ids_and_seeds_of_their_own(processor: InputProcessor) -> None:
     done = processor.process("r", [1], SamplingParams(n=4, seed=7))
-    assert [request.request_id for request in done.requests] == ["0_r", "1_r", "2_r", "3_r"]
+    again = processor.process("r", [1], SamplingParams(n=4, seed=7))
+    assert len({request.request_id for request in [*done.requests, *again.requests]}) == 8
     seeds = [request.seed for request in done.requests]
     assert seeds == [child_seed(7, index) for index in range(4)]
     assert len(set(seeds)) == 4 and seeds[0] == 7
@@ -231,3 +232,16 @@ def test_output_kind_can_be_set_without_touching_the_callers(processor: InputPro
     done = processor.process("r", [1], params, output_kind=RequestOutputKind.FINAL_ONLY)
     assert done.params.output_kind == RequestOutputKind.FINAL_ONLY
     assert params.output_kind == RequestOutputKind.CUMULATIVE
+
+
+@pytest.mark.parametrize("change", [{"temperature": 3.0}, {"top_p": 0.0}, {"n": 0}, {"stop": [""]}], ids=str)
+def test_params_are_checked_as_they_are_now(processor: InputProcessor, change: dict[str, Any]) -> None:
+    """The engine process would drop what it cannot decode, and nobody would hear of it."""
+    params = SamplingParams(max_tokens=4)
+    for name, value in change.items():
+        setattr(params, name, value)
+    with pytest.raises(RequestError, match=next(iter(change))):
+        processor.process("r", [1], params)
+    params = SamplingParams()
+    params.stop = "one"
+    assert processor.process("r", [1], params).params.stop == ["one"] and params.stop == "one"

@@ -194,6 +194,8 @@ def test_stand_ins_are_larger_keys_of_the_same_kind_up_to_a_power_of_two() -> No
     assert both.stand_ins(exact) == []
     large = GraphDispatcher(BOTH, max_num_seqs=1024, max_num_tokens=4096, max_piece_tokens=2048)
     assert [key.num_tokens for key in large.stand_ins(large.dispatch(1100, 3)[1])] == [1216, 1280, 1344, 1408]
+    rough = GraphDispatcher(BOTH, max_num_seqs=512, max_num_tokens=4096, sizes=[8, 100, 300, 4000])
+    assert [rough.stand_ins(rough.dispatch(count, 3)[1]) for count in (20, 290)] == [[], []], "thrice the work at least"
     assert large.stand_ins(large.dispatch(600, 600, 1)[1])[-1].num_tokens == 1024  # a decode step
     mixed = GraphDispatcher(CUDAGraphMode.FULL, max_num_seqs=40, max_num_tokens=90)
     assert [(key.num_tokens, key.num_reqs) for key in mixed.stand_ins(mixed.dispatch(80, 7)[1])] == [(90, 40)]

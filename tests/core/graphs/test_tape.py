@@ -9,6 +9,7 @@ from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.graphs.captures import FullGraphs
 from pelton.graphs.tape import TapeRecorder, launch
+from pelton.testing.graphs import FakeGraphRecorder
 
 
 def record(recorder, call):
@@ -124,6 +125,39 @@ def test_a_step_that_reads_on_the_host_runs_and_is_not_captured(caplog):
     assert [graphs.run(CUDAGraphMode.FULL, "key", step) for _ in range(3)] == [3, 3, 3]
     assert len(calls) == 3 and len(graphs) == 0
     assert sum("reads values on the host" in str(record.exc_info) for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("recorder", [TapeRecorder, FakeGraphRecorder])
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda x: torch.unique(x), id="unique"),
+        pytest.param(lambda x: x[x > 1], id="mask"),
+        pytest.param(lambda x: x * 2 if torch.equal(x, torch.ones(3)) else x * 3, id="equal"),
+        pytest.param(lambda x: torch.arange(3).repeat_interleave(x.long()), id="repeats"),
+        pytest.param(lambda x: torch.bincount(x.long()), id="counts"),
+        pytest.param(lambda x: torch.where(x > 1)[0], id="places"),
+        pytest.param(lambda x: x * int(x.sum()), id="number"),
+    ],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_depends_on_values_is_not_captured(recorder, read, inference):
+    """A replay would take the way of the first step's values, or fail."""
+    with torch.inference_mode(inference):
+        graphs, x = FullGraphs(recorder()), torch.ones(3)
+        graphs.run(CUDAGraphMode.FULL, "key", lambda: read(x))
+        x.copy_(torch.tensor([1.0, 2.0, 3.0]))
+        assert torch.equal(graphs.run(CUDAGraphMode.FULL, "key", lambda: read(x)), read(x))
+        assert "key" not in graphs
+
+
+def test_repeats_of_a_known_length_are_captured():
+    with torch.inference_mode():
+        graphs, x = FullGraphs(TapeRecorder()), torch.tensor([1, 1, 1])
+        for values in ([1, 1, 1], [1, 0, 2]):
+            x.copy_(torch.tensor(values))
+            got = graphs.run(CUDAGraphMode.FULL, "key", lambda: torch.arange(3).repeat_interleave(x, output_size=3) + 0)
+        assert got.tolist() == [0, 2, 2] and "key" in graphs
 
 
 def test_a_step_that_raises_leaves_the_recorder_ready():

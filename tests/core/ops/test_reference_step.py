@@ -14,7 +14,7 @@ from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.penalties import apply_side_tables
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, sample
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest, SchedulerOutput
+from pelton.scheduler.output import NewRequest
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape
 
@@ -35,7 +35,7 @@ def add(state: BatchState, slot: int, tokens: list[int], *, side_slot: int = -1,
         num_computed_tokens=len(tokens) - 1, sampling_params=SamplingParams(**params), block_ids=[[1 + slot]],
         side_slot=side_slot, seed=seed, bad_words_token_ids=list(bad_words), eos_token_ids=[2],
     )  # fmt: skip
-    state.apply(SchedulerOutput(step_id=0, new=[new]))
+    state.add([new])
 
 
 def bind(state: BatchState, *, variant: str = "full", num_logprobs: int = 0, **tensors):
@@ -189,7 +189,7 @@ def test_inputs_are_those_of_the_worked_example():
         )
         for slot, (prompt, ids) in enumerate(zip(prompts, blocks, strict=True))
     ]  # fmt: skip
-    state.apply(SchedulerOutput(step_id=0, new=new))
+    state.add(new)
     needs = PrepareInputsNeeds(max_num_tokens=32, max_num_seqs=NUM_SEQS, block_sizes=(4,), max_model_len=MAX_LEN)
     assert ReferencePrepareInputs.unsupported(needs) == []
     prepare = ReferencePrepareInputs.bind(needs, PrepareInputsTensors(state=state, buffers=buffers))

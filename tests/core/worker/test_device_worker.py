@@ -15,6 +15,7 @@ from pelton_worker_fakes import Driver, Running, make_worker
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
+from pelton.graphs.tape import TapeRecorder
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
@@ -162,6 +163,12 @@ NEVER, SINGLE, ALWAYS = GraphSupport.NEVER, GraphSupport.UNIFORM_SINGLE_TOKEN_DE
         pytest.param({"enforce_eager": True}, ALWAYS, EVERY, NONE, None, id="eager"),
         pytest.param({"enforce_eager": True, "cudagraph_mode": "FULL"}, ALWAYS, EVERY, NONE,
                      r"enforce_eager wins over cudagraph_mode FULL", id="eager-beside-a-mode"),
+        pytest.param({"enforce_eager": True, "cudagraph_capture_sizes": [1, 8]}, ALWAYS, EVERY, NONE,
+                     r"cudagraph_capture_sizes 1, 8 left out: no graphs are captured", id="eager-beside-sizes"),
+        pytest.param({"enforce_eager": True, "debug_dump_path": "/d"}, ALWAYS, EVERY, NONE,
+                     r"debug_dump_path /d stays empty: no graphs are captured", id="eager-beside-a-dump"),
+        pytest.param({"debug_dump_path": "/d"}, ALWAYS, DECODES, DECODE_ONLY,
+                     r"debug_dump_path /d stays empty: platform 'cpu' writes none", id="a-dump-on-a-cpu"),
     ],
 )  # fmt: skip
 def test_a_note_says_what_became_of_a_graph_mode(model, monkeypatch, flat, support, offered, mode, note):
@@ -244,7 +251,7 @@ def test_the_start_runs_attention_of_both_kinds_without_graphs(model, monkeypatc
 
 
 def test_memory_is_kept_for_what_the_profile_leaves_out(model, monkeypatch):
-    worker, asked = make_worker(model[0], enforce_eager=True), []
+    worker, asked = make_worker(model[0], enforce_eager=True, max_num_seqs=64, max_side_table_seqs=2), []
 
     def available(config, *, weights_bytes, peak_activation_bytes):
         asked.append(peak_activation_bytes)
@@ -255,8 +262,35 @@ def test_memory_is_kept_for_what_the_profile_leaves_out(model, monkeypatch):
     worker.available_kv_cache_bytes()
     state, buffers = worker.runner.state, worker.runner.buffers
     tables = [*state.block_tables, *buffers.block_tables]
-    held = state.token_ids.nbytes + sum(table.nbytes for table in tables) + len(state.block_tables) * _ATTENTION_BYTES
-    assert asked[0] == pytest.approx(1000 + held, rel=0.01)
+    side = sum(getattr(state.side, name).nbytes for name in ("counts", "in_prompt", "bias", "banned", "stop_ids"))
+    num_blocks = -(-state.max_model_len // worker.config.kv_cache.block_size)  # this worker's pool has smaller ones
+    blocks = sum(table.nbytes * num_blocks // table.shape[1] for table in tables)
+    held = state.token_ids.nbytes + blocks + side
+    assert asked[0] - 1000 - len(state.block_tables) * _ATTENTION_BYTES == pytest.approx(held, rel=0.03)
+    assert min(blocks, side) > 0.06 * held, "each would be missed"
+
+
+def test_state_that_does_not_fit_is_the_operators_error(model, monkeypatch):
+    def no_room(*args, **kwargs):
+        raise torch.OutOfMemoryError("Tried to allocate.")
+
+    monkeypatch.setattr("pelton.worker.batch_state.SideTables", no_room)
+    with pytest.raises(ConfigError, match=r"state of \d+ requests takes about \d+ bytes.*max_side_table_seqs lower"):
+        make_worker(model[0])
+
+
+@pytest.mark.parametrize("mode, left", [(BOTH, DECODE_ONLY), (PIECEWISE, NONE)])
+def test_a_recorder_that_runs_what_it_records_gets_no_pieces(model, monkeypatch, mode, left):
+    """It would run the model a second time for them, without attention."""
+    worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
+    worker.config = EngineConfig.from_flat(cudagraph_capture_sizes=[1])
+    monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: TapeRecorder())
+    monkeypatch.setattr(worker.build.ops, "unrecordable", lambda: [])
+    worker._make_graphs(mode)
+    assert [f"cudagraph_mode {mode} became {left}: platform 'cpu' records no pieces"] == worker.notes
+    graphs = worker.runner.graphs
+    assert (graphs is None) if left is NONE else graphs.dispatcher.mode is left
+    worker.shutdown()
 
 
 @pytest.mark.parametrize("is_left", [True, False])

@@ -30,7 +30,9 @@ def new(slot: int, prompt: list[int], blocks: list[list[int]], **fields) -> NewR
 
 
 def run(state: BatchState, buffers: InputBuffers, output: SchedulerOutput, *, pad_reqs: int = 0, pad_tokens: int = 0):
-    state.apply(output)
+    if output.new:
+        state.add(output.new)
+    state.append_blocks(output.block_appends)
     plan = plan_step(output, state.host)
     shape = plan.shape
     padded = StepShape(
@@ -148,8 +150,8 @@ def test_groups_have_their_own_tables_and_sizes():
 
 def test_appended_blocks_go_to_their_places():
     state = make_state((4, 4))
-    state.apply(SchedulerOutput(step_id=0, new=[new(0, [1], [[1], [2]]), new(2, [1], [[3], [4]])]))
-    state.apply(SchedulerOutput(step_id=1, block_appends=[(0, 2, 1, [5, 6]), (1, 0, 1, [7]), (0, 0, 1, [8])]))
+    state.add([new(0, [1], [[1], [2]]), new(2, [1], [[3], [4]])])
+    state.append_blocks([(0, 2, 1, [5, 6]), (1, 0, 1, [7]), (0, 0, 1, [8])])
     assert state.block_tables[0][0, :3].tolist() == [1, 8, 0]
     assert state.block_tables[0][2, :4].tolist() == [3, 5, 6, 0]
     assert state.block_tables[1][0, :3].tolist() == [2, 7, 0]
@@ -158,7 +160,7 @@ def test_appended_blocks_go_to_their_places():
 
 def test_rows_with_one_token_count_as_decodes():
     state = make_state()
-    state.apply(SchedulerOutput(step_id=0, new=[new(s, [1] * 6, [[s + 1, s + 5]]) for s in range(3)]))
+    state.add([new(s, [1] * 6, [[s + 1, s + 5]]) for s in range(3)])
     output = SchedulerOutput(step_id=1, slots=[2, 0, 1], num_scheduled=[1, 1, 4], samples=[False, True, True],
                              num_draft=[0, 0, 3], max_seq_len=9)  # fmt: skip
     plan = plan_step(output, state.host)
@@ -174,7 +176,7 @@ def test_rows_with_one_token_count_as_decodes():
 
 def test_drafts_of_host_and_device_are_told_apart():
     state = make_state()
-    state.apply(SchedulerOutput(step_id=0, new=[new(s, [1] * 6, [[s + 1, s + 5]]) for s in range(3)]))
+    state.add([new(s, [1] * 6, [[s + 1, s + 5]]) for s in range(3)])
     output = SchedulerOutput(step_id=1, slots=[2, 0, 1], num_scheduled=[1, 3, 4], samples=[True] * 3,
                              num_draft=[0, 2, 3], draft_token_ids=[[], [7, 8], []], max_seq_len=9)  # fmt: skip
     drafts = plan_drafts(output, plan_step(output, state.host))

@@ -266,6 +266,19 @@ def test_grammar_step_waits_for_its_masks(driver):
     assert result.token_ids[1] == oracle_greedy(PROMPTS[2], 1)
 
 
+def test_a_step_for_which_no_masks_could_be_made_is_forgotten(driver):
+    bound = driver.add(1, PROMPTS[1])
+    output = driver.plan([(bound, 2)], grammar_rows=[0])
+    assert driver.runner.execute(output) is None
+    with pytest.raises(EngineError, match="the grammar is broken"):
+        driver.runner.sample(
+            GrammarMasks(step_id=output.step_id, bitmask=b"", num_masks=[], error="the grammar is broken")
+        )
+    free = driver.add(0, PROMPTS[2])
+    driver.step([(free, len(free.token_ids))])
+    assert free.output == oracle_greedy(PROMPTS[2], 1)
+
+
 def test_masks_travel_with_the_steps_columns(driver, monkeypatch):
     """From pinned memory: a copy from anywhere else waits for all that the device has to do, the forward pass first."""
     free, bound = driver.add(0, PROMPTS[2]), driver.add(1, PROMPTS[1])

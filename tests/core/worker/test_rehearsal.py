@@ -78,7 +78,7 @@ def test_it_has_all_captured_sizes_all_samplers_and_rows_of_both_kinds(model, mo
         method = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: note(args) or method(*args))
 
-    spy(runner, "_batch", lambda args: shapes.append(args[2]))
+    spy(runner.ops, "forward_batch", lambda args: shapes.append(args[2]))
     spy(graphs, "_decode", lambda args: keys.add((args[0].num_reqs, args[0].has_common_prefix)))
     spy(runner.ops, "sample", lambda args: variants.add(args[0]))
     for backend in runner.backends:

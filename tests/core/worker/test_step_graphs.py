@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pelton_worker_fakes import VOCAB, Driver, Running, make_runner, oracle_greedy
 
 from pelton.config import CUDAGraphMode
@@ -48,6 +49,30 @@ def test_graphs_with_and_without_a_common_prefix_share_their_tail(driver, monkey
     for prefix in ([0], [0], [], [], [0], []):
         decode_with_masks(driver, requests, common_prefix_blocks=prefix)
     assert [request.output for request in requests] == [oracle_greedy(prompt, 7) for prompt in PROMPTS]
+
+
+def test_each_group_is_told_the_prefix_that_its_own_backend_reads_once(monkeypatch):
+    """The others' backends, of windows say, would read it as all that a row sees."""
+    runner = make_runner(block_sizes=(4, 8), kernel_block_sizes=(2, 8), num_blocks=128)
+    dispatcher = GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, max_num_seqs=8, max_num_tokens=64)
+    graphs, told = runner.use_graphs(dispatcher, FakeGraphRecorder()), []
+    driver = Driver(runner)
+    for backend, wants in zip(runner.backends, (True, False), strict=True):
+        wanted = lambda num_rows, length, wants=wants: wants and length >= 8  # noqa: E731
+        monkeypatch.setattr(backend, "uses_common_prefix", wanted, raising=False)
+    batch = runner.ops.forward_batch
+
+    def note(*args):
+        told.append(args[-1].tolist() if isinstance(args[-1], torch.Tensor) else None)
+        return batch(*args)
+
+    monkeypatch.setattr(runner.ops, "forward_batch", note)
+    requests = prefill(driver)
+    rows = [(request, 1) for request in requests]
+    for prefix in ([2, 1], [1, 1], []):
+        driver.take(rows, None, runner.execute(driver.plan(rows, common_prefix_blocks=prefix)))
+    keys = [key for key in graphs.full._captured if key.has_common_prefix]
+    assert len(keys) == 1 and [one for one in told if one is not None] == [[8, 0]] * 2, "run, then captured"
 
 
 def test_all_graphs_that_end_at_logits_leave_them_in_one_place(driver):
@@ -205,7 +230,8 @@ def new_request(driver: Driver, slot: int, side_slots: list[int], chooser: rando
     if side_slots and chooser.random() < 0.4:
         side_slot, params = side_slots.pop(), params | {"repetition_penalty": 1.3}
         words = [[chooser.randrange(38) for _ in range(length)] for length in chooser.choice([(), (2,), (2, 20)])]
-    prompt = [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 9))]
+    length = chooser.randint(1, 9) if chooser.random() < 0.6 else chooser.randint(17, 24)
+    prompt = [chooser.randrange(VOCAB) for _ in range(length)]
     request = driver.add(slot, prompt, seed=chooser.randrange(99), side_slot=side_slot, **params)
     request.bad_words = words
     return request
@@ -226,7 +252,8 @@ def random_steps(mode: CUDAGraphMode, seed: int) -> list[object]:
         fresh = []
         if free and chooser.random() < 0.35:
             fresh.append(new_request(driver, chooser.choice(free), side_slots, chooser))
-        rows = [(request, 1) for request in running.values() if chooser.random() < 0.8]
+        is_alone = any(len(request.token_ids) > 9 for request in fresh)
+        rows = [(request, 1) for request in running.values() if not is_alone and chooser.random() < 0.8]
         rows = sorted(rows + [(request, len(request.token_ids)) for request in fresh], key=lambda row: row[1] != 1)
         running |= {request.slot: request for request in fresh}
         masked = [row for row in range(len(rows)) if chooser.random() < 0.5] if chooser.random() < 0.4 else []
@@ -247,6 +274,8 @@ def random_steps(mode: CUDAGraphMode, seed: int) -> list[object]:
             if request.errors or len(request.token_ids) > 70 or chooser.random() < 0.05:
                 del running[request.slot]
                 side_slots += [request.side_slot] if request.side_slot >= 0 else []
+    if mode is CUDAGraphMode.FULL:
+        assert prompts_in_whole(driver) == 1, "a prompt alone was captured, and replayed after that"
     return given
 
 
