@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import os
 import signal
 import subprocess
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 
 from pelton import AsyncLLM, EngineConfig, SamplingParams
+from pelton.engine import process_client
 from pelton.engine.in_process import InProcessClient
 from pelton.engine.messages import EngineOutputs
 from pelton.engine.process_client import ProcessClient
-from pelton.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from pelton.errors import ConfigError, EngineDeadError, EngineError, PeltonError, RequestError
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind
@@ -247,6 +249,30 @@ async def test_a_poison_request_cannot_restart_the_engine_for_ever(make: Make, m
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.parametrize("refused", ["_spawn", "protocol.make_socket_dir"])
+async def test_a_restart_that_the_system_refuses_is_logged_and_tried_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    monkeypatch.setattr("pelton.sdk.async_llm.BACKOFF_S", (0.0,))
+    logging.getLogger("pelton").propagate = True
+    llm: AsyncLLM = await make()
+    start = operator.attrgetter(refused)(process_client)
+    num_tries = 0
+
+    def refuse_once(*args: Any) -> Any:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            raise OSError(12, "Cannot allocate memory")
+        return start(*args)
+
+    monkeypatch.setattr(f"pelton.engine.process_client.{refused}", refuse_once)
+    os.kill(pid(llm), signal.SIGKILL)
+    assert await settles(lambda: num_tries == 2 and llm.is_healthy, 10)
+    assert "did not come back: OSError: [Errno 12] Cannot allocate memory" in caplog.text
+    assert len((await collect(llm.generate("abc", params())))[0]) == 6
+
+
 async def test_start_errors_are_raised_by_start(make: Make) -> None:
     llm: AsyncLLM = await make(start=False, script={"fail_start": "no room"})
     with pytest.raises(ConfigError, match="no room"):
@@ -358,6 +384,26 @@ async def test_stat_loggers_see_everything_and_cannot_hurt(make: Make, caplog: p
     logs = good.logs
     llm.shutdown()
     assert good.logs == logs + 1  # once more at the end
+
+
+@pytest.mark.parametrize("end", ["death", "shutdown", "drain"])
+async def test_requests_that_end_with_the_engine_are_counted_and_no_longer_shown(make: Make, end: str) -> None:
+    llm: AsyncLLM = await make(start=False, disable_log_stats=False, script={"step_s": 0.03})
+    seen = Recorder()
+    llm.stat_loggers.loggers = {"seen": seen}
+    await llm.start()
+    waiting = [asyncio.create_task(collect(llm.generate([i + 1], params(200)))) for i in range(3)]
+    assert await settles(lambda: seen.scheduler and seen.scheduler[-1].num_running_reqs == 3)
+    if end == "death":
+        os.kill(pid(llm), signal.SIGKILL)
+    elif end == "shutdown":
+        llm.shutdown()
+    else:
+        await llm.drain(0.0)
+    assert all(isinstance(result, PeltonError) for result in await asyncio.gather(*waiting, return_exceptions=True))
+    reasons = [one.finish_reason for batch in seen.iterations for one in batch.finished_requests]
+    assert reasons == ["error"] * 3
+    assert await settles(lambda: (seen.scheduler[-1].num_running_reqs, seen.scheduler[-1].kv_cache_usage) == (0, 0.0))
 
 
 async def test_runs_over_an_engine_in_this_process(make: Make) -> None:

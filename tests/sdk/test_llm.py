@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from pelton import LLM, LLMEngine, SamplingParams
 from pelton.engine.messages import EngineOutputs
 from pelton.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind
 from pelton.sdk.llm import as_prompts
@@ -231,6 +234,72 @@ def test_metrics_offline(make: Make) -> None:
     assert generated == 12
     assert llm.num_preemptions() == 0
     assert make().get_metrics() == []
+
+
+class Recorder:
+    """A stat logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.scheduler: list[SchedulerStats | None] = []
+        self.reasons: list[str] = []
+        self.logged_after: list[int] = []  # records
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        self.scheduler.append(scheduler_stats)
+        self.reasons += [one.finish_reason for one in iteration_stats.finished_requests]
+
+    def log(self) -> None:
+        self.logged_after.append(len(self.scheduler))
+
+
+def recorder_of(engine: LLMEngine) -> Recorder:
+    recorder = Recorder()
+    engine.stat_loggers.loggers = {"recorder": recorder}  # type: ignore[dict-item]
+    return recorder
+
+
+def test_stat_loggers_write_once_an_interval_and_at_shutdown(make: Make) -> None:
+    llm = make(disable_log_stats=False, log_stats_interval_s=0.05, script={"step_s": 0.005})
+    seen = recorder_of(llm.llm_engine)
+    began = time.monotonic()
+    generate(llm, ["a"] * 8, SamplingParams(temperature=0, max_tokens=60))
+    took = time.monotonic() - began
+    assert 2 <= len(seen.logged_after) <= took / 0.05 + 1
+    assert seen.logged_after[0] > 1, "nothing of an interval had been when it was written"
+    before = len(seen.logged_after)
+    llm.shutdown()
+    llm.shutdown()
+    assert len(seen.logged_after) == before + 1 and seen.logged_after[-1] == len(seen.scheduler)
+
+
+@pytest.mark.parametrize("asked", [{}, {"log_stats_interval_s": 1e-4}, {"disable_log_stats": False}])
+def test_log_lines_are_written_offline_when_they_are_asked_for(
+    settings: dict[str, Any], asked: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pelton")
+    logging.getLogger("pelton").propagate = True
+    del settings["disable_log_stats"]
+    with LLM(**settings | asked) as llm:
+        generate(llm, ["a", "b"])
+        assert llm.get_metrics()
+    lines = [record.getMessage() for record in caplog.records if record.name == "pelton.stats"]
+    assert bool(lines) == bool(asked)
+
+
+def test_requests_that_end_with_the_engine_are_counted(make: Make) -> None:
+    dead = make(engine_process=True, disable_log_stats=False, script={"kill_at_step": 2})
+    seen = recorder_of(dead.llm_engine)
+    with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+        generate(dead, ["a", "b"])
+    assert seen.reasons == ["error"] * 2 and seen.scheduler[-1] == SchedulerStats()
+    engine = make(disable_log_stats=False).llm_engine
+    seen = recorder_of(engine)
+    for request_id in ("left", "aborted"):
+        engine.add_request(request_id, "ab", SamplingParams(max_tokens=100))
+    engine.step()
+    engine.abort_request("aborted")
+    engine.shutdown()
+    assert seen.reasons == ["abort", "error"] and seen.scheduler[-1] == SchedulerStats()
 
 
 def test_reset_prefix_cache(make: Make) -> None:

@@ -68,9 +68,9 @@ class PagedCase:
             table = first_ids[: min(shared // block_size, count)]
             table += [ids.pop() for _ in range(count - len(table))]
             first_ids = first_ids or table
-            # What lies behind a window has been handed back: the table points at the null block.
+            # What lies behind a window has been handed back, and may be another's: the table still points there.
             passed = 0 if window is None else max(rows[row][1] - window + 1, 0) // block_size
-            self.block_table[row, :count] = torch.tensor([0] * passed + table[passed:], dtype=torch.int32)
+            self.block_table[row, :count] = torch.tensor(table, dtype=torch.int32)
             position = torch.arange(length, device=device)
             slots = torch.tensor(table, device=device, dtype=torch.int64)[position // block_size] * block_size
             self.slots.append(slots + position % block_size)

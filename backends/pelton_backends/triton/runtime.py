@@ -54,6 +54,19 @@ def let_next_start(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+H200_MEMORY = 227 * 1024
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that one program may have."""
+    if device.type != "cuda":
+        return H200_MEMORY
+    import torch
+
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 @cache
 def has_pdl(device: torch.device) -> bool:
     """Compute capability 9.0 and later, unless PELTON_DEPENDENT_LAUNCH says no."""

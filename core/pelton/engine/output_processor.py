@@ -193,6 +193,7 @@ class _Sequence:
             decode_time_s=decode,
             inference_time_s=_between(times.scheduled, times.last_token),
             mean_time_per_output_token_s=decode / (tokens - 1) if decode is not None and tokens > 1 else None,
+            max_num_generation_tokens=None if request.unfinished else max(len(s.token_ids) for s in request.sequences),
         )
 
 
@@ -337,16 +338,21 @@ class OutputProcessor:
                 request.queue.put(output, request.params.output_kind)
         return engine_ids
 
-    def fail_all(self, error: PeltonError) -> list[str]:
-        """Every unfinished request ends with `error`; returns their ids."""
+    def fail_all(self, error: PeltonError, now: float | None = None) -> IterationStats:
+        """Every unfinished request ends with `error`; returns what is to be counted, aborts before it included."""
+        now = time.monotonic() if now is None else now
+        stats = IterationStats()
+        stats.finished_requests, self._ended_outside = self._ended_outside, []
         requests = list(self._requests.values())
-        self._requests.clear()
-        self._sequences.clear()
+        for sequence in list(self._sequences.values()):
+            sequence.finish_reason = str(FinishReason.ERROR)
+            self._end(sequence, now, stats.finished_requests)
+        self._requests.clear()  # empty, unless `process` failed half way
         for request in requests:
             request.sequences.clear()  # they point back, see `_end`
             if request.queue is not None:
                 request.queue.fail(error)
-        return [request.request_id for request in requests]
+        return stats
 
     def process(self, batch: EngineOutputs, now: float) -> Processed:
         """Take in one batch. now: the front end's monotonic clock."""
@@ -451,10 +457,10 @@ class OutputProcessor:
         which stands in the way of all other requests meanwhile.
         """
         self._sequences.pop(sequence.engine_id, None)
-        finished.append(sequence.finished_stats(now))
         request = sequence.request
-        del sequence.request
         request.unfinished -= 1
+        finished.append(sequence.finished_stats(now))
+        del sequence.request
         if request.unfinished == 0:
             self._requests.pop(request.request_id, None)
 

@@ -72,9 +72,6 @@ class SingleTypeManager(ABC):
     def first_needed_place(self, num_computed_tokens: int) -> int:
         return self.first_needed_token(num_computed_tokens) // self.block_size
 
-    def new_blocks(self, num_tokens: int) -> TypeBlocks:
-        return TypeBlocks([[] for _ in self.group_ids])
-
     def leaving(self, blocks: TypeBlocks, first_needed: int) -> list[int]:
         """Held blocks before the place `first_needed`, last first."""
         if first_needed <= blocks.num_passed:

@@ -24,7 +24,10 @@ class StatLogger(Protocol):
         """Called for every batch of engine outputs. Must not block."""
 
     def log(self) -> None:
-        """Called every `log_stats_interval_s` while the engine is in use, and once at shutdown."""
+        """Called every `log_stats_interval_s` while the engine is in use, and once at shutdown.
+
+        `LLM` and `LLMEngine` call it after a step, and that of the built-in loggers only when log lines were asked for.
+        """
 
 
 @runtime_checkable

@@ -20,13 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class StatLoggers:
-    """All stat loggers of one engine. None with `disable_log_stats`."""
+    """All stat loggers of one engine. None with `disable_log_stats`; with quiet the default ones only count."""
 
-    def __init__(self, config: EngineConfig, plugins: Plugins, engine_index: int = 0) -> None:
+    def __init__(self, config: EngineConfig, plugins: Plugins, engine_index: int = 0, *, quiet: bool = False) -> None:
         entries = [] if config.observability.disable_log_stats else chosen_entries(plugins)
         self.loggers: dict[str, StatLogger] = {
             entry.name: entry.resolve()(config=config, engine_index=engine_index) for entry in entries
         }
+        self._silent = {entry.name for entry in entries if quiet and entry.is_default}
         self._failed: set[tuple[str, str]] = set()
 
     def __bool__(self) -> bool:
@@ -46,7 +47,8 @@ class StatLoggers:
 
     def log(self) -> None:
         for name, stat_logger in self.loggers.items():
-            self._guarded(name, stat_logger.log)
+            if name not in self._silent:
+                self._guarded(name, stat_logger.log)
 
     def snapshot(self) -> list[Metric]:
         """The metrics of every logger that publishes."""

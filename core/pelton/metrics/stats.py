@@ -43,7 +43,7 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
 
 @dataclass(slots=True)
 class FinishedRequestStats:
-    """One finished request; intervals in seconds, None where never reached."""
+    """One finished sample of a request; intervals in seconds, None where never reached."""
 
     finish_reason: str
     num_prompt_tokens: int = 0
@@ -58,6 +58,8 @@ class FinishedRequestStats:
     decode_time_s: float | None = None
     inference_time_s: float | None = None
     mean_time_per_output_token_s: float | None = None
+    max_num_generation_tokens: int | None = None
+    """Of the request's longest sample: told once a request, with the sample that ends last; None with the others."""
 
 
 @dataclass(slots=True)

@@ -326,7 +326,7 @@ class SampleNeeds:
 @dataclass(slots=True)
 class SampleTensors:
     state: BatchState
-    mask: tuple[Tensor, Tensor] | None = None  # by slot: words [S, ceil(V / 32)] int32, has_mask [S] bool
+    mask: tuple[Tensor, Tensor] | None = None  # by slot: words [S + 1, ceil(V / 32)] int32, has_mask [S + 1] bool
     logprobs: LogprobTensors | None = None  # by row of the step: [>= n, 1 + num_logprobs] twice, ranks [>= n]; written
 
 

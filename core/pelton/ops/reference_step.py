@@ -119,7 +119,6 @@ def _side_rows(state: BatchState, slots: Tensor, positions: Tensor) -> SideRows:
 def _unpack(mask: tuple[Tensor, Tensor], slots: Tensor, is_row: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """(rows, allowed) of all rows: a row without a mask allows every token."""
     words, has_mask = mask
-    slots = slots.clamp(max=len(has_mask) - 1)
     allowed = unpack_bitmask(words[slots], vocab_size)
     return torch.arange(len(slots), device=slots.device), allowed | ~(has_mask[slots] & is_row).unsqueeze(-1)
 

@@ -69,6 +69,8 @@ class Admission:
                 elif not self._policy.admits(request, roster.running) or not self._admit(request, step):
                     return
             except Exception as error:
+                # Blocks that it got for a step that it will not be in are not to be found.
+                self._kv.evict(block for ids in self._kv.block_ids(request.request_id) for block in ids)
                 roster.fail(request, error, "admitting")
                 roster.drop_finished_rows()
 

@@ -32,12 +32,19 @@ class ArrivalCheck:
             raise NotSupportedError("This engine serves no adapters.", param="adapter_id", value=request.adapter_id)
         limit = self.config.max_num_queued_reqs
         if limit is not None and num_queued_reqs >= limit:
-            raise QueueFullError(f"{num_queued_reqs} requests wait already; at most {limit}. Try again later.")
+            raise QueueFullError(
+                f"{num_queued_reqs} requests wait already; at most {limit}. Try again later.",
+                param="max_num_queued_reqs",
+                value=limit,
+            )
         limit = self.config.max_num_queued_tokens
-        if limit is not None and num_queued_tokens + num_prompt > limit:
+        # A prompt of more tokens than may wait is taken when nothing waits: later would be no better.
+        if limit is not None and num_queued_tokens and num_queued_tokens + num_prompt > limit:
             raise QueueFullError(
                 f"{num_queued_tokens} prompt tokens wait already and this request has {num_prompt}; at most {limit}. "
-                "Try again later."
+                "Try again later.",
+                param="max_num_queued_tokens",
+                value=limit,
             )
 
     def _check_prompt(self, num_prompt: int) -> None:

@@ -41,9 +41,9 @@ class Results:
         self._hash_block_size = holdings.hash_block_size
         self._is_ordered = steps_are_ordered
 
-    def take_in(self, step: OpenStep, result: ModelOutput) -> list[EngineOutput]:
-        """The outputs of all rows. The caller drops rows that finished."""
-        outputs: list[EngineOutput] = []
+    def take_in(self, step: OpenStep, result: ModelOutput) -> None:
+        """Enter the outputs of all rows with the step. The caller drops rows that finished."""
+        outputs = step.outputs
         errors = dict(result.row_errors)
         self._drafts.is_on = self._drafts.is_on or bool(result.draft_token_ids)
         has_extras = bool(errors or result.logprobs or result.prompt_logprobs or self._drafts.is_on)
@@ -63,19 +63,23 @@ class Results:
                     continue
             if request.status is FINISHED:
                 if row in errors:  # its blocks were given up, and are findable
-                    self._kv.evict(self._holdings.left_under(result.step_id, request))
+                    self._forget(request, result.step_id, 0)
                 continue
             try:
                 told = self._take_row(step.output, result, row, request, errors.get(row))
             except Exception as error:
                 request.is_proven = False
-                self._kv.evict(self._holdings.blocks_from(request, request.num_found_tokens))
-                self._kv.evict(self._holdings.left_under(result.step_id, request))
+                # NaN may come from a block that it found: all who find that block after it would fail too.
+                self._forget(request, result.step_id, 0 if row in errors else request.num_found_tokens)
                 self._roster.fail(request, error, "computing")
             else:
                 if told is not None:
                     outputs.append(told)
-        return outputs
+
+    def _forget(self, request: ScheduledRequest, step_id: int, num_trusted: int) -> None:
+        """Nobody finds its blocks any more, those after its first tokens and those that it gave up under the step."""
+        self._kv.evict(self._holdings.blocks_from(request, num_trusted))
+        self._kv.evict(self._holdings.left_under(step_id, request))
 
     def _take_row(
         self, output: SchedulerOutput, result: ModelOutput, row: int, request: ScheduledRequest, failure: str | None
@@ -108,11 +112,12 @@ class Results:
             request.look_at = 0
         if not samples:
             return None
+        if reason is None and not request.events and row not in result.logprobs:
+            return EngineOutput(request.request_id, tokens)
+        told = _full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
         if reason is not None:
             self._roster.finish(request)
-        elif not request.events and row not in result.logprobs:
-            return EngineOutput(request.request_id, tokens)
-        return _full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
+        return told
 
     def _look_again(self, request: ScheduledRequest) -> None:
         """Make findable what became full: blocks of sampled tokens, and of what arrived from elsewhere. Then say when to

@@ -36,7 +36,7 @@ from pelton.scheduler.room import Room
 from pelton.scheduler.roster import Roster, last_output
 from pelton.scheduler.running import RunningRows
 from pelton.scheduler.spoilt import spread
-from pelton.scheduler.step import OpenSteps, StepBuilder
+from pelton.scheduler.step import OpenStep, OpenSteps, StepBuilder
 from pelton.scheduler.transfers import Transfers
 from pelton.spec_decode.interface import DraftProposer
 from pelton.structured.manager import GrammarSource
@@ -88,7 +88,6 @@ class DefaultScheduler(Scheduler):
 
         policy = policy or FCFSPolicy()
         self._steps = OpenSteps()
-        self._deadlines = Deadlines()
         self._common_prefix = CommonPrefix(kv_manager)
         self._arrival = ArrivalCheck(
             config=config,
@@ -109,6 +108,7 @@ class DefaultScheduler(Scheduler):
         )
         self._transfers = Transfers(connector, kv_manager, num_groups=len(block_sizes))
         self._roster = Roster(policy, self._holdings, self._transfers, clock)
+        self._deadlines = Deadlines(self._roster.requests)
         room = Room(policy, self._roster, self._holdings, self._transfers, self._steps)
         drafts = Drafts(proposer, num_draft_tokens, vocab_size)
         self._running = RunningRows(config, policy, kv_manager, self._roster, self._holdings, room, drafts)
@@ -197,23 +197,35 @@ class DefaultScheduler(Scheduler):
         if roster.deferred:
             self._admission.requeue_deferred()
         step = StepBuilder(steps.next_id, self.max_num_batched_tokens, is_ordered=self._is_ordered)
-        if roster.running:
-            self._running.serve(step)
-        if not step.has_preempted and roster.waiting:
-            self._admission.admit(step)
-        if not step.num_rows and not self._transfers.wants_bare_step(roster, len(steps)):
-            return None
-        zero_block_ids = self._holdings.doubtful_of(step)
-        opened = step.build(self._holdings.slots.take_freed(), has_grammars=roster.num_grammars > 0)
-        opened.output.zero_block_ids = zero_block_ids
-        steps.add(opened)
-        self._transfers.describe(opened, roster)
-        self._common_prefix.note(opened)
+        opened: OpenStep | None = None
+        try:
+            if roster.running:
+                self._running.serve(step)
+            if not step.has_preempted and roster.waiting:
+                self._admission.admit(step)
+            if not step.num_rows and not self._transfers.wants_bare_step(roster, len(steps)):
+                return None
+            opened = self._open(step)
+            self._common_prefix.note(opened)
+            self._transfers.describe(opened, roster)  # last, and never raises: a connector tells each thing once
+        except Exception as error:
+            # What its rows should compute is findable already: it fails as a step that was handed out.
+            failed = (opened or self._open(step)).output
+            info = EngineError(f"Internal error in the scheduler: {type(error).__name__}: {error}").to_info()
+            roster.outputs += self.update_failed(failed, info)
+            raise
         stats, output = roster.stats, opened.output
         stats.num_steps += 1
         stats.num_scheduled_tokens += output.total_num_scheduled_tokens
         stats.spec_num_draft_tokens += sum(output.num_draft)
         return output
+
+    def _open(self, step: StepBuilder) -> OpenStep:
+        zero_block_ids = self._holdings.doubtful_of(step)
+        opened = step.build(self._holdings.slots.take_freed(), has_grammars=self._roster.num_grammars > 0)
+        opened.output.zero_block_ids = zero_block_ids
+        self._steps.add(opened)
+        return opened
 
     def grammar_masks(self, output: SchedulerOutput) -> GrammarMasks | None:
         if not output.grammar_rows:
@@ -233,18 +245,20 @@ class DefaultScheduler(Scheduler):
         if result.invalid_block_ids:
             self._recompute_readers(result.invalid_block_ids, skip_connector=True)
         self._steps.retire()
-        outputs = self._results.take_in(step, result)
+        try:
+            self._results.take_in(step, result)
+        finally:  # of what came or went elsewhere no later result tells
+            self._transfers.take_in(result, self._roster, self._holdings)
         self._roster.drop_finished_rows()
         self._holdings.retire()
-        self._transfers.take_in(result, self._roster, self._holdings)
-        return outputs
+        return step.outputs
 
     def update_failed(self, output: SchedulerOutput, error: ErrorInfo) -> list[EngineOutput]:
         step = self._steps.find(output)
         self._steps.take(step)
         self._holdings.slots.tell_again(output.freed_slots)  # the workers may not have heard
         spoilt = self._holdings.left_under(output.step_id)
-        outputs = []
+        outputs = step.outputs  # some may have got theirs, their last too, before `update` failed
         for request in step.requests:
             if request.is_finished:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from pelton.engine.messages import EngineOutput
 from pelton.scheduler.output import NewRequest, SchedulerOutput
 from pelton.scheduler.request import ScheduledRequest
 
@@ -11,11 +12,12 @@ from pelton.scheduler.request import ScheduledRequest
 class OpenStep:
     """A step that was handed out, with the requests of its rows: `update` never asks the slot table."""
 
-    __slots__ = ("output", "requests")
+    __slots__ = ("output", "outputs", "requests")
 
     def __init__(self, output: SchedulerOutput, requests: list[ScheduledRequest]) -> None:
         self.output = output
         self.requests = requests
+        self.outputs: list[EngineOutput] = []  # of what was taken in of its result so far
 
 
 class OpenSteps:

@@ -25,6 +25,7 @@ from pelton.engine.output_queue import OutputQueue
 from pelton.errors import EngineDeadError, EngineError, PeltonError, error_from_info
 from pelton.logging import get_logger
 from pelton.metrics.manager import StatLoggers
+from pelton.metrics.stats import SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import SamplingParams
 from pelton.sdk.front_end import FrontEnd
@@ -123,8 +124,7 @@ class AsyncLLM:
             self._send_finish(self.output_processor.engine_ids(left))
             error = EngineError(f"The server is shutting down; the request did not finish within {deadline_s:g} s.")
             error.status = 503
-            self.output_processor.fail_all(error)
-            self._note_idle()
+            self._fail_all(error)
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """End the engine and this object's tasks. Idempotent; waiting requests get an error."""
@@ -133,7 +133,7 @@ class AsyncLLM:
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        self.output_processor.fail_all(EngineDeadError("The engine was shut down."))
+        self._fail_all(EngineDeadError("The engine was shut down."), SchedulerStats())
         if self._client is not None:
             self._client.shutdown(timeout_s)
         self.stat_loggers.log()
@@ -229,6 +229,11 @@ class AsyncLLM:
             with contextlib.suppress(EngineDeadError):  # the output task reports it to everyone
                 self._client.finish_requests(engine_ids, reason)
 
+    def _fail_all(self, error: PeltonError, scheduler_stats: SchedulerStats | None = None) -> None:
+        """End every unfinished request and count it. scheduler_stats: empty when there is no engine any more."""
+        self.stat_loggers.record(scheduler_stats, self.output_processor.fail_all(error))
+        self._note_idle()
+
     def _note_idle(self) -> None:
         if not self.output_processor.num_unfinished:
             self._idle.set()
@@ -304,8 +309,7 @@ class AsyncLLM:
             deaths = 1 if time.monotonic() - since > HEALTHY_S else deaths + 1
             self._down = error
             logger.error("%s", error)
-            self.output_processor.fail_all(error)
-            self._note_idle()
+            self._fail_all(error, SchedulerStats())
             while not await self._restart(deaths, error):
                 deaths += 1
 
@@ -333,8 +337,8 @@ class AsyncLLM:
         except Exception as error:  # our own mistake: say so, fail the requests, keep serving
             logger.exception("Processing engine outputs failed")
             self._send_finish(processor.engine_ids(processor.unfinished_ids()))
-            processor.fail_all(EngineError(f"Processing engine outputs failed: {type(error).__name__}: {error}"))
-            self._note_idle()
+            failure = EngineError(f"Processing engine outputs failed: {type(error).__name__}: {error}")
+            self._fail_all(failure, outputs.stats)
             return
         self._send_finish(processed.stopped, FinishReason.STOP)
         self._send_finish(processed.aborted)
@@ -352,9 +356,11 @@ class AsyncLLM:
         began = time.monotonic()
         try:
             await asyncio.to_thread(self._client.restart)
-        except PeltonError as failure:
-            logger.error("The engine did not come back: %s", failure)
-            self._down = EngineDeadError(f"{error} Starting it again failed: {failure}")
+        except Exception as failure:  # also what the system refuses, such as a process or a socket: later it may not
+            is_known = isinstance(failure, PeltonError)
+            cause = str(failure) if is_known else f"{type(failure).__name__}: {failure}"
+            logger.error("The engine did not come back: %s", cause, exc_info=not is_known)
+            self._down = EngineDeadError(f"{error} Starting it again failed: {cause}")
             return False
         self._started(time.monotonic() - began)
         self._down = None

@@ -35,7 +35,8 @@ class LLM:
                 print(output.outputs[0].text)
 
     settings: any setting of the engine by its flat name; an unknown one is a `ConfigError`. engine_process: run the
-    engine in a process of its own. One thread at a time.
+    engine in a process of its own. One thread at a time. A server's log lines are written only when
+    `log_stats_interval_s` or `disable_log_stats=False` is given; figures are counted without them.
     """
 
     def __init__(

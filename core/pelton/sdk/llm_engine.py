@@ -15,7 +15,7 @@ from pelton.engine.output_processor import OutputProcessor
 from pelton.errors import EngineDeadError
 from pelton.logging import get_logger
 from pelton.metrics.manager import StatLoggers
-from pelton.metrics.stats import IterationStats
+from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import SamplingParams
 from pelton.sdk.front_end import FrontEnd
@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+ASKS_FOR_LOG_LINES = frozenset({"disable_log_stats", "log_stats_interval_s"})
+
 
 class LLMEngine:
-    """One thread at a time. The engine runs in this process, or with engine_process in one of its own."""
+    """One thread at a time. The engine runs in this process, or with engine_process in one of its own.
+
+    explicit: flat names of the settings that the user gave. The built-in stat loggers only count, and write nothing,
+    when none of them asks for log lines: who generates offline has the progress bar and the outputs.
+    """
 
     def __init__(
         self,
@@ -45,14 +51,15 @@ class LLMEngine:
         self.tokenizer = self.front_end.tokenizer
         self.input_processor = self.front_end.input_processor
         self.output_processor = OutputProcessor(self.tokenizer, self.config)
-        self.stat_loggers = StatLoggers(self.config, self.plugins)
+        self.stat_loggers = StatLoggers(self.config, self.plugins, quiet=ASKS_FOR_LOG_LINES.isdisjoint(explicit))
         self.num_preemptions = 0
         began = time.monotonic()
         self.client = _start_client(self.config, self.front_end, engine_process)
         self.info: EngineInfo = self.client.info
         self.front_end.engine_started(self.info, time.monotonic() - began)
         self.stat_loggers.engine_started(self.info)
-        self._next_log = 0.0
+        self._next_log = time.monotonic() + self.config.observability.log_stats_interval_s
+        self._is_closed = False
 
     @classmethod
     def from_engine_args(cls, *, engine_process: bool = False, **flat: Any) -> LLMEngine:
@@ -93,26 +100,27 @@ class LLMEngine:
     def step_with_stats(self) -> tuple[list[RequestOutput], IterationStats]:
         try:
             batch = self.client.get_outputs()
-            done = self.output_processor.process(batch, time.monotonic())
+            now = time.monotonic()
+            done = self.output_processor.process(batch, now)
             if done.stopped:
                 self.client.finish_requests(done.stopped, FinishReason.STOP)
             if done.aborted:
                 self.client.finish_requests(done.aborted)
         except EngineDeadError as error:
-            self.output_processor.fail_all(error)
+            self.stat_loggers.record(SchedulerStats(), self.output_processor.fail_all(error))
             raise
         if batch.stats is not None:
             self.num_preemptions += batch.stats.num_preemptions
         if self.stat_loggers:
             self.stat_loggers.record(batch.stats, done.stats)
+            if now >= self._next_log:
+                self.log_stats()
         return done.outputs, done.stats
 
     def log_stats(self) -> None:
-        """Let the stat loggers write, at most once an interval."""
-        now = time.monotonic()
-        if now >= self._next_log:
-            self._next_log = now + self.config.observability.log_stats_interval_s
-            self.stat_loggers.log()
+        """Let the stat loggers write now. Steps do it once an interval, and `shutdown` does."""
+        self._next_log = time.monotonic() + self.config.observability.log_stats_interval_s
+        self.stat_loggers.log()
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests; their outputs are dropped. Ids that are finished are no error."""
@@ -140,6 +148,12 @@ class LLMEngine:
     def shutdown(self) -> None:
         """End the engine and free its memory. Idempotent."""
         self.client.shutdown()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        lost = self.output_processor.fail_all(EngineDeadError("The engine was shut down."))
+        self.stat_loggers.record(SchedulerStats(), lost)
+        self.log_stats()
 
 
 def _start_client(config: EngineConfig, front_end: FrontEnd, engine_process: bool) -> EngineClient:

@@ -104,15 +104,13 @@ class AttentionStep:
         return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
 
     def _tables(self) -> tuple[list[list[int]], int]:
-        """Scattered blocks for every row, from 1 on; where a window has passed, the null block."""
-        size, window = self.case.block_size, self.case.sliding_window
-        counts = [-(-length // size) for length in self.lengths]
+        """Scattered blocks for every row, from 1 on."""
+        counts = [-(-length // self.case.block_size) for length in self.lengths]
         ids = (torch.randperm(sum(counts), generator=self.generator) + 1).tolist()
         tables = []
-        for count, (_, before) in zip(counts, self.case.rows, strict=True):
+        for count in counts:
             table, ids = ids[:count], ids[count:]
-            passed = 0 if window is None else max(before - window + 1, 0) // size
-            tables.append([0] * passed + table[passed:])
+            tables.append(table)
         return tables, sum(counts) + 2
 
     def _bind(self, backend: type[AttentionBackend], num_blocks: int) -> None:
@@ -132,8 +130,13 @@ class AttentionStep:
         self.backend = instance
 
     def slots(self, row: int) -> Tensor:
-        """[length] of every position; negative where the table has the null block."""
-        return slots_of(self.tables[row], self.lengths[row], self.case.block_size).to(self.device)
+        """[length] of every position; negative in blocks that a window has left: they were handed back and may be another's by
+        now, while the table still names them."""
+        case, slots = self.case, slots_of(self.tables[row], self.lengths[row], self.case.block_size)
+        if case.sliding_window is not None:
+            passed = max(case.rows[row][1] - case.sliding_window + 1, 0) // case.block_size
+            slots[: passed * case.block_size] = -1
+        return slots.to(self.device)
 
     def share_prefix(self, source: int, num_tokens: int) -> None:
         """All rows start with the source's first blocks and what is in them."""

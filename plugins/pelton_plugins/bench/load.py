@@ -13,6 +13,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,8 @@ SATURATION_DRAIN_S = 300.0
 DRAIN_S = 60.0  # what is still running so long after the last request was sent never ends
 GIVE_UP_AFTER = 500  # requests that failed one after the other: the engine is not coming back
 DOC = """Load an engine for minutes, with clients that go away, then check that nothing leaked and nothing drifted.
-The engine runs in a process of its own; with --url it is a server that runs already. Exit status 1 when a check fails.
+The engine runs in a process of its own; with --url it is a server that runs already. Host memory is not looked at then,
+and device memory is that of this machine. Exit status 1 when a check fails.
 
   pelton bench load MODEL --load-format dummy --duration-s 900 --output-json load.json
   pelton bench load --url http://127.0.0.1:8000 --load-fraction 0.9"""
@@ -66,7 +68,7 @@ class LoadArguments(msgspec.Struct, frozen=True, kw_only=True):
     max_device_growth_mib: float = 64.0
     """Device memory: the last third's highest over the first third's."""
     max_host_growth_mib: float = 256.0
-    """Host memory of the same thirds."""
+    """Host memory of the same thirds, of this process and the engine's; not looked at with --url."""
     max_itl_growth: float = 1.25
     """p99 inter-token latency of the last third over the first third's."""
     output_json: str | None = None
@@ -213,7 +215,7 @@ async def _open_loop(target: Target, arguments: LoadArguments, source: _Source, 
             times.error = f"{type(error).__name__}: {error}"
         _note(seen, third(), sent_in, times, num_out)
 
-    watcher = asyncio.create_task(_watch(arguments, third, lambda: len(tasks)))
+    watcher = asyncio.create_task(_watch(target, arguments, third, lambda: len(tasks)))
     for due in arrival_times(rate, arguments.burstiness, source.rng):
         if due >= arguments.duration_s:
             break
@@ -254,19 +256,20 @@ def _note(seen: Seen, now: Third, sent_in: Third, times: RequestTimes, num_out: 
         seen.num_short += len(times.tokens) != num_out
 
 
-async def _watch(arguments: LoadArguments, third: Any, num_in_flight: Any) -> None:
+async def _watch(target: Target, arguments: LoadArguments, third: Any, num_in_flight: Any) -> None:
     """Look at memory now and then."""
     began = told = time.perf_counter()
     while True:
         now = third()
-        host, device = await asyncio.to_thread(memory.host_bytes), await memory.device_bytes()
+        host = await asyncio.to_thread(memory.host_bytes) if target.is_ours else None
+        device = await memory.device_bytes()
         now.host_bytes += [host] if host is not None else []
         now.device_bytes += [device] if device is not None else []
         if time.perf_counter() - told >= 60:
             told = time.perf_counter()
             _say(
                 f"{told - began:.0f} s: {num_in_flight()} in flight, p99 ITL {now.itls.percentile(99) * 1e3:.2f} ms, "
-                f"device {(device or 0) / MIB:.0f} MiB, host {(host or 0) / MIB:.0f} MiB"
+                f"device {number(_most_mib([device]), 4)} MiB, host {number(_most_mib([host]), 4)} MiB"
             )
         await asyncio.sleep(arguments.sample_s)
 
@@ -326,8 +329,8 @@ def _result(
                 "ttft_ms": _milliseconds(third.ttfts),
                 "sent_late_ms": _milliseconds(third.lateness),
                 "max_in_flight": third.max_in_flight,
-                "device_mib": max(third.device_bytes, default=0) / MIB,
-                "host_mib": max(third.host_bytes, default=0) / MIB,
+                "device_mib": _most_mib(third.device_bytes),
+                "host_mib": _most_mib(third.host_bytes),
             }
             for third in seen.thirds
         ],
@@ -342,6 +345,11 @@ def _milliseconds(times: LogHistogram) -> dict[str, float]:
 
 def _growth_mib(first: list[int], last: list[int]) -> float | None:
     return (max(last) - max(first)) / MIB if first and last else None
+
+
+def _most_mib(seen: Sequence[int | None]) -> float | None:
+    """None when it was never read."""
+    return max((count / MIB for count in seen if count is not None), default=None)
 
 
 def _check(name: str, value: float, limit: float) -> dict[str, Any]:

@@ -53,13 +53,14 @@ def measure_row(llm: Any, workload: Any, repeats: int) -> dict[str, Any]:
 
     counts = workload.num_output_tokens
     params, one_token = greedy(counts), greedy([1] * len(counts))
-    times, first_token_times = [], []
+    times, first_token_times, num_preemptions = [], [], []
     for repeat in range(repeats + 1):
         prompts = workload.fresh(repeat)
         if workload.name == "latency1":
             first_token_times.append(run_batch(llm, prompts, one_token).seconds)
             prompts = [[9 + prompt[0], *prompt[1:]] for prompt in prompts]
         times.append(run_batch(llm, prompts, params).seconds)
+        num_preemptions.append(llm.num_preemptions())  # since the engine's start
     seconds = statistics.median(times[1:])
     num_in, num_out = workload.num_prompt_tokens, sum(counts)
     row = {
@@ -67,7 +68,7 @@ def measure_row(llm: Any, workload: Any, repeats: int) -> dict[str, Any]:
         "all_seconds": times[1:],
         "out_tok_s": num_out / seconds,
         "total_tok_s": (num_in + num_out) / seconds,
-        "num_preemptions": llm.num_preemptions(),
+        "num_preemptions": num_preemptions[-1] - num_preemptions[0],
     }
     if first_token_times:
         one = statistics.median(first_token_times[1:])

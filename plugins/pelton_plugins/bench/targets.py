@@ -26,8 +26,8 @@ class Target(ABC):
     vocab_size: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 0
-    process_ids: tuple[int, ...] = ()
-    """Processes of this machine whose memory is watched."""
+    is_ours: bool = True
+    """The engine is a process that this one started: the host memory of both is watched."""
 
     @abstractmethod
     async def start(self) -> None: ...

@@ -84,7 +84,7 @@ FAMILIES: tuple[Family, ...] = (
     _counter("generation_tokens", "Tokens generated."),
     _counter(
         "request_success",
-        "Finished requests by finish reason.",
+        "Finished sequences by finish reason; a request has n of them.",
         "finished_reason",
         ("stop", "length", "abort", "error"),
     ),
@@ -96,22 +96,24 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _counter("spec_decode_num_draft_tokens", "Draft tokens proposed."),
     _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
-    _histogram("request_prompt_tokens", "Prompt tokens of a finished request.", UP_TO_MODEL_LEN),
+    _histogram("request_prompt_tokens", "Prompt tokens of a finished sequence.", UP_TO_MODEL_LEN),
     _histogram("request_generation_tokens", "Generated tokens of a finished sequence.", UP_TO_MODEL_LEN),
     _histogram(
-        "request_max_num_generation_tokens", "Generated tokens of a request's longest sequence.", UP_TO_MODEL_LEN
+        "request_max_num_generation_tokens", "Generated tokens of a finished request's longest sequence.",
+        UP_TO_MODEL_LEN,
     ),
-    _histogram("request_params_max_tokens", "max_tokens of a finished request.", UP_TO_MODEL_LEN),
-    _histogram("request_params_n", "n of a finished request.", SAMPLES),
+    _histogram("request_params_max_tokens", "max_tokens of a finished sequence.", UP_TO_MODEL_LEN),
+    _histogram("request_params_n", "n of a finished request, once for all its sequences.", SAMPLES),
     _histogram(
-        "request_prefill_kv_computed_tokens", "Prompt tokens of a finished request that were computed.", UP_TO_MODEL_LEN
+        "request_prefill_kv_computed_tokens", "Prompt tokens of a finished sequence that were computed.",
+        UP_TO_MODEL_LEN,
     ),
-    _histogram("request_num_preemptions", "Preemptions of a finished request.", SMALL_COUNTS),
+    _histogram("request_num_preemptions", "Preemptions of a finished sequence.", SMALL_COUNTS),
     _histogram("iteration_tokens_total", "Tokens in one engine step.", ITERATION_TOKENS),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_SECONDS),
     _histogram("inter_token_latency_seconds", "Between successive tokens of a request.", ITL_SECONDS),
     _histogram(
-        "request_time_per_output_token_seconds", "Mean time per token after the first of a finished request.",
+        "request_time_per_output_token_seconds", "Mean time per token after the first of a finished sequence.",
         ITL_SECONDS,
     ),
     _histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_SECONDS),

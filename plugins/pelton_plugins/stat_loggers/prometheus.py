@@ -132,12 +132,13 @@ class PrometheusLogger:
 
     def _record_finished(self, stats: FinishedRequestStats) -> None:
         self._add("request_success", 1, stats.finish_reason)
+        is_last_sample = stats.max_num_generation_tokens is not None
         for name, value in (
             ("request_prompt_tokens", stats.num_prompt_tokens),
             ("request_generation_tokens", stats.num_generation_tokens),
-            ("request_max_num_generation_tokens", stats.num_generation_tokens),
+            ("request_max_num_generation_tokens", stats.max_num_generation_tokens),
             ("request_params_max_tokens", stats.max_tokens),
-            ("request_params_n", stats.n),
+            ("request_params_n", stats.n if is_last_sample else None),
             ("request_prefill_kv_computed_tokens", stats.num_prompt_tokens - stats.num_cached_tokens),
             ("request_num_preemptions", stats.num_preemptions),
             ("e2e_request_latency_seconds", stats.e2e_latency_s),

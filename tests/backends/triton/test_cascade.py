@@ -51,6 +51,17 @@ def test_features_and_dtypes(device, change):
     case.check(run(case, 96))
 
 
+@pytest.mark.parametrize("place", [5, 110])
+def test_a_key_that_is_nan_is_in_the_result_of_all_who_read_it(device, place):
+    """In the prefix all do; row 2 alone reads the other."""
+    case = PagedCase(device, ODD, shared=96)
+    slot = int(case.slots[2][place])
+    case.k_cache[slot // 16, slot % 16] = torch.nan
+    found = run(case, 96).isnan().flatten(1)
+    assert torch.equal(found.any(1), found.all(1))
+    assert found.all(1).tolist() == [place < 96 or row == 2 for row in range(len(ODD))]
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 33])
 def test_numbers_of_rows(device, num_rows):
     """One tile of queries or several, and few rows, whose rest is split."""

@@ -227,6 +227,23 @@ def test_choices_equal_the_reference(device, is_small, scale, seed):
     assert_same_choices(device, vocab, at_size(device, 6, 64), seed, scale, allowed=at_size(device, 0, 1))
 
 
+def test_a_large_top_k_beside_what_min_p_drops(device, monkeypatch):
+    """Fewer tokens are left for the last cut than were counted before: rows must not see what others left in its memory."""
+    monkeypatch.setattr("pelton_backends.triton.ops.sampling._SPARE", 4096)
+    vocab, num_rows, generator = 9001, 16, torch.Generator().manual_seed(0)
+    order = torch.randperm(vocab, generator=generator)
+    logits = torch.full((vocab,), -30.0)  # dropped by min_p
+    logits[order[:5000]] = -4.95 + torch.rand(5000, generator=generator) * 0.05
+    logits[order[5000:7000]] = -6.09 + torch.rand(2000, generator=generator) * 0.08
+    state = make_state(device, vocab, num_rows)
+    for slot in range(num_rows):
+        add(state, slot, [1, 2], seed=7000 + slot, temperature=1.0, top_k=6000, min_p=0.3)
+    other = copy_of(state)
+    slots = list(range(num_rows))
+    got = run(bind(state), logits.expand(num_rows, -1).to(device), slots)
+    assert got == run(bind(other, ReferenceSample), logits.expand(num_rows, -1), slots)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("vocab, scale", [(151_936, 1.0), (151_936, 3.0), (128_256, 2.5)])

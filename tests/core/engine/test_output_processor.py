@@ -43,6 +43,8 @@ class Bench:
         self, request_id: str = "r", *, arrival: float = 0.0, queue: OutputQueue | None = None, **params: Any
     ) -> None:
         processed = self.inputs.process(request_id, [9, 8, 7], SamplingParams(**params))
+        for index, request in enumerate(processed.requests):  # ids that tests can name
+            request.request_id = request_id if len(processed.requests) == 1 else f"{index}_{request_id}"
         self.processor.add(processed, arrival=arrival, queue=queue)
 
     def step(self, *outputs: EngineOutput, stamp: float = 0.0, now: float = 0.0) -> Processed:
@@ -324,10 +326,35 @@ async def test_fail_all_reaches_every_consumer(bench: Bench) -> None:
     for index, queue in enumerate(queues):
         bench.add(str(index), queue=queue, output_kind=DELTA)
     bench.say("a", "0")
-    assert sorted(bench.processor.fail_all(EngineDeadError("gone"))) == ["0", "1"]
+    bench.processor.fail_all(EngineDeadError("gone"))
+    assert bench.processor.num_unfinished == 0
     for queue in queues:
         with pytest.raises(EngineDeadError, match="gone"):
             await queue.get()
+
+
+def test_fail_all_counts_what_it_ends_and_aborts_that_no_batch_carried(bench: Bench) -> None:
+    bench.add("two", n=2)
+    bench.add("aborted")
+    bench.add("waiting", arrival=4.0)
+    bench.say("abc", "0_two", finish_reason=FinishReason.LENGTH)
+    bench.say("a", "1_two")
+    bench.processor.abort(["aborted"])
+    lost = bench.processor.fail_all(EngineDeadError("gone"), now=9.0).finished_requests
+    assert [(one.finish_reason, one.num_generation_tokens, one.max_num_generation_tokens) for one in lost] == [
+        ("abort", 0, 0), ("error", 1, 3), ("error", 0, 0),
+    ]  # fmt: skip
+    assert lost[-1].e2e_latency_s == 5.0
+    assert bench.processor.fail_all(EngineDeadError("gone")).finished_requests == []
+
+
+def test_the_sample_that_ends_last_tells_of_the_longest(bench: Bench) -> None:
+    bench.add(n=3, output_kind=FINAL_ONLY)
+    told = []
+    for index, text in ((1, "abcd"), (0, "ab"), (2, "a")):
+        [one] = bench.say(text, f"{index}_r", finish_reason=FinishReason.LENGTH).stats.finished_requests
+        told.append((one.num_generation_tokens, one.max_num_generation_tokens))
+    assert told == [(4, None), (2, None), (1, 4)]
 
 
 # Intervals.

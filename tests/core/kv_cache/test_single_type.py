@@ -12,6 +12,7 @@ from pelton.kv_cache.single_type import (
     FullAttentionManager,
     MambaManager,
     SlidingWindowManager,
+    TypeBlocks,
     make_managers,
 )
 from pelton.kv_cache.spec import CrossAttentionSpec, FullAttentionSpec, MambaSpec, MLASpec
@@ -96,7 +97,7 @@ def test_hits_are_aligned():
 def test_a_block_of_several_hashes_is_known_by_the_last():
     pool = BlockPool(10)
     manager = FullAttentionManager(full_spec(8), [0], pool, 4)
-    blocks = manager.new_blocks(0)
+    blocks = TypeBlocks([[]])
     manager.grow(blocks, 2)
     manager.make_findable(blocks, hashes(4), 16)
     assert pool.find(b"h1", 0) == 1 and pool.find(b"h3", 0) == 2

@@ -164,6 +164,15 @@ def test_a_custom_logger_joins_the_defaults_unless_it_replaces_them():
     assert set(StatLoggers(EngineConfig(), Offers(default, replacing)).loggers) == {"publisher"}
 
 
+def test_quiet_default_loggers_count_and_write_nothing():
+    entries = Offers(offer("recorder", is_default=True), offer("publisher"))
+    loggers = StatLoggers(EngineConfig(), entries, quiet=True)
+    loggers.record(SchedulerStats(), IterationStats())
+    loggers.log()
+    assert loggers.loggers["recorder"].calls == ["record"]
+    assert loggers.loggers["publisher"].calls == ["record", "log"]
+
+
 def test_no_loggers_with_stats_off():
     config = EngineConfig.from_flat(disable_log_stats=True)
     assert not StatLoggers(config, Offers(offer("recorder")))

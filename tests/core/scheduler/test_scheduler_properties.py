@@ -190,6 +190,7 @@ def remote_tokens(name: str) -> int | None:
 @example(1786)
 @example(1971)
 @example(11064)
+@example(110965)
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32))
 def test_random_operations_hold_every_invariant(seed: int) -> None:

@@ -8,12 +8,13 @@ import sys
 import pytest
 
 from pelton.config import SchedulerConfig
-from pelton.engine.messages import EventType, FinishReason
-from pelton.errors import NotSupportedError, QueueFullError, RequestError
+from pelton.engine.messages import EventType, FinishReason, LogprobColumns
+from pelton.errors import EngineError, NotSupportedError, QueueFullError, RequestError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.scheduler.output import ModelOutput
-from pelton.scheduler.policy import PriorityPolicy
+from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy
 from pelton.scheduler.slots import SlotPool
+from pelton.testing.fake_connector import FakeConnector
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarSource
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.fake_proposer import FakeProposer
@@ -479,17 +480,34 @@ def test_admission_limits_refuse_with_queue_full():
     harness.step()
     harness.add(make_request("b", 3, 1))
     harness.add(make_request("c", 3, 1))
-    with pytest.raises(QueueFullError, match="2 requests wait already; at most 2"):
+    with pytest.raises(QueueFullError, match="2 requests wait already; at most 2") as caught:
         harness.add(make_request("d", 3, 1))
+    assert caught.value.param == "max_num_queued_reqs"
     harness.scheduler.finish_requests(["b"], FinishReason.ABORT)
     harness.add(make_request("d", 3, 1))
     harness.run()
     harness = Harness(config=SchedulerConfig(max_num_queued_tokens=10))
     harness.add(make_request("a", 8))
-    with pytest.raises(QueueFullError, match="8 prompt tokens wait already and this request has 3; at most 10"):
+    with pytest.raises(
+        QueueFullError, match="8 prompt tokens wait already and this request has 3; at most 10"
+    ) as caught:
         harness.add(make_request("b", 3))
+    assert caught.value.param == "max_num_queued_tokens"
     harness.step()
     harness.add(make_request("b", 3))
+    harness.run_and_check()
+
+
+def test_a_prompt_of_more_tokens_than_may_wait_is_taken_when_nothing_waits():
+    """Told to try again later, it would never come in."""
+    harness = Harness(config=SchedulerConfig(max_num_queued_tokens=10))
+    harness.add(make_request("a", 3))
+    with pytest.raises(QueueFullError, match="Try again later"):
+        harness.add(make_request("long", 11))
+    harness.step()
+    harness.add(make_request("long", 11))
+    with pytest.raises(QueueFullError, match="11 prompt tokens wait already and this request has 1; at most 10"):
+        harness.add(make_request("b", 1))
     harness.run_and_check()
 
 
@@ -619,6 +637,45 @@ def test_a_row_error_ends_one_request_and_its_blocks_are_not_found_again():
     harness.check_empty()
 
 
+def test_blocks_that_a_row_with_an_error_found_are_not_found_again():
+    """NaN of a request that ended before a result told of it: who finds its blocks fails, once and not for ever."""
+    harness = Harness(max_num_batched_tokens=8)
+    prompt = [*range(1, 20)]
+    harness.add(make_request("a", prompt, 3))
+    harness.step()  # a chunk: nothing is sampled
+    poisoned = set(harness.kv.block_ids("a")[0])
+    harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
+    slots = harness.executor.store.slots
+
+    def row_error(name, step_id):
+        [table] = [row.tables[0] for row in slots.values() if row.new.request_id == name]
+        return "NaN logits" if poisoned & set(table) else None
+
+    harness.executor.row_error = row_error
+    for name in "bc":
+        harness.add(make_request(name, prompt, 3))
+        harness.run()
+    assert (harness.reason("b"), harness.outputs["b"][-1].num_cached_tokens) == (FinishReason.ERROR, 8)
+    assert harness.outputs["c"][0].num_cached_tokens == 0
+    harness.check_request("c")
+    harness.check_empty()
+
+
+def test_what_is_no_row_error_leaves_the_blocks_that_were_found():
+    harness = Harness()
+    prompt = [*range(1, 12)]
+    for name in "abc":
+        harness.add(make_request(name, prompt, 3))
+        if name == "b":
+            output = harness.scheduler.schedule()
+            harness.executor.execute(output).result()
+            harness.scheduler.update(output, ModelOutput(step_id=output.step_id, token_ids=[[]]))  # should sample
+        harness.run()
+    assert harness.reason("b") is FinishReason.ERROR
+    assert harness.outputs["c"][0].num_cached_tokens == 8
+    harness.check_request("c")
+
+
 @OVERLAPS
 def test_blocks_of_a_failed_step_are_computed_again_by_those_who_found_them(overlap):
     harness = Harness(max_steps_in_flight=overlap)
@@ -736,6 +793,133 @@ def test_a_failing_policy_or_lookup_ends_the_request_it_was_asked_about():
     harness.run()
     assert "ZeroDivisionError" in harness.outputs["bad"][-1].error.message
     harness.check_request("good")
+    harness.check_empty()
+
+
+class FailsOnce(FCFSPolicy):
+    """Gives chunks of 8, and raises at `fails_at` while others have their rows already."""
+
+    fails_at = ""
+
+    def max_new_tokens(self, request, num_tokens):
+        if request.request_id == self.fails_at:
+            self.fails_at = ""
+            raise ZeroDivisionError("policy")
+        return min(num_tokens, 8)
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+@OVERLAPS
+def test_blocks_for_a_step_that_could_not_be_made_are_not_found_again(overlap, is_ordered):
+    policy = FailsOnce()
+    harness = Harness(
+        policy=policy, max_steps_in_flight=overlap, steps_are_ordered=is_ordered, num_blocks=17, max_num_seqs=2
+    )
+    prompt = [*range(1, 30)]
+    harness.add(make_request("a", prompt, 3))
+    harness.add(make_request("b", [*reversed(prompt)], 3))
+    harness.launch()
+    policy.fails_at = "b"
+    with pytest.raises(ZeroDivisionError):
+        while harness.scheduler.schedule() is None:
+            harness.retire()
+    harness.take_outputs()
+    assert "ZeroDivisionError: policy" in harness.outputs["a"][-1].error.message
+    harness.add(make_request("c", prompt, 3))
+    harness.run()
+    assert harness.outputs["c"][0].num_cached_tokens <= 8  # those of the first step
+    for name in "bc":  # b had no row, and goes on
+        harness.check_request(name)
+    harness.check_empty()
+
+
+def test_a_step_that_fails_when_its_rows_are_made_is_not_open_and_its_connector_still_tells():
+    is_late = lambda request: request.request_id == "late"  # noqa: E731
+    connector = FakeConnector(lambda request: 4 if is_late(request) else 0, is_later=is_late)
+    harness = Harness(num_blocks=100, max_num_seqs=9, connector=connector)
+    for index in range(8):
+        harness.add(make_request(f"r{index}", 5, 9))
+    harness.step()
+    harness.add(make_request("late", 6, 3))
+    count, harness.kv.num_common_prefix_blocks = harness.kv.num_common_prefix_blocks, lambda request_ids: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        harness.launch()
+    harness.kv.num_common_prefix_blocks = count
+    harness.scheduler.finish_requests(["late"], FinishReason.ABORT)
+    harness.take_outputs()
+    assert {harness.reason(f"r{index}") for index in range(8)} == {FinishReason.ERROR}
+    harness.add(make_request("after", 5, 9))
+    harness.run()
+    harness.check_request("after")
+    harness.check_empty()
+
+
+def run_as_the_core(harness):
+    """To the end; a step whose `update` raises has failed."""
+    while harness.scheduler.has_unfinished_requests() or harness.open:
+        while len(harness.open) < harness.max_steps_in_flight and harness.launch():
+            pass
+        oldest = harness.open[0][0]
+        try:
+            harness.retire()
+        except ZeroDivisionError as error:
+            harness._note(harness.scheduler.update_failed(oldest, EngineError(str(error)).to_info()))
+        harness.take_outputs()
+
+
+@pytest.mark.parametrize("fault", ["in a row", "after the rows"])
+@OVERLAPS
+def test_what_a_step_brought_before_its_update_failed_is_told(overlap, fault):
+    connector = FakeConnector()
+    harness = Harness(max_steps_in_flight=overlap, connector=connector)
+    harness.add(make_request("ends", 5, 4))
+    harness.add(make_request("goes-on", 9 if overlap == 1 else 8, 30))  # both end with step 3
+    cache_blocks = harness.kv.cache_blocks
+
+    def broken(request, num_tokens):
+        assert request.request_id != "goes-on" or num_tokens < 12 or 1 / 0
+        cache_blocks(request, num_tokens)
+
+    if fault == "in a row":
+        harness.kv.cache_blocks = broken
+    else:
+        connector.update = lambda result: 1 / (result.step_id - 3)
+    run_as_the_core(harness)
+    harness.check_request("ends")
+    assert harness.reason("goes-on") is FinishReason.ERROR
+    assert harness.tokens("goes-on") == harness.expected("goes-on")[0][: 3 if fault == "in a row" else 4]
+    harness.check_empty()
+
+
+def test_kv_that_arrived_with_a_step_whose_update_failed_is_not_waited_for():
+    connector = FakeConnector(
+        lambda request: 8 if request.request_id == "late" else 0, is_later=lambda request: request.request_id == "late"
+    )
+    harness = Harness(connector=connector)
+    cache_blocks = harness.kv.cache_blocks
+
+    def broken(request, num_tokens):
+        assert request.request_id != "bad" or 1 / 0
+        cache_blocks(request, num_tokens)
+
+    harness.kv.cache_blocks = broken
+    harness.add(make_request("late", 11, 5))
+    harness.add(make_request("bad", 6, 9))  # its block is full in the step with which the other's KV arrives
+    run_as_the_core(harness)
+    assert harness.reason("bad") is FinishReason.ERROR
+    harness.check_request("late")
+    harness.check_empty()
+
+
+def test_an_end_whose_output_cannot_be_made_is_told_as_an_error():
+    harness = Harness()
+    harness.add(make_request("a", 3, 1, logprobs=0))
+    output = harness.scheduler.schedule()
+    result = harness.executor.execute(output).result()
+    result.logprobs[0] = LogprobColumns([[1], [2]], [[-0.5], [-0.5]], None)
+    harness.scheduler.update(output, result)
+    harness.take_outputs()
+    assert harness.reason("a") is FinishReason.ERROR
     harness.check_empty()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import shutil
+import ssl
 import statistics
 import threading
 import time
@@ -17,8 +18,10 @@ from pelton_e2e import serving
 
 from pelton.cli.main import main
 from pelton.sampling_params import SamplingParams
+from pelton_plugins.bench.http_target import HttpTarget
 from pelton_plugins.bench.load import LoadArguments, measure
 from pelton_plugins.bench.load import render as render_load
+from pelton_plugins.bench.metrics import RequestTimes
 from pelton_plugins.bench.serve import send
 from pelton_plugins.bench.targets import Target, TargetState
 
@@ -215,7 +218,10 @@ def test_serve_at_a_server(model, fake_flags, tmp_path, capsys):
     assert "requests/s of goodput (e2el <= 60000 ms)" in capsys.readouterr().out
     loaded = read(load)
     assert loaded["num_aborted"] > 0 and loaded["num_completed"] > 0 and not loaded["errors"]
-    assert {check["name"]: check["ok"] for check in loaded["checks"]}["KV blocks held, share"]
+    checks = {check["name"]: check["ok"] for check in loaded["checks"]}
+    assert checks["KV blocks held, share"]
+    # This process is the client: its memory says nothing of the server's.
+    assert "host memory growth, MiB" not in checks and [third["host_mib"] for third in loaded["thirds"]] == [None] * 3
 
 
 @pytest.fixture
@@ -258,6 +264,24 @@ def test_serve_sends_any_length_to_a_server_that_tells_no_max_model_len(plain_se
     assert all(8 <= len(body["prompt"]) <= 2000 and body["max_tokens"] == output_len for body in bodies[2:])
 
 
+async def test_the_systems_certificates_are_read_once(monkeypatch):
+    """That takes some 65 ms, which would count as the server's."""
+    made, contexts = [], []
+
+    async def refuse(host, port, *, ssl, limit):
+        contexts.append(ssl)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(ssl, "create_default_context", lambda: made.append(object()) or made[-1])
+    monkeypatch.setattr(asyncio, "open_connection", refuse)
+    target = HttpTarget("https://here.example", model="m")
+    for _ in range(3):
+        await target.request([1], 1, None, RequestTimes())
+    assert target.port == 443 and contexts == made * 3
+    await HttpTarget("http://here.example", model="m").request([1], 1, None, RequestTimes())
+    assert contexts[3:] == [None] and len(made) == 1
+
+
 def test_serve_without_a_server_says_so(capsys):
     assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--num-prompts", "1"]) == 1
     assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
@@ -273,6 +297,7 @@ def test_load_of_an_engine_of_its_own(model, fake_flags, tmp_path, capsys):
     assert result["num_aborted"] > 0 and result["device"] == "fake"
     assert result["requests_per_s"] == pytest.approx(result["saturation"]["requests_per_s"] / 2)
     assert len(result["thirds"]) == 3 and all(third["host_mib"] > 0 for third in result["thirds"])
+    assert "host memory growth, MiB" in {check["name"] for check in result["checks"]}
     assert "ok  requests failed" in capsys.readouterr().out
 
 

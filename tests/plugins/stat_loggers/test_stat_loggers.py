@@ -186,11 +186,11 @@ def test_finished_requests_fill_the_histograms_and_unreached_intervals_none():
         num_preemptions=1, e2e_latency_s=2.0, queue_time_s=1.0, prefill_time_s=2.0, decode_time_s=8.0,
         inference_time_s=10.0, mean_time_per_output_token_s=0.75,
     )  # fmt: skip
-    aborted = FinishedRequestStats(finish_reason="abort", num_prompt_tokens=5)
+    aborted = FinishedRequestStats(finish_reason="abort", num_prompt_tokens=5, max_num_generation_tokens=0)
     logger.record(None, IterationStats(finished_requests=[done, aborted], num_rejected_reqs={"max_num_queued_reqs": 3}))
     for name, (count, total) in {
         "request_prompt_tokens": (2, 35), "request_generation_tokens": (2, 8), "request_params_max_tokens": (1, 8),
-        "request_params_n": (2, 3), "request_prefill_kv_computed_tokens": (2, 19), "request_num_preemptions": (2, 1),
+        "request_params_n": (1, 1), "request_prefill_kv_computed_tokens": (2, 19), "request_num_preemptions": (2, 1),
         "e2e_request_latency_seconds": (2, 2), "request_queue_time_seconds": (1, 1),
         "request_prefill_time_seconds": (1, 2), "request_decode_time_seconds": (1, 8),
         "request_inference_time_seconds": (1, 10), "request_time_per_output_token_seconds": (1, 0.75),
@@ -201,6 +201,20 @@ def test_finished_requests_fill_the_histograms_and_unreached_intervals_none():
     assert value_of(logger, "pelton_request_success_total", finished_reason="abort") == 1
     assert value_of(logger, "pelton_request_success_total", finished_reason="stop") == 0
     assert value_of(logger, "pelton_admission_rejections_total", reason="max_num_queued_reqs") == 3
+
+
+def test_what_is_a_requests_own_is_observed_once_for_all_its_samples():
+    logger = PrometheusLogger(CONFIG)
+    samples = [
+        FinishedRequestStats(finish_reason="length", num_generation_tokens=made, n=3, max_num_generation_tokens=longest)
+        for made, longest in ((7, None), (4, None), (2, 7))
+    ]
+    logger.record(None, IterationStats(finished_requests=samples))
+    for name, (count, total) in {
+        "request_params_n": (1, 3), "request_max_num_generation_tokens": (1, 7), "request_generation_tokens": (3, 13),
+    }.items():  # fmt: skip
+        assert value_of(logger, f"pelton_{name}_count") == count, name
+        assert value_of(logger, f"pelton_{name}_sum") == total, name
 
 
 def test_start_gives_phases_cache_config_and_token_buckets():

@@ -14,13 +14,19 @@ import triton.language as tl
 
 from pelton_backends.triton.attention.prefill import LOG2E, attend_keys
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.runtime import INTERPRETED, launch_options, let_next_start, num_sms, wait_for_inputs
+from pelton_backends.triton.runtime import (
+    INTERPRETED,
+    launch_options,
+    let_next_start,
+    num_sms,
+    shared_memory,
+    wait_for_inputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _LOG2E = tl.constexpr(LOG2E)
-_TINY = tl.constexpr(1e-38)
 MOST_SPLITS = 16
 LEAST_ROWS, LEAST_PREFIX, LEAST_TOKENS = 8, 1024, 24_576
 
@@ -72,12 +78,12 @@ def _attend_part(
     highest = tl.full(row.shape, -float("inf"), tl.float32)
     whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
     acc, denominator, highest = attend_keys(
-        acc, denominator, highest, q, k_head, v_head, table, first, whole, last, q_position, slope, factor,
+        acc, denominator, highest, q, k_head, v_head, table, first, whole, 0, last, q_position, slope, factor,
         soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, False,
     )  # fmt: skip
     acc, denominator, highest = attend_keys(
-        acc, denominator, highest, q, k_head, v_head, table, whole, last, last, q_position, slope, factor,
+        acc, denominator, highest, q, k_head, v_head, table, whole, last, 0, last, q_position, slope, factor,
         soft_cap, 0, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, SOFT_CAP, ALIBI, True,
     )  # fmt: skip
@@ -87,13 +93,13 @@ def _attend_part(
 @triton.jit
 def _store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator, highest, H, D: tl.constexpr):
     """parts [part, row, head, :] = the part's result, logs [part, row, head] = base-2 logarithm of its denominator; -inf and no
-    result without keys."""
+    result without keys. A NaN stays one."""
     d = tl.arange(0, acc.shape[1])
     at = (part * num_rows + row).to(tl.int64) * H + head
-    has_keys = denominator > 0.0
+    has_keys = denominator != 0.0
     is_number = (is_row & has_keys)[:, None] & (d < D)[None, :]
     tl.store(parts + (at * D)[:, None] + d[None, :], acc / tl.where(has_keys, denominator, 1.0)[:, None], is_number)
-    log = tl.where(has_keys, highest + tl.log2(tl.maximum(denominator, _TINY)), -float("inf"))
+    log = tl.where(has_keys, highest + tl.log2(tl.where(has_keys, denominator, 1.0)), -float("inf"))
     tl.store(logs + at, log, is_row)
 
 
@@ -335,7 +341,7 @@ def cascade_attention(
     assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
     if not (is_on_device := isinstance(prefix_len, torch.Tensor)):
         assert prefix_len % block_size == 0, f"prefix_len is {prefix_len}; expected a multiple of {block_size}"
-    block_m, block_n, num_warps, num_stages = _prefix_tiles(query.dtype, group)
+    block_m, block_n, num_warps, num_stages = _prefix_tiles(query.dtype, group, head_dim, shared_memory(query.device))
     rest_n, rest_warps, rest_stages = _rest_tiles(query.dtype)
     places = 2 * num_sms(query.device)  # the prefix's programs that run at once
     tiles = triton.cdiv(num_rows, block_m // group)
@@ -381,12 +387,13 @@ def cascade_attention(
     return output
 
 
-def _prefix_tiles(dtype: torch.dtype, group: int) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, warps, stages. 64 rows leave room for two programs on a multiprocessor of an H200."""
+def _prefix_tiles(dtype: torch.dtype, group: int, head_dim: int, memory: int) -> tuple[int, int, int, int]:
+    """BLOCK_M, BLOCK_N, warps, stages. 64 rows leave room for two programs on a multiprocessor of an H200; with less `memory`
+    (shared, bytes) they are only made to fit."""
     least = max(triton.next_power_of_2(group), 16)
     if INTERPRETED or dtype == torch.float32:
         return max(least, 32), 32, 4, 1
-    return max(least, 64), 64, 4, 2
+    return max(least, 64), 32 if head_dim > 128 and memory < 110_000 else 64, 4, 2
 
 
 def _rest_tiles(dtype: torch.dtype) -> tuple[int, int, int]:

@@ -68,7 +68,6 @@ def piece_at(
     row_ends,
     FUSED: tl.constexpr,
     WINDOW: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
     N: tl.constexpr,
     START: tl.constexpr,
 ):
@@ -178,7 +177,7 @@ def streamed_decode_kernel(
 
     while place < last_place:
         row, head, seq_len, begin, end, first_program, num_parts, place = piece_at(
-            place, program, share, lengths, row_begins, row_ends, FUSED, WINDOW, NUM_KV_HEADS, N, START
+            place, program, share, lengths, row_begins, row_ends, FUSED, WINDOW, N, START
         )
         # Loads come before the question whether there is work: 2 % faster, and a program asks in vain at its end only.
         token_index = row

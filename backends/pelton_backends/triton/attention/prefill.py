@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.runtime import INTERPRETED, dot, launch_options, wait_for_inputs
+from pelton_backends.triton.runtime import (
+    H200_MEMORY,
+    INTERPRETED,
+    dot,
+    launch_options,
+    shared_memory,
+    wait_for_inputs,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -44,6 +51,7 @@ def attend_keys(
     table,
     first,
     last,
+    least,
     seq_len,
     q_position,
     slope,
@@ -68,7 +76,8 @@ def attend_keys(
 
     `acc` [M, BLOCK_D], `denominator` [M] and `highest` [M] (base-2 logarithm) are float32 and returned; `q` [M, BLOCK_D].
     `k_cache`, `v_cache` point at the head; `table` at the row's blocks. `factor` is scale, times log2(e) unless there is a
-    soft cap. Without MASKED every key of every block is seen by every query; with it keys from `seq_len` on are not read.
+    soft cap. Without MASKED every key of every block is seen by every query; with it keys from `seq_len` on are not read, nor,
+    with WINDOW, those before `least`.
     """
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     for start in range(first, last, BLOCK_N):
@@ -86,8 +95,12 @@ def attend_keys(
             v_row = blocks * v_block_stride + (position % BLOCK_SIZE) * v_slot_stride
         k_at, v_at = k_cache + k_row[:, None] + d[None, :], v_cache + v_row[:, None] + d[None, :]
         if MASKED:
-            # Slots past the sequence hold anything, NaN too, which a weight of 0 would not silence.
-            is_written = (position < seq_len)[:, None] & (d < D)[None, :]
+            # Slots past the sequence, and in blocks that a window has left, hold anything, NaN too, which a weight of 0 would
+            # not silence.
+            is_own = position < seq_len
+            if WINDOW:
+                is_own = is_own & (position >= least)
+            is_written = is_own[:, None] & (d < D)[None, :]
             k = tl.load(k_at, is_written, 0.0)
         elif D != BLOCK_D:
             k = tl.load(k_at, (d < D)[None, :], 0.0)
@@ -231,23 +244,25 @@ def prefill_kernel(
     k_head, v_head = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
     table = block_table + row.to(tl.int64) * table_stride
     low = 0
+    least = 0
     if WINDOW:
-        begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+        least = tl.maximum(first_position - window + 1, 0)
+        begin = least // BLOCK_N * BLOCK_N
         low = tl.maximum(last_position - window + BLOCK_N, 0) // BLOCK_N * BLOCK_N
         low = tl.minimum(low, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         high = tl.maximum(high, low)
         acc, denominator, highest = attend_keys(
-            acc, denominator, highest, q, k_head, v_head, table, begin, low, seq_len, q_position, slope, factor,
+            acc, denominator, highest, q, k_head, v_head, table, begin, low, least, seq_len, q_position, slope, factor,
             soft_cap, window, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             D, BLOCK_D, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, SOFT_CAP, ALIBI, True,
         )  # fmt: skip
     acc, denominator, highest = attend_keys(
-        acc, denominator, highest, q, k_head, v_head, table, low, high, seq_len, q_position, slope, factor,
+        acc, denominator, highest, q, k_head, v_head, table, low, high, least, seq_len, q_position, slope, factor,
         soft_cap, window, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, SOFT_CAP, ALIBI, False,
     )  # fmt: skip
     acc, denominator, highest = attend_keys(
-        acc, denominator, highest, q, k_head, v_head, table, high, end, seq_len, q_position, slope, factor,
+        acc, denominator, highest, q, k_head, v_head, table, high, end, least, seq_len, q_position, slope, factor,
         soft_cap, window, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, SOFT_CAP, ALIBI, True,
     )  # fmt: skip
@@ -265,13 +280,11 @@ LONG = 1024  # keys that are worth splitting
 
 @cache
 def _hopper(device: torch.device) -> ModuleType | None:
-    """The kernel for compute capability 9.0, where the device and Triton's version have it."""
+    """The kernel for compute capability 9.0, where the device has it."""
     if INTERPRETED or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    try:
-        from pelton_backends.triton.attention import prefill_hopper
-    except ImportError:  # Gluon is experimental: another Triton may lack it
-        return None
+    from pelton_backends.triton.attention import prefill_hopper
+
     return prefill_hopper
 
 
@@ -284,8 +297,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(dtype: torch.dtype, head_dim: int, group: int, max_query_len: int) -> Tiles:
-    """For an H200. Two heights, so that a start compiles two kernels: short rows, and the others.
+def choose_tiles(dtype: torch.dtype, head_dim: int, group: int, max_query_len: int, memory: int = H200_MEMORY) -> Tiles:
+    """For an H200; with less `memory` (shared, bytes) only made to fit. Two heights, so that a start compiles two kernels: short
+    rows, and the others.
 
     Of ten shapes in bfloat16 with 128 numbers a head, 128 x 128 in 8 warps and 3 stages was best or within 5 % at 2,048 to 32,768
     tokens in blocks of 16: 300 to 403 TFLOP/s. Four warps on 128 rows spill.
@@ -299,6 +313,8 @@ def choose_tiles(dtype: torch.dtype, head_dim: int, group: int, max_query_len: i
         return Tiles(max(32, least), 64, 4, 3 if head_dim <= 128 else 2)
     if head_dim <= 128:
         return Tiles(max(128, least), 128, 8, 3)
+    if memory < 150_000:
+        return Tiles(max(64, least), 32, 4, 2)
     return Tiles(max(128, least), 64, 8, 2)
 
 
@@ -393,7 +409,9 @@ def prefill_attention(
             causal=causal, skip_single=skip_single,
         )  # fmt: skip
         return output
-    block_m, block_n, num_warps, num_stages = tiles or choose_tiles(query.dtype, head_dim, group, max_query_len)
+    block_m, block_n, num_warps, num_stages = tiles or choose_tiles(
+        query.dtype, head_dim, group, max_query_len, shared_memory(query.device)
+    )
     # A row needs at most one program more than its share of the tokens.
     grid = (num_kv_heads, num_tokens // (block_m // group) + num_reqs - first_row)
     constants = {

@@ -184,10 +184,26 @@ def _weights(
 
 
 @gluon.jit
+def _keep_rows(tile, first, end, BLOCK_N: gl.constexpr, COPY: gl.constexpr):
+    """Zeros in a tile's rows outside of first .. end - 1. Slots past the sequence, and in blocks that a window has left, hold
+    anything, NaN too, which a weight of 0 would not silence. Both warp groups write the same zeros. Few rows at a time: there
+    are no registers left for a tile."""
+    ROWS: gl.constexpr = 16
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+    for start in gl.static_range(0, BLOCK_N, ROWS):
+        part = tile.slice(start, ROWS)
+        values = part.load(COPY)
+        is_kept = (start + row >= first) & (start + row < end)
+        part.store(gl.where(gl.expand_dims(is_kept, 1), values, gl.zeros_like(values)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _step(
     i, acc, weights, highest, denominator, q_smem, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
     done, last_tile, q_position, seq_len, factor, window,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile i and the sum over tile i - 1 run together on the tensor cores; then the weights of tile i, beside the sum."""
@@ -345,30 +361,30 @@ def _attend_tiles(
     )  # fmt: skip
     weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, O_LAYOUT, 2), assert_trivial=True)
     if (last_tile + 1) * BLOCK_N > seq_len:
-        # Slots past the sequence hold anything, NaN too, which a weight of 0 would not silence. Both warp groups write zeros.
         mbarrier.wait(v_ready.index(stage), phase)
-        position = last_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, COPY))
-        values = v_tiles.index(stage).load(COPY)
-        v_tiles.index(stage).store(gl.where(gl.expand_dims(position < seq_len, 1), values, gl.zeros_like(values)))
-        fence_async_shared()
-        gl.thread_barrier()
+        _keep_rows(v_tiles.index(stage), 0, seq_len - last_tile * BLOCK_N, BLOCK_N, COPY)
 
     for i in range(1, whole):
         acc, weights, highest, denominator = _step(
             i, acc, weights, highest, denominator, q_smem, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, done,
-            last_tile, q_position, seq_len, factor, window, BLOCK_N, D, STAGES, CAUSAL, WINDOW, True, S_LAYOUT, O_LAYOUT,
+            last_tile, q_position, seq_len, factor, window, BLOCK_N, STAGES, CAUSAL, WINDOW, True, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
     for i in range(whole, windowed):
         acc, weights, highest, denominator = _step(
             i, acc, weights, highest, denominator, q_smem, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, done,
-            last_tile, q_position, seq_len, factor, window, BLOCK_N, D, STAGES, CAUSAL, WINDOW, False, S_LAYOUT, O_LAYOUT,
+            last_tile, q_position, seq_len, factor, window, BLOCK_N, STAGES, CAUSAL, WINDOW, False, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
     if WINDOW:
         for i in range(windowed, num_tiles):
             acc, weights, highest, denominator = _step(
                 i, acc, weights, highest, denominator, q_smem, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, done,
-                last_tile, q_position, seq_len, factor, window, BLOCK_N, D, STAGES, CAUSAL, WINDOW, True, S_LAYOUT, O_LAYOUT,
+                last_tile, q_position, seq_len, factor, window, BLOCK_N, STAGES, CAUSAL, WINDOW, True, S_LAYOUT, O_LAYOUT,
             )  # fmt: skip
+        least = seq_len - query_len + first_token - window + 1
+        if first_tile * BLOCK_N < least:
+            at = done + num_tiles - 1
+            mbarrier.wait(v_ready.index(at % STAGES), (at // STAGES) & 1)
+            _keep_rows(v_tiles.index(at % STAGES), least - first_tile * BLOCK_N, BLOCK_N, BLOCK_N, COPY)
     return acc, weights, highest, denominator
 
 

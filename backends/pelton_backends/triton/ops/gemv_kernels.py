@@ -165,7 +165,7 @@ def product(
     if DOT:
         return tl.sum(total, axis=0)
     else:
-        return columns_of_sums(total, R, M)
+        return columns_of_sums(total, M)
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def added_products(totals, piece, x, M: tl.constexpr):
 
 
 @triton.jit
-def columns_of_sums(totals, R: tl.constexpr, M: tl.constexpr):
+def columns_of_sums(totals, M: tl.constexpr):
     """totals[m] [R, P] summed over P -> [R, M]."""
     result = tl.sum(totals[0], axis=1)[:, None]
     for m in tl.static_range(1, M):

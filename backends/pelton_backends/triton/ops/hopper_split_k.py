@@ -237,7 +237,7 @@ class HopperProduct:
       Qwen3-0.6B, 32 rows      QKV  2.9 (5.3)  O  3.7 (5.9)  gate and up  4.3 (6.3)  down  4.6 (7.7)
       Llama-3.1-8B, 32 rows    QKV 14.6 (16.4) O 10.6 (13.9) gate and up 57.3 (57.1) down 29.6 (33.1)
 
-    counters  [at least ceil(N / 64) * 8] int32, zeros; zeros again when the kernel is done
+    counters  [at least ceil(N / 64) * ceil(T / 16)] int32, zeros; zeros again when the kernel is done
     Rows of x begin at multiples of 16 bytes (`takes`).
     """
 

@@ -28,6 +28,7 @@ from pelton.ops.interface import (
     NormSpec,
 )
 from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.ops.gemv import DTYPES
 from pelton_backends.triton.ops.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows, normed
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
@@ -175,6 +176,8 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 def _refusals(needs: Any) -> list[str]:
     reasons = []
+    if needs.dtype not in DTYPES:
+        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
     if needs.linear.weight_format != "plain":
         reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
     if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:

@@ -43,11 +43,11 @@ def normed(x, inverse_rms, weight, UNIT_OFFSET: tl.constexpr, dtype: tl.constexp
 
 @triton.jit
 def to_cache(x, dtype: tl.constexpr):
-    """The cache's dtype; 8-bit formats saturate."""
+    """The cache's dtype; 8-bit formats saturate, and NaN stays what it is: a row that reads it fails."""
     if dtype == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     elif dtype == tl.float8e5:
-        x = tl.clamp(x.to(tl.float32), -57344.0, 57344.0)
+        x = tl.clamp(x.to(tl.float32), -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
 

@@ -71,7 +71,7 @@ def _measure(row_logits, cuts, floor, BY_MASS: tl.constexpr, warmth, top, V: tl.
 def _gather(
     row_logits, spare_keys, low, high, floor, BY_MASS: tl.constexpr, warmth, top, V: tl.constexpr, LANES: tl.constexpr
 ):
-    """Keys in [low, high) to `spare_keys`, in the order of tokens."""
+    """Keys in [low, high) to `spare_keys`, in the order of tokens; how many."""
     written = tl.zeros([], tl.int32)
     for start in range(0, V, LANES):
         keys, _ = _load(row_logits, start + tl.arange(0, LANES), floor, BY_MASS, warmth, top, V)
@@ -80,6 +80,7 @@ def _gather(
         tl.store(spare_keys + at, keys, mask=is_taken)
         written += tl.sum(is_taken.to(tl.int32), 0)
     tl.debug_barrier()
+    return written
 
 
 @triton.jit
@@ -110,9 +111,9 @@ def _threshold(
         above = tl.maximum(above, tl.max(tl.where(is_enough, 0.0, totals), 0))
         turn += 1
     if high - low > 1:
-        _gather(row_logits, spare_keys, low, high, floor, BY_MASS, warmth, top, V, LANES)
+        num_keys = _gather(row_logits, spare_keys, low, high, floor, BY_MASS, warmth, top, V, LANES)
         place = tl.arange(0, SPARE)
-        keys = tl.load(spare_keys + place, mask=place < count_low - count_high, other=LOWEST_KEY)
+        keys = tl.load(spare_keys + place, mask=place < num_keys, other=LOWEST_KEY)
         measures = tl.full([SPARE], 1.0, tl.float64)
         if BY_MASS:
             measures = key_value(keys).to(tl.float64)

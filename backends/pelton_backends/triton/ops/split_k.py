@@ -15,7 +15,15 @@ import triton.language as tl
 
 from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.pieces import activated
-from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, wait_for_inputs
+from pelton_backends.triton.runtime import (
+    H200_MEMORY,
+    dot,
+    has_pdl,
+    launch_options,
+    let_next_start,
+    shared_memory,
+    wait_for_inputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,17 +124,6 @@ class Tiling(NamedTuple):
     stages: int
     num_warps: int
     tokens: int = 256  # at most
-
-
-H200_MEMORY = 227 * 1024
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
-    if device.type != "cuda":
-        return H200_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @cache
