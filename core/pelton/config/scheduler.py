@@ -29,7 +29,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_queued_reqs: int | None = None
     """Most requests that wait; one more is refused with status 503."""
     max_num_queued_tokens: int | None = None
-    """Most prompt tokens that wait; a request over it is refused with status 503."""
+    """Most prompt tokens that wait; a request over it is refused with status 503. One longer prompt is taken when nothing waits."""
     max_side_table_seqs: int = 64
     """Requests at once that sample with penalties, bias, token sets or bad words; others wait for a place."""
     stream_interval: int = 1
