@@ -146,7 +146,12 @@ class _Connection:
         self._to_engine.setsockopt(zmq.SNDTIMEO, 1000)
         self._to_engine.connect(protocol.address(self._socket_dir, protocol.INPUT_SOCKET))
         self._send_lock = threading.Lock()
-        self.process = _spawn(self._socket_dir, hang_dump_s)
+        try:
+            self.process = _spawn(self._socket_dir, hang_dump_s)
+        except BaseException:
+            self._context.destroy(0)  # waits for open sockets otherwise, for ever, once it is collected
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            raise
         # At exit, or when the last reference goes, no process and no directory is left behind.
         self._finalizer = weakref.finalize(self, _clean_up, self.process, self._socket_dir)
         self._stderr_thread = threading.Thread(
@@ -356,18 +361,14 @@ def _spawn(socket_dir: str, hang_dump_s: float) -> subprocess.Popen[bytes]:
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if "zip" not in path)
     if threading.current_thread() is threading.main_thread():
         command.append("--die-with-parent")
-    try:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,  # never written: its end tells the engine that we are gone
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-    except BaseException:
-        shutil.rmtree(socket_dir, ignore_errors=True)
-        raise
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,  # never written: its end tells the engine that we are gone
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+    )
 
 
 def _forward_stderr(process: subprocess.Popen[bytes], last_lines: deque[str]) -> None:

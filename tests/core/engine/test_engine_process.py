@@ -379,6 +379,22 @@ def test_a_dead_engine_can_be_started_again(start: Start) -> None:
     assert len(collect(client)[0]) == 8
 
 
+def test_a_process_that_the_system_refuses_leaves_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    make_socket_dir = protocol.make_socket_dir
+    monkeypatch.setattr(protocol, "make_socket_dir", lambda: made.append(make_socket_dir()) or made[-1])
+
+    def refuse(*args: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(process_client, "_spawn", refuse)
+    num_files = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="Cannot allocate") as caught:
+        start()
+    del caught
+    assert psutil.Process().num_fds() == num_files and not Path(made[0]).exists()
+
+
 def test_restarts_leak_no_files_and_no_threads(start: Start) -> None:
     client = start()
     counts = []
