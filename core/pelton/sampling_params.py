@@ -83,9 +83,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self.stop = self.stop or []
-        self.stop_token_ids = self.stop_token_ids or []
-        self.bad_words = self.bad_words or []
+        self.stop = [] if self.stop is None else self.stop
+        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        self.bad_words = [] if self.bad_words is None else self.bad_words
         self.verify()
 
     @property
@@ -113,12 +113,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def verify(self) -> None:
         """Check every field on its own and the pairs that contradict each other."""
+        for name, (types, words) in _TYPES.items():
+            if not isinstance(getattr(self, name), types):
+                raise RequestError(f"{name} must be {words}", param=name, value=getattr(self, name))
         _number("temperature", self.temperature, 0.0, 2.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
         _integer("n", self.n, 1, limits.MAX_N)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -140,7 +143,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self._verify_lists()
 
     def _verify_lists(self) -> None:
-        assert isinstance(self.stop, list) and self.stop_token_ids is not None and self.bad_words is not None
+        assert (
+            isinstance(self.stop, list) and self.stop_token_ids is not None and self.bad_words is not None
+        )  # `_TYPES`
         _length("stop", self.stop, limits.MAX_STOP_STRINGS)
         _length("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
         _length("bad_words", self.bad_words, limits.MAX_BAD_WORDS)
@@ -167,6 +172,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             for token_id, bias in self.logit_bias.items():
                 _integer("logit_bias", token_id, 0, 2**31 - 1)
                 _number("logit_bias", bias, -100.0, 100.0)
+
+
+_BOOL, _NONE = (bool, "true or false"), type(None)
+_TYPES: dict[str, tuple[Any, str]] = {
+    "include_stop_str_in_output": _BOOL,
+    "ignore_eos": _BOOL,
+    "detokenize": _BOOL,
+    "skip_special_tokens": _BOOL,
+    "spaces_between_special_tokens": _BOOL,
+    "stop": (list, "a string or a list of strings"),
+    "stop_token_ids": (list, "a list of token ids"),
+    "bad_words": (list, "a list of strings"),
+    "allowed_token_ids": ((list, _NONE), "a list of token ids"),
+    "logit_bias": ((dict, _NONE), "a map from token ids to numbers"),
+    "output_kind": (RequestOutputKind, "a RequestOutputKind"),
+    "structured_outputs": ((StructuredOutputsParams, _NONE), "a StructuredOutputsParams"),
+    "extra_args": ((dict, _NONE), "a map from names to plain data"),
+}
+"""Of the fields that are neither numbers nor checked one by one."""
 
 
 def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:

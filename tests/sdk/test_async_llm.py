@@ -21,7 +21,7 @@ from pelton.engine import process_client
 from pelton.engine.in_process import InProcessClient
 from pelton.engine.messages import EngineOutputs
 from pelton.engine.process_client import ProcessClient
-from pelton.errors import ConfigError, EngineDeadError, EngineError, PeltonError, RequestError
+from pelton.errors import ConfigError, DeadlineExceededError, EngineDeadError, EngineError, PeltonError, RequestError
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind
@@ -271,6 +271,19 @@ async def test_a_restart_that_the_system_refuses_is_logged_and_tried_again(
     assert await settles(lambda: num_tries == 2 and llm.is_healthy, 10)
     assert "did not come back: OSError: [Errno 12] Cannot allocate memory" in caplog.text
     assert len((await collect(llm.generate("abc", params())))[0]) == 6
+
+
+async def test_a_time_limit_holds_though_the_engine_stands_still(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pelton.sdk.async_llm.DEADLINE_GRACE_S", 0.1)
+    llm: AsyncLLM = await make()
+    os.kill(pid(llm), signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineExceededError, match="time limit of 0.2 s passed, and the engine gives no sign"):
+            await asyncio.wait_for(collect(llm.generate("abc", params(), timeout_s=0.2)), 10)
+        assert llm.num_unfinished_requests == 0
+    finally:
+        os.kill(pid(llm), signal.SIGCONT)
+    assert len((await collect(llm.generate("abc", params(), timeout_s=60)))[0]) == 6
 
 
 async def test_start_errors_are_raised_by_start(make: Make) -> None:

@@ -22,7 +22,7 @@ from pelton.engine.input_processor import InputProcessor, Prompt
 from pelton.engine.messages import EngineOutputs, FinishReason
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OutputQueue
-from pelton.errors import EngineDeadError, EngineError, PeltonError, error_from_info
+from pelton.errors import DeadlineExceededError, EngineDeadError, EngineError, PeltonError, error_from_info
 from pelton.logging import get_logger
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import SchedulerStats
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of the GIL, the event loop goes on
+DEADLINE_GRACE_S = 1.0  # the engine keeps requests' time limits; after this long it does not answer
 MAX_RESTARTS = 5
 HEALTHY_S = 600.0  # after this long alive, earlier deaths are forgotten
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
@@ -157,17 +158,15 @@ class AsyncLLM:
         """
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         queue = await self._add(prompt, sampling_params, request_id, priority, cache_salt, timeout_s)
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
         finished = False
         try:
             while not finished:
-                output = await queue.get()
+                output = await (queue.get() if deadline is None else _get_until(deadline, queue, timeout_s))
                 finished = output.finished
                 if output.error is not None:
                     raise error_from_info(output.error)
                 yield output
-        except PeltonError:
-            finished = True
-            raise
         finally:
             if not finished:
                 self._abort(request_id)
@@ -371,6 +370,16 @@ class AsyncLLM:
         while True:
             await asyncio.sleep(self.config.observability.log_stats_interval_s)
             self.stat_loggers.log()
+
+
+async def _get_until(deadline: float, queue: OutputQueue, timeout_s: float | None) -> RequestOutput:
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await queue.get()
+    except TimeoutError:
+        raise DeadlineExceededError(
+            f"The request's time limit of {timeout_s} s passed, and the engine gives no sign."
+        ) from None
 
 
 def _start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineClient:
