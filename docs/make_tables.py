@@ -133,7 +133,7 @@ def metrics_page() -> str:
     http = HttpMetrics()
     http.observe("/v1/models", "GET", 200, 0.1)
     http_rows = [
-        (f"`pelton_{metric.name}`", type(metric).__name__.lower(), ", ".join(metric.labels), metric.documentation)
+        (f"`{metric.name}`", type(metric).__name__.lower(), ", ".join(metric.labels), metric.documentation)
         for metric in http.snapshot()
     ]
     parts = [
@@ -146,6 +146,7 @@ def metrics_page() -> str:
         "end to end begin with the arrival at the front end, by its clock.",
         table(("family", "kind", "labels", "what"), rows),
         "## Of the HTTP server",
+        "These have no prefix, whatever `--metrics-prefix` says.",
         table(("family", "kind", "labels", "what"), http_rows),
     ]
     return "\n\n".join(parts)

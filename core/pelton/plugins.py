@@ -12,7 +12,9 @@ import hashlib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,7 @@ import pluggy
 
 from pelton import env, hookspecs
 from pelton.entries import Entry
-from pelton.errors import ConfigError, PluginError
+from pelton.errors import ConfigError, PeltonError, PluginError
 from pelton.logging import get_logger
 
 GROUP = "pelton"
@@ -130,6 +132,31 @@ class Plugins:
         known = ", ".join(e.name for e in entries) or "none"
         raise ConfigError(f"{setting} is {name!r}; there is {known}. Is its plugin installed, and in {ENV_FILTER}?")
 
+    def check_config_names(self, names: Iterable[str]) -> None:
+        """Raises `ConfigError` when `plugin_config` has a name that no loaded plugin and no entry has."""
+        known = {name for name, _ in self.manager.list_name_plugin()}
+        if known.issuperset(names):
+            return
+        known |= self._entry_names()
+        for name in names:
+            if name not in known:
+                close = difflib.get_close_matches(name, sorted(known), n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(
+                    f"plugin_config has {name!r}, and no loaded plugin is called that.{hint} "
+                    f"Is its plugin installed, and in {ENV_FILTER}?"
+                )
+
+    def _entry_names(self) -> set[str]:
+        hooks = hookspecs.hooks().values()
+        names = {entry.name for hook in hooks if hook.arguments == () for entry in self.entries(hook.name)}
+        device_types = [entry.name for entry in self.entries("pelton_platforms")]
+        for hook in hooks:
+            if hook.arguments == ("device_type",):
+                for device_type in device_types:
+                    names |= {entry.name for entry in self.entries(hook.name, device_type=device_type)}
+        return names
+
     def digest(self) -> str:
         """Equal in two processes that loaded the same set: checked at the handshake."""
         text = "\n".join(f"{p.name} {p.distribution} {p.version} {p.module}" for p in self.loaded)
@@ -143,6 +170,21 @@ class Plugins:
                 f"Plugin {plugin} returns {result!r} from {hook}; return a list of entries (pelton.entries)."
             )
         return result
+
+
+@contextmanager
+def blamed(what: str, load: str, advice: str) -> Iterator[None]:
+    """Around a call into a plugin: what it raises becomes one line that says `what` ("Model 'x'") failed and where it is.
+
+    Pelton's own errors say who has to act already, and full memory is nobody's mistake: both stay what they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        torch = sys.modules.get("torch")  # not imported here: front ends do without
+        if isinstance(error, (PeltonError, MemoryError)) or (torch and isinstance(error, torch.OutOfMemoryError)):
+            raise
+        raise PluginError(f"{what} ({load}) fails: {type(error).__name__}: {error}. {advice}") from error
 
 
 def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:

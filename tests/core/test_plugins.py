@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from pelton import hookspecs
+from pelton.cli.main import main
 from pelton.entries import Entry, ModelEntry, PlatformEntry
 from pelton.errors import ConfigError, PluginError
+from pelton.executor.in_process import start_worker
 from pelton.plugins import load_plugins
 
 HEAD = """
@@ -310,3 +313,73 @@ def test_loading_plugins_imports_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+class BrokenDevice:
+    name = "toaster"
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def worker_class(self):
+        if self.fails == "worker_class":
+            raise OSError("no driver")
+        return lambda *arguments: self
+
+    def init_device(self):
+        raise OSError("no driver")
+
+
+@pytest.mark.parametrize("fails", ["worker_class", "init_device"])
+def test_a_platform_whose_device_does_not_start_is_named(fails):
+    with pytest.raises(
+        PluginError, match=r"^Platform 'toaster' \(.*:BrokenDevice\) fails: OSError: no driver\. Choose another"
+    ):
+        start_worker(None, None, BrokenDevice(fails), None)
+
+
+DEVICES = """
+def probe():
+    {probe}
+
+@hookimpl
+def pelton_platforms():
+    return [PlatformEntry(name="toaster", load="json:loads", priority=1, probe=probe)]
+
+@hookimpl
+def pelton_attention_backends(device_type):
+    if device_type == "toaster":
+        return [BackendEntry(name="crumbs", load="no_such_module:Crumbs")]
+"""
+
+
+def checked(capsys):
+    code = main(["plugins", "--check", "--json"])
+    results = {result["name"]: result for result in json.loads(capsys.readouterr().out)}
+    return code, results["bread"]
+
+
+def test_check_does_not_load_what_is_for_a_device_that_is_not_here(install, capsys):
+    install("bread", DEVICES.format(probe="return 'no toaster'"))
+    code, result = checked(capsys)
+    assert (code, result["problems"]) == (0, [])
+    assert result["not_here"] == ["toaster (no toaster)", "crumbs (for toaster)"]
+    assert main(["plugins", "--check"]) == 0
+    assert (
+        "ok   bread (dist-bread 1.2)\n       not here, so not loaded: toaster (no toaster), crumbs (for toaster)"
+        in (capsys.readouterr().out)
+    )
+
+
+def test_check_loads_what_is_for_a_device_that_is_here(install, capsys):
+    install("bread", DEVICES.format(probe="return None"))
+    code, result = checked(capsys)
+    assert code == 1 and result["not_here"] == []
+    assert any("'crumbs' cannot be loaded from 'no_such_module:Crumbs'" in problem for problem in result["problems"])
+    assert any("'toaster' (json:loads) fails: AttributeError" in problem for problem in result["problems"])
+
+
+def test_check_reports_a_probe_that_raises_as_its_plugins_problem(install, capsys):
+    install("bread", DEVICES.format(probe="raise OSError('hot')"))
+    code, result = checked(capsys)
+    assert (code, result["problems"]) == (1, ["Platform 'toaster' fails in its probe: OSError: hot"])

@@ -195,3 +195,12 @@ def test_the_licence_is_apache_2_in_full():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text and len(text) > 11_000
+
+
+def test_the_servers_metrics_are_named_as_they_are_exported():
+    from pelton_plugins.server.http_metrics import HttpMetrics
+
+    http = HttpMetrics()
+    http.observe("/v1/models", "GET", 200, 0.1)
+    section = (ROOT / "docs/metrics.md").read_text().partition("## Of the HTTP server")[2]
+    assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == [metric.name for metric in http.snapshot()]

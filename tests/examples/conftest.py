@@ -41,3 +41,9 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield site
     for name in [name for name in sys.modules if name.split(".")[0] in {f"pelton_{plugin}" for plugin in PLUGINS}]:
         del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's stat logger writes where it is started."""
+    monkeypatch.chdir(tmp_path)

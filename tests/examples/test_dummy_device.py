@@ -9,7 +9,9 @@ import pytest
 from pelton_e2e import FAMILIES, greedy_reference, make_prompts
 
 from pelton import LLM, SamplingParams
+from pelton.config import EngineConfig
 from pelton.testing.models import make_tiny_checkpoint
+from pelton.testing.platform import PlatformConformance
 
 NUM_NEW_TOKENS = 24
 LENGTHS = (1, 2, 15, 16, 17, 33, 100, 300)
@@ -76,3 +78,21 @@ def test_seeded_samples_equal_those_of_the_cpu_platform(installed, case):
             answers.append([[list(completion.token_ids) for completion in output.outputs] for output in outputs])
     assert answers[0] == answers[1], family
     assert answers[0][0][0] != answers[0][0][1], "two samples of one prompt differ"
+
+
+class TestDummyPlatform(PlatformConformance):
+    @pytest.fixture
+    def platform(self, installed, config):
+        from pelton_dummy_device.platform import DummyPlatform
+
+        platform = DummyPlatform()
+        platform.init_device(config, 0)
+        return platform
+
+
+def test_the_documented_command_has_room_for_the_default_model(installed):
+    """SmolLM2-135M in float32: 8192 tokens take 180.4 MiB."""
+    from pelton_dummy_device.platform import DummyPlatform
+
+    room = DummyPlatform().available_kv_cache_bytes(EngineConfig(), weights_bytes=0, peak_activation_bytes=0)
+    assert room >= 181 * 2**20

@@ -278,7 +278,7 @@ async def test_a_time_limit_holds_though_the_engine_stands_still(make: Make, mon
     llm: AsyncLLM = await make()
     os.kill(pid(llm), signal.SIGSTOP)
     try:
-        with pytest.raises(DeadlineExceededError, match="time limit of 0.2 s passed, and the engine gives no sign"):
+        with pytest.raises(DeadlineExceededError, match=r"time limit of .* s passed, and the engine gives no sign"):
             await asyncio.wait_for(collect(llm.generate("abc", params(), timeout_s=0.2)), 10)
         assert llm.num_unfinished_requests == 0
     finally:

@@ -15,7 +15,7 @@ from pelton import hookspecs
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
 from pelton.config.flags import parse_flags
-from pelton.entries import PlatformEntry
+from pelton.entries import Entry, PlatformEntry
 from pelton.errors import PluginError
 from pelton.metrics.manager import chosen_entries
 from pelton.platform.select import describe_platforms
@@ -23,6 +23,8 @@ from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
 
 DEVICE_TYPES = ("cpu", "cuda")
 """Asked for besides those of the platforms that are here."""
+
+SHOWN_NOT_HERE = 3
 
 
 class PluginsArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,16 +174,35 @@ def _as_text(listing: list[dict[str, Any]]) -> str:
 
 
 def check(*, as_json: bool = False) -> int:
-    """Load each plugin into a manager of its own, call its hooks and resolve its entries; 1 when something is wrong."""
+    """Load each plugin into a manager of its own, call its hooks and resolve its entries; 1 when something is wrong.
+
+    What is for a device that is not here may need what only such a machine has: it is listed, not loaded.
+    """
     results: list[dict[str, Any]] = []
+    alone: list[tuple[dict[str, Any], Plugins]] = []
+    here: set[str] = set()
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
         owner = f"{point.dist.name} {point.dist.version}" if point.dist else "?"
-        results.append({"name": point.name, "distribution": owner, "problems": _problems_of(point, owner)})
+        result: dict[str, Any] = {"name": point.name, "distribution": owner, "problems": [], "not_here": []}
+        results.append(result)
+        manager = pluggy.PluginManager(GROUP)
+        manager.add_hookspecs(hookspecs)
+        try:
+            register(manager, point.load(), point.name, owner)
+            plugins = Plugins(manager, [])
+            for entry in plugins.entries("pelton_platforms"):
+                here |= _check_platform(entry, result)
+        except Exception as error:
+            result["problems"].append(_told(error))
+        else:
+            alone.append((result, plugins))
+    for result, plugins in alone:
+        _check_entries(plugins, here, result)
     try:
         load_plugins()
     except PluginError as error:
         if not any(result["problems"] for result in results):
-            results.append({"name": "all together", "distribution": "", "problems": [str(error)]})
+            results.append({"name": "all together", "distribution": "", "problems": [str(error)], "not_here": []})
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(results), indent=2).decode())
     else:
@@ -189,27 +210,56 @@ def check(*, as_json: bool = False) -> int:
             print(f"{'ok  ' if not result['problems'] else 'FAIL'} {result['name']} ({result['distribution']})")
             for problem in result["problems"]:
                 print(f"       {problem}")
+            if result["not_here"]:
+                print(f"       not here, so not loaded: {_shortened(result['not_here'])}")
     return 1 if any(result["problems"] for result in results) else 0
 
 
-def _problems_of(point: importlib.metadata.EntryPoint, owner: str) -> list[str]:
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(hookspecs)
+def _shortened(names: list[str]) -> str:
+    rest = len(names) - SHOWN_NOT_HERE
+    return ", ".join(names[:SHOWN_NOT_HERE]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _check_platform(entry: PlatformEntry, result: dict[str, Any]) -> set[str]:
+    """The device types that the platform brings: none when its device is not here. Problems go into `result`."""
     try:
-        register(manager, point.load(), point.name, owner)
+        reason = entry.probe()
     except Exception as error:
-        return [str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"]
-    plugins = Plugins(manager, [])
-    problems = []
+        result["problems"].append(f"Platform {entry.name!r} fails in its probe: {_told(error)}")
+        return set()
+    if reason is not None:
+        result["not_here"].append(f"{entry.name} ({reason})")
+        return set()
     try:
-        offers = [offer for offer, _ in all_offers(plugins)]
-    except PluginError as error:
-        return [str(error)]
-    for offer in offers:
-        reason = offer.entry.probe() if isinstance(offer.entry, PlatformEntry) else None
-        if reason is None:
-            try:
-                offer.entry.resolve()
-            except PluginError as error:
-                problems.append(str(error))
-    return problems
+        return {entry.name, entry.resolve().device_type}
+    except Exception as error:
+        result["problems"].append(_told_of(entry, error))
+        return {entry.name}
+
+
+def _check_entries(plugins: Plugins, here: set[str], result: dict[str, Any]) -> None:
+    """Resolve all but platforms. here: device types of this machine. Problems go into `result`."""
+    try:
+        offers = all_offers(plugins)
+    except Exception as error:
+        result["problems"].append(_told(error))
+        return
+    for offer, where in offers:
+        if isinstance(offer.entry, PlatformEntry):
+            continue
+        if where and here.isdisjoint(where.split(", ")):
+            result["not_here"].append(f"{offer.entry.name} (for {where})")
+            continue
+        try:
+            offer.entry.resolve()
+        except Exception as error:
+            result["problems"].append(_told_of(offer.entry, error))
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+
+
+def _told_of(entry: Entry, error: Exception) -> str:
+    is_told = isinstance(error, PluginError)
+    return str(error) if is_told else f"{type(entry).__name__} {entry.name!r} ({entry.load}) fails: {_told(error)}"

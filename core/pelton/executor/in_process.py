@@ -21,13 +21,14 @@ from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
 from pelton.executor.interface import DeviceReport, Executor, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.model.resolved import ResolvedModel
-from pelton.plugins import Plugins
+from pelton.plugins import Plugins, blamed
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.interface import Worker
 from pelton.worker.pending import PendingOutput
 
 _SHUTDOWN_WAIT_S = 5.0
 _POLL_S = 20e-6  # of a device that is waited for with a time limit
+ADVICE = "Choose another with --device, or mend its plugin or its device's set-up."
 
 T = TypeVar("T")
 
@@ -234,8 +235,10 @@ class InProcessExecutor(Executor):
 
 def start_worker(config: EngineConfig, model: ResolvedModel, platform: Any, plugins: Plugins) -> Worker:
     """The platform's worker with its device selected and its weights loaded."""
-    worker: Worker = platform.worker_class()(config, model, platform, plugins)
-    worker.init_device()
+    made_by = type(platform)
+    with blamed(f"Platform {platform.name!r}", f"{made_by.__module__}:{made_by.__qualname__}", ADVICE):
+        worker: Worker = platform.worker_class()(config, model, platform, plugins)
+        worker.init_device()
     worker.load_model()
     return worker
 
@@ -248,6 +251,11 @@ def check_one_device(config: EngineConfig) -> None:
                 f"{name} is {getattr(parallel, name)}; the in_process executor runs one device. "
                 "Set it to 1, or name an executor that runs several with --distributed-executor-backend."
             )
+    if parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {parallel.data_parallel_size}; this release runs one engine. Set it to 1, and start a server "
+            "for each copy of the model."
+        )
 
 
 _live: weakref.WeakSet[InProcessExecutor] = weakref.WeakSet()

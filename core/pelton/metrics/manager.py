@@ -10,11 +10,14 @@ from pelton.config import EngineConfig
 from pelton.metrics.interface import OffersSnapshot, ReportsStart, StatLogger
 from pelton.metrics.snapshot import Metric
 from pelton.metrics.stats import IterationStats, SchedulerStats
+from pelton.plugins import blamed
 
 if TYPE_CHECKING:
     from pelton.engine.client import EngineInfo
     from pelton.entries import StatLoggerEntry
     from pelton.plugins import Plugins
+
+ADVICE = "Mend its plugin, or leave it out with PELTON_PLUGINS."
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +27,10 @@ class StatLoggers:
 
     def __init__(self, config: EngineConfig, plugins: Plugins, engine_index: int = 0, *, quiet: bool = False) -> None:
         entries = [] if config.observability.disable_log_stats else chosen_entries(plugins)
-        self.loggers: dict[str, StatLogger] = {
-            entry.name: entry.resolve()(config=config, engine_index=engine_index) for entry in entries
-        }
+        self.loggers: dict[str, StatLogger] = {}
+        for entry in entries:
+            with blamed(f"Stat logger {entry.name!r}", entry.load, ADVICE):
+                self.loggers[entry.name] = entry.resolve()(config=config, engine_index=engine_index)
         self._silent = {entry.name for entry in entries if quiet and entry.is_default}
         self._failed: set[tuple[str, str]] = set()
 

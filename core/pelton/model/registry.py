@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.entries import ModelEntry
 from pelton.errors import ConfigError, PluginError
+from pelton.plugins import blamed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from pelton.plugins import Plugins
 
 SIGNATURE = '__init__(self, *, config: BuildConfig, prefix: str = "")'
+ADVICE = (
+    "Check the values in the model's config.json and in --hf-overrides; if they are right, mend the model's plugin."
+)
 
 
 def find_model(entries: Iterable[ModelEntry], architecture: str) -> ModelEntry:
@@ -58,6 +62,8 @@ def load_model_class(entry: ModelEntry) -> type[nn.Module]:
 
 def build_model(config: BuildConfig, architecture: str, plugins: Plugins) -> Any:
     """The model with its weights allocated, not loaded: a `CausalLM`."""
-    model_class = load_model_class(find_model(plugins.entries("pelton_models"), architecture))
-    model = model_class(config=config)
-    return model.eval()
+    entry = find_model(plugins.entries("pelton_models"), architecture)
+    with blamed(f"Model {entry.name!r}", entry.load, ADVICE):
+        model_class = load_model_class(entry)
+        model = model_class(config=config)
+        return model.eval()

@@ -7,6 +7,7 @@ sampling defaults) is decided here, once, in the front end: every other process 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,15 @@ SAMPLING_DEFAULTS = {
 """generation_config.json's field to the one of `SamplingParams`."""
 
 
+POSITIVE_INTEGERS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
+POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta")
+
+
 def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
     """Find and describe the model of `config`. Raises `ConfigError` that says what was tried."""
+    plugins.check_config_names(config.plugin_config)
     model = config.model
     is_dummy = config.load.load_format == DUMMY_FORMAT
     path = locate(model.model, config, plugins, needs_weights=not is_dummy)
@@ -40,6 +48,7 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
     notes: list[str] = []
 
     hf_config = text_config(model_format.read_config(path), model.hf_overrides)
+    _check_numbers(hf_config, path)
     own_generation = model_format.read_generation_config(path)
     return ResolvedModel(
         name=model.model,
@@ -149,6 +158,20 @@ def _vocab_size(hf_config: Mapping[str, Any], path: Path) -> int:
     raise ConfigError(
         f"The config of {path} has vocab_size {size!r}; expected a positive number. Set it with --hf-overrides."
     )
+
+
+def _check_numbers(hf_config: Mapping[str, Any], path: Path) -> None:
+    """What models compute with. A field may be missing or null, and some models have a list, a value a layer."""
+    for names, kind, what in ((POSITIVE_INTEGERS, Integral, "integer"), (POSITIVE_NUMBERS, Real, "number")):
+        for name in names:
+            value = hf_config.get(name)
+            if value is None or isinstance(value, list):
+                continue
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_number or not 0 < value < float("inf"):
+                raise ConfigError(
+                    f"The config of {path} has {name} {value!r}; expected a positive {what}. Set it with --hf-overrides."
+                )
 
 
 def _max_model_len(wanted: int | None, hf_config: Mapping[str, Any], notes: list[str]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -120,6 +121,26 @@ class Tokenizer:
             return bytes.fromhex(spelling[3:5])
         return str(spelling).replace("▁", " ").encode()
 
+    @cached_property
+    def max_token_chars(self) -> int | None:
+        """Most characters of a text that one token can stand for, but for control characters that have no token and
+        whitespace that a special token swallows. None where a token can stand for any number, as for unknown words."""
+        composes = _composes(self.backend)
+        spellings = (
+            [character for character, byte in BYTE_OF_CHARACTER.items() if byte in _TEXT_BYTES]
+            if self.is_byte_level
+            else [f"<0x{byte:02X}>" for byte in _TEXT_BYTES]
+        )
+        if composes is None or any(self.token_id(spelling) is None for spelling in spellings):
+            return None
+        longest = 1
+        for token_id in self.backend.get_vocab(with_added_tokens=True).values():
+            token = self._bytes_of(token_id)
+            # At most four characters compose to one, and that has two bytes or more.
+            odd = len(token) - len(token.translate(None, _HIGH_BYTES)) if composes else 0
+            longest = max(longest, len(token) + odd)
+        return longest
+
     def set_chat_template(self, source: str) -> None:
         """Replace the template, and all named ones. For the start only, before other threads use this."""
         self.chat_template = ChatTemplate(source)
@@ -179,6 +200,31 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+_HIGH_BYTES = bytes(range(128, 256))
+_TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)])
+"""Of which UTF-8 text consists, but for control characters and planes that are not assigned: SmolLM lacks some of those."""
+
+
+def _composes(backend: tokenizers.Tokenizer) -> bool | None:
+    """Whether the normalizer makes one character of several; None where something drops parts of a text."""
+    composes = False
+    for part, inner in ((backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers")):
+        state = {inner: []} if part is None else json.loads(part.__getstate__())
+        for step in state.get(inner, [state]):
+            kind, pattern = step["type"], step.get("pattern", {}).get("String")
+            if kind in ("NFC", "NFKC"):
+                composes = True
+            elif kind == "Replace":
+                if pattern is None or len(step["content"]) < len(pattern):
+                    return None
+            elif kind in ("Split", "Punctuation"):
+                if step["behavior"] == "Removed":
+                    return None
+            elif kind not in ("Prepend", "ByteLevel", "Digits", "Metaspace"):
+                return None
+    return composes
 
 
 def decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from functools import cache
@@ -21,6 +22,7 @@ MAX_INPUT_CHARS = 200
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r"\$((?:\.\w+|\[\d+\])*)")
 
 
@@ -73,10 +75,28 @@ def decode(body: bytes, struct: type[T]) -> T:
     except RecursionError:
         raise RequestError("The request body is nested too deeply.", param="body") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"1 validation error: body: {error}.", param="body") from None
+        raise _unreadable(body, error) from None
     if logger.isEnabledFor(logging.DEBUG):
         _log_unknown(body, struct)
     return request
+
+
+def _unreadable(body: bytes, error: Exception) -> RequestError:
+    reason = "a string holds half of a surrogate pair" if _has_half_pair(body) else error
+    return RequestError(f"1 validation error: body: {reason}.", param="body")
+
+
+def _has_half_pair(body: bytes) -> bool:
+    """JSON but for an escape such as \\ud800 alone, of which msgspec says odd things."""
+    if not _SURROGATE.search(body):
+        return False
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _validation_error(body: bytes, struct: type[T], first: msgspec.ValidationError) -> RequestError:
@@ -84,7 +104,7 @@ def _validation_error(body: bytes, struct: type[T], first: msgspec.ValidationErr
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return RequestError(f"1 validation error: body: {error}.", param="body")
+        return _unreadable(body, error)
     found: list[tuple[str, str]] = []
     if isinstance(raw, dict):
         for field in msgspec.structs.fields(struct):

@@ -11,7 +11,7 @@ from pelton.outputs import CompletionOutput
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Ready
 from pelton_plugins.server.job import Job
-from pelton_plugins.server.logprobs import chat_logprobs, prompt_logprobs_json
+from pelton_plugins.server.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from pelton_plugins.server.params import check_chat, sampling_params
 from pelton_plugins.server.prompts import check_fan_out, check_length, content_text, render, truncate
 from pelton_plugins.server.protocol import (
@@ -59,6 +59,9 @@ class _ChatJob(Job[ChatCompletionRequest, ChatChoice]):
         self._role = self.exchange.state.config.response_role
         self._prompt_token_ids = self.prompts[0].token_ids if self.request.return_token_ids else None
         self._is_plain = not self.request.logprobs and not self.request.return_token_ids
+        self._writer = TokenWriter.of(
+            self.llm.tokenizer, self.params, as_ids=bool(self.request.return_tokens_as_token_ids)
+        )
 
     def _echoed(self) -> str:
         """With echo, the text of a last message that has the role of the answer."""
@@ -70,12 +73,7 @@ class _ChatJob(Job[ChatCompletionRequest, ChatChoice]):
     def _logprobs(self, choice: CompletionOutput) -> ChatLogprobs | None:
         if not self.request.logprobs or choice.logprobs is None:
             return None
-        return chat_logprobs(
-            choice.token_ids,
-            choice.logprobs,
-            self.request.top_logprobs or 0,
-            as_ids=bool(self.request.return_tokens_as_token_ids),
-        )
+        return chat_logprobs(choice.token_ids, choice.logprobs, self.request.top_logprobs or 0, self._writer)
 
     # Whole
 

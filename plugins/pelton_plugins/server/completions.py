@@ -14,7 +14,13 @@ from pelton.sampling_params import SamplingParams
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Ready
 from pelton_plugins.server.job import Job
-from pelton_plugins.server.logprobs import completion_logprobs, prompt_logprobs_json
+from pelton_plugins.server.logprobs import (
+    TextOffsets,
+    TokenWriter,
+    completion_logprobs,
+    prompt_logprobs_json,
+    prompt_offsets,
+)
 from pelton_plugins.server.params import check_completion, sampling_params
 from pelton_plugins.server.prompts import read_prompts
 from pelton_plugins.server.protocol import (
@@ -59,11 +65,14 @@ class _CompletionJob(Job[CompletionRequest, CompletionChoice]):
     chunk_object = "text_completion"
 
     _begun: set[int] = field(init=False, default_factory=set)  # choices that the stream has told of
-    _text_offsets: dict[int, int] = field(init=False, default_factory=dict)  # of a choice's next token
+    _text_offsets: dict[int, TextOffsets] = field(init=False, default_factory=dict)  # by choice
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._is_plain = self.request.logprobs is None and not self.request.return_token_ids
+        self._writer = TokenWriter.of(
+            self.llm.tokenizer, self.params, as_ids=bool(self.request.return_tokens_as_token_ids)
+        )
 
     def outputs(self) -> AsyncGenerator[Ready, None]:
         outputs = super().outputs()
@@ -81,25 +90,33 @@ class _CompletionJob(Job[CompletionRequest, CompletionChoice]):
         num_top = self.request.logprobs
         if num_top is None or choice.logprobs is None:
             return None
-        ids, rows = list(choice.token_ids), list(choice.logprobs)
-        first = ""
-        if self.request.echo and is_first and output.prompt_logprobs is not None:
-            ids = [*output.prompt_token_ids, *ids]
-            rows = [*output.prompt_logprobs, *rows]  # type: ignore[list-item]
-            first = str(self.llm.tokenizer.decode(ids[:1])) if self.llm.tokenizer else ""
+        writer = self._writer
         position = index * self.params.n + choice.index
-        offset = self._text_offsets.get(position)
-        if offset is None:
-            offset = len(self._prompt_text(index)) if self.request.echo and not first else 0
-        found, self._text_offsets[position] = completion_logprobs(
-            ids,
-            rows,
+        offsets = self._text_offsets.get(position)
+        if offsets is None:
+            start = len(self._prompt_text(index)) if self.request.echo else 0
+            offsets = TextOffsets(writer, output.prompt_token_ids, self.params, start)
+            self._text_offsets[position] = offsets
+        ids, rows = choice.token_ids, choice.logprobs
+        text_offsets = offsets.take(ids, rows)
+        if not (self.request.echo and is_first and output.prompt_logprobs is not None):
+            return completion_logprobs(ids, rows, text_offsets, num_top, writer)
+        prompt_ids, prompt_rows = output.prompt_token_ids, output.prompt_logprobs
+        first = ""
+        if self.llm.tokenizer:
+            first = str(self.llm.tokenizer.decode(prompt_ids[:1], skip_special_tokens=False))
+        texts = [
+            first if row is None else row[token_id].decoded_token or ""
+            for token_id, row in zip(prompt_ids, prompt_rows, strict=True)
+        ]
+        return completion_logprobs(
+            [*prompt_ids, *ids],
+            [*prompt_rows, *rows],
+            [*prompt_offsets(writer, texts, prompt_ids, self._prompt_text(index)), *text_offsets],
             num_top,
-            text_offset=offset,
-            decode_first=first,
-            as_ids=bool(self.request.return_tokens_as_token_ids),
+            writer,
+            first_text=first,
         )
-        return found
 
     # Whole
 

@@ -8,6 +8,7 @@ import hmac
 import re
 import time
 import uuid
+from typing import Any
 
 import msgspec
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,9 @@ from pelton_plugins.server.errors import error_response
 from pelton_plugins.server.state import ServerState
 
 access_logger = get_logger("pelton.access")
+
+CLIENT_LEFT = 499
+"""As nginx counts a request whose client went away before an answer began."""
 
 REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
 
@@ -39,7 +43,14 @@ class Edge:
         started = time.perf_counter()
         request_id = self._request_id(scope)
         scope["pelton_request_id"] = request_id  # type: ignore[typeddict-unknown-key]
-        status = 500
+        status: int | None = None  # of the answer, once it began
+        has_left = False
+
+        async def watched() -> Any:
+            nonlocal has_left
+            message = await receive()
+            has_left = has_left or message["type"] == "http.disconnect"
+            return message
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -52,10 +63,14 @@ class Edge:
         metrics.num_in_progress += 1
         try:
             if self._is_allowed(scope):
-                await self._app(scope, receive, counted)
+                await self._app(scope, watched, counted)
             else:
                 await _refuse(counted)
+        except BaseException:
+            status = status or 500
+            raise
         finally:
+            status = status or (CLIENT_LEFT if has_left else 500)
             seconds = time.perf_counter() - started
             metrics.num_in_progress -= 1
             method = _method(scope)

@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 import msgspec
 from litestar.types import Receive, Scope, Send
 
+from pelton.errors import RequestError
 from pelton_plugins.server.body import check_content_type, decode, read_body
 from pelton_plugins.server.errors import ClientDisconnected, describe
+from pelton_plugins.server.params import in_sent_names
 from pelton_plugins.server.state import ServerState
 
 SSE_HEADERS = [
@@ -53,6 +55,7 @@ class Exchange:
         self._last_write = 0.0
         self._task: asyncio.Task[Any] | None = None
         self._ended_by: Exception | None = None
+        self._request: msgspec.Struct | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
@@ -61,6 +64,7 @@ class Exchange:
         try:
             check_content_type(scope)
             request = decode(await read_body(scope, receive, config.max_body_bytes), self._struct)
+            self._request = request
             if self._generates:
                 await self._run_until_ended(request, receive)
             else:
@@ -114,6 +118,8 @@ class Exchange:
 
     async def _fail(self, error: Exception) -> None:
         body = describe(error, self.request_id, in_detail=self.state.config.return_errors_in_detail)
+        if self._request is not None and isinstance(error, RequestError):
+            body.error.message, body.error.param = in_sent_names(body.error.message, body.error.param, self._request)
         encoded = msgspec.json.encode(body)
         if self._is_answered:
             return

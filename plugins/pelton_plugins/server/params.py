@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,12 +90,43 @@ def check_common(request: GenerateRequest) -> None:
     cut = request.truncate_prompt_tokens
     if cut is not None and cut != -1 and cut < 1:
         raise RequestError("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens", value=cut)
-    if request.vllm_xargs is not None and len(msgspec.json.encode(request.vllm_xargs)) > limits.MAX_EXTRA_ARGS_BYTES:
+    if request.vllm_xargs is not None and _json_size(request.vllm_xargs) > limits.MAX_EXTRA_ARGS_BYTES:
         raise RequestError(f"vllm_xargs is longer than {limits.MAX_EXTRA_ARGS_BYTES} bytes of JSON", param="vllm_xargs")
     if request.use_beam_search:
         raise NotSupportedError("Beam search is not offered; leave use_beam_search out.", param="use_beam_search")
     if request.kv_transfer_params is not None:
         raise NotSupportedError("No KV connector runs here; leave kv_transfer_params out.", param="kv_transfer_params")
+
+
+def _json_size(extra_args: dict[str, Any]) -> int:
+    try:
+        return len(msgspec.json.encode(extra_args))
+    except RecursionError:  # it may be decoded at a depth of the stack, and not encoded at another
+        raise RequestError("vllm_xargs is nested too deeply", param="vllm_xargs") from None
+
+
+def sent_names(request: msgspec.Struct) -> dict[str, str]:
+    """What the engine calls otherwise than this request does: from its name to the field that the client sent."""
+    if not isinstance(request, GenerateRequest):
+        return {}
+    names: list[tuple[str, str, bool]] = [
+        ("extra_args", "vllm_xargs", True),
+        ("structured_outputs", "response_format", request.structured_outputs is None),
+    ]
+    if isinstance(request, ChatCompletionRequest):
+        names += [("logprobs", "top_logprobs", True), ("max_tokens", "max_completion_tokens", True)]
+    else:
+        names += [("prompt_logprobs", "logprobs", request.prompt_logprobs is None)]  # with echo
+    return {name: field for name, field, is_sent in names if is_sent and getattr(request, field, None) is not None}
+
+
+def in_sent_names(message: str, param: str | None, request: msgspec.Struct) -> tuple[str, str | None]:
+    """An error's text and field with the names of `sent_names`."""
+    names = sent_names(request)
+    for name, field in names.items():
+        if name == param or name == "max_tokens":  # which errors of other fields and of the prompt's length mention
+            message = re.sub(rf"\b{name}\b", field, message)
+    return message, names.get(param or "", param)
 
 
 def check_completion(request: CompletionRequest) -> None:

@@ -37,21 +37,47 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return work() if size <= LONG_TEXT_CHARS else await asyncio.to_thread(work)
 
 
-async def tokenize(llm: AsyncLLM | Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Off the event loop where the text is long."""
-    (token_ids,) = await tokenize_all(llm, [text], add_special_tokens=add_special_tokens)
+async def tokenize(
+    llm: AsyncLLM | Any, text: str, *, add_special_tokens: bool, request: GenerateRequest | None = None
+) -> list[int]:
+    """Off the event loop where the text is long. request: what may ask to truncate it."""
+    (token_ids,) = await tokenize_all(llm, [text], add_special_tokens=add_special_tokens, request=request)
     return token_ids
 
 
-async def tokenize_all(llm: AsyncLLM | Any, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-    """Off the event loop where the texts are long together."""
+async def tokenize_all(
+    llm: AsyncLLM | Any, texts: Sequence[str], *, add_special_tokens: bool, request: GenerateRequest | None = None
+) -> list[list[int]]:
+    """Off the event loop where the texts are long together. Raises `RequestError` for one that cannot fit in the context."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise RequestError("The server runs without a tokenizer; send token ids.", param="prompt")
     size = sum(map(len, texts))
     if size <= LONG_TEXT_CHARS:
         return [list(tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
-    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)
+
+    def work() -> list[list[int]]:
+        fitting = [_bounded(llm, text, request) for text in texts]
+        found: list[list[int]] = tokenizer.encode_batch(fitting, add_special_tokens=add_special_tokens)
+        return found
+
+    return await asyncio.to_thread(work)
+
+
+def _bounded(llm: AsyncLLM | Any, text: str, request: GenerateRequest | None) -> str:
+    """`text`, unless it is longer than any that fits: to tokenize megabytes takes a hundred times their memory."""
+    most, longest = max_model_len(llm), llm.tokenizer.max_token_chars
+    if longest is None or len(text) <= most * longest:
+        return text
+    wanted = request.truncate_prompt_tokens if request is not None else None
+    if request is not None and wanted is not None and wanted <= most:  # the rest has at least `most` tokens
+        return text[: most * longest] if request.truncation_side == "right" else text[-most * longest :]
+    raise RequestError(
+        f"This model's maximum context length is {most} tokens. However, your prompt contains {len(text)} characters, and "
+        f"no more than {most * longest} can fit, as no token has more than {longest}. Shorten the prompt.",
+        param="input_text",
+        value=len(text),
+    )
 
 
 def truncate(llm: AsyncLLM | Any, request: GenerateRequest, prompt: Prompt, max_tokens: int | None) -> Prompt:
@@ -112,7 +138,7 @@ async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: 
     check_fan_out(len(items), params.n)
     special = True if request.add_special_tokens is None else request.add_special_tokens
     if isinstance(items[0], str):
-        found = await tokenize_all(llm, items, add_special_tokens=special)
+        found = await tokenize_all(llm, items, add_special_tokens=special, request=request)
         read = [Prompt(token_ids=ids, text=text) for ids, text in zip(found, items, strict=True)]
     else:
         read = [Prompt(token_ids=ids) for ids in items]
@@ -148,7 +174,12 @@ async def render(llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeR
         if request.chat_template is None:
             raise
         raise RequestError(str(error), param="chat_template") from None
-    ids = await tokenize(llm, text, add_special_tokens=bool(request.add_special_tokens))
+    ids = await tokenize(
+        llm,
+        text,
+        add_special_tokens=bool(request.add_special_tokens),
+        request=request if isinstance(request, ChatCompletionRequest) else None,
+    )
     if not ids:
         raise RequestError("The messages render to an empty prompt.", param="messages")
     return Prompt(token_ids=ids, text=text)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Collection, Iterator
@@ -49,6 +50,7 @@ class Server:
         self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
     ) -> None:
         config.check_exposure()
+        check_tls(config)
         names = engine_config.model.served_model_name or [engine_config.model.model]
         self.config = config
         self.port = config.port  # once bound, the real one where this is 0
@@ -65,7 +67,8 @@ class Server:
     def url(self) -> str:
         host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "localhost") else self.config.host
         scheme = "https" if self.config.ssl_certfile else "http"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}{self.config.root_path}"
+        # Without root_path: the proxy in front has that, not this socket.
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def run(self) -> int:
         """Serve until a signal. Returns the exit code."""
@@ -128,8 +131,11 @@ class Server:
         assert self._loading is not None
         if not self._loading.done():
             # A thread is in the middle of the start and cannot be interrupted; the engine process ends when we do.
-            print("Stopped while loading.", file=sys.stderr, flush=True)
-            os._exit(0)
+            if self._num_signals:
+                print("Stopped while loading.", file=sys.stderr, flush=True)
+                os._exit(0)
+            logger.error("The server failed while the model was loading.", exc_info=True)
+            os._exit(1)
         if self.state.llm is not None:
             _shutdown(self.state.llm)
 
@@ -187,6 +193,24 @@ def give_way(by: int = NICENESS) -> None:
             with contextlib.suppress(ProcessLookupError):
                 now = os.getpriority(os.PRIO_PROCESS, int(thread))
                 os.setpriority(os.PRIO_PROCESS, int(thread), now + by)
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Load the certificate and its key. Raises `ConfigError` that names the setting, the file and the reason."""
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    name, path = "ssl_certfile", config.ssl_certfile
+    try:
+        context.load_verify_locations(path)  # certificates only, so that a failure below is the key's
+        name, path = "ssl_keyfile", config.ssl_keyfile
+        open(path, "rb").close()  # the error of the load below names no file
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # ssl.SSLError too
+        reason = "is not the key of ssl_certfile" if "MISMATCH" in str(error) else "cannot be loaded"
+        found = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror or error
+        wanted = "a certificate chain" if name == "ssl_certfile" else f"the private key of {config.ssl_certfile}"
+        raise ConfigError(f"{name} {path} {reason} ({found}). Give {wanted} as PEM.") from None
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pelton.config import EngineConfig
 from pelton.entries import StatLoggerEntry
+from pelton.errors import ConfigError, PluginError
 from pelton.metrics.buckets import BucketCounts, one_two_five
 from pelton.metrics.hit_rate import HitRateWindow
 from pelton.metrics.manager import StatLoggers
@@ -176,3 +177,27 @@ def test_quiet_default_loggers_count_and_write_nothing():
 def test_no_loggers_with_stats_off():
     config = EngineConfig.from_flat(disable_log_stats=True)
     assert not StatLoggers(config, Offers(offer("recorder")))
+
+
+class Unmakable(Recorder):
+    def __init__(self, config, engine_index=0):
+        raise CLASSES["error"]
+
+
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (
+            OSError("no disk"),
+            (PluginError, r"Stat logger 'unmakable' \(x:y\) fails: OSError: no disk\. Mend its plugin"),
+        ),
+        (ConfigError("path is 3"), (ConfigError, "^path is 3$")),
+        (MemoryError("full"), (MemoryError, "^full$")),
+    ],
+    ids=["plugin", "operator", "memory"],
+)
+def test_a_logger_that_cannot_be_made_is_named(monkeypatch, error, told):
+    monkeypatch.setitem(CLASSES, "unmakable", Unmakable)
+    monkeypatch.setitem(CLASSES, "error", error)
+    with pytest.raises(told[0], match=told[1]):
+        StatLoggers(EngineConfig(), Offers(offer("unmakable")))

@@ -4,10 +4,11 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from pelton.entries import ModelEntry
 from pelton.errors import ConfigError, PluginError
-from pelton.model.registry import find_model, load_model_class
+from pelton.model.registry import build_model, find_model, load_model_class
 
 MODULE = "test_registry_models"
 
@@ -76,3 +77,38 @@ def test_another_signature_is_refused_with_the_right_one(model):
 def test_a_class_without_a_method_is_refused_by_its_name():
     with pytest.raises(PluginError, match="has no compute_logits"):
         load_model_class(entry("wrong", "X", model=WithoutLogits))
+
+
+class Failing(Right):
+    error: Exception
+
+    def __init__(self, *, config, prefix=""):
+        raise self.error
+
+
+class Offers:
+    def __init__(self, *entries):
+        self._entries = entries
+
+    def entries(self, hook):
+        return list(self._entries)
+
+
+def test_a_class_that_cannot_be_made_is_named():
+    failing = type("Failing", (Failing,), {"error": ZeroDivisionError("by head_dim 0")})
+    with pytest.raises(
+        PluginError,
+        match=rf"^Model 'mine' \({MODULE}:mine\) fails: ZeroDivisionError: by head_dim 0\. Check the values",
+    ) as caught:
+        build_model(None, "X", Offers(entry("mine", "X", model=failing)))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("hidden_act is 'x'"), torch.OutOfMemoryError("full"), MemoryError("full")], ids=repr
+)
+def test_errors_that_are_not_the_models_stay_what_they_are(error):
+    failing = type("Failing", (Failing,), {"error": error})
+    with pytest.raises(type(error)) as caught:
+        build_model(None, "X", Offers(entry("mine", "X", model=failing)))
+    assert caught.value is error

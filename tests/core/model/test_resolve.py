@@ -273,3 +273,49 @@ def test_a_plugins_source_is_asked_by_priority_and_told_what_is_needed(folder):
         "/d",
         False,
     )
+
+
+@pytest.mark.parametrize(
+    "field, value, what",
+    [
+        ("num_hidden_layers", "a", "integer"),
+        ("num_key_value_heads", 0, "integer"),
+        ("hidden_size", 64.0, "integer"),
+        ("head_dim", -8, "integer"),
+        ("num_attention_heads", True, "integer"),
+        ("rms_norm_eps", "a", "number"),
+        ("rope_theta", 0, "number"),
+    ],
+)
+def test_a_number_that_cannot_be_is_named_with_its_value(folder, field, value, what):
+    with pytest.raises(ConfigError, match=f"has {field} {value!r}; expected a positive {what}"):
+        resolve(folder, hf_overrides={field: value})
+
+
+@pytest.mark.parametrize("value", [None, [2, 4]])
+def test_a_number_may_be_left_to_the_model(folder, value):
+    assert resolve(folder, hf_overrides={"num_key_value_heads": value}).hf_config["num_key_value_heads"] == value
+
+
+class Named:
+    PELTON_API = ">=1,<2"
+    __name__ = "stranger"
+
+    @hookimpl
+    def pelton_model_sources(self):
+        return [Entry(name="shelf", load="json:loads", priority=1)]
+
+
+def test_settings_of_a_plugin_that_is_not_there_are_refused(folder):
+    plugins = plugins_of(cpu, sources, Named())
+
+    def resolve_with(name):
+        config = EngineConfig.from_flat(model=str(folder), plugin_config={"stranger": {}, name: {"x": 1}})
+        return resolve_model(config, plugins)
+
+    assert resolve_with("shelf").vocab_size == 320, "an entry's name"
+    assert resolve_with("cpu").vocab_size == 320, "a platform's"
+    with pytest.raises(ConfigError, match=r"plugin_config has 'strangr', and no .* Did you mean 'stranger'\?"):
+        resolve_with("strangr")
+    with pytest.raises(ConfigError, match=r"plugin_config has 'nosuch', and no loaded plugin is called that\. Is its"):
+        resolve_with("nosuch")

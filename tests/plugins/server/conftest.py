@@ -30,8 +30,13 @@ VOCAB = "\x00abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,:<
 class CharTokenizer:
     """One token a character."""
 
+    max_token_chars = 1
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [max(VOCAB.find(char), 0) for char in text]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(VOCAB[i] for i in ids)

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from pelton import limits
-from pelton.errors import EngineDeadError, EngineError, QueueFullError
+from pelton.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from pelton_plugins.server.body import decode
 from pelton_plugins.server.errors import describe, scrub
+from pelton_plugins.server.params import check_common
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -78,7 +79,7 @@ BAD_COMPLETIONS = {
     "embeds": ({"prompt_embeds": "gASV"}, 501, "NotImplementedError", "prompt_embeds", ""),
     "kv-transfer": ({"kv_transfer_params": {}}, 501, "NotImplementedError", "kv_transfer_params", ""),
     "schema-missing": ({"response_format": {"type": "json_schema"}}, 400, "BadRequestError", "response_format.json_schema", ""),
-    "json-object": ({"response_format": {"type": "json_object"}}, 501, "NotImplementedError", "structured_outputs", ""),
+    "json-object": ({"response_format": {"type": "json_object"}}, 501, "NotImplementedError", "response_format", ""),
     "regex": ({"structured_outputs": {"regex": "a+"}}, 501, "NotImplementedError", "structured_outputs", ""),
     "two-constraints": ({"structured_outputs": {"regex": "a", "json": "{}"}}, 400, "BadRequestError", "structured_outputs", ""),
     "no-prompt": ({"prompt": None}, 400, "BadRequestError", "prompt", "empty"),
@@ -144,6 +145,66 @@ def test_bad_chats(shared, fields, status, param):
     body = {key: value for key, value in ({"messages": HI} | fields).items() if value is not ...}
     check(shared.post(CHAT, body), status, {400: "BadRequestError", 501: "NotImplementedError"}[status], param)
     next_request_works(shared)
+
+
+@pytest.mark.parametrize(
+    "path, fields, param, expected",
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 7}, "logprobs", "top_logprobs"),
+        (COMPLETIONS, {"logprobs": 7}, "logprobs", "logprobs"),
+        (COMPLETIONS, {"logprobs": 7, "echo": True}, "prompt_logprobs", "logprobs"),
+        (COMPLETIONS, {"logprobs": 1, "prompt_logprobs": 7}, "prompt_logprobs", "prompt_logprobs"),
+        (CHAT, {"vllm_xargs": {"a": 7}}, "extra_args", "vllm_xargs"),
+        (CHAT, {"max_completion_tokens": 7}, "max_tokens", "max_completion_tokens"),
+        (CHAT, {"max_tokens": 7}, "max_tokens", "max_tokens"),
+    ],
+)
+def test_errors_name_the_field_that_was_sent(start, path, fields, param, expected):
+    server = start()
+    server.llm.fail_before = RequestError(f"Requested {param} of 7 (max_logprobs)", param=param, value=7)
+    reply = server.post(path, {"prompt": "ab", "messages": HI, **fields})
+    error = check(reply, 400, "BadRequestError", expected)
+    assert error["message"] == f"Requested {expected} of 7 (max_logprobs) (parameter={expected}, value=7)"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_constraints_are_named_as_they_were_sent(shared, path):
+    body = {"prompt": "ab", "messages": HI}
+    for field, value in (("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"})):
+        check(shared.post(path, {**body, field: value}), 501, "NotImplementedError", field)
+
+
+def test_a_prompt_and_an_answer_that_are_too_long_name_the_field_that_was_sent(shared):
+    body = {"messages": [{"role": "user", "content": "a" * 200}], "max_completion_tokens": 200}
+    check(shared.post(CHAT, body), 400, "BadRequestError", "input_text", "max_completion_tokens asks for 200 more")
+
+
+def test_deep_vllm_xargs_are_no_server_error(shared):
+    for depth in range(960, 1001):  # about where it decodes, and does not encode
+        deep = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b'{"prompt": "a", "max_tokens": 1, "vllm_xargs": ' + deep + b"}"
+        reply = shared.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+        assert reply.status_code == 200 or "too deeply" in check(reply, 400, "BadRequestError")["message"]
+
+
+def test_vllm_xargs_that_decode_but_do_not_encode(monkeypatch):
+    def encode(value):
+        raise RecursionError
+
+    monkeypatch.setattr(msgspec.json, "encode", encode)
+    with pytest.raises(RequestError, match="vllm_xargs is nested too deeply") as found:
+        check_common(CompletionRequest(vllm_xargs={"a": 1}))
+    assert found.value.param == "vllm_xargs"
+
+
+@pytest.mark.parametrize("text", [r"\ud800", r"\uDc00 x", r"\ud800\u0041"])
+def test_half_of_a_surrogate_pair_is_called_so(shared, text):
+    for body in ('{"prompt": "%s"}', '{"n": "x", "prompt": "%s"}'):
+        content = (body % text).encode()
+        reply = shared.client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        check(reply, 400, "BadRequestError", "body", "body: a string holds half of a surrogate pair.")
+    cut = shared.client.post(COMPLETIONS, content=b'{"prompt": "\\ud800', headers={"Content-Type": "application/json"})
+    check(cut, 400, "BadRequestError", "body", "truncated")
 
 
 def test_tools_that_may_not_be_called_are_no_error(shared):

@@ -10,8 +10,10 @@ from itertools import pairwise
 import pytest
 
 from pelton.errors import DeadlineExceededError
+from pelton_plugins.server.edge import Edge
 from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.exchange import KEEP_ALIVE, Exchange
+from pelton_plugins.server.http_metrics import HttpMetrics
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "ab", "max_tokens": 200, "ignore_eos": True}
@@ -22,6 +24,19 @@ def slow(start):
     server = start()
     server.llm.step_s = 0.01
     return server
+
+
+@pytest.fixture
+def statuses(monkeypatch):
+    """What is counted and logged, in order."""
+    found, observe = [], HttpMetrics.observe
+
+    def noted(self, handler, method, status, seconds):
+        found.append(status)
+        observe(self, handler, method, status, seconds)
+
+    monkeypatch.setattr(HttpMetrics, "observe", noted)
+    return found
 
 
 def send_raw(server, body):
@@ -59,6 +74,41 @@ def test_a_client_that_leaves_before_its_body_is_complete(slow):
         )
     assert slow.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 1}).status_code == 200
     assert not slow.state.exchanges
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_client_that_leaves_counts_as_499(slow, statuses, is_complete):
+    host, port = slow.url.removeprefix("http://").split(":")
+    body = json.dumps(LONG).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head % len(body) + (body if is_complete else body[:5]))
+        assert slow.wait_for(
+            lambda: bool(slow.llm.running) or (not is_complete and slow.state.http_metrics.num_in_progress)
+        )
+    assert slow.wait_for(lambda: not slow.state.http_metrics.num_in_progress)
+    assert statuses == [499]
+    assert 'handler="/v1/completions",method="POST",status="4xx"} 1.0' in slow.client.get("/metrics").text
+
+
+def test_an_unforeseen_error_counts_as_500(slow, statuses):
+    slow.llm.fail_before = ZeroDivisionError()
+    assert slow.post(COMPLETIONS, LONG).status_code == 500
+    assert statuses == [500]
+
+
+async def test_an_error_that_escapes_counts_as_500_even_where_the_client_left(start, statuses):
+    async def fails(scope, receive, send):
+        await receive()
+        raise ZeroDivisionError
+
+    async def gone():
+        return {"type": "http.disconnect"}
+
+    edge = Edge(fails, start().state)
+    with pytest.raises(ZeroDivisionError):
+        await edge({"type": "http", "method": "GET", "path": "/x", "headers": []}, gone, None)
+    assert statuses == [500]
 
 
 def test_keep_alive_connections_serve_many_requests(slow):

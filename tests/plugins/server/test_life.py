@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from pelton.errors import ConfigError
+from pelton_plugins.server.config import ServerConfig
+from pelton_plugins.server.serve import check_tls
 
 CODE = """
 import importlib.util, sys, time
@@ -42,15 +47,17 @@ pelton.sdk.async_llm.AsyncLLM = Engine
 from pelton_plugins.server import command, serve
 serve.start_table = lambda info, model: "  model  fake"
 serve.load_plugins = lambda: fake.RoutesOnly()
+{breaks}
 sys.exit(command.run(sys.argv[1:]))
 """
 
 
 class Process:
     def __init__(
-        self, *flags: str, load_s: float = 0.0, fails: str = "", environ: dict[str, str] | None = None
+        self, *flags: str, load_s: float = 0.0, fails: str = "", breaks: str = "", environ: dict[str, str] | None = None
     ) -> None:
-        code = CODE.format(conftest=str(Path(__file__).parent / "conftest.py"), load_s=load_s, fails=fails or "pass")
+        conftest = str(Path(__file__).parent / "conftest.py")
+        code = CODE.format(conftest=conftest, load_s=load_s, fails=fails or "pass", breaks=breaks)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *flags],
             stderr=subprocess.PIPE,
@@ -228,6 +235,51 @@ def test_a_taken_port_is_told_before_loading(launch):
         server = launch("--port", str(port), load_s=60)
         assert server.wait_end() == 2
     assert f"Cannot listen on 127.0.0.1:{port}: " in server.text and "--port" in server.text
+
+
+def make_key(folder: Path, name: str) -> tuple[str, str]:
+    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
+    subprocess.run([*command, "-out", cert, "-keyout", key], check=True, capture_output=True, timeout=60)
+    return cert, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates")
+def test_tls_files_are_checked_before_loading(launch, tmp_path):
+    (cert, key), (_, other) = make_key(tmp_path, "one"), make_key(tmp_path, "two")
+    check_tls(ServerConfig(ssl_certfile=cert, ssl_keyfile=key))
+    gone, odd = str(tmp_path / "gone.pem"), str(tmp_path / "odd.pem")
+    Path(odd).write_text("no PEM")
+    for files, expected in [
+        ((gone, key), f"ssl_certfile {gone} cannot be loaded"),
+        ((odd, key), f"ssl_certfile {odd} cannot be loaded"),
+        ((cert, gone), f"ssl_keyfile {gone} cannot be loaded"),
+        ((cert, odd), f"ssl_keyfile {odd} cannot be loaded"),
+        ((cert, other), f"ssl_keyfile {other} is not the key of ssl_certfile"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            check_tls(ServerConfig(ssl_certfile=files[0], ssl_keyfile=files[1]))
+    server = launch("--port", "0", "--ssl-certfile", gone, "--ssl-keyfile", key, load_s=60)
+    assert server.wait_end() == 2
+    assert f"pelton serve: ssl_certfile {gone} cannot be loaded (No such file or directory)." in server.text
+    server = launch("--port", "0", "--ssl-certfile", cert, "--ssl-keyfile", key)
+    assert httpx.get(server.wait_ready() + "/health", verify=False).status_code == 200
+
+
+def test_only_a_signal_makes_an_end_while_loading_a_success(launch):
+    """Anything that ends uvicorn by itself."""
+    breaks = "serve._Uvicorn.serve = None"
+    server = launch("--port", "0", load_s=60, breaks=breaks)
+    assert server.wait_end() == 1
+    assert "The server failed while the model was loading." in server.text and "TypeError" in server.text
+    assert "Stopped while loading" not in server.text
+
+
+def test_the_printed_address_works_without_the_proxy(launch):
+    server = launch("--port", "0", "--root-path", "/llm")
+    url = server.wait_ready()
+    assert "/llm" not in server.wait_for(r"curl \S+/v1/chat/completions")[0]
+    assert httpx.get(url + "/v1/models").status_code == 200
 
 
 def test_a_reachable_address_without_a_key_is_refused(launch):

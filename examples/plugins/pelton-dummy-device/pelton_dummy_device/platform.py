@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pelton.config import EngineConfig
+from pelton.errors import ConfigError
 from pelton.platform.interface import Platform
 from pelton_dummy_device.plugin import DEVICE_TYPE
+from pelton_platforms.cpu.host import available_memory_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from pelton.worker.interface import Worker
 
-DEFAULT_KV_CACHE_BYTES = 64 * 2**20
+DEFAULT_KV_CACHE_BYTES = 256 * 2**20
 
 
 class DummyPlatform(Platform):
-    """A device with 64 MiB for the KV cache unless told otherwise."""
+    """A device with 256 MiB for the KV cache unless told otherwise."""
 
     name: ClassVar[str] = "dummy"
     device_type: ClassVar[str] = DEVICE_TYPE
@@ -37,7 +39,17 @@ class DummyPlatform(Platform):
         return "dummy: CPU tensors, for tests and for reading"
 
     def available_kv_cache_bytes(self, config: EngineConfig, *, weights_bytes: int, peak_activation_bytes: int) -> int:
-        return config.kv_cache.kv_cache_memory_bytes or DEFAULT_KV_CACHE_BYTES
+        """What is set has to fit into the device's memory, which is the host's here. Weights are in it already."""
+        wanted = config.kv_cache.kv_cache_memory_bytes
+        if wanted is None:
+            return DEFAULT_KV_CACHE_BYTES
+        free = available_memory_bytes()
+        if free is not None and wanted > free - peak_activation_bytes:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {wanted}; after weights and activations {max(free - peak_activation_bytes, 0)} "
+                "bytes of memory are left. Set it lower."
+            )
+        return wanted
 
     def worker_class(self) -> type[Worker]:
         from pelton_dummy_device.worker import DummyWorker
