@@ -36,7 +36,7 @@ def shares_kernel(
     at = pieces + program * (MAX_PIECES * 6)
     while place < last_place:
         row, head, _, begin, end, first_program, num_parts, place = piece_at(
-            place, program, share, lengths, row_begins, row_ends, False, WINDOW, NUM_KV_HEADS, N, START
+            place, program, share, lengths, row_begins, row_ends, False, WINDOW, N, START
         )
         if begin < end:
             tl.store(at + 0, row)

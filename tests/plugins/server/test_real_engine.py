@@ -140,7 +140,7 @@ def test_errors_as_the_client_sees_them(client, url):
     reply = httpx.post(
         url + "/v1/chat/completions", json={"messages": MESSAGES, "response_format": {"type": "json_object"}}
     )
-    assert (reply.status_code, reply.json()["error"]["param"]) == (501, "structured_outputs")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (501, "response_format")
     reply = httpx.post(url + "/v1/completions", json={**LONG, "timeout_s": 0.05}, timeout=30)
     assert (reply.status_code, reply.json()["error"]["type"]) == (408, "RequestTimeoutError")
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens <= 2
