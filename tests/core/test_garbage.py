@@ -38,11 +38,11 @@ def test_thresholds_are_raised_while_an_engine_lives_and_come_back(owners: set[i
     engine, front_end = object(), object()
     garbage.tune(engine)
     garbage.tune(front_end)
-    assert gc.get_threshold() == (10_000, 20, 200)
+    assert gc.get_threshold() == (700, 1000, 200)
     assert gc.get_freeze_count() > 0
     garbage.untune(engine)
     garbage.untune(engine)  # ended twice
-    assert gc.get_threshold() == (10_000, 20, 200)
+    assert gc.get_threshold() == (700, 1000, 200)
     garbage.untune(front_end)
     assert gc.get_threshold() == (700, 10, 200)
     assert gc.get_freeze_count() == 0
