@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,9 +30,20 @@ def sources(*, with_examples: bool = True) -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def trees(paths: list[Path]) -> Iterator[tuple[str, ast.Module]]:
     for path in paths:
-        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+        yield str(path.relative_to(ROOT)), parsed(path)
+
+
+def offenders(rule: Callable[[ast.Module], list[Any]]) -> dict[str, list[Any]]:
+    """What the rule finds, by file: one test for all files, since a test for each costs more than its parse."""
+    found = {name: rule(tree) for name, tree in trees(sources())}
+    return {name: places for name, places in found.items() if places}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -79,9 +92,8 @@ def dangers(tree: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_pickle_no_eval_no_unsafe_load(path):
-    assert dangers(ast.parse(path.read_text())) == []
+def test_no_pickle_no_eval_no_unsafe_load():
+    assert offenders(dangers) == {}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +144,7 @@ def test_every_plugin_folder_is_in_the_independence_contract():
 def test_plugins_of_one_folder_do_not_import_another():
     for path in TREES["pelton_plugins"].rglob("*.py"):
         own = path.relative_to(TREES["pelton_plugins"]).parts[0]
-        for line, module in imports(ast.parse(path.read_text())):
+        for line, module in imports(parsed(path)):
             if module.startswith("pelton_plugins."):
                 assert module.split(".")[1] == own, f"{path}:{line} imports {module}"
 
@@ -181,9 +193,8 @@ def foreign_assignments(tree: ast.Module) -> list[int]:
     return lines
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_patches_what_it_imported(path):
-    assert foreign_assignments(ast.parse(path.read_text())) == []
+def test_nothing_patches_what_it_imported():
+    assert offenders(foreign_assignments) == {}
 
 
 @pytest.mark.parametrize(
