@@ -12,10 +12,12 @@ import pytest
 from pelton_e2e import FAMILIES, Reference, generate, greedy, make_llm, small_pool
 from pelton_precision import assert_near_float32
 
+from pelton.errors import ConfigError
 from pelton_backends.native import library
+from pelton_backends.native.isa import ISAS
 
 TORCH = "torch"
-PATHS = (*library.ISAS, TORCH)
+PATHS = (*(one.name for one in ISAS), TORCH)
 
 
 @pytest.fixture(params=PATHS)
@@ -24,12 +26,14 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(library, "reason_against", lambda: "no C compiler on the PATH")
         yield TORCH
         return
-    if library.reason_against() or not library.kernels().force_isa(request.param):
-        pytest.skip(f"no {request.param} here")
+    if library.reason_against():
+        pytest.skip("no C compiler here")
     try:
-        yield request.param
-    finally:
-        library.kernels().force_isa(None)
+        library.use_isa(request.param)
+    except ConfigError:
+        pytest.skip(f"no {request.param} here")
+    yield request.param
+    library.use_isa(None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

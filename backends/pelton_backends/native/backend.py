@@ -82,7 +82,7 @@ class NativeBackend(AttentionBackend):
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
         needs = self.needs
-        is_served = self._kernels.isa == "avx512" and needs.dtype == "bfloat16" and not needs.sliding_window
+        is_served = self._kernels.isa == "avx512_bf16" and needs.dtype == "bfloat16" and not needs.sliding_window
         return is_served and num_rows >= LEAST_PREFIX_ROWS and prefix_len >= LEAST_PREFIX
 
     def _common_prefix(self, common: CommonMetadata, key: BatchDescriptor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Compile the C files into one shared library, once for each content: sources, flags, compiler, CPU, OpenMP runtime.
+"""Compile the C files for one instruction set into a shared library, once for each content: sources, flags, compiler, OpenMP runtime.
 
 The library is made under a private name and renamed, so that two processes may make it at once. It is linked to the OpenMP
 runtime that torch has loaded: two in one process would fight over the cores.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pelton.cache_folder import cache_folder
 from pelton.logging import get_logger
+from pelton_backends.native.isa import InstructionSet, probe_command, sets_of_cpu
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("cc", "gcc", "clang")
@@ -39,11 +40,26 @@ class CannotBuildError(Exception):
     """Why there is no library, in words for `pelton backends`."""
 
 
-def build_library(*, extra_flags: Sequence[str] = (), folder: Path | None = None) -> Path:
+def available_sets() -> list[InstructionSet]:
+    """Those that this CPU and this compiler have, the slowest first. Raises `CannotBuildError`."""
+    compiler = find_compiler()
+    return [one for one in sets_of_cpu() if _knows(compiler, one)]
+
+
+def best_set() -> InstructionSet:
+    """The fastest of `available_sets`, for which fewer questions are asked."""
+    compiler = find_compiler()
+    for one in reversed(sets_of_cpu()):
+        if _knows(compiler, one):
+            return one
+    raise CannotBuildError(f"{compiler} compiles nothing for this CPU")
+
+
+def build_library(isa: InstructionSet, *, extra_flags: Sequence[str] = (), folder: Path | None = None) -> Path:
     """The library's path; compiles where the cache lacks it. Raises `CannotBuildError`."""
     compiler = find_compiler()
     runtime = openmp_runtime()
-    flags = [*FLAGS, *extra_flags]
+    flags = [*FLAGS, *isa.flags, *extra_flags]
     folder = folder or cache_folder("native")
     library = folder / f"pelton_native-{content_key(compiler, flags, runtime)}.so"
     if library.exists():
@@ -56,7 +72,7 @@ def build_library(*, extra_flags: Sequence[str] = (), folder: Path | None = None
         linked = [runtime] if runtime else []
         _run([compiler, "-shared", *extra_flags, *objects, *linked, "-lm", "-o", str(made)])
         os.replace(made, library)
-    logger.info("compiled the CPU kernels with %s: %.1f s", compiler, time.monotonic() - started)
+    logger.info("compiled the CPU kernels for %s with %s: %.1f s", isa.name, compiler, time.monotonic() - started)
     return library
 
 
@@ -87,7 +103,7 @@ def content_key(compiler: str, flags: Sequence[str], runtime: str | None) -> str
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for part in (*flags, compiler, _version(compiler), runtime or "", platform.machine(), _cpu_features()):
+    for part in (*flags, compiler, _version(compiler), runtime or "", platform.machine()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -135,14 +151,12 @@ def _failure(command: Sequence[str], errors: str) -> str:
     return f"the C compiler failed: {said[0].strip()[:200]}"
 
 
+def _knows(compiler: str, isa: InstructionSet) -> bool:
+    return (
+        not isa.features
+        or subprocess.run(probe_command(compiler, isa), capture_output=True, check=False).returncode == 0
+    )
+
+
 def _version(compiler: str) -> str:
     return _run([compiler, "--version"])
-
-
-def _cpu_features() -> str:
-    """The first CPU's flags as Linux lists them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -7,14 +7,15 @@ from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_int64, c
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from pelton.errors import ConfigError
 from pelton.graphs.tape import launch
-from pelton_backends.native.build import CannotBuildError, build_library
+from pelton_backends.native.build import CannotBuildError, available_sets, best_set, build_library
+from pelton_backends.native.isa import ISAS, InstructionSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 DTYPES = {"float32": 0, "bfloat16": 1}
-ISAS = {"plain": 0, "avx2": 1, "avx512": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 NO_ACTIVATION = -1
 
@@ -67,7 +68,9 @@ class Embed(Structure):
 class Kernels:
     """The library's functions, typed. Calls release the GIL."""
 
-    def __init__(self, library: CDLL) -> None:
+    def __init__(self, library: CDLL, isa: InstructionSet) -> None:
+        assert library.pelton_isa() == isa.number
+        self.isa = isa.name
         self.attend = _typed(
             library.pelton_attend, c_int, POINTER(Attention), POINTER(Step), c_void_p, c_int64, c_void_p
         )
@@ -97,21 +100,15 @@ class Kernels:
         self.take_best = _typed(
             library.pelton_take_best, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p
         )
-        self._isa = _typed(library.pelton_isa, c_int)
-        self._force_isa = _typed(library.pelton_force_isa, c_int, c_int)
-
-    @property
-    def isa(self) -> str:
-        """The instruction set in use."""
-        return next(name for name, number in ISAS.items() if number == self._isa())
-
-    def force_isa(self, name: str | None) -> bool:
-        """For tests: use this set from now on, None for the best. False: this CPU lacks it."""
-        wanted = -1 if name is None else ISAS[name]
-        return self._force_isa(wanted) == wanted or name is None
 
 
-@cache
+EXTRA_FLAGS: list[str] = []
+"""More compiler flags, for the sanitizers' run; set before the first use."""
+
+_wanted: str | None = None
+"""The name of the instruction set in use; None: the best."""
+
+
 def reason_against() -> str | None:
     """Why there are no kernels; None: there are."""
     try:
@@ -121,18 +118,35 @@ def reason_against() -> str | None:
     return None
 
 
-@cache
 def kernels() -> Kernels:
-    """Compiled or from the cache, loaded once a process. Raises `CannotBuildError`."""
-    path = build_library(extra_flags=EXTRA_FLAGS)
+    """For the instruction set in use: compiled or from the cache, loaded once a process. Raises `CannotBuildError`."""
+    return _load(isa_in_use())
+
+
+def isa_in_use() -> InstructionSet:
+    """Raises `CannotBuildError`."""
+    return next((one for one in ISAS if one.name == _wanted), None) or _best_set()
+
+
+def use_isa(name: str | None) -> None:
+    """Use the instruction set called `name` for what is made from now on, None for the best. Raises `ConfigError`."""
+    global _wanted
+    if name is not None and name not in (here := [one.name for one in _available_sets()]):
+        lacking = "this CPU or its compiler lacks it" if name in [one.name for one in ISAS] else "there is no such set"
+        raise ConfigError(f"plugin_config.native.isa is {name!r}: {lacking}. Use one of {', '.join(here)}.")
+    _wanted = name
+
+
+_best_set, _available_sets = cache(best_set), cache(available_sets)
+
+
+@cache
+def _load(isa: InstructionSet) -> Kernels:
+    path = build_library(isa, extra_flags=EXTRA_FLAGS)
     try:
-        return Kernels(ctypes.CDLL(str(path)))
+        return Kernels(ctypes.CDLL(str(path)), isa)
     except OSError as error:
         raise CannotBuildError(f"{path} cannot be loaded: {error}") from error
-
-
-EXTRA_FLAGS: list[str] = []
-"""More compiler flags, for the sanitizers' run; set before the first use."""
 
 
 def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:

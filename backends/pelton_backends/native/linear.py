@@ -1,4 +1,4 @@
-"""Products with plain weights in C: one row, or (bfloat16 on AVX-512) any number; what is left goes to torch.
+"""Products with plain weights in C: one row, or (bfloat16 on AVX512-BF16) any number; what is left goes to torch.
 
 There a weight is brought into the kernels' order once it is loaded, in its own memory, unless another op reads it that does
 not know this order. Elsewhere weights are read where they lie, [out, in].
@@ -77,7 +77,7 @@ class _Plain(Seam):
     @staticmethod
     def product(needs: Any, tensors: Any) -> Product:
         is_even = tensors.linear.spec.in_features % 2 == 0
-        has_rows = library.kernels().isa == "avx512" and needs.dtype == "bfloat16" and is_even
+        has_rows = library.kernels().isa == "avx512_bf16" and needs.dtype == "bfloat16" and is_even
         return (_PlainProduct if has_rows else _OneRowProduct)(needs, tensors)
 
 

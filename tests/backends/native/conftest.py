@@ -2,18 +2,21 @@ import shutil
 
 import pytest
 
+from pelton.errors import ConfigError
 from pelton_backends.native import library
 from pelton_backends.native.build import COMPILERS
+from pelton_backends.native.isa import ISAS
 
 
-@pytest.fixture(params=library.ISAS)
+@pytest.fixture(params=[one.name for one in ISAS])
 def isa(request):
-    """Each instruction set that this CPU has, forced."""
-    kernels = library.kernels()
-    if not kernels.force_isa(request.param):
+    """Each instruction set that this CPU has, in use."""
+    try:
+        library.use_isa(request.param)
+    except ConfigError:
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    kernels.force_isa(None)
+    library.use_isa(None)
 
 
 def pytest_collection_modifyitems(items):

@@ -12,6 +12,7 @@ from pelton.attention.selector import select_backend
 from pelton_backends.native import build
 from pelton_backends.native import plugin as native_plugin
 from pelton_backends.native.build import CannotBuildError, build_library, content_key, openmp_runtime
+from pelton_backends.native.isa import ISAS
 from pelton_backends.sdpa import plugin as sdpa_plugin
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
@@ -26,9 +27,9 @@ def run_python(code, **environment):
 
 
 def test_the_library_is_compiled_once_for_its_content(tmp_path):
-    first = build_library(folder=tmp_path)
+    first = build_library(ISAS[0], folder=tmp_path)
     changed = first.stat().st_mtime_ns
-    assert build_library(folder=tmp_path) == first and first.stat().st_mtime_ns == changed
+    assert build_library(ISAS[0], folder=tmp_path) == first and first.stat().st_mtime_ns == changed
     assert [path.name for path in tmp_path.iterdir()] == [first.name], "nothing else is left behind"
 
 
@@ -103,7 +104,7 @@ def test_a_cache_that_cannot_be_written_gives_way_to_a_private_folder(tmp_path):
 def test_the_compiler_that_is_missing_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(CannotBuildError, match="no C compiler on the PATH"):
-        build_library()
+        build_library(ISAS[0])
 
 
 def test_the_native_backend_is_chosen_before_sdpa():

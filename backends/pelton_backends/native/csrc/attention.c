@@ -97,8 +97,12 @@ INLINE float soften(const struct attention *op, float *scores, struct seen seen,
     return change;
 }
 
-INLINE void attend_floats(const struct attention *op, const struct task *task, struct tile *tile, int dtype,
-                          floats_multiply_fn multiply) {
+static __attribute__((noinline)) void multiply(const float *a, int64_t lda, const float *panel, float *c, int64_t ldc, int64_t m,
+                                               int64_t k) {
+    floats_multiply(a, lda, panel, c, ldc, m, k);
+}
+
+INLINE void attend_floats(const struct attention *op, const struct task *task, struct tile *tile, int dtype) {
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
     float *query = tile->query;
     for (int64_t row = 0; row < m; row++) {
@@ -134,38 +138,6 @@ INLINE void attend_floats(const struct attention *op, const struct task *task, s
     }
 }
 
-static __attribute__((noinline)) void multiply_plain(const float *a, int64_t lda, const float *panel, float *c,
-                                                   int64_t ldc, int64_t m, int64_t k) {
-    floats_multiply(a, lda, panel, c, ldc, m, k);
-}
-
-static void attend_plain(const struct attention *op, const struct task *task, struct tile *tile) {
-#if PELTON_X86 /* before AVX2, thus rare: one copy for all dtypes compiles sooner */
-    attend_floats(op, task, tile, op->dtype, multiply_plain);
-#else
-    if (op->dtype == DTYPE_BF16)
-        attend_floats(op, task, tile, DTYPE_BF16, multiply_plain);
-    else
-        attend_floats(op, task, tile, DTYPE_F32, multiply_plain);
-#endif
-}
-
-#if PELTON_X86
-
-TARGET_AVX2 static __attribute__((noinline)) void multiply_avx2(const float *a, int64_t lda, const float *panel, float *c,
-                                                   int64_t ldc, int64_t m, int64_t k) {
-    floats_multiply(a, lda, panel, c, ldc, m, k);
-}
-
-TARGET_AVX2 static void attend_avx2(const struct attention *op, const struct task *task, struct tile *tile) {
-    if (op->dtype == DTYPE_BF16)
-        attend_floats(op, task, tile, DTYPE_BF16, multiply_avx2);
-    else
-        attend_floats(op, task, tile, DTYPE_F32, multiply_avx2);
-}
-
-#endif
-
 static int run_tile(const struct attention *op, const struct task *task) {
     int64_t padded = round_up(op->head_dim, PANEL), m = task->num_tokens * op->group;
     struct tile *tile = make_tile(op->head_dim);
@@ -174,12 +146,10 @@ static int run_tile(const struct attention *op, const struct task *task) {
     memset(tile->sums, 0, (size_t)(m * padded) * sizeof(float));
     for (int64_t row = 0; row < m; row++)
         tile->best[row] = -INFINITY, tile->total[row] = 0.0f;
-#if PELTON_X86
-    if (pelton_isa() >= ISA_AVX2)
-        attend_avx2(op, task, tile);
+    if (op->dtype == DTYPE_BF16)
+        attend_floats(op, task, tile, DTYPE_BF16);
     else
-#endif
-        attend_plain(op, task, tile);
+        attend_floats(op, task, tile, DTYPE_F32);
     for (int64_t row = 0; row < m; row++) {
         const float *sums = tile->sums + row * padded;
         float factor = 1.0f / tile->total[row];
@@ -214,8 +184,8 @@ static void set_paths(const struct attention *op, const struct step *step, int64
     int64_t num_tokens = step->query_start[step->num_rows] - step->query_start[0];
     plan->prefix = 0, plan->states = NULL;
     plan->one_token = plan->more_tokens = run_tile, plan->tokens = most(TILE_ROWS / op->group, 1), plan->heads = 1;
-#if PELTON_X86
-    if (pelton_isa() == ISA_AVX512 && op->dtype == DTYPE_BF16 && op->head_dim % 2 == 0) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+    if (op->dtype == DTYPE_BF16 && op->head_dim % 2 == 0) {
         plan->one_token = plan->more_tokens = pelton_prefill_avx512, plan->tokens = most(LONG_TILE_ROWS / op->group, 1);
         if (pelton_decodes_avx512(op)) {
             plan->one_token = pelton_decode_avx512;
@@ -294,7 +264,7 @@ enum { PREFIX_ROWS = 32 };
 
 static int run_prefix(const struct attention *op, const struct step *step, const struct plan *plan, int64_t index, const void *query,
                       int64_t query_stride) {
-#if PELTON_X86
+#if PELTON_ISA >= ISA_AVX512_BF16
     int64_t head = index % op->num_kv_heads, row = index / op->num_kv_heads * PREFIX_ROWS, first = row * op->num_heads + head * op->group;
     struct task task = {
         .table = step->block_table,
@@ -361,58 +331,27 @@ INLINE void rope_token(const struct rope *op, const struct attention *cache, con
     }
 }
 
-typedef void (*rope_fn)(const struct rope *, const struct attention *, const struct written *, char *, char *, int64_t);
-
-static void rope_plain(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv, char *query,
-                       int64_t token) {
-#if PELTON_X86 /* as in attend_plain */
-    rope_token(op, cache, step, qkv, query, token, op->dtype);
-#else
-    if (op->dtype == DTYPE_BF16)
-        rope_token(op, cache, step, qkv, query, token, DTYPE_BF16);
-    else
-        rope_token(op, cache, step, qkv, query, token, DTYPE_F32);
-#endif
-}
-
-#if PELTON_X86
-TARGET_AVX2 static void rope_avx2(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv,
-                                  char *query, int64_t token) {
-    if (op->dtype == DTYPE_BF16)
-        rope_token(op, cache, step, qkv, query, token, DTYPE_BF16);
-    else
-        rope_token(op, cache, step, qkv, query, token, DTYPE_F32);
-}
-
-static void rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv, char *query,
-                        int64_t token) {
-    if (!pelton_rope_avx512(op, cache, step, qkv, query, token))
-        rope_avx2(op, cache, step, qkv, query, token);
-}
-#endif
-
-static rope_fn choose_rope(void) {
-#if PELTON_X86
-    if (pelton_isa() >= ISA_AVX2)
-        return pelton_isa() == ISA_AVX512 ? rope_avx512 : rope_avx2;
-#endif
-    return rope_plain;
-}
-
-INLINE void rope_one(rope_fn run, const struct rope *op, const struct attention *cache, const struct written *step, void *qkv,
-                     void *query, int64_t query_stride, int64_t token) {
+static void rope_one(const struct rope *op, const struct attention *cache, const struct written *step, void *all_qkv, void *all_queries,
+                     int64_t query_stride, int64_t token) {
     size_t item = size_of(op->dtype);
     int64_t row = (op->num_heads + 2 * op->num_kv_heads) * op->head_dim;
-    run(op, cache, step, (char *)qkv + (size_t)(token * row) * item, (char *)query + (size_t)(token * query_stride) * item, token);
+    char *qkv = (char *)all_qkv + (size_t)(token * row) * item, *query = (char *)all_queries + (size_t)(token * query_stride) * item;
+#if PELTON_ISA >= ISA_AVX512_BF16
+    if (pelton_rope_avx512(op, cache, step, qkv, query, token))
+        return;
+#endif
+    if (op->dtype == DTYPE_BF16)
+        rope_token(op, cache, step, qkv, query, token, DTYPE_BF16);
+    else
+        rope_token(op, cache, step, qkv, query, token, DTYPE_F32);
 }
 
 /* query: [T, num_heads head_dim] with query_stride numbers between tokens; may be qkv itself, rotated in place. */
 EXPORT void pelton_rope_write(const struct rope *op, const struct attention *cache, const struct written *step, void *qkv,
                               void *query, int64_t query_stride) {
-    rope_fn rope = choose_rope();
 #pragma omp parallel for schedule(static) if (step->num_tokens > 8)
     for (int64_t token = 0; token < step->num_tokens; token++)
-        rope_one(rope, op, cache, step, qkv, query, query_stride, token);
+        rope_one(op, cache, step, qkv, query, query_stride, token);
 }
 
 /* ---- both ---- */
@@ -431,14 +370,13 @@ static int attend(const struct rope *rope, const struct attention *op, const str
     struct plan *plan = make_plan(op, step, threads);
     if (plan == NULL)
         return 1;
-    rope_fn rotate = choose_rope();
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
         if (num_written) { /* all keys are there before any is read */
 #pragma omp for schedule(static)
             for (int64_t token = 0; token < num_written; token++)
-                rope_one(rotate, rope, op, written, query, query, query_stride, token);
+                rope_one(rope, op, written, query, query, query_stride, token);
         }
         if (plan->prefix > 0) {
             int64_t parts = (step->num_rows + PREFIX_ROWS - 1) / PREFIX_ROWS * op->num_kv_heads;

@@ -58,8 +58,8 @@ struct task {
 /* A query row's softmax (base, then sums of 16 lanes), and its sums of values. */
 #define PREFIX_STATE(head_dim) (32 + (head_dim))
 
-#if PELTON_X86
-/* Where `pelton_isa` is ISA_AVX512, the dtype bfloat16 and head_dim even: 0, or 1 when memory ran out. The first one takes one
+#if PELTON_ISA >= ISA_AVX512_BF16
+/* Where the dtype is bfloat16 and head_dim even: 0, or 1 when memory ran out. The first one takes one
    token, where `pelton_decodes_avx512` says so. */
 int pelton_decodes_avx512(const struct attention *op);
 int pelton_decode_avx512(const struct attention *op, const struct task *task);

@@ -8,14 +8,14 @@
 #include "attention.h"
 #include "tile_avx512.h"
 
-#if PELTON_X86
+#if PELTON_ISA >= ISA_AVX512_BF16
 
 enum { CHUNK = 64, GROUP = 16, ROWS = 12, MOST_DIM = 512 };
 
 static const bf16 zeros[MOST_DIM];
 
 /* 2^x, relative error below 3e-6; 0 for -infinity. */
-TARGET_AVX512 INLINE __m512 exp2_avx512(__m512 x) {
+INLINE __m512 exp2_avx512(__m512 x) {
     __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 sum = _mm512_set1_ps(1.35341672e-2f);
     sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.20114619e-2f));
@@ -25,7 +25,7 @@ TARGET_AVX512 INLINE __m512 exp2_avx512(__m512 x) {
     return _mm512_scalef_ps(sum, x);
 }
 
-TARGET_AVX512 INLINE void multiply_line(float *line, int64_t size, float factor) {
+INLINE void multiply_line(float *line, int64_t size, float factor) {
     for (int64_t i = 0; i < size; i += 16)
         _mm512_storeu_ps(line + i, _mm512_mul_ps(_mm512_loadu_ps(line + i), _mm512_set1_ps(factor)));
 }
@@ -39,7 +39,7 @@ struct softmax {
     float base;
 };
 
-TARGET_AVX512 static __attribute__((noinline)) void raise(struct softmax *row, const __m512 *parts, float *sums, int64_t size) {
+static __attribute__((noinline)) void raise(struct softmax *row, const __m512 *parts, float *sums, int64_t size) {
     __m512 high = _mm512_max_ps(_mm512_max_ps(parts[0], parts[1]), _mm512_max_ps(parts[2], parts[3]));
     float base = _mm512_reduce_max_ps(high), change = exp2f(row->base - base);
     row->base = base;
@@ -49,7 +49,7 @@ TARGET_AVX512 static __attribute__((noinline)) void raise(struct softmax *row, c
 
 /* One query row's scores [CHUNK] of the keys [lower, upper) to weights, 0 elsewhere. factor: scale times log2(e); a soft cap is
    applied already and has its own. sums [size]: what the row has summed up so far. */
-TARGET_AVX512 INLINE void soften(float factor, const float *scores, int64_t lower, int64_t upper, struct softmax *row, float *sums,
+INLINE void soften(float factor, const float *scores, int64_t lower, int64_t upper, struct softmax *row, float *sums,
                                  int64_t size, bf16 *weights) {
     __m512 parts[4], lowest = _mm512_set1_ps(-INFINITY);
     uint64_t mask = (upper == CHUNK ? ~0ull : (1ull << upper) - 1) & ~((1ull << lower) - 1);
@@ -79,7 +79,7 @@ static void start_rows(struct softmax *rows, int64_t count) {
         rows[i].base = -INFINITY;
 }
 
-TARGET_AVX512 INLINE float total_of(const struct softmax *row) { return _mm512_reduce_add_ps(_mm512_loadu_ps(row->total)); }
+INLINE float total_of(const struct softmax *row) { return _mm512_reduce_add_ps(_mm512_loadu_ps(row->total)); }
 
 /* Scores that have a soft cap; `soften` then takes log2(e) as its factor. */
 static void cap_scores(const struct attention *op, float *scores) {
@@ -97,7 +97,7 @@ INLINE int64_t key_at(const struct attention *op, const int32_t *table, int64_t 
 /* ---- one token ---- */
 
 /* sums of 16 vectors, one in each place */
-TARGET_AVX512 INLINE __m512 sum_each(const __m512 v[16]) {
+INLINE __m512 sum_each(const __m512 v[16]) {
     __m512 halves[8], lanes[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
@@ -114,7 +114,7 @@ TARGET_AVX512 INLINE __m512 sum_each(const __m512 v[16]) {
 }
 
 /* QUERIES queries against GROUP keys that are `stride` apart; scores are CHUNK apart. */
-TARGET_AVX512 INLINE void score_group(const bf16 *query, const bf16 *keys, int64_t stride, int64_t dim, int64_t queries, float *scores) {
+INLINE void score_group(const bf16 *query, const bf16 *keys, int64_t stride, int64_t dim, int64_t queries, float *scores) {
     for (int64_t i = 0; i < queries; i++) {
         __m512 sums[GROUP];
 #pragma GCC unroll 16
@@ -132,7 +132,7 @@ TARGET_AVX512 INLINE void score_group(const bf16 *query, const bf16 *keys, int64
 }
 
 /* Known strides make addresses constants. */
-TARGET_AVX512 INLINE void score(const bf16 *query, const bf16 *keys, int64_t stride, int64_t dim, int64_t queries, float *scores) {
+INLINE void score(const bf16 *query, const bf16 *keys, int64_t stride, int64_t dim, int64_t queries, float *scores) {
     if (dim == 64 && stride == 64)
         score_group(query, keys, 64, 64, queries, scores);
     else if (dim == 128 && stride == 128)
@@ -149,7 +149,7 @@ struct chunk {
 
 /* sums [QUERIES][dim] += weights [QUERIES][CHUNK] times values, numbers [first, first + 32 PARTS) of them. Each 32 numbers of
    `sums` stand as unpacking leaves them; `put_line` takes them back. */
-TARGET_AVX512 INLINE void add_values(const struct chunk *chunk, int64_t stride, const bf16 *weights, float *sums, int64_t dim,
+INLINE void add_values(const struct chunk *chunk, int64_t stride, const bf16 *weights, float *sums, int64_t dim,
                                      int64_t first, int QUERIES, int PARTS) {
     __m512 parts[4][4];
 #pragma GCC unroll 4
@@ -188,7 +188,7 @@ TARGET_AVX512 INLINE void add_values(const struct chunk *chunk, int64_t stride, 
 }
 
 /* All numbers of up to four queries. */
-TARGET_AVX512 static void add_all_values(const struct chunk *chunk, int64_t stride, const bf16 *weights, float *sums, int64_t dim, int64_t queries) {
+static void add_all_values(const struct chunk *chunk, int64_t stride, const bf16 *weights, float *sums, int64_t dim, int64_t queries) {
     int64_t first = 0;
     for (; first + 64 <= dim; first += 64)
         switch (queries) {
@@ -209,7 +209,7 @@ TARGET_AVX512 static void add_all_values(const struct chunk *chunk, int64_t stri
             add_values(chunk, stride, weights + query * CHUNK, sums + query * dim, dim, first, 1, 1);
 }
 
-TARGET_AVX512 INLINE void put_line(const float *sums, int64_t dim, float factor, bf16 *output) {
+INLINE void put_line(const float *sums, int64_t dim, float factor, bf16 *output) {
     __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     __m512i high = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
     for (int64_t i = 0; i < dim; i += 32) {
@@ -221,7 +221,7 @@ TARGET_AVX512 INLINE void put_line(const float *sums, int64_t dim, float factor,
 }
 
 /* The other way. */
-TARGET_AVX512 INLINE void take_line(const float *line, int64_t dim, float *sums) {
+INLINE void take_line(const float *line, int64_t dim, float *sums) {
     __m512i low = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
     __m512i high = _mm512_set_epi32(31, 30, 29, 28, 23, 22, 21, 20, 15, 14, 13, 12, 7, 6, 5, 4);
     for (int64_t i = 0; i < dim; i += 32) {
@@ -254,7 +254,7 @@ INLINE struct ahead look_ahead(const struct task *task, int64_t next) {
     return (struct ahead){task->next_table, task->next_key / GROUP * GROUP, task->next_length};
 }
 
-TARGET_AVX512 int pelton_decode_avx512(const struct attention *op, const struct task *task) {
+int pelton_decode_avx512(const struct attention *op, const struct task *task) {
     int64_t dim = op->head_dim, stride = op->token_stride, queries = task->num_heads * op->group;
     size_t line = (size_t)(dim + CHUNK) * sizeof(float) + CHUNK * sizeof(bf16) + sizeof(struct softmax);
     float *sums = pelton_scratch((size_t)queries * line);
@@ -332,7 +332,7 @@ struct panels {
     bf16 *values;              /* [round_up(dim, PANEL) / PANEL] of [CHUNK / 2][PANEL][2] */
 };
 
-TARGET_AVX512 static void pack_chunk(const struct attention *op, const struct task *task, int64_t first, int64_t count, struct panels *panels) {
+static void pack_chunk(const struct attention *op, const struct task *task, int64_t first, int64_t count, struct panels *panels) {
     const void *keys[CHUNK], *values[CHUNK];
     for (int64_t i = 0; i < count; i++) {
         int64_t at = key_at(op, task->table, task->head, first + i);
@@ -347,7 +347,7 @@ TARGET_AVX512 static void pack_chunk(const struct attention *op, const struct ta
 }
 
 /* Rows [row, row + m) of the task against a packed chunk of `count` keys. */
-TARGET_AVX512 static void attend_rows(const struct attention *op, const struct task *task, const struct panels *panels, int64_t first,
+static void attend_rows(const struct attention *op, const struct task *task, const struct panels *panels, int64_t first,
                                       int64_t count, int64_t row, int64_t m, const bf16 *query, float *sums, struct softmax *rows) {
     _Alignas(64) float scores[ROWS * CHUNK];
     _Alignas(64) bf16 weights[ROWS * CHUNK];
@@ -378,7 +378,7 @@ struct summed {
 };
 
 /* sums NULL: no memory. */
-TARGET_AVX512 static struct summed sum_up(const struct attention *op, const struct task *task) {
+static struct summed sum_up(const struct attention *op, const struct task *task) {
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
     size_t panel = (size_t)(padded * PANEL) * sizeof(bf16);
     size_t line = (size_t)padded * (sizeof(float) + sizeof(bf16)) + sizeof(struct softmax);
@@ -404,7 +404,7 @@ TARGET_AVX512 static struct summed sum_up(const struct attention *op, const stru
 }
 
 /* Query rows of several rows of a step, one token each, against the keys that these share. */
-TARGET_AVX512 int pelton_prefix_avx512(const struct attention *op, const struct task *task) {
+int pelton_prefix_avx512(const struct attention *op, const struct task *task) {
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL);
     struct summed summed = sum_up(op, task);
     for (int64_t row = 0; row < task->num_tokens * op->group && summed.sums != NULL; row++) {
@@ -416,7 +416,7 @@ TARGET_AVX512 int pelton_prefix_avx512(const struct attention *op, const struct 
     return summed.sums == NULL;
 }
 
-TARGET_AVX512 int pelton_prefill_avx512(const struct attention *op, const struct task *task) {
+int pelton_prefill_avx512(const struct attention *op, const struct task *task) {
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
     struct summed summed = sum_up(op, task);
     if (summed.sums == NULL)
@@ -435,12 +435,12 @@ TARGET_AVX512 int pelton_prefill_avx512(const struct attention *op, const struct
 
 /* ---- rope ---- */
 
-TARGET_AVX512 INLINE __m512 sixteen(const bf16 *numbers) {
+INLINE __m512 sixteen(const bf16 *numbers) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)numbers)), 16));
 }
 
 /* One head without a norm, rotary_dim a multiple of 32. */
-TARGET_AVX512 INLINE void turn_head(const bf16 *from, bf16 *to, int64_t dim, int64_t half, const float *cos_sin) {
+INLINE void turn_head(const bf16 *from, bf16 *to, int64_t dim, int64_t half, const float *cos_sin) {
     for (int64_t i = 0; i < half; i += 16) {
         __m512 first = sixteen(from + i), second = sixteen(from + half + i);
         __m512 cos = _mm512_loadu_ps(cos_sin + i), sin = _mm512_loadu_ps(cos_sin + half + i);
@@ -453,7 +453,7 @@ TARGET_AVX512 INLINE void turn_head(const bf16 *from, bf16 *to, int64_t dim, int
         memcpy(to + 2 * half, from + 2 * half, (size_t)(dim - 2 * half) * sizeof(bf16));
 }
 
-TARGET_AVX512 int pelton_rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv,
+int pelton_rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv,
                                      char *query, int64_t token) {
     int64_t dim = op->head_dim, half = op->rotary_dim / 2;
     if (op->dtype != DTYPE_BF16 || op->q_norm != NULL || op->k_norm != NULL || half == 0 || half % 16)

@@ -1,4 +1,6 @@
-/* What all kernels share: dtypes, roundings, exp, scratch memory, and the instruction sets that are told apart. */
+/* What all kernels share: dtypes, roundings, exp, scratch memory, and the instruction sets that are told apart.
+
+   A library is compiled for one instruction set, PELTON_ISA: build.py has the compiler's flags of each. */
 #ifndef PELTON_COMMON_H
 #define PELTON_COMMON_H
 
@@ -7,12 +9,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__)
-#define PELTON_X86 1
-#define TARGET_AVX2 __attribute__((target("avx2,fma")))
-#define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#else
-#define PELTON_X86 0
+/* Each has all of those before it, but for AVX2_VNNI, which the AVX512 ones do not have. */
+#define ISA_PLAIN 0       /* what every CPU of the architecture has: SSE2, NEON */
+#define ISA_AVX2 1        /* and FMA, F16C */
+#define ISA_AVX2_VNNI 2   /* vpdpbusd on 32 bytes */
+#define ISA_AVX512 3      /* F, BW, VL, DQ */
+#define ISA_AVX512_VNNI 4 /* vpdpbusd on 64 bytes */
+#define ISA_AVX512_BF16 5 /* vdpbf16ps */
+
+#ifndef PELTON_ISA
+#error "PELTON_ISA is not given"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -21,13 +27,9 @@
 typedef uint16_t bf16;
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1 };
-enum { ISA_PLAIN = 0, ISA_AVX2 = 1, ISA_AVX512 = 2 };
 
 /* Width of a packed panel, in rows of a weight, keys, or numbers of a head. */
 enum { PANEL = 32 };
-
-/* The instruction set in use: the best that the CPU has, or one that a test forces. */
-int pelton_isa(void);
 
 /* This thread's scratch memory, 64-byte aligned, at least `bytes` long; NULL when there is none. A second call gives the
    same memory. */

@@ -8,14 +8,8 @@ enum { STRIP = 64 };
 
 /* ---- lines of numbers ---- */
 
-/* Everything is computed on float32 lines; these three know the dtype. One set for each instruction set. */
-struct lines {
-    void (*widen)(const void *from, int64_t count, float *line, int dtype);
-    void (*round)(float *line, int64_t count, int dtype);
-    void (*narrow)(const float *line, int64_t count, void *to, int dtype);
-};
-
-INLINE void widen_line(const void *from, int64_t count, float *line, int dtype) {
+/* Everything is computed on float32 lines; these three know the dtype. */
+static void widen_line(const void *from, int64_t count, float *line, int dtype) {
     if (dtype == DTYPE_F32)
         memcpy(line, from, (size_t)count * sizeof *line);
     else
@@ -23,13 +17,13 @@ INLINE void widen_line(const void *from, int64_t count, float *line, int dtype) 
             line[i] = to_float(((const bf16 *)from)[i]);
 }
 
-INLINE void round_line(float *line, int64_t count, int dtype) {
+static void round_line(float *line, int64_t count, int dtype) {
     if (dtype == DTYPE_BF16)
         for (int64_t i = 0; i < count; i++)
             line[i] = to_float(to_bf16(line[i]));
 }
 
-INLINE void narrow_line(const float *line, int64_t count, void *to, int dtype) {
+static void narrow_line(const float *line, int64_t count, void *to, int dtype) {
     if (dtype == DTYPE_F32)
         memcpy(to, line, (size_t)count * sizeof *line);
     else
@@ -44,7 +38,7 @@ INLINE const void *part(const void *numbers, int64_t first, int dtype) {
 /* ---- residual and norms ---- */
 
 /* x * 1 / rms(x) * weight, of numbers that have the dtype's precision. */
-INLINE void norm_line(const struct lines *lines, float *line, float *room, int64_t size, const void *weight, float eps,
+static void norm_line(float *line, float *room, int64_t size, const void *weight, float eps,
                       int unit_offset, int dtype) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -54,45 +48,45 @@ INLINE void norm_line(const struct lines *lines, float *line, float *room, int64
     for (int64_t i = 0; i < size; i++)
         line[i] *= factor;
     if (!unit_offset)
-        lines->round(line, size, dtype);
-    lines->widen(weight, size, room, dtype);
+        round_line(line, size, dtype);
+    widen_line(weight, size, room, dtype);
     for (int64_t i = 0; i < size; i++)
         line[i] *= offset + room[i];
-    lines->round(line, size, dtype);
+    round_line(line, size, dtype);
 }
 
 /* Row `row` of a call: residual' to its place where that is wanted, norm(residual') to `x`. */
-INLINE void prepare_row(const struct lines *lines, const struct linear *op, const struct rows *in, int64_t row, void *x) {
+static void prepare_row(const struct linear *op, const struct rows *in, int64_t row, void *x) {
     int64_t size = op->in_features, from = (in->rows == NULL ? row : in->rows[row]) * size;
     int dtype = op->dtype;
     float line[size], room[size];
-    lines->widen(part(in->hidden, from, dtype), size, line, dtype);
+    widen_line(part(in->hidden, from, dtype), size, line, dtype);
     if (op->post_norm != NULL)
-        norm_line(lines, line, room, size, op->post_norm, op->post_eps, op->post_unit_offset, dtype);
+        norm_line(line, room, size, op->post_norm, op->post_eps, op->post_unit_offset, dtype);
     if (in->residual != NULL) {
-        lines->widen(part(in->residual, from, dtype), size, room, dtype);
+        widen_line(part(in->residual, from, dtype), size, room, dtype);
         for (int64_t i = 0; i < size; i++)
             line[i] += room[i];
-        lines->round(line, size, dtype);
+        round_line(line, size, dtype);
     }
     if (in->residual_out != NULL)
-        lines->narrow(line, size, (void *)part(in->residual_out, row * size, dtype), dtype);
-    norm_line(lines, line, room, size, op->norm, op->eps, op->unit_offset, dtype);
-    lines->narrow(line, size, x, dtype);
+        narrow_line(line, size, (void *)part(in->residual_out, row * size, dtype), dtype);
+    norm_line(line, room, size, op->norm, op->eps, op->unit_offset, dtype);
+    narrow_line(line, size, x, dtype);
 }
 
 /* ---- what follows a product ---- */
 
-INLINE void add_bias(const struct lines *lines, const struct linear *op, float *line, int64_t first, int64_t count) {
+static void add_bias(const struct linear *op, float *line, int64_t first, int64_t count) {
     float bias[STRIP];
     if (op->bias == NULL)
         return;
-    lines->widen(part(op->bias, first, op->dtype), count, bias, op->dtype);
+    widen_line(part(op->bias, first, op->dtype), count, bias, op->dtype);
     for (int64_t i = 0; i < count; i++)
         line[i] += bias[i];
 }
 
-INLINE void activate_line(float *line, int64_t count, int activation) {
+static void activate_line(float *line, int64_t count, int activation) {
     if (activation == ACTIVATION_SILU)
         for (int64_t i = 0; i < count; i++)
             line[i] = line[i] / (1.0f + fast_exp(-line[i]));
@@ -106,31 +100,31 @@ INLINE void activate_line(float *line, int64_t count, int activation) {
         }
 }
 
-INLINE void finish_line(const struct lines *lines, const struct linear *op, float *gate, float *up, int64_t first, int64_t count,
+static void finish_line(const struct linear *op, float *gate, float *up, int64_t first, int64_t count,
                         void *output) {
     int dtype = op->dtype;
-    add_bias(lines, op, gate, first, count);
+    add_bias(op, gate, first, count);
     if (op->is_logits) {
-        lines->round(gate, count, dtype);
+        round_line(gate, count, dtype);
         for (int64_t i = 0; i < count; i++)
             ((float *)output)[first + i] = op->soft_cap > 0.0f ? op->soft_cap * tanhf(gate[i] / op->soft_cap) : gate[i];
         return;
     }
     if (op->activation != ACTIVATION_NONE) {
-        add_bias(lines, op, up, op->out_features / 2 + first, count);
-        lines->round(gate, count, dtype);
-        lines->round(up, count, dtype);
+        add_bias(op, up, op->out_features / 2 + first, count);
+        round_line(gate, count, dtype);
+        round_line(up, count, dtype);
         activate_line(gate, count, op->activation);
-        lines->round(gate, count, dtype);
+        round_line(gate, count, dtype);
         for (int64_t i = 0; i < count; i++)
             gate[i] *= up[i];
     }
-    lines->narrow(gate, count, (void *)part(output, first, dtype), dtype);
+    narrow_line(gate, count, (void *)part(output, first, dtype), dtype);
 }
 
 /* ---- one row ---- */
 
-INLINE void dot_rows(const void *weight, const void *x, int64_t size, int64_t first, int64_t count, float *results, int dtype) {
+static void dot_rows(const void *weight, const void *x, int64_t size, int64_t first, int64_t count, float *results, int dtype) {
     for (int64_t row = 0; row < count; row++) {
         int64_t start = (first + row) * size;
         float sum = 0.0f;
@@ -149,67 +143,25 @@ INLINE void dot_rows(const void *weight, const void *x, int64_t size, int64_t fi
     }
 }
 
-/* ---- instruction sets ---- */
-
-struct kernels {
-    void (*prepare)(const struct linear *op, const struct rows *in, int64_t row, void *x);
-    void (*finish)(const struct linear *op, float *gate, float *up, int64_t first, int64_t count, void *output);
-    void (*dots)(const void *weight, const void *x, int64_t size, int64_t first, int64_t count, float *results, int dtype);
-};
-
-#define DEFINE_KERNELS(NAME, TARGET)                                                                                           \
-    TARGET static void NAME##_widen(const void *from, int64_t count, float *line, int dtype) {                                 \
-        widen_line(from, count, line, dtype);                                                                                  \
-    }                                                                                                                          \
-    TARGET static void NAME##_round(float *line, int64_t count, int dtype) { round_line(line, count, dtype); }                 \
-    TARGET static void NAME##_narrow(const float *line, int64_t count, void *to, int dtype) {                                  \
-        narrow_line(line, count, to, dtype);                                                                                   \
-    }                                                                                                                          \
-    static const struct lines NAME##_lines = {NAME##_widen, NAME##_round, NAME##_narrow};                                      \
-    TARGET static void NAME##_prepare(const struct linear *op, const struct rows *in, int64_t row, void *x) {                  \
-        prepare_row(&NAME##_lines, op, in, row, x);                                                                            \
-    }                                                                                                                          \
-    TARGET static void NAME##_finish(const struct linear *op, float *gate, float *up, int64_t first, int64_t count,            \
-                                     void *output) {                                                                           \
-        finish_line(&NAME##_lines, op, gate, up, first, count, output);                                                        \
-    }                                                                                                                          \
-    TARGET static void NAME##_dots(const void *weight, const void *x, int64_t size, int64_t first, int64_t count,              \
-                                   float *results, int dtype) {                                                                \
-        dot_rows(weight, x, size, first, count, results, dtype);                                                               \
-    }                                                                                                                          \
-    static const struct kernels NAME##_kernels = {NAME##_prepare, NAME##_finish, NAME##_dots};
-
-DEFINE_KERNELS(plain, )
-#if PELTON_X86
-DEFINE_KERNELS(avx2, TARGET_AVX2)
-#endif
-
-static const struct kernels *choose_kernels(void) {
-#if PELTON_X86
-    if (pelton_isa() >= ISA_AVX2)
-        return &avx2_kernels;
-#endif
-    return &plain_kernels;
-}
+/* ---- for other files ---- */
 
 void pelton_prepare_row(const struct linear *op, const struct rows *in, int64_t row, void *x) {
-#if PELTON_X86
-    if (pelton_isa() == ISA_AVX512 && op->dtype == DTYPE_BF16) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+    if (op->dtype == DTYPE_BF16) {
         pelton_prepare_avx512(op, in, row, x);
         return;
     }
 #endif
-    choose_kernels()->prepare(op, in, row, x);
+    prepare_row(op, in, row, x);
 }
 
 void pelton_finish(const struct linear *op, float *gate, float *up, int64_t first, int64_t count, void *output) {
-    choose_kernels()->finish(op, gate, up, first, count, output);
+    finish_line(op, gate, up, first, count, output);
 }
 
 /* ---- entries ---- */
 
 static void linear_row(const struct linear *op, const struct rows *in, void *output) {
-    const struct kernels *kernels = choose_kernels();
     float room[op->in_features]; /* for either dtype */
     const void *x = in->hidden;
     if (op->norm != NULL) {
@@ -221,10 +173,10 @@ static void linear_row(const struct linear *op, const struct rows *in, void *out
     for (int64_t strip = 0; strip < strips; strip++) {
         int64_t first = strip * STRIP, count = least(STRIP, columns - first);
         float gate[STRIP], up[STRIP];
-        kernels->dots(op->weight, x, size, first, count, gate, op->dtype);
+        dot_rows(op->weight, x, size, first, count, gate, op->dtype);
         if (op->activation != ACTIVATION_NONE)
-            kernels->dots(op->weight, x, size, columns + first, count, up, op->dtype);
-        kernels->finish(op, gate, up, first, count, output);
+            dot_rows(op->weight, x, size, columns + first, count, up, op->dtype);
+        finish_line(op, gate, up, first, count, output);
     }
 }
 
@@ -232,8 +184,8 @@ static void linear_row(const struct linear *op, const struct rows *in, void *out
 EXPORT int pelton_linear(const struct linear *op, const void *hidden, const void *residual, void *residual_out,
                          const int64_t *rows, int64_t num_rows, void *output) {
     struct rows in = {hidden, residual, residual_out, rows, num_rows};
-#if PELTON_X86
-    if (op->is_packed || (pelton_isa() == ISA_AVX512 && op->dtype == DTYPE_BF16 && op->in_features % 2 == 0))
+#if PELTON_ISA >= ISA_AVX512_BF16
+    if (op->dtype == DTYPE_BF16 && op->in_features % 2 == 0)
         return pelton_linear_avx512(op, &in, output, NULL) ? LINEAR_NO_MEMORY : LINEAR_DONE;
 #endif
     if (num_rows != 1)

@@ -9,7 +9,7 @@
    Each takes tasks from its own share while there are any, then from the others': a core that is held up holds nobody up. */
 #include "seam.h"
 
-#if PELTON_X86
+#if PELTON_ISA >= ISA_AVX512_BF16
 
 #include <stdatomic.h>
 
@@ -41,7 +41,7 @@ INLINE struct shape shape_of(const struct linear *op) {
 }
 
 /* Panel `index` of a weight [out, in]. */
-TARGET_AVX512 static void pack_panel(const struct shape *shape, const bf16 *weight, int64_t index, bf16 *panel) {
+static void pack_panel(const struct shape *shape, const bf16 *weight, int64_t index, bf16 *panel) {
     int64_t first = index * shape->width, count = least(shape->width, shape->columns - first);
     const void *rows[PANEL];
     for (int64_t i = 0; i < PANEL; i++) {
@@ -54,7 +54,7 @@ TARGET_AVX512 static void pack_panel(const struct shape *shape, const bf16 *weig
 /* Bring a weight into panels, in its own memory. 0: done; 1: it stays as it is, for want of memory or for its shape. */
 EXPORT int pelton_pack(const struct linear *op, bf16 *weight) {
     struct shape shape = shape_of(op);
-    if (pelton_isa() != ISA_AVX512 || op->dtype != DTYPE_BF16 || shape.columns % shape.width || shape.k % 2 ||
+    if (op->dtype != DTYPE_BF16 || shape.columns % shape.width || shape.k % 2 ||
         (uintptr_t)weight % 64)
         return 1;
     size_t bytes = (size_t)(op->out_features * shape.k) * sizeof(bf16);
@@ -72,7 +72,7 @@ EXPORT int pelton_pack(const struct linear *op, bf16 *weight) {
 /* ---- a block of rows times a panel ---- */
 
 /* a [pairs][M][2] times panel [pairs][PANEL][2] -> sums [M][PANEL]. Reads `fetch` into the L2 cache, `step` bytes a pair. */
-TARGET_AVX512 INLINE void block(const uint32_t *a, const bf16 *panel, int64_t pairs, float *sums, const char *fetch,
+INLINE void block(const uint32_t *a, const bf16 *panel, int64_t pairs, float *sums, const char *fetch,
                                 int64_t step, int M) {
     __m512 low[BLOCK], high[BLOCK];
 #pragma GCC unroll 12
@@ -97,7 +97,7 @@ TARGET_AVX512 INLINE void block(const uint32_t *a, const bf16 *panel, int64_t pa
     }
 }
 
-TARGET_AVX512 static __attribute__((noinline)) void multiply(const uint32_t *a, const bf16 *panel, int64_t pairs, float *sums,
+static __attribute__((noinline)) void multiply(const uint32_t *a, const bf16 *panel, int64_t pairs, float *sums,
                                                              const char *fetch, int64_t step, int64_t m) {
     switch (m) {
 #define ROWS(M)                                         \
@@ -112,7 +112,7 @@ TARGET_AVX512 static __attribute__((noinline)) void multiply(const uint32_t *a, 
 /* ---- rows ---- */
 
 /* `m` rows of `k` numbers, `stride` apart -> [k / 2][m][2]. */
-TARGET_AVX512 static void pack_block(const bf16 *rows, int64_t stride, int64_t m, int64_t k, uint32_t *a) {
+static void pack_block(const bf16 *rows, int64_t stride, int64_t m, int64_t k, uint32_t *a) {
     __mmask16 used = (__mmask16)((1u << m) - 1u);
     if (m < 4) { /* a transposition takes as long for one row as for 16 */
         for (int64_t row = 0; row < m; row++)
@@ -144,30 +144,30 @@ struct pair {
     __m512 even, odd;
 };
 
-TARGET_AVX512 INLINE struct pair split(__m512i numbers) {
+INLINE struct pair split(__m512i numbers) {
     __m512i odd = _mm512_and_si512(numbers, _mm512_set1_epi32((int)0xffff0000u));
     return (struct pair){_mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16)), _mm512_castsi512_ps(odd)};
 }
 
-TARGET_AVX512 INLINE __m512i joined(struct pair pair) {
+INLINE __m512i joined(struct pair pair) {
     __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
                                      19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(pair.odd, pair.even));
 }
 
-TARGET_AVX512 INLINE __m512i read(const void *line, int64_t i, __mmask32 mask) {
+INLINE __m512i read(const void *line, int64_t i, __mmask32 mask) {
     return _mm512_maskz_loadu_epi16(mask, (const bf16 *)line + i);
 }
 
-TARGET_AVX512 INLINE void write(void *line, int64_t i, __mmask32 mask, __m512i numbers) {
+INLINE void write(void *line, int64_t i, __mmask32 mask, __m512i numbers) {
     _mm512_mask_storeu_epi16((bf16 *)line + i, mask, numbers);
 }
 
-TARGET_AVX512 INLINE struct pair scaled(struct pair pair, __m512 factor) {
+INLINE struct pair scaled(struct pair pair, __m512 factor) {
     return (struct pair){_mm512_mul_ps(pair.even, factor), _mm512_mul_ps(pair.odd, factor)};
 }
 
-TARGET_AVX512 INLINE __m512i normed(__m512i numbers, __m512 factor, __m512i weight, int unit_offset) {
+INLINE __m512i normed(__m512i numbers, __m512 factor, __m512i weight, int unit_offset) {
     struct pair x = scaled(split(numbers), factor), w = split(weight);
     if (unit_offset) {
         __m512 one = _mm512_set1_ps(1.0f);
@@ -178,12 +178,12 @@ TARGET_AVX512 INLINE __m512i normed(__m512i numbers, __m512 factor, __m512i weig
     return joined((struct pair){_mm512_mul_ps(x.even, w.even), _mm512_mul_ps(x.odd, w.odd)});
 }
 
-TARGET_AVX512 INLINE struct pair add_squares(struct pair sums, __m512i numbers) {
+INLINE struct pair add_squares(struct pair sums, __m512i numbers) {
     struct pair x = split(numbers);
     return (struct pair){_mm512_fmadd_ps(x.even, x.even, sums.even), _mm512_fmadd_ps(x.odd, x.odd, sums.odd)};
 }
 
-TARGET_AVX512 INLINE __m512 norm_factor(struct pair squares, int64_t size, float eps) {
+INLINE __m512 norm_factor(struct pair squares, int64_t size, float eps) {
     float sum = _mm512_reduce_add_ps(_mm512_add_ps(squares.even, squares.odd));
     return _mm512_set1_ps(1.0f / sqrtf(sum / (float)size + eps));
 }
@@ -194,7 +194,7 @@ struct line {
 };
 
 /* Up to 32 numbers of residual' from `i` on, kept in `x` until they are normed. */
-TARGET_AVX512 INLINE __m512i add_part(const struct linear *op, const struct line *line, __m512 factor, int64_t i,
+INLINE __m512i add_part(const struct linear *op, const struct line *line, __m512 factor, int64_t i,
                                       __mmask32 mask) {
     __m512i numbers = read(line->hidden, i, mask);
     if (op->post_norm != NULL)
@@ -224,7 +224,7 @@ TARGET_AVX512 INLINE __m512i add_part(const struct linear *op, const struct line
     } while (0)
 
 /* As linear.c's `prepare_row`. */
-TARGET_AVX512 void pelton_prepare_avx512(const struct linear *op, const struct rows *in, int64_t row, void *x) {
+void pelton_prepare_avx512(const struct linear *op, const struct rows *in, int64_t row, void *x) {
     int64_t size = op->in_features, from = (in->rows == NULL ? row : in->rows[row]) * size;
     struct line line = {
         .hidden = (const bf16 *)in->hidden + from,
@@ -252,7 +252,7 @@ TARGET_AVX512 void pelton_prepare_avx512(const struct linear *op, const struct r
 /* ---- few rows times a plain weight ---- */
 
 /* Dot products of M rows with `count` rows of a weight, read one after the other -> sums [M][PANEL]. */
-TARGET_AVX512 INLINE void dots(const bf16 *weight, const bf16 *x, int64_t k, int64_t count, float *sums, int M) {
+INLINE void dots(const bf16 *weight, const bf16 *x, int64_t k, int64_t count, float *sums, int M) {
     int64_t whole = k / 64 * 64;
     for (int64_t column = 0; column < count; column++) {
         const bf16 *w = weight + column * k;
@@ -283,7 +283,7 @@ TARGET_AVX512 INLINE void dots(const bf16 *weight, const bf16 *x, int64_t k, int
     }
 }
 
-TARGET_AVX512 static __attribute__((noinline)) void dot_rows(const bf16 *weight, const bf16 *x, int64_t k, int64_t count,
+static __attribute__((noinline)) void dot_rows(const bf16 *weight, const bf16 *x, int64_t k, int64_t count,
                                                              float *sums, int64_t m) {
     switch (m) {
 #define ROWS(M)                               \
@@ -355,7 +355,7 @@ INLINE int64_t block_start(const struct call *call, int64_t block) { return call
 INLINE int64_t group_start(const struct call *call, int64_t group) { return call->num_blocks * group / call->num_groups; }
 
 /* Norm and pack one block. */
-TARGET_AVX512 static void prepare_block(const struct call *call, int64_t block, const struct room *room) {
+static void prepare_block(const struct call *call, int64_t block, const struct room *room) {
     int64_t k = call->shape.k, first = block_start(call, block), m = block_start(call, block + 1) - first;
     const bf16 *rows = (const bf16 *)call->in->hidden + first * k;
     if (call->op->norm != NULL) {
@@ -366,7 +366,7 @@ TARGET_AVX512 static void prepare_block(const struct call *call, int64_t block, 
     pack_block(rows, k, m, k, call->a + first * (k / 2));
 }
 
-TARGET_AVX512 static void dot_task(const struct call *call, int64_t column, int64_t count, float *sums) {
+static void dot_task(const struct call *call, int64_t column, int64_t count, float *sums) {
     const struct shape *shape = &call->shape;
     const bf16 *weight = (const bf16 *)call->op->weight + column * shape->k;
     dot_rows(weight, call->x, shape->k, count, sums, call->in->num_rows);
@@ -376,7 +376,7 @@ TARGET_AVX512 static void dot_task(const struct call *call, int64_t column, int6
         finish_panel(call->op, sums + row * PANEL, column, count, call->output + (size_t)row * call->row_bytes);
 }
 
-TARGET_AVX512 static void run_task(const struct call *call, int64_t task, const uint32_t *a, const struct room *room) {
+static void run_task(const struct call *call, int64_t task, const uint32_t *a, const struct room *room) {
     const struct linear *op = call->op;
     const struct shape *shape = &call->shape;
     int64_t k = shape->k, index = task % shape->num_panels, group = task / shape->num_panels;
@@ -414,7 +414,7 @@ INLINE void *cut(char **memory, int64_t bytes) {
     return start;
 }
 
-TARGET_AVX512 int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output,
+int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output,
                                        const struct panel_source *source) {
     int64_t k = op->in_features, num_rows = in->num_rows, line = k * (int64_t)sizeof(bf16);
     if (num_rows == 0)

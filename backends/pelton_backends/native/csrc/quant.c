@@ -10,9 +10,9 @@
 #include "quant.h"
 #include "seam.h"
 
-#define TARGET_QUANT_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define TARGET_QUANT_AVX512 \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
+#if PELTON_ISA >= ISA_AVX2
+#include <immintrin.h>
+#endif
 
 enum { LOW_STEPS = 254, TILE = 8, SPAN = 2 * QUANT_ROWS, BLOCK_OF_ROWS = 128, MANY_ROWS = 9 };
 
@@ -25,18 +25,10 @@ struct inputs {
     int64_t num_blocks;
 };
 
-/* Sums of rows [row, row + m) by one or two panels of one kind: [m][SPAN], 16 a panel. m is at most TILE. */
-typedef void (*multiply_fn)(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x, int64_t row,
-                            int64_t m, float *sums);
-/* A row of a call, after its norm, to `x`. */
-typedef void (*round_fn)(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x);
-typedef void (*finish_fn)(const struct linear *op, float *sums, int64_t first, int64_t count, void *output);
-
-struct quant_kernels {
-    multiply_fn multiply;
-    round_fn round;
-    finish_fn finish;
-};
+/* Each instruction set has:
+   - `multiply_panels`: sums of rows [row, row + m) by one or two panels of one kind: [m][SPAN], 16 a panel. m is at most TILE
+   - `round_inputs`: a row of a call, after its norm, to `x`
+   - `finish_row`. */
 
 INLINE float half_to_float(uint16_t half) {
     uint32_t bits = (uint32_t)(half & 0x7fffu) << 13, sign = (uint32_t)(half & 0x8000u) << 16;
@@ -60,6 +52,19 @@ INLINE uint16_t half_at(const uint8_t *memory, int64_t index) {
     memcpy(&half, memory + 2 * index, sizeof half);
     return half;
 }
+
+INLINE int32_t number_at(const uint8_t *quants, int kind, int64_t row, int64_t i) {
+    if (kind == QUANT_Q8_0)
+        return (int8_t)quants[i / 4 * 64 + row * 4 + i % 4];
+    uint8_t both = quants[i % 16 / 4 * 64 + row * 4 + i % 4];
+    return (i < 16 ? both & 15 : both >> 4) - (kind == QUANT_Q4_0 ? 8 : 0);
+}
+
+INLINE const void *row_of(const struct linear *op, const struct rows *in, int64_t row) {
+    return (const char *)in->hidden + (size_t)(row * op->in_features) * size_of(op->dtype);
+}
+
+#if PELTON_ISA < ISA_AVX512_BF16
 
 /* ---- inputs to two int8 ---- */
 
@@ -94,10 +99,6 @@ INLINE void round_numbers(const struct inputs *x, int64_t row, const void *numbe
     }
 }
 
-INLINE const void *row_of(const struct linear *op, const struct rows *in, int64_t row) {
-    return (const char *)in->hidden + (size_t)(row * op->in_features) * size_of(op->dtype);
-}
-
 INLINE void round_row(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x, int dtype) {
     float room[op->in_features]; /* for either dtype */
     if (op->norm != NULL)
@@ -105,18 +106,22 @@ INLINE void round_row(const struct linear *op, const struct rows *in, int64_t ro
     round_numbers(x, row, op->norm != NULL ? room : row_of(op, in, row), dtype);
 }
 
+static void round_inputs(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x) {
+    if (op->dtype == DTYPE_BF16)
+        round_row(op, in, row, x, DTYPE_BF16);
+    else
+        round_row(op, in, row, x, DTYPE_F32);
+}
+
+static void finish_row(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
+    pelton_finish(op, sums, sums + QUANT_ROWS, first, count, output);
+}
+
+#endif
+
+#if PELTON_ISA < ISA_AVX2
+
 /* ---- plain ---- */
-
-static void round_plain(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x) {
-    round_row(op, in, row, x, op->dtype);
-}
-
-INLINE int32_t number_at(const uint8_t *quants, int kind, int64_t row, int64_t i) {
-    if (kind == QUANT_Q8_0)
-        return (int8_t)quants[i / 4 * 64 + row * 4 + i % 4];
-    uint8_t both = quants[i % 16 / 4 * 64 + row * 4 + i % 4];
-    return (i < 16 ? both & 15 : both >> 4) - (kind == QUANT_Q4_0 ? 8 : 0);
-}
 
 /* A block's numbers as the record has them: [8][16][4]. */
 INLINE void plain_unpack(const uint8_t *quants, int kind, int8_t *numbers) {
@@ -164,27 +169,23 @@ static void plain_panel(const uint8_t *panel, int kind, const struct inputs *x, 
     }
 }
 
-static void multiply_plain(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x, int64_t row,
+static void multiply_panels(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x, int64_t row,
                            int64_t m, float *sums) {
     for (int64_t n = 0; n < num_panels; n++)
         plain_panel(panels[n], kind, x, row, m, sums + n * QUANT_ROWS);
 }
 
-static void finish_plain(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
-    pelton_finish(op, sums, sums + QUANT_ROWS, first, count, output);
-}
-
-#if PELTON_X86
+#elif PELTON_ISA < ISA_AVX512_BF16
 
 /* ---- AVX2: half a panel at a time ---- */
 
 /* Signed bytes by signed bytes: vpmaddubsw wants the first unsigned, and its 16-bit sums of two hold 2 * 128 * 127. */
-TARGET_QUANT_AVX2 INLINE __m256i avx2_dot(__m256i sums, __m256i weights, __m256i factors) {
+INLINE __m256i avx2_dot(__m256i sums, __m256i weights, __m256i factors) {
     __m256i pairs = _mm256_maddubs_epi16(_mm256_sign_epi8(weights, weights), _mm256_sign_epi8(factors, weights));
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
-TARGET_QUANT_AVX2 INLINE void avx2_half(const uint8_t *panel, int kind, const struct inputs *x, int64_t row, float *sums,
+INLINE void avx2_half(const uint8_t *panel, int kind, const struct inputs *x, int64_t row, float *sums,
                                         int64_t half) {
     __m256 total = _mm256_setzero_ps();
     __m256i half_byte = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
@@ -215,7 +216,7 @@ TARGET_QUANT_AVX2 INLINE void avx2_half(const uint8_t *panel, int kind, const st
     _mm256_storeu_ps(sums + half * 8, total);
 }
 
-TARGET_QUANT_AVX2 static void multiply_avx2(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x,
+static void multiply_panels(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x,
                                             int64_t row, int64_t m, float *sums) {
     for (int64_t half = 0; half < 2 * num_panels; half++)
         for (int64_t i = 0; i < m; i++) {
@@ -230,17 +231,12 @@ TARGET_QUANT_AVX2 static void multiply_avx2(const uint8_t *const *panels, int64_
         }
 }
 
-TARGET_QUANT_AVX2 static void round_avx2(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x) {
-    if (op->dtype == DTYPE_BF16)
-        round_row(op, in, row, x, DTYPE_BF16);
-    else
-        round_row(op, in, row, x, DTYPE_F32);
-}
+#else
 
 /* ---- AVX-512: vpdpbusd, unsigned weights by signed inputs ---- */
 
 /* Numbers 4 g .. 4 g + 3 of 16 rows in vector g, as unsigned bytes: Q8_0 with 128 added, Q4_0 as it is, with 8. */
-TARGET_QUANT_AVX512 INLINE void avx512_unpack(const uint8_t *quants, int kind, __m512i weights[8]) {
+INLINE void avx512_unpack(const uint8_t *quants, int kind, __m512i weights[8]) {
     if (kind == QUANT_Q8_0) {
 #pragma GCC unroll 8
         for (int group = 0; group < 8; group++)
@@ -258,7 +254,7 @@ TARGET_QUANT_AVX512 INLINE void avx512_unpack(const uint8_t *quants, int kind, _
 
 /* m rows by N panels of one kind: the weights of a block are unpacked once for all rows, and each row's numbers are loaded
    once for both panels. */
-TARGET_QUANT_AVX512 INLINE void avx512_tile(const uint8_t *const *panels, int N, int kind, const struct inputs *x, int64_t row,
+INLINE void avx512_tile(const uint8_t *const *panels, int N, int kind, const struct inputs *x, int64_t row,
                                             int64_t m, float *sums) {
     __m512 totals[TILE][2];
     for (int64_t i = 0; i < m; i++)
@@ -307,7 +303,7 @@ TARGET_QUANT_AVX512 INLINE void avx512_tile(const uint8_t *const *panels, int N,
             _mm512_storeu_ps(sums + i * SPAN + n * QUANT_ROWS, totals[i][n]);
 }
 
-TARGET_QUANT_AVX512 static void multiply_avx512(const uint8_t *const *panels, int64_t num_panels, int kind,
+static void multiply_panels(const uint8_t *const *panels, int64_t num_panels, int kind,
                                                 const struct inputs *x, int64_t row, int64_t m, float *sums) {
 #define KIND(NAME)                                                        \
     case NAME:                                                            \
@@ -324,7 +320,7 @@ TARGET_QUANT_AVX512 static void multiply_avx512(const uint8_t *const *panels, in
 }
 
 /* 16 numbers of up to 127 to their parts at `at`; returns 254 high + low. What is not finite becomes anything in range. */
-TARGET_QUANT_AVX512 INLINE __m512i avx512_split(__m512 numbers, const struct inputs *x, int64_t at) {
+INLINE __m512i avx512_split(__m512 numbers, const struct inputs *x, int64_t at) {
     __m512 steps = _mm512_set1_ps(LOW_STEPS), limit = _mm512_set1_ps(127.0f);
     numbers = _mm512_max_ps(_mm512_min_ps(numbers, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit));
     __m512 whole = _mm512_roundscale_ps(numbers, _MM_FROUND_TO_NEAREST_INT);
@@ -335,7 +331,7 @@ TARGET_QUANT_AVX512 INLINE __m512i avx512_split(__m512 numbers, const struct inp
     return _mm512_add_epi32(_mm512_mullo_epi32(high, _mm512_set1_epi32(LOW_STEPS)), low);
 }
 
-TARGET_QUANT_AVX512 INLINE void avx512_round(const struct inputs *x, int64_t row, const void *numbers, int dtype) {
+INLINE void avx512_round(const struct inputs *x, int64_t row, const void *numbers, int dtype) {
     __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     for (int64_t block = 0; block < x->num_blocks; block++) {
         int64_t at = row * x->num_blocks + block, from = block * QUANT_BLOCK;
@@ -362,7 +358,7 @@ TARGET_QUANT_AVX512 INLINE void avx512_round(const struct inputs *x, int64_t row
     }
 }
 
-TARGET_QUANT_AVX512 static void round_avx512(const struct linear *op, const struct rows *in, int64_t row,
+static void round_inputs(const struct linear *op, const struct rows *in, int64_t row,
                                               const struct inputs *x) {
     float room[op->in_features];
     if (op->norm == NULL)
@@ -377,7 +373,7 @@ TARGET_QUANT_AVX512 static void round_avx512(const struct linear *op, const stru
 }
 
 /* Two panels [in / 2][32][2] of bfloat16, dequantized; NULL: zeros. Those `distance` panels further on are fetched. */
-TARGET_QUANT_AVX512 static void avx512_dequantize(const uint8_t *const *panels, const int *kinds, int64_t num_blocks,
+static void avx512_dequantize(const uint8_t *const *panels, const int *kinds, int64_t num_blocks,
                                                   int64_t distance, bf16 *result) {
     /* Of 16 even numbers before 16 odd ones: pairs. */
     __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
@@ -424,22 +420,14 @@ TARGET_QUANT_AVX512 static void avx512_dequantize(const uint8_t *const *panels, 
         }
 }
 
-TARGET_QUANT_AVX512 static void finish_avx512(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
-    finish_panel(op, sums, first, count, output);
+static void finish_row(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
+    if (op->dtype == DTYPE_BF16)
+        finish_panel(op, sums, first, count, output);
+    else
+        pelton_finish(op, sums, sums + QUANT_ROWS, first, count, output);
 }
 
 #endif
-
-static struct quant_kernels choose_kernels(int dtype) {
-#if PELTON_X86
-    int isa = pelton_isa();
-    if (isa == ISA_AVX512 && __builtin_cpu_supports("avx512vnni"))
-        return (struct quant_kernels){multiply_avx512, round_avx512, dtype == DTYPE_BF16 ? finish_avx512 : finish_plain};
-    if (isa >= ISA_AVX2 && __builtin_cpu_supports("f16c"))
-        return (struct quant_kernels){multiply_avx2, round_avx2, finish_plain};
-#endif
-    return (struct quant_kernels){multiply_plain, round_plain, finish_plain};
-}
 
 /* ---- the seams ---- */
 
@@ -469,7 +457,7 @@ INLINE struct span find_span(const struct quant *op, int64_t index) {
     return (struct span){part, first, least(width, part->num_rows - first), column + first};
 }
 
-static void span_rows(const struct quant *op, const struct quant_kernels *kernels, const struct inputs *x, struct span span,
+static void span_rows(const struct quant *op, const struct inputs *x, struct span span,
                       int64_t first_row, int64_t last_row, char *output) {
     const struct quant_part *part = span.part;
     int is_gated = op->op.activation != ACTIVATION_NONE;
@@ -484,15 +472,15 @@ static void span_rows(const struct quant *op, const struct quant_kernels *kernel
     float sums[TILE * SPAN];
     for (int64_t row = first_row; row < last_row; row += TILE) {
         int64_t m = least(TILE, last_row - row);
-        kernels->multiply(panels, together, part->kind, x, row, m, sums);
+        multiply_panels(panels, together, part->kind, x, row, m, sums);
         if (is_gated && together == 1)
-            kernels->multiply(panels + 1, 1, part[1].kind, x, row, m, sums + QUANT_ROWS);
+            multiply_panels(panels + 1, 1, part[1].kind, x, row, m, sums + QUANT_ROWS);
         for (int64_t i = 0; i < m; i++)
-            kernels->finish(&op->op, sums + i * SPAN, span.column, span.count, output + (size_t)(row + i) * row_bytes);
+            finish_row(&op->op, sums + i * SPAN, span.column, span.count, output + (size_t)(row + i) * row_bytes);
     }
 }
 
-#if PELTON_X86
+#if PELTON_ISA >= ISA_AVX512_BF16
 
 /* For `pelton_linear_avx512`, whose panels are the spans here. */
 static void make_panel(const void *weight, int64_t index, bf16 *result) {
@@ -526,9 +514,8 @@ static int has_whole_spans(const struct quant *op) {
 EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *residual, void *residual_out,
                         const int64_t *rows, int64_t num_rows, void *output) {
     struct rows in = {hidden, residual, residual_out, rows, num_rows};
-    struct quant_kernels kernels = choose_kernels(op->op.dtype);
-#if PELTON_X86
-    if (num_rows >= MANY_ROWS && op->op.dtype == DTYPE_BF16 && kernels.multiply == multiply_avx512 && has_whole_spans(op)) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+    if (num_rows >= MANY_ROWS && op->op.dtype == DTYPE_BF16 && has_whole_spans(op)) {
         struct panel_source source = {make_panel, op};
         return pelton_linear_avx512(&op->op, &in, output, &source);
     }
@@ -545,18 +532,18 @@ EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *
     };
     int64_t spans = num_spans(op), row_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
     if (num_rows == 1)
-        kernels.round(&op->op, &in, 0, &x);
+        round_inputs(&op->op, &in, 0, &x);
 #pragma omp parallel
     {
         if (num_rows > 1) {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < num_rows; row++)
-                kernels.round(&op->op, &in, row, &x);
+                round_inputs(&op->op, &in, row, &x);
         }
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < spans * row_blocks; index++) {
             int64_t row = index / spans * BLOCK_OF_ROWS;
-            span_rows(op, &kernels, &x, find_span(op, index % spans), row, least(row + BLOCK_OF_ROWS, num_rows), output);
+            span_rows(op, &x, find_span(op, index % spans), row, least(row + BLOCK_OF_ROWS, num_rows), output);
         }
     }
     return 0;

@@ -5,15 +5,15 @@
 #include "linear.h"
 #include "tile_avx512.h"
 
-#if PELTON_X86
+#if PELTON_ISA >= ISA_AVX512_BF16
 
-TARGET_AVX512 INLINE __m512 widen(__m256i numbers) {
+INLINE __m512 widen(__m256i numbers) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
 }
 
-TARGET_AVX512 INLINE __m256i narrow(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); }
+INLINE __m256i narrow(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); }
 
-TARGET_AVX512 INLINE __m512 with_bias(const struct linear *op, __m512 sums, __mmask16 mask, int64_t column) {
+INLINE __m512 with_bias(const struct linear *op, __m512 sums, __mmask16 mask, int64_t column) {
     if (op->bias == NULL)
         return sums;
     return _mm512_add_ps(sums, widen(_mm256_maskz_loadu_epi16(mask, (const bf16 *)op->bias + column)));
@@ -21,7 +21,7 @@ TARGET_AVX512 INLINE __m512 with_bias(const struct linear *op, __m512 sums, __mm
 
 /* `pelton_finish` of one row of a panel in bfloat16, 16 at a time: loops as short as these are not vectorised by compilers. With an
    activation, `sums` holds 16 of the gate and the 16 of up that belong to them. */
-TARGET_AVX512 INLINE void finish_panel(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
+INLINE void finish_panel(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
     if (op->activation == ACTIVATION_SILU) {
         __mmask16 mask = (__mmask16)((1u << count) - 1u);
         __m512 gate = widen(narrow(with_bias(op, _mm512_loadu_ps(sums), mask, first)));

@@ -60,7 +60,7 @@ struct best {
     int32_t place, has_nan;
 };
 
-INLINE struct best find_best(const float *numbers, int64_t first, int64_t last) {
+static struct best find_best(const float *numbers, int64_t first, int64_t last) {
     float best = -INFINITY;
     int32_t num_nan = 0;
 #pragma omp simd reduction(max : best) reduction(+ : num_nan)
@@ -73,14 +73,6 @@ INLINE struct best find_best(const float *numbers, int64_t first, int64_t last) 
         place++;
     return (struct best){best, (int32_t)(place < last ? place : first), num_nan > 0};
 }
-
-static struct best find_plain(const float *numbers, int64_t first, int64_t last) { return find_best(numbers, first, last); }
-
-#if PELTON_X86
-TARGET_AVX2 static struct best find_avx2(const float *numbers, int64_t first, int64_t last) { return find_best(numbers, first, last); }
-
-TARGET_AVX512 static struct best find_avx512(const float *numbers, int64_t first, int64_t last) { return find_best(numbers, first, last); }
-#endif
 
 enum { PARTS = 8, NOT_FINITE = 1 };
 
@@ -98,11 +90,6 @@ static void take_token(const struct batch *batch, int64_t slot, struct best best
    token and error code. The first of equal tokens wins. Tokens are put into the batch. */
 EXPORT int pelton_take_best(const struct batch *batch, const float *logits, int64_t stride, int64_t vocab_size, const int64_t *slots,
                             int64_t num_rows, int32_t *result) {
-    struct best (*find)(const float *, int64_t, int64_t) = find_plain;
-#if PELTON_X86
-    if (pelton_isa() >= ISA_AVX2)
-        find = pelton_isa() == ISA_AVX512 ? find_avx512 : find_avx2;
-#endif
     int64_t parts = num_rows < PARTS ? PARTS : 1, width = (vocab_size + parts - 1) / parts;
     struct best *found = malloc((size_t)most(num_rows * parts, 1) * sizeof *found);
     if (found == NULL)
@@ -110,7 +97,7 @@ EXPORT int pelton_take_best(const struct batch *batch, const float *logits, int6
 #pragma omp parallel for schedule(dynamic) if (num_rows * vocab_size > 1 << 14)
     for (int64_t index = 0; index < num_rows * parts; index++) {
         int64_t first = least(index % parts * width, vocab_size), last = least(first + width, vocab_size);
-        found[index] = find(logits + index / parts * stride, first, last);
+        found[index] = find_best(logits + index / parts * stride, first, last);
     }
     for (int64_t row = 0; row < num_rows; row++) {
         struct best best = found[row * parts];

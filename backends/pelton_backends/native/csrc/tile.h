@@ -55,8 +55,6 @@ INLINE void floats_block(const float *a, int64_t lda, const float *panel, float 
     }
 }
 
-typedef void (*floats_multiply_fn)(const float *, int64_t, const float *, float *, int64_t, int64_t, int64_t);
-
 INLINE void floats_multiply(const float *a, int64_t lda, const float *panel, float *c, int64_t ldc, int64_t m, int64_t k) {
     for (int64_t half = 0; half < PANEL; half += 16) {
         int64_t row = 0;

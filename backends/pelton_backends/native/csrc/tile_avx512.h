@@ -4,13 +4,13 @@
 
 #include "tile.h"
 
-#if PELTON_X86
+#if PELTON_ISA >= ISA_AVX512_BF16
 #include <immintrin.h>
 
 /* ---- bfloat16 by AVX-512 ---- */
 
 /* 16 vectors of 16 32-bit words, transposed in place. */
-TARGET_AVX512 INLINE void transpose_16(__m512i v[16]) {
+INLINE void transpose_16(__m512i v[16]) {
     __m512i t[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
@@ -39,7 +39,7 @@ TARGET_AVX512 INLINE void transpose_16(__m512i v[16]) {
 }
 
 /* k even. */
-TARGET_AVX512 INLINE void avx512_pack_rows(const void *const *rows, int64_t k, bf16 *panel) {
+INLINE void avx512_pack_rows(const void *const *rows, int64_t k, bf16 *panel) {
     for (int half = 0; half < 2; half++)
         for (int64_t i = 0; i < k; i += 32) {
             int64_t left = least(k - i, 32);
@@ -61,7 +61,7 @@ TARGET_AVX512 INLINE void avx512_pack_rows(const void *const *rows, int64_t k, b
 }
 
 /* Numbers [first, first + count) of `k` rows, a row of zeros behind an odd k. */
-TARGET_AVX512 INLINE void avx512_pack_cols(const void *const *rows, int64_t k, int64_t first, int64_t count, bf16 *panel) {
+INLINE void avx512_pack_cols(const void *const *rows, int64_t k, int64_t first, int64_t count, bf16 *panel) {
     __mmask32 mask = count == 32 ? 0xffffffffu : (1u << count) - 1u;
     __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
                                      4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -75,7 +75,7 @@ TARGET_AVX512 INLINE void avx512_pack_cols(const void *const *rows, int64_t k, i
 }
 
 /* M rows of A by one panel: with M = 12, 24 of 32 registers are sums. */
-TARGET_AVX512 INLINE void avx512_block(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t k, int M) {
+INLINE void avx512_block(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t k, int M) {
     __m512 sums[12][2];
 #pragma GCC unroll 12
     for (int row = 0; row < M; row++) {
@@ -102,7 +102,7 @@ TARGET_AVX512 INLINE void avx512_block(const bf16 *a, int64_t lda, const bf16 *p
 }
 
 /* k even: a row of A is read in pairs. */
-TARGET_AVX512 static __attribute__((noinline, unused)) void avx512_multiply(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t m,
+static __attribute__((noinline, unused)) void avx512_multiply(const bf16 *a, int64_t lda, const bf16 *panel, float *c, int64_t ldc, int64_t m,
                                           int64_t k) {
     /* What is left of 12 goes in few sizes: each is compiled on its own, and takes its time. */
     int64_t row = 0;
@@ -117,7 +117,7 @@ TARGET_AVX512 static __attribute__((noinline, unused)) void avx512_multiply(cons
 }
 
 /* exp, as `fast_exp`. */
-TARGET_AVX512 INLINE __m512 avx512_exp(__m512 x) {
+INLINE __m512 avx512_exp(__m512 x) {
     __mmask16 is_zero = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
     __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x);
