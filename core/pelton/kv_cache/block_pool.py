@@ -198,7 +198,7 @@ class BlockPool:
             return None
         return (entry if isinstance(entry, Block) else next(iter(entry.values()))).block_id
 
-    def make_findable(self, block_id: int, block_hash: bytes, group_id: int) -> None:
+    def cache_full_blocks(self, block_id: int, block_hash: bytes, group_id: int) -> None:
         """Put a held, full block into the index. A block that is there already stays as it is."""
         block = self.blocks[block_id]
         if block_hash == block.block_hash or block_id == NULL_BLOCK:

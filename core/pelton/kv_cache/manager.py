@@ -106,7 +106,7 @@ class PagedKVCacheManager(KVCacheManager):
         if appended is None:
             return None
         if not delay_caching and num_full >= held.next_full:
-            self._make_findable(held, request.block_hashes, num_full)
+            self._cache_full_blocks(held, request.block_hashes, num_full)
         return appended
 
     def _start(self, held: _Held, reach: int, num_confirmed: int, cached: BlockIds) -> BlockIds | None:
@@ -174,14 +174,14 @@ class PagedKVCacheManager(KVCacheManager):
         self._set_next_full(held)
         return tuple(appended)
 
-    def _make_findable(self, held: _Held, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def _cache_full_blocks(self, held: _Held, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         if self._simple_block_size:
             blocks = held.by_type[0]
-            self._managers[0].make_findable(blocks, block_hashes, num_tokens)
+            self._managers[0].cache_full_blocks(blocks, block_hashes, num_tokens)
             held.next_full = self._managers[0].tokens_until_full(blocks) if self._caches_blocks else NEVER
             return
         for manager, blocks in zip(self._managers, held.by_type, strict=True):
-            manager.make_findable(blocks, block_hashes, num_tokens)
+            manager.cache_full_blocks(blocks, block_hashes, num_tokens)
         self._set_next_full(held)
 
     def _set_next_full(self, held: _Held) -> None:
@@ -195,7 +195,7 @@ class PagedKVCacheManager(KVCacheManager):
         held = self._held.get(request.request_id)
         num_full = min(num_computed_tokens, request.num_tokens)
         if held is not None and num_full >= held.next_full:
-            self._make_findable(held, request.block_hashes, num_full)
+            self._cache_full_blocks(held, request.block_hashes, num_full)
 
     def free(self, request_id: str) -> None:
         held = self._held.pop(request_id, None)

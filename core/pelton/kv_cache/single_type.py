@@ -104,7 +104,7 @@ class SingleTypeManager(ABC):
             appended.append(new)
         return appended
 
-    def make_findable(self, blocks: TypeBlocks, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def cache_full_blocks(self, blocks: TypeBlocks, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Put the full blocks of the first `num_tokens` tokens into the index."""
         per_block = self._hashes_per_block
         last = min(num_tokens // self.block_size, len(block_hashes) // per_block, len(blocks.tables[0]))
@@ -113,7 +113,7 @@ class SingleTypeManager(ABC):
         for place in range(blocks.num_indexed, last):
             block_hash = block_hashes[(place + 1) * per_block - 1]
             for group_id, table in zip(self.group_ids, blocks.tables, strict=True):
-                self.pool.make_findable(table[place], block_hash, group_id)
+                self.pool.cache_full_blocks(table[place], block_hash, group_id)
         blocks.num_indexed = last
 
     def tokens_until_full(self, blocks: TypeBlocks) -> int:

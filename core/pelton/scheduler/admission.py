@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pelton.config import SchedulerConfig
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
+from pelton.scheduler.allocations import Allocations, is_cached_later
 from pelton.scheduler.grammars import is_compiled
-from pelton.scheduler.holdings import Holdings, is_found_later
+from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.output import NewRequest
 from pelton.scheduler.policy import SchedulingPolicy
+from pelton.scheduler.preemption import Preemption
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
-from pelton.scheduler.room import Room
-from pelton.scheduler.roster import Roster
+from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.running import share
 from pelton.scheduler.step import OpenSteps, StepBuilder
-from pelton.scheduler.transfers import Transfers
 
 
 class Admission:
@@ -25,10 +25,10 @@ class Admission:
         config: SchedulerConfig,
         policy: SchedulingPolicy,
         kv: KVCacheManager,
-        roster: Roster,
-        holdings: Holdings,
-        transfers: Transfers,
-        room: Room,
+        table: RequestTable,
+        allocations: Allocations,
+        transfers: KVTransfers,
+        preemption: Preemption,
         steps: OpenSteps,
         *,
         hasher: BlockHasher | None,
@@ -39,10 +39,10 @@ class Admission:
         self._config = config
         self._policy = policy
         self._kv = kv
-        self._roster = roster
-        self._holdings = holdings
+        self._table = table
+        self._allocations = allocations
         self._transfers = transfers
-        self._room = room
+        self._preemption = preemption
         self._steps = steps
         self._hasher = hasher
         self._adapter_is_ready = adapter_is_ready
@@ -51,28 +51,28 @@ class Admission:
 
     def requeue_deferred(self) -> None:
         """Put back in the queue what may have become ready."""
-        for request in list(self._roster.deferred.values()):
+        for request in list(self._table.deferred.values()):
             if self._may_be_ready(request):
-                self._roster.requeue(request)
+                self._table.requeue(request)
 
     def admit(self, step: StepBuilder) -> None:
         """Take requests from the head of the queue while the step has room; the head that does not fit ends it."""
-        roster = self._roster
-        while step.budget > 0 and self._holdings.slots.num_free and len(roster.running) < self._max_num_seqs:
-            request = roster.waiting.peek()
+        table = self._table
+        while step.budget > 0 and self._allocations.slots.num_free and len(table.running) < self._max_num_seqs:
+            request = table.waiting.peek()
             # A preempted request whose token is in flight keeps its place: it comes back in a step or two.
             if request is None or request.last_step_id > self._steps.retired:
                 return
             try:
                 if not self._is_ready(request):
-                    roster.defer(request)
-                elif not self._policy.admits(request, roster.running) or not self._admit(request, step):
+                    table.defer(request)
+                elif not self._policy.admits(request, table.running) or not self._admit(request, step):
                     return
             except Exception as error:
                 # Blocks that it got for a step that it will not be in are not to be found.
                 self._kv.evict(block for ids in self._kv.block_ids(request.request_id) for block in ids)
-                roster.fail(request, error, "admitting")
-                roster.drop_finished_rows()
+                table.fail(request, error, "admitting")
+                table.drop_finished_rows()
 
     def _may_be_ready(self, request: ScheduledRequest) -> bool:
         if request.status is RequestStatus.RECEIVING:
@@ -91,7 +91,7 @@ class Admission:
         return self._has_side_slot(request)
 
     def _has_side_slot(self, request: ScheduledRequest) -> bool:
-        return not request.request.sampling_params.needs_side_slot or self._holdings.side_slots.num_free > 0
+        return not request.request.sampling_params.needs_side_slot or self._allocations.side_slots.num_free > 0
 
     def _admit(self, request: ScheduledRequest, step: StepBuilder) -> bool:
         """Run the head of the queue in this step. False: it does not fit, and nobody passes it.
@@ -107,30 +107,30 @@ class Admission:
                 cached, num_local = self._kv.lookup(request)
             matched, is_later = self._transfers.num_external_tokens(request, num_local)
             if matched is None:
-                self._roster.defer(request)
+                self._table.defer(request)
                 return True
             num_external = matched
             if num_external and is_later:
                 if not self._transfers.bring_later(request, cached, num_local, num_external, step):
                     return False
-                self._roster.defer(request)
+                self._table.defer(request)
                 return True
         start = request.num_computed_tokens + num_local + num_external
         num_new = self._first_share(request, len(request.token_ids) - start, step)
         if not num_new:
             return False
-        delay_caching = num_external > 0 or is_found_later(num_new)
+        delay_caching = num_external > 0 or is_cached_later(num_new)
         new_ids = self._kv.allocate(
             request, num_new, cached_blocks=cached, num_cached_tokens=num_local,
             num_external_tokens=num_external, delay_caching=delay_caching,
         )  # fmt: skip
         if new_ids is None:
-            return self._room.make_for_head(request, step)
+            return self._preemption.make_room_for_head(request, step)
         step.first_blocks += new_ids
         self._count_found(request, start, num_external)
-        self._roster.run(request)
+        self._table.run(request)
         block_ids = self._kv.block_ids(request.request_id)
-        self._holdings.start(request, block_ids, start + num_new, is_findable=not delay_caching)
+        self._allocations.start(request, block_ids, start + num_new, is_cached_now=not delay_caching)
         if num_external:
             self._transfers.bring(request, block_ids, num_external)
         step.new.append(_describe(request, block_ids))
@@ -151,7 +151,7 @@ class Admission:
         request.num_found_tokens = num_local
         request.connector_tokens += num_external
         if request.num_cached_tokens < 0 and self._hasher is not None and not request.skip_prefix_lookup:
-            stats = self._roster.stats
+            stats = self._table.stats
             stats.prefix_cache_requests += 1
             stats.prefix_cache_queries += request.num_prompt_tokens
             stats.prefix_cache_hits += num_local

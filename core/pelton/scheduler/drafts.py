@@ -30,8 +30,8 @@ class Drafts:
     def for_row(self, request: ScheduledRequest, budget: int) -> tuple[int, list[int] | None]:
         """Number of drafts in this step, and their values when the host made them."""
         # Besides the token that is sampled for sure.
-        room = min(request.max_total_tokens - request.num_reach, budget) - 1
-        if room <= 0 or request.num_reach <= request.num_prompt_tokens:
+        room = min(request.max_total_tokens - request.num_tokens_with_pending, budget) - 1
+        if room <= 0 or request.num_tokens_with_pending <= request.num_prompt_tokens:
             return 0, None
         if self._proposer is None and (request.num_pending > 0 or not request.drafts):
             # The device made them, and the host has not seen them: a grammar's masks would need their values.

@@ -6,7 +6,7 @@ from pelton.engine.messages import FinishReason
 from pelton.errors import EngineError
 from pelton.scheduler.output import GrammarMasks
 from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.roster import Roster
+from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.step import OpenStep
 
 
@@ -20,7 +20,7 @@ def is_compiled(request: ScheduledRequest) -> bool:
     return True
 
 
-def make_masks(step: OpenStep, vocab_size: int, roster: Roster) -> GrammarMasks:
+def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarMasks:
     """Masks of the step's grammar rows; a request whose mask cannot be made ends."""
     output = step.output
     num_bytes = 4 * ((vocab_size + 31) // 32)  # a mask
@@ -30,13 +30,13 @@ def make_masks(step: OpenStep, vocab_size: int, roster: Roster) -> GrammarMasks:
         request = step.requests[row]
         num_rows = 1 + (output.num_draft[row] if output.num_draft else 0)
         masks = bytearray(b"\xff" * (num_bytes * num_rows))  # kept for a request that ended meanwhile
-        if not request.is_finished and output.step_id > request.void_through:
+        if not request.is_finished and output.step_id > request.discard_through_step:
             try:
                 for position in range(num_rows):
                     view = memoryview(masks)[num_bytes * position : num_bytes * (position + 1)]
                     request.grammar.fill_bitmask(view, request.drafts[:position])
             except Exception as error:
-                roster.fail(request, error, "making the grammar mask of")
+                table.fail(request, error, "making the grammar mask of")
         bitmask += masks
         num_masks.append(num_rows)
     return GrammarMasks(step_id=output.step_id, bitmask=bytes(bitmask), num_masks=num_masks)

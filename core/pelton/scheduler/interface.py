@@ -19,7 +19,7 @@ from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 class Scheduler(ABC):
     """Life cycle of a step: `schedule` -> (executor) -> `update`, with up to `max_steps_in_flight` steps between the two.
 
-    `finish_requests` and `add_request` are called between steps only. Results come back in step order.
+    `finish_requests` and `add_request` are called between steps only. StepResults come back in step order.
     """
 
     @abstractmethod

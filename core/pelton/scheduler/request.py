@@ -35,12 +35,44 @@ class ScheduledRequest:
     """
 
     __slots__ = (
-        "arrival", "block_hashes", "capacity", "connector_tokens", "deadline", "drafts", "eos_ids", "events",
-        "grammar", "grammar_job", "is_proven", "is_remote_ready", "last_step_id", "look_at", "max_total_tokens",
-        "min_tokens", "num_cached_blocks", "num_cached_tokens", "num_computed_tokens", "num_found_tokens",
-        "num_prompt_tokens", "num_reach", "num_unconfirmed_tokens", "plain_until", "prompt_logprobs", "request",
-        "request_id", "restarts", "side_slot", "skip_connector", "skip_prefix_lookup", "slot", "status", "stop_ids",
-        "tables", "token_ids", "void_logprobs_through", "void_through",
+        "arrival",
+        "block_hashes",
+        "capacity",
+        "connector_tokens",
+        "deadline",
+        "discard_logprobs_through_step",
+        "discard_through_step",
+        "drafts",
+        "eos_ids",
+        "events",
+        "fast_decode_until",
+        "grammar",
+        "grammar_job",
+        "has_valid_output",
+        "is_remote_ready",
+        "last_step_id",
+        "max_total_tokens",
+        "min_tokens",
+        "next_event_len",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_found_tokens",
+        "num_prompt_tokens",
+        "num_tokens_with_pending",
+        "num_unconfirmed_tokens",
+        "prompt_logprobs",
+        "request",
+        "request_id",
+        "restarts",
+        "side_slot",
+        "skip_connector",
+        "skip_prefix_lookup",
+        "slot",
+        "status",
+        "stop_ids",
+        "tables",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, arrival: int, *, max_model_len: int, now: float) -> None:
@@ -58,22 +90,22 @@ class ScheduledRequest:
         self.stop_ids = self.eos_ids.union(params.stop_token_ids or ())
         self.deadline = None if request.timeout_s is None else now + request.timeout_s
 
-        self.num_reach = self.num_prompt_tokens  # known and pending tokens
+        self.num_tokens_with_pending = self.num_prompt_tokens  # known and pending tokens
         self.num_computed_tokens = 0
         self.num_unconfirmed_tokens = 0  # of them, what open steps may take back
         self.last_step_id = -1
-        self.void_through = -1  # rows of steps up to this one say nothing any more
-        self.void_logprobs_through = -1  # the same for their prompt logprobs: the prompt starts again
+        self.discard_through_step = -1  # rows of steps up to this one say nothing any more
+        self.discard_logprobs_through_step = -1  # the same for their prompt logprobs: the prompt starts again
         self.drafts: list[int] = []  # values known on the host, for the next step
-        self.is_proven = False  # a token was sampled since it began: what was computed until then is finite
+        self.has_valid_output = False  # a token was sampled since it began: what was computed until then is finite
 
         self.slot = -1
         self.side_slot = -1
         self.capacity = 0  # tokens that the held blocks have room for
         self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
         self.block_hashes: list[bytes] = []
-        self.plain_until = 0  # below this many known and pending tokens, a step gives it one token and no thought
-        self.look_at = 0  # below this many known tokens, one more is appended and told, and that is all
+        self.fast_decode_until = 0  # below this many known and pending tokens, a step gives it one token and no thought
+        self.next_event_len = 0  # below this many known tokens, one more is appended and told, and that is all
         self.num_cached_blocks = 0  # full blocks of known tokens made findable so far
         self.num_found_tokens = 0  # found in the prefix cache this time
         self.num_cached_tokens = -1  # found, or brought by a connector, at the first scheduling; -1 before it
@@ -96,7 +128,7 @@ class ScheduledRequest:
     @property
     def num_pending(self) -> int:
         """Sampled by open steps: an upper bound."""
-        return self.num_reach - len(self.token_ids)
+        return self.num_tokens_with_pending - len(self.token_ids)
 
     @property
     def num_confirmed_tokens(self) -> int:
@@ -120,12 +152,12 @@ class ScheduledRequest:
         """Blocks and slot are given up: everything has to be computed again."""
         if self.num_computed_tokens < self.num_prompt_tokens:
             self.prompt_logprobs = None
-            self.void_logprobs_through = self.last_step_id
+            self.discard_logprobs_through_step = self.last_step_id
         self.num_computed_tokens = 0
         self.num_unconfirmed_tokens = 0
-        self.is_proven = False
-        self.plain_until = 0
-        self.look_at = 0
+        self.has_valid_output = False
+        self.fast_decode_until = 0
+        self.next_event_len = 0
         self.num_cached_blocks = 0
         self.capacity = 0
         self.tables = []

@@ -9,12 +9,12 @@ from itertools import islice
 
 from pelton.config import SchedulerConfig
 from pelton.kv_cache.interface import KVCacheManager
+from pelton.scheduler.allocations import Allocations, is_cached_later
 from pelton.scheduler.drafts import Drafts
-from pelton.scheduler.holdings import Holdings, is_found_later
 from pelton.scheduler.policy import SchedulingPolicy
+from pelton.scheduler.preemption import Preemption
 from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.room import Room
-from pelton.scheduler.roster import Roster
+from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.step import StepBuilder
 
 
@@ -24,23 +24,23 @@ class RunningRows:
         config: SchedulerConfig,
         policy: SchedulingPolicy,
         kv: KVCacheManager,
-        roster: Roster,
-        holdings: Holdings,
-        room: Room,
+        table: RequestTable,
+        allocations: Allocations,
+        preemption: Preemption,
         drafts: Drafts,
     ) -> None:
         self._config = config
         self._policy = policy
         self._kv = kv
-        self._roster = roster
-        self._holdings = holdings
-        self._room = room
+        self._table = table
+        self._allocations = allocations
+        self._preemption = preemption
         self._drafts = drafts
-        self._block_size = holdings.block_sizes[0]
+        self._block_size = allocations.block_sizes[0]
 
     def serve(self, step: StepBuilder) -> None:
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""
-        running = self._roster.running
+        running = self._table.running
         is_plain = step.is_ordered and not self._drafts.is_on
         step_id, ones, max_seq_len = step.step_id, step.ones, 0
         index = 0
@@ -48,11 +48,11 @@ class RunningRows:
             first, num_ones = index, len(ones)
             # A token whose block has room: nearly all rows of nearly all steps.
             for request in islice(running, first, first + step.budget) if is_plain else ():
-                reach = request.num_reach
-                if reach >= request.plain_until:
+                reach = request.num_tokens_with_pending
+                if reach >= request.fast_decode_until:
                     break
                 request.num_computed_tokens = reach
-                request.num_reach = reach + 1
+                request.num_tokens_with_pending = reach + 1
                 request.last_step_id = step_id
                 ones.append(request)
                 if reach > max_seq_len:
@@ -64,10 +64,10 @@ class RunningRows:
             if index == len(running) or step.budget <= 0:
                 break
             request = running[index]
-            if request.num_reach >= request.max_total_tokens:  # its last token is in flight
+            if request.num_tokens_with_pending >= request.max_total_tokens:  # its last token is in flight
                 index += 1
                 continue
-            if is_plain and request.plain_until and self._serve_with_new_block(request, step):
+            if is_plain and request.fast_decode_until and self._serve_with_new_block(request, step):
                 index += 1
                 continue
             is_served = self._serve(request, index, step)
@@ -78,20 +78,20 @@ class RunningRows:
     def _serve_with_new_block(self, request: ScheduledRequest, step: StepBuilder) -> bool:
         """The row of a request in decode whose last block is full: `_serve` without what such a row has none of. False,
         and nothing done, when there is no block."""
-        new_ids = self._kv.allocate(request, 1, delay_caching=is_found_later(1))
+        new_ids = self._kv.allocate(request, 1, delay_caching=is_cached_later(1))
         if new_ids is None:
             return False
-        reach = request.num_reach
+        reach = request.num_tokens_with_pending
         if len(new_ids) == 1 and len(new_ids[0]) == 1:
             table = request.tables[0]
             step.appends.append((0, request.slot, len(table), new_ids[0]))
             table.append(new_ids[0][0])
             request.capacity += self._block_size
         else:
-            self._holdings.append(request, new_ids, 1, 0, step)
+            self._allocations.append(request, new_ids, 1, 0, step)
         request.num_computed_tokens = reach
-        request.num_reach = reach + 1
-        request.plain_until = min(request.capacity + 1, request.max_total_tokens)
+        request.num_tokens_with_pending = reach + 1
+        request.fast_decode_until = min(request.capacity + 1, request.max_total_tokens)
         request.last_step_id = step.step_id
         step.ones.append(request)
         step.ones_samples.append(True)
@@ -101,19 +101,19 @@ class RunningRows:
 
     def _serve(self, request: ScheduledRequest, index: int, step: StepBuilder) -> bool:
         """A running request's row, where drafts, chunks or blocks have to be thought of. False: none in this step."""
-        num_new = request.num_reach - request.num_computed_tokens
+        num_new = request.num_tokens_with_pending - request.num_computed_tokens
         drafts: list[int] | None = None
         num_draft = 0
         if num_new > 1:
             # Every running request behind this one still gets its token in this step.
-            left = max(step.budget - (len(self._roster.running) - index - 1), 1)
+            left = max(step.budget - (len(self._table.running) - index - 1), 1)
             num_new = min(share(request, num_new, self._config, self._policy), left)
         elif self._drafts.is_on:
             if self._drafts.must_wait(request):
                 return False
             num_draft, drafts = self._drafts.for_row(request, step.budget)
-        while not self._holdings.grow(request, num_new, num_draft, step):
-            if not self._room.make_for_running(request, index, step):
+        while not self._allocations.grow(request, num_new, num_draft, step):
+            if not self._preemption.make_room_for_running(request, index, step):
                 return False
         step.take_row(request, num_new, num_draft, drafts)
         return True

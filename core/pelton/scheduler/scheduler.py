@@ -3,8 +3,8 @@
 A request has tokens to reach and tokens computed; each step gives it some of the difference. Running requests first,
 then waiting ones in policy order; a waiting request never preempts. See DESIGN section 3.
 
-This file is the outline, a part has each idea: `arrival` what is refused, `roster` where requests are, `running` and
-`admission` who gets a row, `room` who gives way, `holdings` blocks and slots, `results` what a step brought.
+This file is the outline, a part has each idea: `arrival` what is refused, `table` where requests are, `running` and
+`admission` who gets a row, `room` who gives way, `allocations` blocks and slots, `results` what a step brought.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pelton.metrics.stats import SchedulerStats
 from pelton.request import EngineRequest
 from pelton.scheduler import grammars
 from pelton.scheduler.admission import Admission
-from pelton.scheduler.arrival import ArrivalCheck
+from pelton.scheduler.allocations import Allocations
 from pelton.scheduler.common_prefix import CommonPrefix
 from pelton.scheduler.deadlines import Deadlines
 from pelton.scheduler.drafts import Drafts
-from pelton.scheduler.holdings import Holdings
 from pelton.scheduler.interface import Scheduler
+from pelton.scheduler.invalid_blocks import find_readers
+from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.scheduler.policy import FCFSPolicy, SchedulingPolicy
+from pelton.scheduler.preemption import Preemption
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
-from pelton.scheduler.results import Results
-from pelton.scheduler.room import Room
-from pelton.scheduler.roster import Roster, last_output
+from pelton.scheduler.request_checks import AdmissionLimits
+from pelton.scheduler.request_table import RequestTable, last_output
 from pelton.scheduler.running import RunningRows
-from pelton.scheduler.spoilt import spread
 from pelton.scheduler.step import OpenStep, OpenSteps, StepBuilder
-from pelton.scheduler.transfers import Transfers
+from pelton.scheduler.step_results import StepResults
 from pelton.spec_decode.interface import DraftProposer
 from pelton.structured.manager import GrammarSource
 
@@ -89,7 +89,7 @@ class DefaultScheduler(Scheduler):
         policy = policy or FCFSPolicy()
         self._steps = OpenSteps()
         self._common_prefix = CommonPrefix(kv_manager)
-        self._arrival = ArrivalCheck(
+        self._limits = AdmissionLimits(
             config=config,
             kv=kv_manager,
             max_model_len=max_model_len,
@@ -97,7 +97,7 @@ class DefaultScheduler(Scheduler):
             has_grammars=grammar_source is not None,
             has_adapters=adapter_is_ready is not None,
         )
-        self._holdings = Holdings(
+        self._allocations = Allocations(
             kv_manager,
             self._steps,
             block_sizes=block_sizes,
@@ -106,18 +106,18 @@ class DefaultScheduler(Scheduler):
             num_side_slots=config.max_side_table_seqs,
             steps_are_ordered=steps_are_ordered,
         )
-        self._transfers = Transfers(connector, kv_manager, num_groups=len(block_sizes))
-        self._roster = Roster(policy, self._holdings, self._transfers, clock)
-        self._deadlines = Deadlines(self._roster.requests)
-        room = Room(policy, self._roster, self._holdings, self._transfers, self._steps)
+        self._transfers = KVTransfers(connector, kv_manager, num_groups=len(block_sizes))
+        self._table = RequestTable(policy, self._allocations, self._transfers, clock)
+        self._deadlines = Deadlines(self._table.requests)
+        room = Preemption(policy, self._table, self._allocations, self._transfers, self._steps)
         drafts = Drafts(proposer, num_draft_tokens, vocab_size)
-        self._running = RunningRows(config, policy, kv_manager, self._roster, self._holdings, room, drafts)
+        self._running = RunningRows(config, policy, kv_manager, self._table, self._allocations, room, drafts)
         self._admission = Admission(
             config,
             policy,
             kv_manager,
-            self._roster,
-            self._holdings,
+            self._table,
+            self._allocations,
             self._transfers,
             room,
             self._steps,
@@ -126,19 +126,19 @@ class DefaultScheduler(Scheduler):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        self._results = Results(
-            kv_manager, self._roster, self._holdings, drafts, hasher=hasher, steps_are_ordered=steps_are_ordered
+        self._results = StepResults(
+            kv_manager, self._table, self._allocations, drafts, hasher=hasher, steps_are_ordered=steps_are_ordered
         )
 
     # Requests in and out.
 
     def add_request(self, request: EngineRequest) -> None:
-        request_id, roster = request.request_id, self._roster
-        if request_id in roster.requests:
+        request_id, table = request.request_id, self._table
+        if request_id in table.requests:
             raise RequestError("request_id is in use by an unfinished request", param="request_id", value=request_id)
-        if self._transfers.holds(request_id) or self._holdings.is_fenced(request_id):
+        if self._transfers.holds(request_id) or self._allocations.is_fenced(request_id):
             raise RequestError("request_id is still being released", param="request_id", value=request_id)
-        self._arrival.check(request, roster.num_queued_reqs, roster.num_queued_tokens)
+        self._limits.check(request, table.num_queued_reqs, table.num_queued_tokens)
         now = self._clock()
         record = ScheduledRequest(request, self._num_arrivals, max_model_len=self.max_model_len, now=now)
         constraint = request.sampling_params.structured_outputs
@@ -146,42 +146,42 @@ class DefaultScheduler(Scheduler):
             assert self._grammar_source is not None  # the check has refused it
             record.grammar_job = self._grammar_source.submit(constraint)
         self._num_arrivals += 1
-        roster.add(record, now)
+        table.add(record, now)
         self._deadlines.add(record)
 
     def finish_requests(self, request_ids: Iterable[str], reason: FinishReason, error: ErrorInfo | None = None) -> None:
         for request_id in request_ids:
-            request = self._roster.requests.get(request_id)
+            request = self._table.requests.get(request_id)
             if request is None:
                 continue
             if reason is FinishReason.STOP:
-                self._roster.finish(request)
+                self._table.finish(request)
             else:
-                self._roster.end(request, reason, error)
-        self._roster.drop_finished_rows()
+                self._table.end(request, reason, error)
+        self._table.drop_finished_rows()
 
     def expire(self, now: float) -> None:
         for request in self._deadlines.take_passed(now):
             limit = request.request.timeout_s
             error = DeadlineExceededError(f"The request's time limit of {limit} s passed.")
-            self._roster.end(request, FinishReason.ERROR, error.to_info())
-        self._roster.drop_finished_rows()
+            self._table.end(request, FinishReason.ERROR, error.to_info())
+        self._table.drop_finished_rows()
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
     def take_outputs(self) -> list[EngineOutput]:
-        return self._roster.take_outputs()
+        return self._table.take_outputs()
 
     def has_unfinished_requests(self) -> bool:
         # While a connector reads or writes blocks, steps have to go on to hear of its end.
-        return bool(self._roster.requests) or self._transfers.holds_blocks
+        return bool(self._table.requests) or self._transfers.holds_blocks
 
     def reset_prefix_cache(self) -> bool:
         return self.kv.reset_prefix_cache()
 
     def take_stats(self) -> SchedulerStats:
-        stats = self._roster.take_stats()
+        stats = self._table.take_stats()
         stats.kv_cache_usage = self.kv.usage
         stats.kv_block_lifetimes_s, stats.kv_block_idle_s, stats.kv_block_reuse_gaps_s = self.kv.take_residency()
         if self._grammar_source is not None:
@@ -191,38 +191,38 @@ class DefaultScheduler(Scheduler):
     # One step.
 
     def schedule(self) -> SchedulerOutput | None:
-        steps, roster = self._steps, self._roster
+        steps, table = self._steps, self._table
         if len(steps) >= self.max_steps_in_flight:
             return None
-        if roster.deferred:
+        if table.deferred:
             self._admission.requeue_deferred()
         step = StepBuilder(steps.next_id, self.max_num_batched_tokens, is_ordered=self._is_ordered)
         opened: OpenStep | None = None
         try:
-            if roster.running:
+            if table.running:
                 self._running.serve(step)
-            if not step.has_preempted and roster.waiting:
+            if not step.has_preempted and table.waiting:
                 self._admission.admit(step)
-            if not step.num_rows and not self._transfers.wants_bare_step(roster, len(steps)):
+            if not step.num_rows and not self._transfers.wants_bare_step(table, len(steps)):
                 return None
             opened = self._open(step)
             self._common_prefix.note(opened)
-            self._transfers.describe(opened, roster)  # last, and never raises: a connector tells each thing once
+            self._transfers.describe(opened, table)  # last, and never raises: a connector tells each thing once
         except Exception as error:
             # What its rows should compute is findable already: it fails as a step that was handed out.
             failed = (opened or self._open(step)).output
             info = EngineError(f"Internal error in the scheduler: {type(error).__name__}: {error}").to_info()
-            roster.outputs += self.update_failed(failed, info)
+            table.outputs += self.update_failed(failed, info)
             raise
-        stats, output = roster.stats, opened.output
+        stats, output = table.stats, opened.output
         stats.num_steps += 1
         stats.num_scheduled_tokens += output.total_num_scheduled_tokens
         stats.spec_num_draft_tokens += sum(output.num_draft)
         return output
 
     def _open(self, step: StepBuilder) -> OpenStep:
-        zero_block_ids = self._holdings.doubtful_of(step)
-        opened = step.build(self._holdings.slots.take_freed(), has_grammars=self._roster.num_grammars > 0)
+        zero_block_ids = self._allocations.blocks_to_zero(step)
+        opened = step.build(self._allocations.slots.take_freed(), has_grammars=self._table.num_grammars > 0)
         opened.output.zero_block_ids = zero_block_ids
         self._steps.add(opened)
         return opened
@@ -230,8 +230,8 @@ class DefaultScheduler(Scheduler):
     def grammar_masks(self, output: SchedulerOutput) -> GrammarMasks | None:
         if not output.grammar_rows:
             return None
-        masks = grammars.make_masks(self._steps.find(output), self.vocab_size, self._roster)
-        self._roster.drop_finished_rows()
+        masks = grammars.make_masks(self._steps.find(output), self.vocab_size, self._table)
+        self._table.drop_finished_rows()
         return masks
 
     def update(self, output: SchedulerOutput, result: ModelOutput) -> list[EngineOutput]:
@@ -248,46 +248,46 @@ class DefaultScheduler(Scheduler):
         try:
             self._results.take_in(step, result)
         finally:  # of what came or went elsewhere no later result tells
-            self._transfers.take_in(result, self._roster, self._holdings)
-        self._roster.drop_finished_rows()
-        self._holdings.retire()
+            self._transfers.take_in(result, self._table, self._allocations)
+        self._table.drop_finished_rows()
+        self._allocations.retire()
         return step.outputs
 
     def update_failed(self, output: SchedulerOutput, error: ErrorInfo) -> list[EngineOutput]:
         step = self._steps.find(output)
         self._steps.take(step)
-        self._holdings.slots.tell_again(output.freed_slots)  # the workers may not have heard
-        spoilt = self._holdings.left_under(output.step_id)
+        self._allocations.slots.tell_again(output.freed_slots)  # the workers may not have heard
+        spoilt = self._allocations.left_under(output.step_id)
         outputs = step.outputs  # some may have got theirs, their last too, before `update` failed
         for request in step.requests:
             if request.is_finished:
                 continue
             before = self._steps.computed_before(request, output.step_id)
-            spoilt |= self._holdings.blocks_from(request, before)
-            self._roster.finish(request)
+            spoilt |= self._allocations.blocks_from(request, before)
+            self._table.finish(request)
             outputs.append(last_output(request, FinishReason.ERROR, error))
-        self._roster.drop_finished_rows()
+        self._table.drop_finished_rows()
         self._recompute_readers(spoilt)
-        self._holdings.doubt(output.zero_block_ids)  # the workers may not have come to it
+        self._allocations.mark_uninitialized(output.zero_block_ids)  # the workers may not have come to it
         self._steps.retire()
-        self._holdings.retire()
+        self._allocations.retire()
         return outputs
 
     def _recompute_readers(self, block_ids: Iterable[int], *, skip_connector: bool = False) -> None:
         """Start again every request that reads one of these blocks; what open steps bring for it is void."""
-        roster, holdings = self._roster, self._holdings
-        uses = [holdings.use_of(request) for request in [*roster.running, *roster.receiving()]]
-        bad, touched = spread(block_ids, [*holdings.left, *uses], holdings.block_sizes)
+        table, allocations = self._table, self._allocations
+        uses = [allocations.use_of(request) for request in [*table.running, *table.receiving()]]
+        bad, touched = find_readers(block_ids, [*allocations.left, *uses], allocations.block_sizes)
         self.kv.evict(bad)
-        holdings.doubt(bad)
+        allocations.mark_uninitialized(bad)
         for use in touched:
             request = use.request
-            request.void_through = max(request.void_through, use.last_step_id)
+            request.discard_through_step = max(request.discard_through_step, use.last_step_id)
             if request.skip_prefix_lookup:  # prompt logprobs, not sent yet: all are made again
                 request.prompt_logprobs = None
-                request.void_logprobs_through = request.void_through
+                request.discard_logprobs_through_step = request.discard_through_step
             request.skip_connector = request.skip_connector or skip_connector
             if request.is_receiving:
                 request.restarts = True  # its blocks are being written to
             elif request.status in (RequestStatus.RUNNING, RequestStatus.RECEIVING):
-                roster.preempt(request)
+                table.preempt(request)

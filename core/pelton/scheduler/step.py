@@ -106,13 +106,13 @@ class StepBuilder:
         """Enter a row of `num_new` known or pending tokens and `num_draft` drafts; `host_drafts` are their values if sent.
         Its tokens count as computed and, where it samples, as pending."""
         total = num_new + num_draft
-        samples = request.num_computed_tokens + num_new == request.num_reach
+        samples = request.num_computed_tokens + num_new == request.num_tokens_with_pending
         request.num_computed_tokens += total
         request.num_unconfirmed_tokens += num_draft if self.is_ordered else total
         if samples:
-            request.num_reach += 1 + num_draft
+            request.num_tokens_with_pending += 1 + num_draft
             # Read where nothing drafts and steps are ordered only: one token more to compute, and room for it.
-            request.plain_until = min(request.capacity + 1, request.max_total_tokens)
+            request.fast_decode_until = min(request.capacity + 1, request.max_total_tokens)
         request.last_step_id = self.step_id
         self.budget -= total
         if request.num_computed_tokens > self.max_seq_len:

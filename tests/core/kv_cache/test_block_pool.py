@@ -11,7 +11,7 @@ def cached(pool, count, group_id=0, prefix="h"):
     """`count` new blocks that are full, findable as h0, h1, ..."""
     block_ids = pool.allocate(count)
     for i, block_id in enumerate(block_ids):
-        pool.make_findable(block_id, f"{prefix}{i}".encode(), group_id)
+        pool.cache_full_blocks(block_id, f"{prefix}{i}".encode(), group_id)
     return block_ids
 
 
@@ -101,7 +101,7 @@ def test_duplicates_are_kept_while_held_and_go_first_when_freed():
     pool = BlockPool(8)
     first, second = pool.allocate(2), pool.allocate(2)
     for block_id in (first[0], second[0]):
-        pool.make_findable(block_id, b"same", 0)
+        pool.cache_full_blocks(block_id, b"same", 0)
     assert pool.find(b"same", 0) == first[0]
     assert pool.cached_ids() == {first[0], second[0]}
     pool.free(reversed(second))
@@ -115,7 +115,7 @@ def test_the_last_of_several_duplicates_stays_findable():
     pool = BlockPool(8)
     blocks = pool.allocate(3)
     for block_id in blocks:
-        pool.make_findable(block_id, b"same", 0)
+        pool.cache_full_blocks(block_id, b"same", 0)
     pool.free([blocks[0]])
     assert pool.find(b"same", 0) == blocks[1]
     pool.evict([blocks[1]])
@@ -127,9 +127,9 @@ def test_the_last_of_several_duplicates_stays_findable():
 def test_making_findable_twice_changes_nothing():
     pool = BlockPool(4)
     (block_id,) = pool.allocate(1)
-    pool.make_findable(block_id, b"h", 0)
-    pool.make_findable(block_id, b"h", 0)
-    pool.make_findable(0, b"null", 0)
+    pool.cache_full_blocks(block_id, b"h", 0)
+    pool.cache_full_blocks(block_id, b"h", 0)
+    pool.cache_full_blocks(0, b"null", 0)
     assert pool.cached_ids() == {block_id}
     pool.evict([block_id])
     assert pool.cached_ids() == set()

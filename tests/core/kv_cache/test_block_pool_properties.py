@@ -46,10 +46,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held())
     @rule(data=st.data(), block_hash=st.sampled_from([b"a", b"b", b"c"]), group_id=st.integers(0, 1))
-    def make_findable(self, data, block_hash, group_id):
+    def cache_full_blocks(self, data, block_hash, group_id):
         block_id = data.draw(st.sampled_from(self.held()))
         if block_id not in self.keys:
-            self.pool.make_findable(block_id, block_hash, group_id)
+            self.pool.cache_full_blocks(block_id, block_hash, group_id)
             self.keys[block_id] = (block_hash, group_id)
 
     @rule(block_hash=st.sampled_from([b"a", b"b", b"c"]), group_id=st.integers(0, 1))

@@ -21,7 +21,7 @@ def coordinator_with(specs, cached, hash_block_size=1, enable_prefix_caching=Tru
         per_block = specs[group_id].block_size // hash_block_size
         for place, block_id in enumerate(pool.allocate(100)):
             if place in places:
-                pool.make_findable(block_id, b"h%d" % ((place + 1) * per_block - 1), group_id)
+                pool.cache_full_blocks(block_id, b"h%d" % ((place + 1) * per_block - 1), group_id)
     return make_coordinator(managers, enable_prefix_caching=enable_prefix_caching)
 
 

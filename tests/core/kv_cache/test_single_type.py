@@ -29,7 +29,7 @@ def manager_with(cls, spec, cached, num_groups=1):
     for group_id in range(num_groups):
         for place, block_id in enumerate(pool.allocate(20)):
             if place in cached:
-                pool.make_findable(block_id, b"h%d" % place, group_id)
+                pool.cache_full_blocks(block_id, b"h%d" % place, group_id)
     return cls(spec, range(num_groups), pool, spec.block_size)
 
 
@@ -99,7 +99,7 @@ def test_a_block_of_several_hashes_is_known_by_the_last():
     manager = FullAttentionManager(full_spec(8), [0], pool, 4)
     blocks = TypeBlocks([[]])
     manager.grow(blocks, 2)
-    manager.make_findable(blocks, hashes(4), 16)
+    manager.cache_full_blocks(blocks, hashes(4), 16)
     assert pool.find(b"h1", 0) == 1 and pool.find(b"h3", 0) == 2
     assert pool.find(b"h0", 0) is None
     assert manager.longest_hit(hashes(3), 12, 8) == ([[1]], 8)

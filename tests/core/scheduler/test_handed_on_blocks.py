@@ -15,7 +15,7 @@ A_BLOCKS = {1, 2, 3}  # the first that a pool hands out
 
 
 def small_harness(**arguments) -> Harness:
-    """Room for three blocks beside the null block: whoever comes second gets those of the first."""
+    """Preemption for three blocks beside the null block: whoever comes second gets those of the first."""
     return Harness(num_blocks=4, max_steps_in_flight=2, **arguments)
 
 
@@ -23,7 +23,7 @@ def give_up(harness: Harness, how: str) -> None:
     if how == "abort":
         harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
     else:
-        harness.scheduler._roster.preempt(harness.scheduler._roster.requests["a"])
+        harness.scheduler._table.preempt(harness.scheduler._table.requests["a"])
 
 
 def test_blocks_of_a_request_aborted_under_an_open_step_are_zeroed_when_they_are_handed_on():
@@ -187,15 +187,15 @@ def test_blocks_of_a_request_that_came_back_after_preemption_are_trusted_again()
     harness.launch()
     harness.launch()
     harness.retire()
-    request = harness.scheduler._roster.requests["a"]
-    assert request.is_proven
+    request = harness.scheduler._table.requests["a"]
+    assert request.has_valid_output
     give_up(harness, "preempt")
     harness.retire()
     harness.launch()
     harness.retire()
-    assert request.is_proven
+    assert request.has_valid_output
     harness.run_and_check()
-    assert not harness.scheduler._holdings._doubtful
+    assert not harness.scheduler._allocations._uninitialized
 
 
 def test_prompt_logprobs_are_told_once_by_a_request_whose_blocks_were_spoilt():
@@ -204,7 +204,7 @@ def test_prompt_logprobs_are_told_once_by_a_request_whose_blocks_were_spoilt():
     harness.launch()
     harness.launch()
     harness.retire()  # of the prompt's first half; the second is in flight
-    harness.scheduler._recompute_readers({harness.scheduler._roster.requests["a"].tables[0][0]})
+    harness.scheduler._recompute_readers({harness.scheduler._table.requests["a"].tables[0][0]})
     harness.run_and_check()
     told = [output.prompt_logprobs for output in harness.outputs["a"] if output.prompt_logprobs is not None]
     assert [len(columns.token_ids) for columns in told] == [7]

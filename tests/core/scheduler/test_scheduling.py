@@ -189,7 +189,7 @@ def test_the_victim_goes_to_the_front_of_the_queue_frees_all_and_is_counted():
         harness.step()
         preempted = harness.scheduler.take_stats().num_preemptions
     assert preempted == 1 and set(rows(harness)) == {"first"}
-    assert harness.scheduler._roster.waiting.peek().request_id == "second"
+    assert harness.scheduler._table.waiting.peek().request_id == "second"
     assert all(not ids for ids in harness.kv.block_ids("second"))
     resumed = next(
         (output for output in iter(lambda: (harness.step(), harness.executor.outputs[-1])[1], None) if output.new), None
@@ -335,7 +335,7 @@ def test_a_preempted_request_keeps_the_token_in_flight_and_resumes_when_nothing_
     harness = Harness(num_blocks=7, max_steps_in_flight=2, prefix_caching=False)
     harness.add(make_request("first", 8, 14))
     harness.add(make_request("second", 8, 14))
-    record = harness.scheduler._roster.requests["second"]
+    record = harness.scheduler._table.requests["second"]
     while not harness.scheduler.take_stats().num_preemptions:
         harness.launch() or harness.retire()
     pending, known = record.num_pending, len(record.token_ids)
@@ -350,9 +350,9 @@ def test_a_preempted_request_may_finish_with_the_token_in_flight():
     harness.add(make_request("first", 8, 12))
     harness.add(make_request("second", 8, 2))
     harness.launch()  # both prompts
-    record = harness.scheduler._roster.requests["second"]
-    harness.scheduler._roster.preempt(record)
-    harness.scheduler._roster.requests["second"].max_total_tokens = 9
+    record = harness.scheduler._table.requests["second"]
+    harness.scheduler._table.preempt(record)
+    harness.scheduler._table.requests["second"].max_total_tokens = 9
     harness.retire()
     assert harness.reason("second") is FinishReason.LENGTH and len(harness.tokens("second")) == 1
     harness.run()
@@ -955,7 +955,7 @@ def test_blocks_given_up_under_an_open_step_that_fails_are_not_found_again():
         if how == "abort":
             harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
         else:
-            harness.scheduler._roster.preempt(harness.scheduler._roster.requests["a"])
+            harness.scheduler._table.preempt(harness.scheduler._table.requests["a"])
         harness.retire()
         harness.add(make_request("b", prompt, 5))
         harness.run()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pelton.scheduler.invalid_blocks import BlockUse, find_readers
 from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.spoilt import BlockUse, spread
 from pelton.testing.scheduler import make_request
 
 
@@ -24,11 +24,11 @@ def use(name, *tables):
 )
 def test_spread(bad, spoilt, touched):
     uses = [use("a", [1, 3, 4]), use("c", [6, 7]), use("b", [1, 5, 6])]
-    all_bad, found = spread(bad, uses, [4])
+    all_bad, found = find_readers(bad, uses, [4])
     assert all_bad == spoilt
     assert sorted(one.request.request_id for one in found) == list(touched)
 
 
 def test_spread_goes_by_tokens_across_groups_and_skips_null_blocks():
-    all_bad, _ = spread({2}, [use("a", [1, 2, 3], [0, 11, 12, 13, 14, 15])], [4, 2])
+    all_bad, _ = find_readers({2}, [use("a", [1, 2, 3], [0, 11, 12, 13, 14, 15])], [4, 2])
     assert all_bad == {2, 3, 12, 13, 14, 15}

@@ -20,7 +20,7 @@ class BlockUse:
     last_step_id: int
     tables: Sequence[Sequence[int]]
     """Per group."""
-    num_proven: int = 0
+    num_valid: int = 0
     """Leading tokens whose KV is known to be good: found, or computed by steps of which a result has told."""
 
     def blocks_from(self, num_tokens: int, block_sizes: Sequence[int]) -> set[int]:
@@ -41,7 +41,7 @@ class BlockUse:
         return min(places, default=None)
 
 
-def spread(
+def find_readers(
     block_ids: Iterable[int], uses: Iterable[BlockUse], block_sizes: Sequence[int]
 ) -> tuple[set[int], list[BlockUse]]:
     """All blocks that are spoilt with these, and the uses among `uses` that are touched.

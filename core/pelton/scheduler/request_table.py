@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pelton.engine.messages import EngineEvent, EngineOutput, EventType, FinishReason
 from pelton.errors import EngineError, ErrorInfo, PeltonError
 from pelton.metrics.stats import SchedulerStats
-from pelton.scheduler.holdings import Holdings
+from pelton.scheduler.allocations import Allocations
+from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.policy import RequestQueue, SchedulingPolicy
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
-from pelton.scheduler.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ NO_ROOM = (
 )
 
 
-class Roster:
+class RequestTable:
     """A request is in one of `running`, `waiting` and `deferred`."""
 
     def __init__(
-        self, policy: SchedulingPolicy, holdings: Holdings, transfers: Transfers, clock: Callable[[], float]
+        self, policy: SchedulingPolicy, allocations: Allocations, transfers: KVTransfers, clock: Callable[[], float]
     ) -> None:
         self.requests: dict[str, ScheduledRequest] = {}
         self.running: list[ScheduledRequest] = []  # in rank order
@@ -40,7 +40,7 @@ class Roster:
         self.outputs: list[EngineOutput] = []  # of requests that ended outside a step's result
         self.stats = SchedulerStats()
         self._policy = policy
-        self._holdings = holdings
+        self._allocations = allocations
         self._transfers = transfers
         self._clock = clock
         self._has_finished_rows = False  # in `running`
@@ -72,9 +72,9 @@ class Roster:
             self.num_queued_tokens -= request.num_prompt_tokens
         request.status = RequestStatus.RUNNING
         request.is_remote_ready = False
-        request.slot = self._holdings.slots.take()
+        request.slot = self._allocations.slots.take()
         if request.request.sampling_params.needs_side_slot:
-            request.side_slot = self._holdings.side_slots.take()
+            request.side_slot = self._allocations.side_slots.take()
         request.events.append(EngineEvent(EventType.SCHEDULED, self._clock()))
         insort(self.running, request, key=self._policy.rank)
 
@@ -87,7 +87,7 @@ class Roster:
         else:
             self.deferred.pop(request.request_id, None)
             self.waiting.remove(request)
-        self._holdings.release(request)
+        self._allocations.release(request)
         request.status = RequestStatus.PREEMPTED if request.num_cached_tokens >= 0 else RequestStatus.WAITING
         request.forget_computed()
         self.waiting.push(request)
@@ -119,9 +119,9 @@ class Roster:
             if request.grammar_job is not None:
                 request.grammar_job.cancel()
         del self.requests[request.request_id]
-        self._holdings.release(request, keeps_blocks=self._transfers.keeps(request))
+        self._allocations.release(request, keeps_blocks=self._transfers.keeps(request))
         request.status = RequestStatus.FINISHED
-        request.look_at = 0
+        request.next_event_len = 0
 
     def end(self, request: ScheduledRequest, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """Finish it outside a step's result, and tell."""
@@ -133,7 +133,7 @@ class Roster:
         if not request.is_finished:
             self.end(request, FinishReason.ERROR, _as_pelton_error(error, doing).to_info())
 
-    def end_without_room(self, request: ScheduledRequest) -> None:
+    def end_at_full_cache(self, request: ScheduledRequest) -> None:
         """The whole pool is too small for what the request has become: its output is cut here."""
         logger.warning("%s ends at %d tokens: %s", request.request_id, request.num_tokens, NO_ROOM)
         if request.num_output_tokens:

@@ -10,35 +10,35 @@ from pelton.errors import EngineError
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
 from pelton.scheduler import grammars
+from pelton.scheduler.allocations import Allocations
 from pelton.scheduler.drafts import Drafts
-from pelton.scheduler.holdings import Holdings
 from pelton.scheduler.output import ModelOutput, SchedulerOutput
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
-from pelton.scheduler.roster import Roster
+from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.step import OpenStep
 
 FINISHED = RequestStatus.FINISHED
 
 
-class Results:
+class StepResults:
     """hasher: None switches prefix caching off."""
 
     def __init__(
         self,
         kv: KVCacheManager,
-        roster: Roster,
-        holdings: Holdings,
+        table: RequestTable,
+        allocations: Allocations,
         drafts: Drafts,
         *,
         hasher: BlockHasher | None,
         steps_are_ordered: bool,
     ) -> None:
         self._kv = kv
-        self._roster = roster
-        self._holdings = holdings
+        self._table = table
+        self._allocations = allocations
         self._drafts = drafts
         self._hasher = hasher
-        self._hash_block_size = holdings.hash_block_size
+        self._hash_block_size = allocations.hash_block_size
         self._is_ordered = steps_are_ordered
 
     def take_in(self, step: OpenStep, result: ModelOutput) -> None:
@@ -52,13 +52,13 @@ class Results:
             if is_plain and len(tokens) == 1 and tokens[0] not in request.stop_ids:
                 # A token that ends nothing: nearly all rows of nearly all steps.
                 known = request.token_ids
-                if len(known) < request.look_at:
+                if len(known) < request.next_event_len:
                     known.append(tokens[0])
                     outputs.append(EngineOutput(request.request_id, tokens))
                     continue
-                if request.look_at and len(known) + 1 < request.max_total_tokens:  # it fills a block
+                if request.next_event_len and len(known) + 1 < request.max_total_tokens:  # it fills a block
                     known.append(tokens[0])
-                    self._look_again(request)
+                    self._cache_and_plan(request)
                     outputs.append(EngineOutput(request.request_id, tokens))
                     continue
             if request.status is FINISHED:
@@ -68,18 +68,18 @@ class Results:
             try:
                 told = self._take_row(step.output, result, row, request, errors.get(row))
             except Exception as error:
-                request.is_proven = False
+                request.has_valid_output = False
                 # NaN may come from a block that it found: all who find that block after it would fail too.
                 self._forget(request, result.step_id, 0 if row in errors else request.num_found_tokens)
-                self._roster.fail(request, error, "computing")
+                self._table.fail(request, error, "computing")
             else:
                 if told is not None:
                     outputs.append(told)
 
     def _forget(self, request: ScheduledRequest, step_id: int, num_trusted: int) -> None:
         """Nobody finds its blocks any more, those after its first tokens and those that it gave up under the step."""
-        self._kv.evict(self._holdings.blocks_from(request, num_trusted))
-        self._kv.evict(self._holdings.left_under(step_id, request))
+        self._kv.evict(self._allocations.blocks_from(request, num_trusted))
+        self._kv.evict(self._allocations.left_under(step_id, request))
 
     def _take_row(
         self, output: SchedulerOutput, result: ModelOutput, row: int, request: ScheduledRequest, failure: str | None
@@ -87,19 +87,19 @@ class Results:
         """Take in one row, whatever it brings. Raises what ends the request."""
         samples, tokens = output.samples[row], result.token_ids[row]
         num_draft = output.num_draft[row] if output.num_draft else 0
-        if output.step_id <= request.void_through:
+        if output.step_id <= request.discard_through_step:
             if samples:
-                request.num_reach -= 1 + num_draft
+                request.num_tokens_with_pending -= 1 + num_draft
             return None
         if failure is not None:
             raise EngineError(failure)
         if request.status is RequestStatus.RUNNING:
-            request.is_proven = request.is_proven or samples
+            request.has_valid_output = request.has_valid_output or samples
             if num_draft:
-                self._roster.stats.spec_num_accepted_tokens += self._drafts.settle(request, num_draft, tokens)
+                self._table.stats.spec_num_accepted_tokens += self._drafts.settle(request, num_draft, tokens)
             request.num_unconfirmed_tokens -= num_draft if self._is_ordered else output.num_scheduled[row]
         columns = result.prompt_logprobs.get(row)
-        if columns is not None and request.skip_prefix_lookup and output.step_id > request.void_logprobs_through:
+        if columns is not None and request.skip_prefix_lookup and output.step_id > request.discard_logprobs_through_step:
             request.add_prompt_logprobs(columns)
         reason: FinishReason | None = None
         stop_reason: int | None = None
@@ -107,22 +107,22 @@ class Results:
             tokens, reason, stop_reason = _append(request, tokens, num_draft)
             has_drafts = bool(result.draft_token_ids) and not request.num_pending
             request.drafts = result.draft_token_ids[row] if has_drafts else []
-        self._look_again(request)
+        self._cache_and_plan(request)
         if not samples or request.grammar is not None or request.status is not RequestStatus.RUNNING:
-            request.look_at = 0
+            request.next_event_len = 0
         if not samples:
             return None
         if reason is None and not request.events and row not in result.logprobs:
             return EngineOutput(request.request_id, tokens)
         told = _full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
         if reason is not None:
-            self._roster.finish(request)
+            self._table.finish(request)
         return told
 
-    def _look_again(self, request: ScheduledRequest) -> None:
+    def _cache_and_plan(self, request: ScheduledRequest) -> None:
         """Make findable what became full: blocks of sampled tokens, and of what arrived from elsewhere. Then say when to
         look at the request again: with the token that ends it, or fills its next block."""
-        look_at = request.max_total_tokens
+        next_event_len = request.max_total_tokens
         if self._hasher is not None:
             size, num_known = self._hash_block_size, len(request.token_ids)
             if num_known >= (len(request.block_hashes) + 1) * size:
@@ -131,8 +131,8 @@ class Results:
             if num_full > request.num_cached_blocks:
                 request.num_cached_blocks = num_full
                 self._kv.cache_blocks(request, num_full * size)
-            look_at = min(look_at, (request.num_cached_blocks + 1) * size)
-        request.look_at = look_at - 1
+            next_event_len = min(next_event_len, (request.num_cached_blocks + 1) * size)
+        request.next_event_len = next_event_len - 1
 
 
 def _append(
@@ -141,7 +141,7 @@ def _append(
     """Append a row's tokens up to the first that ends the request; returns those that count."""
     if not 1 <= len(tokens) <= 1 + num_draft:
         raise EngineError(f"{len(tokens)} tokens came back for a row with {num_draft} drafts.")
-    request.num_reach -= 1 + num_draft - len(tokens)
+    request.num_tokens_with_pending -= 1 + num_draft - len(tokens)
     reason: FinishReason | None = None
     stop_reason: int | None = None
     for count, token in enumerate(tokens, 1):

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
+from pelton.scheduler.invalid_blocks import BlockUse
 from pelton.scheduler.request import ScheduledRequest
 from pelton.scheduler.slots import SlotPool
-from pelton.scheduler.spoilt import BlockUse
 from pelton.scheduler.step import OpenSteps, StepBuilder
 
 
-def is_found_later(num_new: int) -> bool:
+def is_cached_later(num_new: int) -> bool:
     """Whether the blocks that a row of so many tokens fills become findable with its result, not when they are allocated:
     a backend may write and read a step of one-token rows in one launch, so no row of it may read what another brings."""
     return num_new == 1
 
 
-class Holdings:
+class Allocations:
     """block_sizes: tokens a block, per KV group. hash_block_size: 0 without prefix caching."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Holdings:
         self.block_sizes = tuple(block_sizes)
         self.hash_block_size = hash_block_size
         self.left: list[BlockUse] = []  # blocks given up while a step that uses them is open
-        self._doubtful = set[int]()  # blocks given up, or spoilt, of whose content no result will tell
+        self._uninitialized = set[int]()  # blocks given up, or spoilt, of whose content no result will tell
         self._kv = kv
         self._steps = steps
         self._is_ordered = steps_are_ordered
@@ -50,22 +50,22 @@ class Holdings:
 
     # Taken.
 
-    def start(self, request: ScheduledRequest, block_ids: BlockIds, num_tokens: int, *, is_findable: bool) -> None:
+    def start(self, request: ScheduledRequest, block_ids: BlockIds, num_tokens: int, *, is_cached_now: bool) -> None:
         """The first blocks of a request, with room for `num_tokens`."""
         request.tables = [list(ids) for ids in block_ids]
         self._note_capacity(request, num_tokens)
-        if is_findable:
-            self._note_findable(request, num_tokens)
+        if is_cached_now:
+            self._note_cached(request, num_tokens)
 
     def grow(self, request: ScheduledRequest, num_new: int, num_draft: int, step: StepBuilder) -> bool:
         """Blocks for a running request's next tokens and drafts. False, and nothing done, when the pool has none."""
-        delay_caching = is_found_later(num_new)
+        delay_caching = is_cached_later(num_new)
         new_ids = self._kv.allocate(request, num_new, num_lookahead_tokens=num_draft, delay_caching=delay_caching)
         if new_ids is None:
             return False
         self.append(request, new_ids, num_new, num_draft, step)
         if not delay_caching:
-            self._note_findable(request, request.num_computed_tokens + num_new)
+            self._note_cached(request, request.num_computed_tokens + num_new)
         return True
 
     def append(
@@ -87,7 +87,7 @@ class Holdings:
         else:
             request.capacity = min(-(-num_tokens // size) * size for size in self.block_sizes)
 
-    def _note_findable(self, request: ScheduledRequest, num_computed: int) -> None:
+    def _note_cached(self, request: ScheduledRequest, num_computed: int) -> None:
         """`allocate` has made the full blocks of known tokens findable."""
         if self.hash_block_size:
             request.num_cached_blocks = min(num_computed, len(request.token_ids)) // self.hash_block_size
@@ -128,14 +128,14 @@ class Holdings:
 
     def _note_left(self, request: ScheduledRequest) -> None:
         """What no result has told of: all that it computed before its first token, later what open steps write."""
-        retired, num_proven = self._steps.retired, request.num_found_tokens
-        if request.is_proven:
-            num_proven = self._steps.computed_before(request, retired + 1)
-        use = BlockUse(request, request.last_step_id, request.tables, num_proven)
+        retired, num_valid = self._steps.retired, request.num_found_tokens
+        if request.has_valid_output:
+            num_valid = self._steps.computed_before(request, retired + 1)
+        use = BlockUse(request, request.last_step_id, request.tables, num_valid)
         if request.last_step_id > retired:
             self.left.append(use)
-        if not request.is_proven:
-            self.doubt(use.blocks_from(num_proven, self.block_sizes))
+        if not request.has_valid_output:
+            self.mark_uninitialized(use.blocks_from(num_valid, self.block_sizes))
 
     def _give_back_after(self, step_id: int, request_id: str, slot: int, side_slot: int) -> None:
         if self._is_ordered or step_id <= self._steps.retired:
@@ -153,19 +153,19 @@ class Holdings:
 
     # Which blocks are not to be trusted.
 
-    def doubt(self, block_ids: Iterable[int]) -> None:
+    def mark_uninitialized(self, block_ids: Iterable[int]) -> None:
         """Nobody knows what is in these blocks. Whoever is handed one gets zeros."""
-        self._doubtful.update(block_ids)
+        self._uninitialized.update(block_ids)
 
-    def doubtful_of(self, step: StepBuilder) -> list[int]:
+    def blocks_to_zero(self, step: StepBuilder) -> list[int]:
         """Blocks to zero before the step: handed on by it, and their last holder may have left NaN there."""
-        if not self.left and not self._doubtful:
+        if not self.left and not self._uninitialized:
             return []
         handed = step.handed_blocks()
-        found = {block for block in handed if block in self._doubtful}  # few of many
+        found = {block for block in handed if block in self._uninitialized}  # few of many
         for use in self.left if handed else ():
-            found |= handed & use.blocks_from(use.num_proven, self.block_sizes)
-        self._doubtful -= found
+            found |= handed & use.blocks_from(use.num_valid, self.block_sizes)
+        self._uninitialized -= found
         return sorted(found)
 
     def use_of(self, request: ScheduledRequest) -> BlockUse:
@@ -178,4 +178,4 @@ class Holdings:
     def left_under(self, step_id: int, request: ScheduledRequest | None = None) -> set[int]:
         """Blocks that were given up, by this request or any, while this step was open, and that no result has told of."""
         uses = [use for use in self.left if use.last_step_id >= step_id and request in (None, use.request)]
-        return set[int]().union(*(use.blocks_from(use.num_proven, self.block_sizes) for use in uses))
+        return set[int]().union(*(use.blocks_from(use.num_valid, self.block_sizes) for use in uses))

@@ -5,60 +5,60 @@ A running request takes from those ranked behind it; one that waits takes from n
 
 from __future__ import annotations
 
-from pelton.scheduler.holdings import Holdings
+from pelton.scheduler.allocations import Allocations
+from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.roster import Roster
+from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.step import OpenSteps, StepBuilder
-from pelton.scheduler.transfers import Transfers
 
 
-class Room:
+class Preemption:
     def __init__(
-        self, policy: SchedulingPolicy, roster: Roster, holdings: Holdings, transfers: Transfers, steps: OpenSteps
+        self, policy: SchedulingPolicy, table: RequestTable, allocations: Allocations, transfers: KVTransfers, steps: OpenSteps
     ) -> None:
         self._policy = policy
-        self._roster = roster
-        self._holdings = holdings
+        self._table = table
+        self._allocations = allocations
         self._transfers = transfers
         self._steps = steps
 
-    def make_for_running(self, request: ScheduledRequest, index: int, step: StepBuilder) -> bool:
+    def make_room_for_running(self, request: ScheduledRequest, index: int, step: StepBuilder) -> bool:
         """Preempt for `running[index]`. True: try again. False: it gets nothing in this step."""
         if self._comes_back():
             return False
-        running = self._roster.running
+        running = self._table.running
         if len(running) > 1:
             victim = self._policy.victim(running[index:])
-            self._roster.preempt(victim)
+            self._table.preempt(victim)
             step.has_preempted = True
             return victim is not request
         if self._release_idle_holder():
             return True
-        if not self._roster.is_receiving() and request.last_step_id <= self._steps.retired:
-            self._roster.end_without_room(request)
-            self._roster.drop_finished_rows()
+        if not self._table.is_receiving() and request.last_step_id <= self._steps.retired:
+            self._table.end_at_full_cache(request)
+            self._table.drop_finished_rows()
         return False
 
-    def make_for_head(self, request: ScheduledRequest, step: StepBuilder) -> bool:
+    def make_room_for_head(self, request: ScheduledRequest, step: StepBuilder) -> bool:
         """With nobody else to give any back, the head of the queue would wait for ever: end it. True: look again."""
-        if self._roster.running or step.num_rows or len(self._steps) or self._comes_back():
+        if self._table.running or step.num_rows or len(self._steps) or self._comes_back():
             return False
         if self._release_idle_holder():
             return True
-        if self._roster.is_receiving():
+        if self._table.is_receiving():
             return False
-        self._roster.end_without_room(request)
+        self._table.end_at_full_cache(request)
         return True
 
     def _comes_back(self) -> bool:
         """Blocks come back without a victim."""
-        return self._holdings.has_fenced or self._transfers.holds_blocks
+        return self._allocations.has_fenced or self._transfers.holds_blocks
 
     def _release_idle_holder(self) -> bool:
         """Take the blocks of a waiting request whose KV has arrived; True when there was one."""
-        holder = next((request for request in self._roster.receiving() if request.is_remote_ready), None)
+        holder = next((request for request in self._table.receiving() if request.is_remote_ready), None)
         if holder is None:
             return False
-        self._roster.preempt(holder)
+        self._table.preempt(holder)
         return True

@@ -14,14 +14,14 @@ from pelton.scheduler.output import ModelOutput
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
 
 if TYPE_CHECKING:
-    from pelton.scheduler.holdings import Holdings
-    from pelton.scheduler.roster import Roster
+    from pelton.scheduler.allocations import Allocations
+    from pelton.scheduler.request_table import RequestTable
     from pelton.scheduler.step import OpenStep, StepBuilder
 
 logger = logging.getLogger(__name__)
 
 
-class Transfers:
+class KVTransfers:
     def __init__(self, connector: SchedulerConnector | None, kv: KVCacheManager, *, num_groups: int) -> None:
         self._connector = connector
         self._kv = kv
@@ -38,10 +38,10 @@ class Transfers:
     def holds(self, request_id: str) -> bool:
         return request_id in self._sending or request_id in self._abandoned
 
-    def wants_bare_step(self, roster: Roster, num_open: int) -> bool:
+    def wants_bare_step(self, table: RequestTable, num_open: int) -> bool:
         """A step without rows, so that the connector's workers are told and asked."""
         return self._connector is not None and (
-            self._has_news or (not num_open and (self.holds_blocks or roster.is_receiving()))
+            self._has_news or (not num_open and (self.holds_blocks or table.is_receiving()))
         )
 
     # Towards a request.
@@ -82,7 +82,7 @@ class Transfers:
 
     # Steps, and ends.
 
-    def describe(self, step: OpenStep, roster: Roster) -> None:
+    def describe(self, step: OpenStep, table: RequestTable) -> None:
         """What the workers need to know about this step."""
         if self._connector is None:
             return
@@ -91,8 +91,8 @@ class Transfers:
             step.output.extensions = {self._connector.name: self._connector.build_metadata(step.output)}
         except Exception as error:  # without it the workers would compute on KV that is not there
             for request in step.requests:
-                roster.fail(request, error, "describing the KV transfer of")
-            roster.drop_finished_rows()
+                table.fail(request, error, "describing the KV transfer of")
+            table.drop_finished_rows()
 
     def keeps(self, request: ScheduledRequest) -> bool:
         """Tell the connector that a request is over; True when it still reads or writes its blocks."""
@@ -113,12 +113,12 @@ class Transfers:
             self._sending[request_id] = request.last_step_id
         return is_sending
 
-    def take_in(self, result: ModelOutput, roster: Roster, holdings: Holdings) -> None:
+    def take_in(self, result: ModelOutput, table: RequestTable, allocations: Allocations) -> None:
         """What arrived, and what is sent."""
         if self._connector is None:
             return
         for request_id in result.finished_receiving:
-            request = roster.requests.get(request_id)
+            request = table.requests.get(request_id)
             if request_id in self._abandoned:
                 self._abandoned.remove(request_id)
                 self._kv.free(request_id)
@@ -126,11 +126,11 @@ class Transfers:
                 request.is_remote_ready = True
                 if request.restarts:
                     request.restarts = False
-                    roster.preempt(request)
+                    table.preempt(request)
                 else:
                     self._kv.cache_blocks(request, request.num_computed_tokens)
         for request_id in result.finished_sending:
             last_step_id = self._sending.pop(request_id, None)
             if last_step_id is not None:
-                holdings.release_sent(request_id, last_step_id)
+                allocations.release_sent(request_id, last_step_id)
         self._connector.update(result)

@@ -11,7 +11,7 @@ from pelton.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivalCheck:
+class AdmissionLimits:
     config: SchedulerConfig
     kv: KVCacheManager
     max_model_len: int
