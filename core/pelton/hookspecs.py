@@ -143,7 +143,7 @@ def pelton_executors() -> Sequence[Entry]:
 
 @hookspec(since="1.0")
 def pelton_schedulers() -> Sequence[Entry]:
-    """Offer whole schedulers: `load` gives a factory, see `pelton.scheduler.scheduler.DefaultScheduler`."""
+    """Offer whole schedulers: `load` gives a factory that takes one `pelton.scheduler.interface.SchedulerContext`."""
     raise NotImplementedError
 
 

@@ -29,7 +29,7 @@ from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
 from pelton.request import EngineRequest
-from pelton.scheduler.interface import Scheduler
+from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.structured.interface import StructuredOutputBackend
 from pelton.structured.manager import GrammarManager
@@ -86,19 +86,23 @@ class EngineCore:
         hasher = None
         if kv_cache.enable_prefix_caching:
             hasher = BlockHasher(kv_cache.prefix_caching_hash_algo, self.plan.hash_block_size)
+        max_num_seqs, max_num_batched_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+        assert max_num_seqs is not None and max_num_batched_tokens is not None  # resolved
         scheduler: Scheduler = factory(
-            config.scheduler,
-            self._kv,
-            max_model_len=self.model.max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            block_sizes=[group.spec.block_size for group in self.plan.groups],
-            vocab_size=self.model.vocab_size,
-            hasher=hasher,
-            policy=policy,
-            steps_are_ordered=self._executor.steps_are_ordered,
-            max_steps_in_flight=self._max_steps_in_flight,
-            grammar_source=self._grammars,
+            SchedulerContext(
+                config=config.scheduler,
+                kv_manager=self._kv,
+                max_model_len=self.model.max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                block_sizes=[group.spec.block_size for group in self.plan.groups],
+                vocab_size=self.model.vocab_size,
+                hasher=hasher,
+                policy=policy,
+                steps_are_ordered=self._executor.steps_are_ordered,
+                max_steps_in_flight=self._max_steps_in_flight,
+                grammar_source=self._grammars,
+            )
         )
         return scheduler
 

@@ -1,22 +1,22 @@
-"""Waiting requests come in: in policy order, while the step has room, and when all that they need is there."""
+"""Admit waiting requests in policy order, while the step has budget and every gate is open."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from pelton.config import SchedulerConfig
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.scheduler.allocations import Allocations, is_cached_later
-from pelton.scheduler.grammars import is_compiled
+from pelton.scheduler.gates import Gate, Verdict
 from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.output import NewRequest
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.preemption import Preemption
-from pelton.scheduler.request import RequestStatus, ScheduledRequest
+from pelton.scheduler.request import ScheduledRequest
 from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.running import share
-from pelton.scheduler.step import OpenSteps, StepBuilder
+from pelton.scheduler.step import StepBuilder
 
 
 class Admission:
@@ -29,10 +29,9 @@ class Admission:
         allocations: Allocations,
         transfers: KVTransfers,
         preemption: Preemption,
-        steps: OpenSteps,
+        gates: Sequence[Gate],
         *,
         hasher: BlockHasher | None,
-        adapter_is_ready: Callable[[int], bool] | None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
@@ -43,30 +42,29 @@ class Admission:
         self._allocations = allocations
         self._transfers = transfers
         self._preemption = preemption
-        self._steps = steps
         self._hasher = hasher
-        self._adapter_is_ready = adapter_is_ready
+        self._gates = tuple(gates)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def requeue_deferred(self) -> None:
-        """Put back in the queue what may have become ready."""
+        """Put the deferred requests back in the queue that no gate holds any more."""
         for request in list(self._table.deferred.values()):
-            if self._may_be_ready(request):
+            if all(gate.may_open(request) for gate in self._gates):
                 self._table.requeue(request)
 
     def admit(self, step: StepBuilder) -> None:
-        """Take requests from the head of the queue while the step has room; the head that does not fit ends it."""
+        """Take requests from the head of the queue while the step has budget. The first that does not fit ends it."""
         table = self._table
         while step.budget > 0 and self._allocations.slots.num_free and len(table.running) < self._max_num_seqs:
             request = table.waiting.peek()
-            # A preempted request whose token is in flight keeps its place: it comes back in a step or two.
-            if request is None or request.last_step_id > self._steps.retired:
+            if request is None:
                 return
             try:
-                if not self._is_ready(request):
+                verdict = self._ask_gates(request)
+                if verdict is Verdict.DEFER:
                     table.defer(request)
-                elif not self._policy.admits(request, table.running) or not self._admit(request, step):
+                elif verdict is Verdict.WAIT or not self._admit(request, step):
                     return
             except Exception as error:
                 # Blocks that it got for a step that it will not be in are not to be found.
@@ -74,24 +72,13 @@ class Admission:
                 table.fail(request, error, "admitting")
                 table.drop_finished_rows()
 
-    def _may_be_ready(self, request: ScheduledRequest) -> bool:
-        if request.status is RequestStatus.RECEIVING:
-            return request.is_remote_ready
-        if request.grammar_job is not None and not request.grammar_job.done():
-            return False
-        return self._has_side_slot(request)
-
-    def _is_ready(self, request: ScheduledRequest) -> bool:
-        """False while a grammar, an adapter or a side slot is missing."""
-        if not is_compiled(request):
-            return False
-        adapter_id = request.request.adapter_id
-        if adapter_id and self._adapter_is_ready is not None and not self._adapter_is_ready(adapter_id):
-            return False
-        return self._has_side_slot(request)
-
-    def _has_side_slot(self, request: ScheduledRequest) -> bool:
-        return not request.request.sampling_params.needs_side_slot or self._allocations.side_slots.num_free > 0
+    def _ask_gates(self, request: ScheduledRequest) -> Verdict:
+        """The first verdict that is not OPEN, or OPEN."""
+        for gate in self._gates:
+            verdict = gate.check(request, self._table.running)
+            if verdict is not Verdict.OPEN:
+                return verdict
+        return Verdict.OPEN
 
     def _admit(self, request: ScheduledRequest, step: StepBuilder) -> bool:
         """Run the head of the queue in this step. False: it does not fit, and nobody passes it.

@@ -1,4 +1,4 @@
-"""The promise of a scheduler: who runs in the next step, and what a step's result means.
+"""Interface of a scheduler: which requests run in the next step, and what a step's result means.
 
 The engine core's thread alone calls it. No method may block or touch a device. One built-in
 implementation: `scheduler.py`; a plugin may replace it whole, or only its policy (`policy.py`).
@@ -6,14 +6,59 @@ implementation: `scheduler.py`; a plugin may replace it whole, or only its polic
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from pelton.config import SchedulerConfig
 from pelton.engine.messages import EngineOutput, FinishReason
 from pelton.errors import ErrorInfo
+from pelton.kv_cache.hashing import BlockHasher
+from pelton.kv_cache.interface import KVCacheManager
 from pelton.metrics.stats import SchedulerStats
 from pelton.request import EngineRequest
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from pelton.kv_transfer.interface import SchedulerConnector
+    from pelton.scheduler.gates import Gate
+    from pelton.scheduler.policy import SchedulingPolicy
+    from pelton.spec_decode.interface import DraftProposer
+    from pelton.structured.manager import GrammarSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerContext:
+    """Everything that a scheduler is made from. A new feature is a new field with a default: old factories keep working."""
+
+    config: SchedulerConfig
+    kv_manager: KVCacheManager
+    max_model_len: int
+    """Resolved, as the next two; `config` may leave them open."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_sizes: Sequence[int]
+    """Tokens a block, by KV group."""
+    vocab_size: int
+    hasher: BlockHasher | None = None
+    """None switches prefix caching off."""
+    policy: SchedulingPolicy | None = None
+    """None: first come, first served."""
+    steps_are_ordered: bool = True
+    """The executor promises that a later step may reuse what an open one still touches."""
+    max_steps_in_flight: int = 1
+    num_draft_tokens: int = 0
+    """Drafts a step that the workers make on the device, which the host knows as a number only."""
+    grammar_source: GrammarSource | None = None
+    proposer: DraftProposer | None = None
+    connector: SchedulerConnector | None = None
+    adapter_is_ready: Callable[[int], bool] | None = None
+    """Asked for requests with an adapter. None: the engine serves no adapters."""
+    gates: Sequence[Gate] = ()
+    """Further admission gates, asked after the built-in ones."""
+    clock: Callable[[], float] = time.monotonic
 
 
 class Scheduler(ABC):

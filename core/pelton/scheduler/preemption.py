@@ -15,7 +15,12 @@ from pelton.scheduler.step import OpenSteps, StepBuilder
 
 class Preemption:
     def __init__(
-        self, policy: SchedulingPolicy, table: RequestTable, allocations: Allocations, transfers: KVTransfers, steps: OpenSteps
+        self,
+        policy: SchedulingPolicy,
+        table: RequestTable,
+        allocations: Allocations,
+        transfers: KVTransfers,
+        steps: OpenSteps,
     ) -> None:
         self._policy = policy
         self._table = table

@@ -104,8 +104,11 @@ class ScheduledRequest:
         self.capacity = 0  # tokens that the held blocks have room for
         self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
         self.block_hashes: list[bytes] = []
-        self.fast_decode_until = 0  # below this many known and pending tokens, a step gives it one token and no thought
-        self.next_event_len = 0  # below this many known tokens, one more is appended and told, and that is all
+        # The fast paths of decode, written by `plan_decode`, `plan_next_event` and `leave_fast_paths` alone:
+        self.fast_decode_until = 0  # with fewer known and pending tokens, a step gives it one token without a new block
+        self.next_event_len = (
+            0  # with fewer known tokens, a token that is no stop token ends nothing and fills no block
+        )
         self.num_cached_blocks = 0  # full blocks of known tokens made findable so far
         self.num_found_tokens = 0  # found in the prefix cache this time
         self.num_cached_tokens = -1  # found, or brought by a connector, at the first scheduling; -1 before it
@@ -148,6 +151,28 @@ class ScheduledRequest:
         """Its blocks are being written to by a KV connector."""
         return self.status is RequestStatus.RECEIVING and not self.is_remote_ready
 
+    def plan_decode(self) -> None:
+        """Enter the fast path of `schedule`: one token a step while the held blocks have room."""
+        self.fast_decode_until = min(self.capacity + 1, self.max_total_tokens)
+
+    def plan_next_event(self, block_size: int, *, is_plain: bool) -> None:
+        """Enter the fast path of `update`, up to the token that ends the request or fills its next block.
+
+        block_size: tokens of a block that the prefix cache hashes; 0 without prefix caching. is_plain: False for a request
+        whose every result has to be looked at.
+        """
+        if not is_plain:
+            self.next_event_len = 0
+            return
+        event = self.max_total_tokens
+        if block_size:
+            event = min(event, (self.num_cached_blocks + 1) * block_size)
+        self.next_event_len = event - 1
+
+    def leave_fast_paths(self) -> None:
+        """Every later step and result takes the general path, until it is planned again."""
+        self.fast_decode_until = self.next_event_len = 0
+
     def forget_computed(self) -> None:
         """Blocks and slot are given up: everything has to be computed again."""
         if self.num_computed_tokens < self.num_prompt_tokens:
@@ -156,8 +181,7 @@ class ScheduledRequest:
         self.num_computed_tokens = 0
         self.num_unconfirmed_tokens = 0
         self.has_valid_output = False
-        self.fast_decode_until = 0
-        self.next_event_len = 0
+        self.leave_fast_paths()
         self.num_cached_blocks = 0
         self.capacity = 0
         self.tables = []

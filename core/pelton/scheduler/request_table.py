@@ -121,7 +121,7 @@ class RequestTable:
         del self.requests[request.request_id]
         self._allocations.release(request, keeps_blocks=self._transfers.keeps(request))
         request.status = RequestStatus.FINISHED
-        request.next_event_len = 0
+        request.leave_fast_paths()
 
     def end(self, request: ScheduledRequest, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """Finish it outside a step's result, and tell."""

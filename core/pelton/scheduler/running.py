@@ -91,7 +91,7 @@ class RunningRows:
             self._allocations.append(request, new_ids, 1, 0, step)
         request.num_computed_tokens = reach
         request.num_tokens_with_pending = reach + 1
-        request.fast_decode_until = min(request.capacity + 1, request.max_total_tokens)
+        request.plan_decode()
         request.last_step_id = step.step_id
         step.ones.append(request)
         step.ones_samples.append(True)

@@ -3,21 +3,17 @@
 A request has tokens to reach and tokens computed; each step gives it some of the difference. Running requests first,
 then waiting ones in policy order; a waiting request never preempts. See DESIGN section 3.
 
-This file is the outline, a part has each idea: `arrival` what is refused, `table` where requests are, `running` and
-`admission` who gets a row, `room` who gives way, `allocations` blocks and slots, `results` what a step brought.
+This file is the outline. Each idea has a file of its own: `request_checks` (which requests are refused), `request_table`
+(where each request is), `running` and `admission` (which requests get a row), `gates` (what a waiting request needs first),
+`preemption` (which request gives up its blocks), `allocations` (blocks and slots), `step_results` (what a result changes).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
-from pelton.config import SchedulerConfig
 from pelton.engine.messages import EngineOutput, FinishReason
 from pelton.errors import DeadlineExceededError, EngineError, ErrorInfo, RequestError
-from pelton.kv_cache.hashing import BlockHasher
-from pelton.kv_cache.interface import KVCacheManager
-from pelton.kv_transfer.interface import SchedulerConnector
 from pelton.metrics.stats import SchedulerStats
 from pelton.request import EngineRequest
 from pelton.scheduler import grammars
@@ -26,7 +22,8 @@ from pelton.scheduler.allocations import Allocations
 from pelton.scheduler.common_prefix import CommonPrefix
 from pelton.scheduler.deadlines import Deadlines
 from pelton.scheduler.drafts import Drafts
-from pelton.scheduler.interface import Scheduler
+from pelton.scheduler.gates import AdapterGate, Gate, GrammarGate, InFlightGate, PolicyGate, RemoteKVGate, SideSlotGate
+from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.invalid_blocks import find_readers
 from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
@@ -38,80 +35,51 @@ from pelton.scheduler.request_table import RequestTable, last_output
 from pelton.scheduler.running import RunningRows
 from pelton.scheduler.step import OpenStep, OpenSteps, StepBuilder
 from pelton.scheduler.step_results import StepResults
-from pelton.spec_decode.interface import DraftProposer
-from pelton.structured.manager import GrammarSource
 
 
 class DefaultScheduler(Scheduler):
-    """See `Scheduler` for the life cycle.
+    """Continuous batching. See `Scheduler` for the life cycle."""
 
-    max_model_len, max_num_seqs, max_num_batched_tokens: resolved values; `config` may leave them open.
-    block_sizes: tokens a block, per KV group.
-    hasher: None switches prefix caching off.
-    steps_are_ordered: the executor's word that a later step may reuse what an open one still touches.
-    num_draft_tokens: drafts per step that the workers make on the device, known to the host as a number only; 0 for none.
-    adapter_is_ready: asked for requests with an adapter; those that wait are looked at again in each step.
-    """
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        kv_manager: KVCacheManager,
-        *,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        block_sizes: Sequence[int],
-        vocab_size: int,
-        hasher: BlockHasher | None = None,
-        policy: SchedulingPolicy | None = None,
-        steps_are_ordered: bool = True,
-        max_steps_in_flight: int = 1,
-        num_draft_tokens: int = 0,
-        grammar_source: GrammarSource | None = None,
-        proposer: DraftProposer | None = None,
-        connector: SchedulerConnector | None = None,
-        adapter_is_ready: Callable[[int], bool] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config = config
+    def __init__(self, context: SchedulerContext) -> None:
+        kv_manager, block_sizes, hasher = context.kv_manager, context.block_sizes, context.hasher
+        self.config = config = context.config
         self.kv = kv_manager
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.vocab_size = vocab_size
-        self.max_steps_in_flight = max_steps_in_flight
-        self._is_ordered = steps_are_ordered
-        self._grammar_source = grammar_source
-        self._clock = clock
+        self.max_model_len = context.max_model_len
+        self.max_num_seqs = context.max_num_seqs
+        self.max_num_batched_tokens = context.max_num_batched_tokens
+        self.vocab_size = context.vocab_size
+        self.max_steps_in_flight = context.max_steps_in_flight
+        self._is_ordered = context.steps_are_ordered
+        self._grammar_source = context.grammar_source
+        self._clock = context.clock
         self._num_arrivals = 0
 
-        policy = policy or FCFSPolicy()
+        policy = context.policy or FCFSPolicy()
         self._steps = OpenSteps()
         self._common_prefix = CommonPrefix(kv_manager)
         self._limits = AdmissionLimits(
             config=config,
             kv=kv_manager,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            has_grammars=grammar_source is not None,
-            has_adapters=adapter_is_ready is not None,
+            max_model_len=context.max_model_len,
+            max_num_batched_tokens=context.max_num_batched_tokens,
+            has_grammars=context.grammar_source is not None,
+            has_adapters=context.adapter_is_ready is not None,
         )
         self._allocations = Allocations(
             kv_manager,
             self._steps,
             block_sizes=block_sizes,
             hash_block_size=hasher.block_size if hasher else 0,
-            num_slots=max_num_seqs,
+            num_slots=context.max_num_seqs,
             num_side_slots=config.max_side_table_seqs,
-            steps_are_ordered=steps_are_ordered,
+            steps_are_ordered=context.steps_are_ordered,
         )
-        self._transfers = KVTransfers(connector, kv_manager, num_groups=len(block_sizes))
-        self._table = RequestTable(policy, self._allocations, self._transfers, clock)
+        self._transfers = KVTransfers(context.connector, kv_manager, num_groups=len(block_sizes))
+        self._table = RequestTable(policy, self._allocations, self._transfers, context.clock)
         self._deadlines = Deadlines(self._table.requests)
-        room = Preemption(policy, self._table, self._allocations, self._transfers, self._steps)
-        drafts = Drafts(proposer, num_draft_tokens, vocab_size)
-        self._running = RunningRows(config, policy, kv_manager, self._table, self._allocations, room, drafts)
+        preemption = Preemption(policy, self._table, self._allocations, self._transfers, self._steps)
+        drafts = Drafts(context.proposer, context.num_draft_tokens, context.vocab_size)
+        self._running = RunningRows(config, policy, kv_manager, self._table, self._allocations, preemption, drafts)
         self._admission = Admission(
             config,
             policy,
@@ -119,16 +87,26 @@ class DefaultScheduler(Scheduler):
             self._table,
             self._allocations,
             self._transfers,
-            room,
-            self._steps,
+            preemption,
+            [*self._built_in_gates(context, policy), *context.gates],
             hasher=hasher,
-            adapter_is_ready=adapter_is_ready,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=context.max_num_seqs,
+            max_num_batched_tokens=context.max_num_batched_tokens,
         )
         self._results = StepResults(
-            kv_manager, self._table, self._allocations, drafts, hasher=hasher, steps_are_ordered=steps_are_ordered
+            kv_manager,
+            self._table,
+            self._allocations,
+            drafts,
+            hasher=hasher,
+            steps_are_ordered=context.steps_are_ordered,
         )
+
+    def _built_in_gates(self, context: SchedulerContext, policy: SchedulingPolicy) -> list[Gate]:
+        gates: list[Gate] = [InFlightGate(self._steps), RemoteKVGate(), GrammarGate()]
+        if context.adapter_is_ready is not None:
+            gates.append(AdapterGate(context.adapter_is_ready))
+        return [*gates, SideSlotGate(self._allocations.side_slots), PolicyGate(policy)]
 
     # Requests in and out.
 

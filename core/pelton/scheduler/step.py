@@ -111,8 +111,7 @@ class StepBuilder:
         request.num_unconfirmed_tokens += num_draft if self.is_ordered else total
         if samples:
             request.num_tokens_with_pending += 1 + num_draft
-            # Read where nothing drafts and steps are ordered only: one token more to compute, and room for it.
-            request.fast_decode_until = min(request.capacity + 1, request.max_total_tokens)
+            request.plan_decode()  # read only where nothing drafts and steps are ordered
         request.last_step_id = self.step_id
         self.budget -= total
         if request.num_computed_tokens > self.max_seq_len:

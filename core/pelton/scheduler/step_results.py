@@ -58,7 +58,7 @@ class StepResults:
                     continue
                 if request.next_event_len and len(known) + 1 < request.max_total_tokens:  # it fills a block
                     known.append(tokens[0])
-                    self._cache_and_plan(request)
+                    self._cache_and_plan(request, is_plain=True)
                     outputs.append(EngineOutput(request.request_id, tokens))
                     continue
             if request.status is FINISHED:
@@ -99,7 +99,11 @@ class StepResults:
                 self._table.stats.spec_num_accepted_tokens += self._drafts.settle(request, num_draft, tokens)
             request.num_unconfirmed_tokens -= num_draft if self._is_ordered else output.num_scheduled[row]
         columns = result.prompt_logprobs.get(row)
-        if columns is not None and request.skip_prefix_lookup and output.step_id > request.discard_logprobs_through_step:
+        if (
+            columns is not None
+            and request.skip_prefix_lookup
+            and output.step_id > request.discard_logprobs_through_step
+        ):
             request.add_prompt_logprobs(columns)
         reason: FinishReason | None = None
         stop_reason: int | None = None
@@ -107,9 +111,8 @@ class StepResults:
             tokens, reason, stop_reason = _append(request, tokens, num_draft)
             has_drafts = bool(result.draft_token_ids) and not request.num_pending
             request.drafts = result.draft_token_ids[row] if has_drafts else []
-        self._cache_and_plan(request)
-        if not samples or request.grammar is not None or request.status is not RequestStatus.RUNNING:
-            request.next_event_len = 0
+        is_running = request.status is RequestStatus.RUNNING
+        self._cache_and_plan(request, is_plain=samples and is_running and request.grammar is None)
         if not samples:
             return None
         if reason is None and not request.events and row not in result.logprobs:
@@ -119,10 +122,8 @@ class StepResults:
             self._table.finish(request)
         return told
 
-    def _cache_and_plan(self, request: ScheduledRequest) -> None:
-        """Make findable what became full: blocks of sampled tokens, and of what arrived from elsewhere. Then say when to
-        look at the request again: with the token that ends it, or fills its next block."""
-        next_event_len = request.max_total_tokens
+    def _cache_and_plan(self, request: ScheduledRequest, *, is_plain: bool) -> None:
+        """Cache the blocks that became full, of sampled tokens and of what arrived from elsewhere. Then plan the next event."""
         if self._hasher is not None:
             size, num_known = self._hash_block_size, len(request.token_ids)
             if num_known >= (len(request.block_hashes) + 1) * size:
@@ -131,8 +132,7 @@ class StepResults:
             if num_full > request.num_cached_blocks:
                 request.num_cached_blocks = num_full
                 self._kv.cache_blocks(request, num_full * size)
-            next_event_len = min(next_event_len, (request.num_cached_blocks + 1) * size)
-        request.next_event_len = next_event_len - 1
+        request.plan_next_event(self._hash_block_size, is_plain=is_plain)
 
 
 def _append(

@@ -3,8 +3,8 @@
 A plugin author subclasses `SchedulerConformance`, gives `make_scheduler`, and runs it with pytest:
 
     class TestMine(SchedulerConformance):
-        def make_scheduler(self, config, kv_manager, **arguments):
-            return MyScheduler(config, kv_manager, **arguments)
+        def make_scheduler(self, context):
+            return MyScheduler(context)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.kv_cache.spec import KVCacheSpec
 from pelton.request import EngineRequest
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.interface import Scheduler
+from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.output import SchedulerOutput
 from pelton.scheduler.scheduler import DefaultScheduler
 from pelton.testing.fake_executor import FakeExecutor
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.kv_specs import full_spec, make_plan
 
-SchedulerFactory = Callable[..., Scheduler]
+SchedulerFactory = Callable[[SchedulerContext], Scheduler]
 
 
 def make_request(
@@ -116,19 +116,21 @@ class Harness:
         self.executor.initialize_kv_cache(plan)
         self.clock = FakeClock()
         self.scheduler = factory(
-            config or SchedulerConfig(),
-            self.kv,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_sizes=[group.spec.block_size for group in plan.groups],
-            vocab_size=self.fake_model.vocab_size,
-            hasher=BlockHasher("sha256", plan.hash_block_size) if prefix_caching else None,
-            steps_are_ordered=steps_are_ordered,
-            max_steps_in_flight=max_steps_in_flight,
-            num_draft_tokens=num_draft_tokens,
-            clock=self.clock,
-            **arguments,
+            SchedulerContext(
+                config=config or SchedulerConfig(),
+                kv_manager=self.kv,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                block_sizes=[group.spec.block_size for group in plan.groups],
+                vocab_size=self.fake_model.vocab_size,
+                hasher=BlockHasher("sha256", plan.hash_block_size) if prefix_caching else None,
+                steps_are_ordered=steps_are_ordered,
+                max_steps_in_flight=max_steps_in_flight,
+                num_draft_tokens=num_draft_tokens,
+                clock=self.clock,
+                **arguments,
+            )
         )
         self.open: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self.requests: dict[str, EngineRequest] = {}
@@ -243,7 +245,7 @@ class SchedulerConformance:
 
     overlaps = (1, 2, 3)
 
-    def make_scheduler(self, config: SchedulerConfig, kv_manager: PagedKVCacheManager, **arguments: Any) -> Scheduler:
+    def make_scheduler(self, context: SchedulerContext) -> Scheduler:
         raise NotImplementedError
 
     def harness(self, **arguments: Any) -> Harness:

@@ -7,5 +7,5 @@ from pelton.testing.scheduler import SchedulerConformance
 
 
 class TestDefaultScheduler(SchedulerConformance):
-    def make_scheduler(self, config, kv_manager, **arguments):
-        return DefaultScheduler(config, kv_manager, **arguments)
+    def make_scheduler(self, context):
+        return DefaultScheduler(context)
