@@ -1,0 +1,60 @@
+"""What this machine's cores can do at most: float32 products a second, and bytes read from memory a second.
+
+`python -m pelton_backends.native.ceiling` prints both, `--json` as JSON; `--isa` takes another instruction set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from ctypes import CDLL, c_double, c_int64
+
+from pelton.errors import ConfigError, EngineError
+from pelton_backends.native import library
+from pelton_backends.native.build import available_sets, build_library
+
+READ_BYTES = 256 << 20
+"""More than most CPUs' last cache holds."""
+
+
+def gflops(isa: str | None = None) -> float:
+    """Float32 multiplications and additions a second of all threads, in 1e9, with this instruction set (None: the one in use)."""
+    ceiling = _library(isa).pelton_fma_ceiling
+    ceiling.restype = c_double
+    return float(ceiling())
+
+
+def read_gb_s(isa: str | None = None) -> float:
+    """Bytes that all threads read from memory a second, in 1e9. Raises `EngineError` where there is too little memory."""
+    ceiling = _library(isa).pelton_read_ceiling
+    ceiling.restype, ceiling.argtypes = c_double, [c_int64]
+    found = float(ceiling(READ_BYTES))
+    if not found:
+        raise EngineError(f"No memory for {READ_BYTES >> 20} MiB to read. Give the process more memory.")
+    return found
+
+
+def _library(isa: str | None) -> CDLL:
+    found = library.isa_in_use() if isa is None else next((one for one in available_sets() if one.name == isa), None)
+    if found is None:
+        raise ConfigError(
+            f"Instruction set {isa!r}: this machine has {', '.join(one.name for one in available_sets())}."
+        )
+    return CDLL(str(build_library(found, extra_flags=library.EXTRA_FLAGS)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pelton_backends.native.ceiling", description=__doc__)
+    parser.add_argument("--isa", help="an instruction set, such as avx2; the best of this CPU by default")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    speed, bandwidth, name = gflops(options.isa), read_gb_s(options.isa), options.isa or library.isa_in_use().name
+    if options.json:
+        print(json.dumps({"isa": name, "gflops": speed, "read_gb_s": bandwidth}))
+    else:
+        print(f"{name}: {speed:.0f} GFLOP/s float32, {bandwidth:.1f} GB/s read")
+
+
+if __name__ == "__main__":
+    main()
