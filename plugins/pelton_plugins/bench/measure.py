@@ -35,16 +35,22 @@ def main() -> int:
 
 
 def measure_rows(llm: Any, names: list[str], repeats: int | None) -> None:
+    from pelton_plugins.bench import long_context, sampling_rows
     from pelton_plugins.bench.offline import greedy, run_batch
     from pelton_plugins.bench.workloads import table_workloads
 
     todo = table_workloads(llm.llm_engine.model.vocab_size)
     run_batch(llm, [[11] * 64] * 8, greedy([16] * 8))  # warm up
     for name in names:
+        if long_context.case_of(name) is not None:
+            continue
+        measure = sampling_rows.measure if name.startswith("sampling") else measure_row
         try:
-            tell(row=name, **measure_row(llm, todo[name], repeats or todo[name].repeats))
+            tell(row=name, **measure(llm, todo[name], repeats or todo[name].repeats))
         except Exception as error:  # the other rows go on
             tell(row=name, error=f"{type(error).__name__}: {error}")
+    for found in long_context.measure(llm, names, repeats):
+        tell(**found)
 
 
 def measure_row(llm: Any, workload: Any, repeats: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def table_workloads(vocab_size: int) -> dict[str, Workload]:
     prompts = [tokens(_log_normal(rng, 160, 1.0, 8, 2000)) for _ in range(1000)]
     found.append(Workload("sharegpt", prompts, [_log_normal(rng, 180, 0.8, 8, 1000) for _ in range(1000)]))
     found.append(Workload("prefill", [tokens(2048) for _ in range(64)], [1] * 64))
-    return {workload.name: workload for workload in [*found, *_further(vocab_size)]}
+    return {workload.name: workload for workload in [*found, *_further(vocab_size), *_sampling(vocab_size)]}
 
 
 def _further(vocab_size: int) -> list[Workload]:
@@ -70,6 +70,12 @@ def _further(vocab_size: int) -> list[Workload]:
         Workload("shared-prefix", shared, [128] * 64, shares_prefix=True),
         Workload("long-prompt", long, [64] * 16),
     ]
+
+
+def _sampling(vocab_size: int) -> list[Workload]:
+    """Batches that are sampled in several ways."""
+    tokens = _token_source(random.Random(2), vocab_size)
+    return [Workload(f"sampling{count}", [tokens(128) for _ in range(count)], [128] * count) for count in (1, 32, 256)]
 
 
 def random_requests(

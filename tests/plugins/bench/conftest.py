@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -30,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
 def fake_flags(site: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags of an engine over the fake executor, in this process and in those that it starts."""
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setenv("PYTHONPATH", site)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")])))
     return [
         "--load-format", "dummy", "--distributed-executor-backend", "fake_engine", "--max-num-seqs", "64",
         "--max-num-batched-tokens", "4096", "--num-gpu-blocks-override", "2000", "--log-level", "error",

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from pelton.cli.main import main
-from pelton_plugins.bench import peers
-from pelton_plugins.bench.measure import measure_row
+from pelton_plugins.bench import long_context, offline, peers, sampling_rows, table
+from pelton_plugins.bench.measure import measure_row, measure_rows
 from pelton_plugins.bench.offline import greedy
 from pelton_plugins.bench.record import number
 from pelton_plugins.bench.shapes import SHAPES, write_shape
-from pelton_plugins.bench.table import WORKLOADS, merge, render, workloads_of
-from pelton_plugins.bench.workloads import table_workloads
+from pelton_plugins.bench.table import SAMPLING, WORKLOADS, has_aim, merge, render, workloads_of
+from pelton_plugins.bench.workloads import Workload, table_workloads
 
 RESULTS = {
     "qwen3-0.6b": {
@@ -37,6 +37,17 @@ qwen3-0.6b, a device
   sharegpt, 1,000 requests            -        out tokens/s  24,826   26,488   -              66,949   -             40,000   -
   prefill, 64 x 2,048 in              failed   tokens/s      346,102  377,196  -              704,748  -             420,000  -
   import and engine ready             21.8     s             43.6     48.7     2.00           -        -             8.00     no
+  the same, no kernel compiled yet    -        s             -        -        -              -        -             20.0     -
+  decode, 1 x 8,000 cached            -        ms/token      -        -        -              0.491    -             0.850    -
+  decode, 2 x 8,000 cached            -        ms/token      -        -        -              0.705    -             -        -
+  decode, 8 x 8,000 cached            -        ms/token      -        -        -              1.99     -             -        -
+  decode, 8 x 16,000 cached           -        ms/token      -        -        -              3.70     -             -        -
+  decode, 1 x 32,000 cached           -        ms/token      -        -        -              1.13     -             1.60     -
+  decode, 2 x 32,000 cached           -        ms/token      -        -        -              1.99     -             -        -
+  decode, 4 x 32,000 cached           -        ms/token      -        -        -              3.70     -             -        -
+  decode, 8 x 32,000 cached           -        ms/token      -        -        -              7.12     -             -        -
+  first token of 8,000 cached         -        ms            -        -        -              -        -             -        -
+  first token of 32,000 cached        -        ms            -        -        -              -        -             -        -
   shared-prefix, 64 x (2,000 shared)  512,346  tokens/s      -        -        -              -        -             -        -
   prefill: EngineError: no room
 
@@ -55,12 +66,49 @@ def test_the_table_for_a_page():
     assert lines[4] == "| latency1, one request | 0.785 | ms/token | 1.66 | 1.57 | 2.00 | 0.285 | 36% | 0.800 | yes |"
 
 
+SAMPLED = {
+    "kinds": {
+        "greedy": {"out_tok_s": 32_000.0}, "top_k and top_p": {"out_tok_s": 30_000.0},
+        "logprobs": {"out_tok_s": 22_400.0}, "top_p alone": {"out_tok_s": 24_320.0},
+    },
+    "device": "a device",
+}  # fmt: skip
+SAMPLED_GOLDEN = """\
+  128 IN, 128 OUT      256 ROWS, TOKENS/S  OF GREEDY  TARGET  REACHED
+  greedy               32,000              100%       -       -
+  top_k and top_p      30,000              94%        88%     yes
+  logprobs             22,400              70%        88%     no
+  logit_bias           -                   -          -       -
+  penalties and top_p  -                   -          -       -
+  all together         -                   -          -       -
+  prompt_logprobs      -                   -          -       -
+  top_p alone          24,320              76%        75%     yes"""
+
+
+def test_requests_that_ask_for_more_are_shares_of_the_greedy_ones():
+    shown = render({"m": {"sampling256": SAMPLED}}).split("\n\n")
+    assert shown[0].startswith("m, a device\n") and shown[1] == SAMPLED_GOLDEN
+    both = render({"m": {"sampling32": SAMPLED, "sampling256": SAMPLED}}, as_markdown=True)
+    line = "| top_k and top_p | 30,000 | 94% | 92% | yes | 30,000 | 94% | 88% | yes |"
+    assert line in both.splitlines()
+
+
+def test_rows_over_long_contexts_say_what_the_engine_has_no_room_for():
+    found = {"decode-1x8000": {"tpot_ms": 4.16, "ttft_ms": 8.86}, "decode-8x120000": {"no_room": "400,000 tokens"}}
+    lines = render({"llama3.1-8b": found}).splitlines()
+    cells = {line.split("  ")[1]: line.split() for line in lines if line.startswith("  ")}
+    assert " ".join(cells["decode, 1 x 8,000 cached"][5:]) == "4.16 ms/token 5.20 - 1.25 3.74 90% 4.30 yes"
+    assert " ".join(cells["first token of 8,000 cached"][5:9]) == "8.86 ms 17.9 -"
+    assert " ".join(cells["decode, 8 x 120,000 cached"][5:8]) == "no room ms/token"
+    assert "  decode-8x120000: 400,000 tokens" in lines
+
+
 def test_without_results_the_table_has_targets_and_the_others_figures(capsys, tmp_path):
     assert main(["bench", "table", "--show", "--results", str(tmp_path / "none.json")]) == 0
     small, large, foot = capsys.readouterr().out.strip().split("\n\n")
     assert [table.splitlines()[0] for table in (small, large)] == [f"{name}, not measured yet" for name in SHAPES]
     rows = [line.split() for line in small.splitlines()[2:]]
-    assert len(rows) == 8 and foot.startswith("vLLM 0.26.0")
+    assert len(rows) == len(peers.AIMS["qwen3-0.6b"]) and foot.startswith("vLLM 0.26.0")
     assert " ".join(rows[2]) == "batch32, 128 in, 256 out - out tokens/s 13,965 16,400 - 62,182 - 30,000 -"
     assert main(["bench", "table", "--show", "--models", "llama3.1-8b", "--markdown"]) == 0
     assert capsys.readouterr().out.startswith("llama3.1-8b, not measured yet:\n\n| row |")
@@ -78,11 +126,15 @@ def test_every_row_has_its_aims_in_both_models():
     assert SHAPES.keys() == peers.AIMS.keys()
     names = [row.name for row in peers.ROWS]
     for aims in peers.AIMS.values():
-        assert [*aims] == names[:8]
-        for row in peers.ROWS[:8]:
-            aim, best = aims[row.name], peers.better_peer(row, aims[row.name])
+        assert names[:8] == [*aims][:8] and aims.keys() <= set(names)
+        for row in peers.ROWS:
+            aim = aims.get(row.name, peers.Aim())
+            if aim.target is None:
+                assert row.name not in names[:8]
+                continue
             # A target is better than both others, and not better than the floor.
-            assert peers.times_better(row, aim.target, best) > 1
+            best = peers.better_peer(row, aim)
+            assert best is None or peers.times_better(row, aim.target, best) > 1
             assert aim.floor is None or peers.times_better(row, aim.target, aim.floor) < 1
             assert aim.stretch is None or peers.times_better(row, aim.stretch, aim.target) > 1
 
@@ -143,6 +195,100 @@ def test_a_run_measures_the_rows_and_gathers_them(model, fake_flags, tmp_path, c
     assert number(one["out_tok_s"], 5) in shown and number(found["latency1"]["tpot_ms"]) in shown
 
 
+def test_rows_over_long_contexts_are_measured_with_their_prompts_cached(model, fake_flags, tmp_path, capfd):
+    """The fake engine's cache holds 32,000 tokens, and the model takes 8,192."""
+    results = tmp_path / "table.json"
+    rows = "cached-8000,decode-2x8000,decode-8x8000,decode-1x32000"
+    common = ["bench", "table", "--models", model, "--results", str(results), "--repeats", "1", *fake_flags]
+    assert main([*common, "--rows", rows]) == 0
+    found = json.loads(results.read_text())["tiny"]
+    assert found.keys() == {"decode-1x8000", "decode-2x8000", "decode-8x8000", "decode-1x32000"}
+    for name in ("decode-1x8000", "decode-2x8000"):
+        one = found[name]
+        assert one["num_cached_tokens"] == 7984 and one["settings"]["max_model_len"] == 8064
+        seconds = one["all_seconds"][0] - one["all_ttft_seconds"][0]
+        assert one["tpot_ms"] == pytest.approx(seconds / 63 * 1e3)
+        assert one["ttft_ms"] == pytest.approx(one["all_ttft_seconds"][0] * 1e3)
+    assert found["decode-8x8000"]["no_room"] == "the KV cache holds 31,984 tokens, this row needs 64,512"
+    assert found["decode-1x32000"]["no_room"] == "the model takes 8,192 tokens"
+    assert "no room" in capfd.readouterr().out
+
+
+def test_an_engine_that_does_not_start_with_such_contexts_is_an_error_of_their_rows(model, fake_flags, tmp_path, capfd):
+    results = tmp_path / "table.json"
+    flags = [flag if flag != "2000" else "500" for flag in fake_flags]  # blocks of the KV cache
+    common = ["bench", "table", "--models", model, "--results", str(results), "--repeats", "1", *flags]
+    assert main([*common, "--rows", "decode-1x8000,decode-2x8000"]) == 1
+    found = json.loads(results.read_text())["tiny"]
+    assert found.keys() == {"decode-1x8000", "decode-2x8000"}
+    assert all("ended with status" in row["error"] for row in found.values())
+
+
+def test_long_prompts_begin_with_the_shorter_ones_and_rows_differ():
+    source = long_context._Prompts(1000)
+    short, long = source.of(long_context.Case(8000, 1)), source.of(long_context.Case(16_000, 3))
+    assert [len(prompt) for prompt in long] == [16_000] * 3 and long[0][:8000] == short[0]
+    assert len({tuple(prompt[:16]) for prompt in long}) == 3
+    assert source.of(long_context.Case(8000, 2))[1] == long[1][:8000]
+
+
+def test_sampled_rows_send_the_same_batch_in_every_kind(model):
+    """With a model: the fake executor has no logits to sample from."""
+    from pelton import LLM
+
+    small = Workload("sampling3", [[5 + row] * 20 for row in range(3)], [4] * 3)
+    with LLM(model=model, load_format="dummy", max_model_len=512, max_num_seqs=4, skip_tokenizer_init=True) as llm:
+        kinds = sampling_rows.measure(llm, small, 1)["kinds"]
+    assert [*kinds] == [*sampling_rows.KINDS]
+    for one in kinds.values():
+        assert one["out_tok_s"] == pytest.approx(3 * 4 / one["all_seconds"][0])
+
+
+def test_a_sampled_row_is_measured_by_its_name(monkeypatch, capsys):
+    monkeypatch.setattr(sampling_rows, "measure", lambda llm, workload, repeats: {"kinds": len(workload.prompts)})
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(model=SimpleNamespace(vocab_size=5000)))
+    monkeypatch.setattr(offline, "run_batch", lambda *args: None)
+    measure_rows(engine, ["sampling256"], None)
+    assert json.loads(capsys.readouterr().out) == {"row": "sampling256", "kinds": 256}
+
+
+def test_the_kinds_of_requests_are_valid_and_seeds_differ():
+    for kind in sampling_rows.KINDS:
+        made = sampling_rows.params_of(kind, [3, 4])
+        assert [one.max_tokens for one in made] == [3, 4] and all(one.ignore_eos for one in made)
+        assert [one.seed for one in made] == ([0, 1] if kind == "all together" else [None, None])
+        assert (sampling_rows.target(kind, 32) is None) == (kind == "greedy")
+    assert sampling_rows.target("logprobs", 1) is None and sampling_rows.target("logprobs", 256) == 0.88
+    assert sampling_rows.target("prompt_logprobs", 256) == sampling_rows.target("top_p alone", 1) == 0.75
+
+
+def test_no_kind_of_request_lives_off_another_kinds_prefix_cache():
+    batch = table_workloads(151_936)["sampling256"]
+    firsts = [prompt[0] for repeat in range(3 * len(sampling_rows.KINDS)) for prompt in batch.fresh(repeat)]
+    assert len(set(firsts)) == len(firsts)
+
+
+def test_rows_without_an_aim_are_measured_when_they_are_asked_for():
+    assert has_aim("qwen3-0.6b", "sampling32") and not has_aim("llama3.1-8b", "sampling32")
+    assert has_aim("some/folder", "decode-1x120000") and not has_aim("qwen3-0.6b", "decode-1x120000")
+
+
+def test_a_first_start_has_caches_of_its_own(model, fake_flags, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/usual")
+    results, seen = tmp_path / "table.json", []
+    lines = table._lines
+
+    def record(job, environ=None):
+        seen.append(environ)
+        return lines(job, environ)
+
+    monkeypatch.setattr(table, "_lines", record)
+    flags = ["--models", model, "--results", str(results), "--rows", "first-start", *fake_flags]
+    assert main(["bench", "table", *flags]) == 0
+    assert json.loads(results.read_text())["tiny"]["first-start"]["start_s"] > 0
+    assert "TRITON_CACHE_DIR" not in seen[0] and seen[0]["XDG_CACHE_HOME"].endswith("tiny-cache")
+
+
 def test_a_row_that_fails_is_told_and_the_others_go_on(model, fake_flags, tmp_path, capfd):
     results = tmp_path / "table.json"
     flags = [*fake_flags, "--repeats", "1", "--max-model-len", "300"]  # latency1 needs 384
@@ -170,19 +316,15 @@ def test_mistakes_are_named_before_anything_starts(argv, message, capsys, tmp_pa
 
 
 def test_every_row_can_be_measured_by_its_own_name():
-    assert [*WORKLOADS] == [row.name for row in peers.ROWS]
+    assert [*WORKLOADS] == [*(row.name for row in peers.ROWS), *SAMPLING]
+    cases = [case.name for case in long_context.CASES]
     runs = [
-        "latency1",
-        "batch32",
-        "batch128",
-        "nano256",
-        "sharegpt",
-        "prefill",
-        "start",
-        "shared-prefix",
-        "long-prompt",
-    ]
+        "latency1", "batch32", "batch128", "nano256", "sharegpt", "prefill", "start", "first-start", *cases,
+        "shared-prefix", "long-prompt", *SAMPLING,
+    ]  # fmt: skip
     assert workloads_of([*WORKLOADS]) == runs
+    assert workloads_of(["long-context", "sampling"]) == [*cases, *SAMPLING]
+    assert workloads_of(["cached-8000"]) == ["decode-1x8000"]
     assert workloads_of(["ttft"]) == workloads_of(["ttft", "latency1"]) == ["latency1"]
 
 
