@@ -100,6 +100,11 @@ class Kernels:
         self.take_best = _typed(
             library.pelton_take_best, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p
         )
+        self.sample = _typed(library.pelton_sample, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)
+        self.logprobs = _typed(
+            library.pelton_logprobs, c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
+            c_void_p, c_void_p, c_void_p,
+        )  # fmt: skip
 
 
 EXTRA_FLAGS: list[str] = []

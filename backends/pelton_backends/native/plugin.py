@@ -12,7 +12,7 @@ PELTON_API = ">=1,<2"
 _ENTRIES = (
     ("embed", "embed:NativeEmbed"),
     ("prepare_inputs", "step:NativePrepareInputs"),
-    ("sample", "step:NativeSample"),
+    ("sample", "sampling:NativeSample"),
     ("qk_norm_rope_write_kv", "rope:NativeQkNormRopeWriteKv"),
     ("add_norm_linear", "linear:NativeAddNormLinear"),
     ("linear", "linear:NativeLinear"),

@@ -1,18 +1,14 @@
-"""The seams around a step's forward pass in C: its inputs, and greedy tokens. Other ways to sample are left to torch."""
+"""A step's inputs in C."""
 
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p, pointer
 from typing import TYPE_CHECKING, ClassVar
 
-from pelton.errors import EngineError
 from pelton.ops.interface import (
     PrepareInputs,
     PrepareInputsNeeds,
     PrepareInputsTensors,
-    Sample,
-    SampleNeeds,
-    SampleTensors,
 )
 from pelton.worker.inputs import common_metadata
 from pelton_backends.native import library
@@ -25,7 +21,9 @@ if TYPE_CHECKING:
     from pelton.worker.inputs import InputBuffers, StepShape
 
 
-class _Batch(Structure):
+class Batch(Structure):
+    """The batch by slot."""
+
     _fields_ = (
         ("token_ids", c_void_p), ("num_computed_tokens", c_void_p),
         ("token_stride", c_int64), ("max_model_len", c_int64), ("padding_slot", c_int64),
@@ -41,13 +39,13 @@ class _Group(Structure):
 
 class _Inputs(Structure):
     _fields_ = (
-        ("batch", POINTER(_Batch)), ("input_ids", c_void_p), ("positions", c_void_p), ("query_start", c_void_p),
+        ("batch", POINTER(Batch)), ("input_ids", c_void_p), ("positions", c_void_p), ("query_start", c_void_p),
         ("seq_lens", c_void_p), ("groups", POINTER(_Group)), ("num_groups", c_int64),
     )  # fmt: skip
 
 
-def _make_batch(state: BatchState) -> _Batch:
-    return _Batch(
+def make_batch(state: BatchState) -> Batch:
+    return Batch(
         state.token_ids.data_ptr(), state.num_computed_tokens.data_ptr(), state.token_ids.stride(0),
         state.max_model_len, state.padding_slot,
     )  # fmt: skip
@@ -82,7 +80,7 @@ class NativePrepareInputs:
         state, buffers = tensors.state, tensors.buffers
         groups, run = _make_groups(state, buffers), library.kernels().prepare_inputs
         inputs = _Inputs(
-            pointer(_make_batch(state)), buffers.input_ids.data_ptr(), buffers.positions.data_ptr(),
+            pointer(make_batch(state)), buffers.input_ids.data_ptr(), buffers.positions.data_ptr(),
             buffers.query_start_loc.data_ptr(), buffers.seq_lens.data_ptr(), (_Group * len(groups))(*groups), len(groups),
         )  # fmt: skip
         struct = byref(inputs)
@@ -93,32 +91,3 @@ class NativePrepareInputs:
             return [common_metadata(state, buffers, group, shape) for group in range(len(groups))]
 
         return prepare
-
-
-class NativeSample:
-    is_recordable: ClassVar[bool] = True
-
-    @staticmethod
-    def unsupported(needs: SampleNeeds) -> list[str]:
-        reasons = [f"variant {needs.variant!r}, only 'greedy'"] if needs.variant != "greedy" else []
-        reasons += ["masks"] if needs.has_mask else []
-        reasons += ["logprobs"] if needs.num_logprobs else []
-        return reasons or _no_kernels()
-
-    @staticmethod
-    def bind(needs: SampleNeeds, tensors: SampleTensors) -> Sample:
-        batch, run = _make_batch(tensors.state), library.kernels().take_best
-        struct, kept = byref(batch), tensors  # the struct has their addresses
-
-        def take_best(logits: Tensor, slots: Tensor, result: Tensor) -> None:
-            assert kept is tensors and result.is_contiguous()
-            logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-            slots = slots.contiguous()
-            failed = run(
-                struct, logits.data_ptr(), logits.stride(0), logits.shape[1], slots.data_ptr(), len(slots),
-                result.data_ptr(),
-            )  # fmt: skip
-            if failed:
-                raise EngineError("Sampling found no memory. Give the process more memory.")
-
-        return take_best

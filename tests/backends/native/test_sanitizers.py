@@ -27,7 +27,9 @@ def runtime(name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD of libasan")
-@pytest.mark.parametrize("tests", ["test_attention.py", "test_linear.py", "test_quant.py", "test_rope.py"])
+@pytest.mark.parametrize(
+    "tests", ["test_attention.py", "test_linear.py", "test_quant.py", "test_rope.py", "test_sampling.py"]
+)
 def test_kernels_touch_only_what_is_theirs(tests):
     asan = runtime("libasan.so")
     if asan is None:

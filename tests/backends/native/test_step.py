@@ -10,7 +10,8 @@ from pelton.ops.reference_step import ReferenceSample
 from pelton.sampling.sampler import NOT_FINITE, OK
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
-from pelton_backends.native.step import NativePrepareInputs, NativeSample
+from pelton_backends.native.sampling import NativeSample
+from pelton_backends.native.step import NativePrepareInputs
 
 SEQS, MAX_LEN = 10, 40
 STALE = -99
@@ -135,13 +136,3 @@ def test_a_row_that_is_not_finite_says_so_and_advances(isa, place, value):
     bind_sample(NativeSample, state)(logits, torch.tensor([4, 6]), result)
     assert result[:, 1].tolist() == [NOT_FINITE, OK] and 0 <= result[0, 0] < 258 and result[1, 0] == place
     assert state.num_computed_tokens[[4, 6]].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "changes, reason",
-    [({"variant": "full"}, "variant 'full'"), ({"has_mask": True}, "masks"), ({"num_logprobs": 2}, "logprobs")],
-)
-def test_what_it_refuses(changes, reason):
-    needs = {"vocab_size": 50, "max_num_seqs": SEQS, "variant": "greedy", **changes}
-    (why,) = NativeSample.unsupported(SampleNeeds(**needs))
-    assert reason in why
