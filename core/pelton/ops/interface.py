@@ -341,6 +341,8 @@ class Sample(Protocol):
         (variant full). Then token_ids[slot, min(p, max_model_len)] = token, num_computed_tokens[slot] += 1, and a side
         row's output counts take the token; a row with an error advances too.
         Where rows had more than one token scheduled, add the others to `num_computed_tokens` first.
+        Optional: an attribute `skips_unused = True` of the callable, when a filter or table costs only the rows that use it. A
+        CPU's steps then end in this seam whatever their rows ask for.
         """
         ...
 

@@ -180,9 +180,15 @@ class ModelRunner:
 
     @property
     def tail_variants(self) -> tuple[str, ...]:
-        """Of the `sample` seam that decode graphs end in. On a CPU `StepSampler` does better for random rows: it runs only the
-        filters that some row has."""
-        return (GREEDY,) if self.graphs is not None and self.graphs.runs_calls else (GREEDY, FULL)
+        """Of the `sample` seam that decode graphs end in."""
+        return (
+            (GREEDY, FULL) if self._seam_suits_all or self.graphs is None or not self.graphs.runs_calls else (GREEDY,)
+        )
+
+    @property
+    def _seam_suits_all(self) -> bool:
+        """False: on a CPU `StepSampler` does better for random rows, as it runs only the filters that some row has."""
+        return self.state.device.type != "cpu" or self.ops.skips_unused
 
     def _tail_variant(self, slots: npt.NDArray[np.int64], has_masks: bool) -> str | None:
         """The least variant of the `sample` seam that gives these rows what they ask for; None when none does."""
@@ -201,29 +207,25 @@ class ModelRunner:
         self, output: SchedulerOutput, slots: npt.NDArray[np.int64], variant: str, result: Tensor
     ) -> StepOutput:
         """The result of a decode step that one graph, or two, have queued."""
-        num_rows, host = len(slots), self.state.host
-        host.num_computed_tokens[slots] += 1
-        copies, has_logprobs = [result[:num_rows]], variant.endswith(LOGPROBS)
-        if has_logprobs:
-            found = self.ops.logprobs
-            copies += [found.token_ids[:num_rows], found.logprobs[:num_rows], found.ranks[:num_rows]]
-        rows = np.arange(num_rows)
-        launched = self._plain_output(output, rows, self._copies(copies))
-        if has_logprobs:
-            launched.has_logprobs, launched.num_logprobs, launched.first_logprob = True, host.num_logprobs[slots], rows
-        return launched
+        num_rows = len(slots)
+        self.state.host.num_computed_tokens[slots] += 1
+        return self._sampled(output, np.arange(num_rows), slots, variant, result[:num_rows])
 
     def _sample_masked(self, step: Step, masks: GrammarMasks) -> StepOutput:
         """The second graph of a decode step with grammar rows, whose masks are here now."""
         assert self.graphs is not None and step.tail is not None
+        self._place_masks(step, masks)
+        result = self.graphs.tail(step.num_padded_rows, step.tail)
+        return self._decoded(step.output, step.plan.slots, step.tail, result)
+
+    def _place_masks(self, step: Step, masks: GrammarMasks) -> None:
+        """Where variants with masks read them."""
         words, has_mask = self.ops.mask
         slots = step.plan.slots[np.asarray(step.output.grammar_rows)]
         index, given = self._staging.stage([slots, mask_column(masks.bitmask, len(slots), words.shape[1])])
         words[index] = mask_words(given, len(slots), words.shape[1])
         has_mask.zero_()
         has_mask.index_fill_(0, index, True)  # `has_mask[index] = True` waits for the device
-        result = self.graphs.tail(step.num_padded_rows, step.tail)
-        return self._decoded(step.output, step.plan.slots, step.tail, result)
 
     # Any other step.
 
@@ -309,8 +311,9 @@ class ModelRunner:
         output, plan, host = step.output, step.plan, self.state.host
         if masks is not None and step.tail is not None:
             return self._given(self._sample_masked(step, masks))
-        if self._is_plain(plan, masks):
-            launched = self._finish_plain(step)
+        variant = self._seam_variant(plan, masks)
+        if variant is not None:
+            launched = self._finish_by_seam(step, variant, masks)
         else:
             assert step.logits is not None
             sampled = self._sampler.sample(step, masks)
@@ -327,26 +330,53 @@ class ModelRunner:
             launched.output.invalid_block_ids += connector.take_invalid_block_ids()
         return self._given(launched)
 
-    def _is_plain(self, plan: StepPlan, masks: GrammarMasks | None) -> bool:
-        """No row asks for more than its next token. On a CPU `StepSampler` does better for random rows: it runs only the
-        filters that some row has."""
-        return not (
-            masks is not None or len(plan.side_rows) or len(plan.logprob_rows) or plan.has_drafts
-            or self.draft_proposer is not None
-            or (self.state.device.type == "cpu" and self.state.host.temperature[plan.sample_slots].any())
-        )  # fmt: skip
+    def _seam_variant(self, plan: StepPlan, masks: GrammarMasks | None) -> str | None:
+        """Of the `sample` seam that finishes a step that is no decode graph; None: `StepSampler` does. On devices that compile
+        their kernels it takes rows that ask for no more than their next token: other variants are compiled for graphs only."""
+        if plan.has_drafts or self.draft_proposer is not None:
+            return None
+        if self.state.device.type == "cpu" and self._seam_suits_all:
+            return self._tail_variant(plan.sample_slots, masks is not None)
+        is_random = bool(self.state.host.temperature[plan.sample_slots].any())
+        if (
+            masks is not None
+            or len(plan.side_rows)
+            or len(plan.logprob_rows)
+            or (is_random and not self._seam_suits_all)
+        ):
+            return None
+        return FULL if is_random else GREEDY
 
-    def _finish_plain(self, step: Step) -> StepOutput:
+    def _finish_by_seam(self, step: Step, variant: str, masks: GrammarMasks | None) -> StepOutput:
         """Count what is not sampled, then the seam counts one more for each row that samples."""
         plan, columns, state = step.plan, step.columns, self.state
         state.num_computed_tokens.index_add_(0, columns.slots, columns.num_unsampled)
-        copies: list[Tensor] = []
-        if step.logits is not None:
-            variant = FULL if state.host.temperature[plan.sample_slots].any() else GREEDY
-            result = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=state.device)
-            self.ops.sample(variant)(step.logits, columns.sample_slots, result)
-            copies.append(result)
-        return self._plain_output(step.output, plan.sample_rows, self._copies(copies))
+        if step.logits is None:
+            return self._plain_output(step.output, plan.sample_rows, self._copies([]))
+        if masks is not None:
+            self._place_masks(step, masks)
+        result = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=state.device)
+        self.ops.sample(variant)(step.logits, columns.sample_slots, result)
+        return self._sampled(step.output, plan.sample_rows, plan.sample_slots, variant, result)
+
+    def _sampled(
+        self,
+        output: SchedulerOutput,
+        sample_rows: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        variant: str,
+        result: Tensor,
+    ) -> StepOutput:
+        """What `variant` has left for the rows that sampled, whose slots these are."""
+        copies, has_logprobs, num_rows = [result], variant.endswith(LOGPROBS), len(slots)
+        if has_logprobs:
+            found = self.ops.logprobs
+            copies += [found.token_ids[:num_rows], found.logprobs[:num_rows], found.ranks[:num_rows]]
+        launched = self._plain_output(output, sample_rows, self._copies(copies))
+        if has_logprobs:
+            launched.has_logprobs, launched.num_logprobs = True, self.state.host.num_logprobs[slots]
+            launched.first_logprob = np.arange(num_rows)
+        return launched
 
     def _copies(self, tensors: list[Tensor]) -> HostCopies:
         return HostCopies(tensors, self._host_pool, self.state.device)

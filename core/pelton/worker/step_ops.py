@@ -90,6 +90,11 @@ class StepOps:
         return self._sample[variant]
 
     @property
+    def skips_unused(self) -> bool:
+        """See `Sample`."""
+        return bool(getattr(self.sample(FULL), "skips_unused", False))
+
+    @property
     def num_logprobs(self) -> int:
         return min(NUM_LOGPROBS, self._state.vocab_size)
 

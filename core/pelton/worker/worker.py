@@ -283,8 +283,10 @@ class DeviceWorker(Worker):
 
     def _capture(self, graphs: StepGraphs) -> None:
         """Steps of the smallest sizes now; the others wait for `prepare_ahead`."""
+        tails = self.runner.tail_variants
+        first_tails = tails[:1] if graphs.runs_calls else tails  # a step that is recorded late loses little
         for kind, key in sorted(graphs.dispatcher.valid_keys(), key=_in_order_of_use):
-            variants = self.runner.tail_variants if key.uniform_query_len else ("",)
+            variants = first_tails if key.uniform_query_len else ("",)
             self._to_capture.extend((kind, replace(key, sampling=variant)) for variant in variants)
         first = sum(key.num_tokens <= _FIRST_GRAPH_TOKENS for _, key in self._to_capture)
         with phase("capture graphs", self.phase_s, total=first, unit=" graphs") as progress:
