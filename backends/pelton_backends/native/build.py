@@ -1,7 +1,6 @@
-"""Compile the C files for one instruction set into a shared library, once for each content: sources, flags, compiler, OpenMP runtime.
+"""Compile the C files for one instruction set into a shared library, once for each content: sources, flags, compiler.
 
-The library is made under a private name and renamed, so that two processes may make it at once. It is linked to the OpenMP
-runtime that torch has loaded: two in one process would fight over the cores.
+The library is made under a private name and renamed, so that two processes may make it at once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FLAGS = (
     "-ftree-vectorize",
     "-std=gnu11",
     "-fPIC",
-    "-fopenmp",
+    "-fopenmp-simd",
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -58,19 +57,16 @@ def best_set() -> InstructionSet:
 def build_library(isa: InstructionSet, *, extra_flags: Sequence[str] = (), folder: Path | None = None) -> Path:
     """The library's path; compiles where the cache lacks it. Raises `CannotBuildError`."""
     compiler = find_compiler()
-    runtime = openmp_runtime()
     flags = [*FLAGS, *isa.flags, *extra_flags]
     folder = folder or cache_folder("native")
-    library = folder / f"pelton_native-{content_key(compiler, flags, runtime)}.so"
+    library = folder / f"pelton_native-{content_key(compiler, flags)}.so"
     if library.exists():
         return library
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as place:
         made = Path(place) / "library.so"
         objects = _compile(compiler, flags, Path(place))
-        # Not linked with -fopenmp: that would name the compiler's own runtime.
-        linked = [runtime] if runtime else []
-        _run([compiler, "-shared", *extra_flags, *objects, *linked, "-lm", "-o", str(made)])
+        _run([compiler, "-shared", *extra_flags, *objects, "-lm", "-pthread", "-o", str(made)])
         os.replace(made, library)
     logger.info("compiled the CPU kernels for %s with %s: %.1f s", isa.name, compiler, time.monotonic() - started)
     return library
@@ -84,38 +80,21 @@ def find_compiler() -> str:
     raise CannotBuildError("no C compiler on the PATH")
 
 
-def openmp_runtime() -> str | None:
-    """The file of the OpenMP runtime that this process has loaded with torch; None: kernels run on one thread."""
-    import torch  # noqa: F401  # loads it
-
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
-            return path
-    return None
-
-
-def content_key(compiler: str, flags: Sequence[str], runtime: str | None) -> str:
+def content_key(compiler: str, flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for part in (*flags, compiler, _version(compiler), runtime or "", platform.machine()):
+    for part in (*flags, compiler, _version(compiler), platform.machine()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
 
 
 def _compile(compiler: str, flags: Sequence[str], place: Path) -> list[str]:
     """Every file at once: the slowest decides."""
-    without_openmp = [flag for flag in flags if flag != "-fopenmp"]
-    used = list(flags) if openmp_runtime() else without_openmp
     running = []
     for source in sorted(SOURCES.glob("*.c")):
         made = place / f"{source.stem}.o"
-        command = [compiler, *used, "-c", str(source), "-o", str(made)]
+        command = [compiler, *flags, "-c", str(source), "-o", str(made)]
         running.append((command, made, _start(command)))
     for command, _, process in running:
         _, errors = process.communicate()

@@ -7,6 +7,8 @@ from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_int64, c
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pelton.errors import ConfigError
 from pelton.graphs.tape import launch
 from pelton_backends.native.build import CannotBuildError, available_sets, best_set, build_library
@@ -97,6 +99,8 @@ class Kernels:
         self.prepare_inputs = _typed(
             library.pelton_prepare_inputs, None, c_void_p, c_void_p, c_void_p, c_int64, c_int64
         )
+        self.set_threads = _untaped(library.pelton_set_threads, None, c_int)
+        self.rest = _untaped(library.pelton_rest, None)
         self.take_best = _typed(
             library.pelton_take_best, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p
         )
@@ -124,8 +128,13 @@ def reason_against() -> str | None:
 
 
 def kernels() -> Kernels:
-    """For the instruction set in use: compiled or from the cache, loaded once a process. Raises `CannotBuildError`."""
-    return _load(isa_in_use())
+    """For the instruction set in use: compiled or from the cache, loaded once a process. Raises `CannotBuildError`.
+
+    They compute on as many threads as torch does when this is called.
+    """
+    loaded = _load(isa_in_use())
+    loaded.set_threads(torch.get_num_threads())
+    return loaded
 
 
 def isa_in_use() -> InstructionSet:
@@ -156,5 +165,10 @@ def _load(isa: InstructionSet) -> Kernels:
 
 def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:
     """Calls go on the tape of a step that is being recorded."""
+    return partial(launch, _untaped(function, result, *arguments))
+
+
+def _untaped(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:
     function.restype, function.argtypes = result, list(arguments)
-    return partial(launch, function) if arguments else function
+    typed: Callable[..., int] = function
+    return typed

@@ -38,6 +38,7 @@ class Product:
 
     def __init__(self, needs: Any, tensors: Any) -> None:
         """Of any seam."""
+        self._rest = library.kernels().rest
         spec, bias = tensors.linear.spec, tensors.linear.bias
         norm, post_norm = getattr(needs, "norm", None), getattr(needs, "post_norm", None)
         activation, is_logits = getattr(needs, "activation", None), isinstance(needs, AddNormLogitsNeeds)
@@ -58,6 +59,10 @@ class Product:
             self.op.post_unit_offset = post_norm.unit_offset
         self.struct = byref(self.op)
         self.run = library.kernels().linear
+
+    def __del__(self) -> None:
+        """A thread that was held up may still read the weight, for a product that is done without it."""
+        self._rest()
 
     def weights_loaded(self) -> None:
         """The weight is in place."""

@@ -5,11 +5,10 @@
    walks the row's keys in chunks: scores, softmax carried along in float32, values. Scores and values are products over packed
    panels (tile.h). */
 #include "attention.h"
+#include "pool.h"
 #include "tile.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include <stdatomic.h>
 
 enum { CHUNK = 64, TILE_ROWS = 48, LONG_TILE_ROWS = 192 };
 
@@ -163,11 +162,11 @@ static int run_tile(const struct attention *op, const struct task *task) {
 
 /* ---- a step's tasks ---- */
 
-typedef int (*task_fn)(const struct attention *, const struct task *);
+typedef int (*attend_fn)(const struct attention *, const struct task *);
 
 /* Who runs a step's tasks, and how they are cut. */
 struct plan {
-    task_fn one_token, more_tokens;
+    attend_fn one_token, more_tokens;
     int64_t prefix;      /* tokens that all rows share and that are read once */
     float *states;       /* what each row's heads summed up over these */
     int64_t tokens;      /* of a row that one task takes */
@@ -346,51 +345,78 @@ static void rope_one(const struct rope *op, const struct attention *cache, const
         rope_token(op, cache, step, qkv, query, token, DTYPE_F32);
 }
 
+struct rope_call {
+    const struct rope *op;
+    const struct attention *cache;
+    const struct written *step;
+    void *qkv, *query;
+    int64_t query_stride;
+};
+
+static void run_rope(void *context, int64_t token, struct turn *turn) {
+    const struct rope_call *call = context;
+    (void)turn;
+    rope_one(call->op, call->cache, call->step, call->qkv, call->query, call->query_stride, token);
+}
+
 /* query: [T, num_heads head_dim] with query_stride numbers between tokens; may be qkv itself, rotated in place. */
 EXPORT void pelton_rope_write(const struct rope *op, const struct attention *cache, const struct written *step, void *qkv,
                               void *query, int64_t query_stride) {
-#pragma omp parallel for schedule(static) if (step->num_tokens > 8)
-    for (int64_t token = 0; token < step->num_tokens; token++)
-        rope_one(op, cache, step, qkv, query, query_stride, token);
+    struct rope_call call = {op, cache, step, qkv, query, query_stride};
+    pool_do((struct work){.run = run_rope, .context = &call, .num_tasks = step->num_tokens, .is_small = step->num_tokens <= 8, .has_shares = 1});
 }
 
 /* ---- both ---- */
 
 enum { FEW_KEYS = 256 }; /* times heads: one thread is as fast */
 
+struct attend_call {
+    const struct attention *op;
+    const struct step *step;
+    const struct plan *plan;
+    int64_t threads, query_stride;
+    const void *query;
+    void *output;
+    _Atomic int failed;
+};
+
+static void run_prefix_part(void *context, int64_t index, struct turn *turn) {
+    struct attend_call *call = context;
+    (void)turn;
+    if (run_prefix(call->op, call->step, call->plan, index, call->query, call->query_stride))
+        call->failed = 1;
+}
+
+static void run_row_part(void *context, int64_t index, struct turn *turn) {
+    struct attend_call *call = context;
+    (void)turn;
+    if (run_place(call->op, call->step, call->plan, index, call->threads, call->query, call->query_stride, call->output))
+        call->failed = 1;
+}
+
 static int attend(const struct rope *rope, const struct attention *op, const struct written *written, const struct step *step,
                   void *query, int64_t query_stride, void *output) {
-    int64_t threads = 1, num_written = rope == NULL ? 0 : written->num_tokens;
-#ifdef _OPENMP
     int64_t num_keys = 0;
     for (int64_t row = 0; row < step->num_rows; row++)
         num_keys += step->seq_lens[row];
-    threads = num_keys * op->num_heads > FEW_KEYS ? omp_get_max_threads() : 1;
-#endif
+    int is_small = num_keys * op->num_heads <= FEW_KEYS;
+    int64_t threads = is_small ? 1 : pool_num_threads();
     struct plan *plan = make_plan(op, step, threads);
     if (plan == NULL)
         return 1;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        if (num_written) { /* all keys are there before any is read */
-#pragma omp for schedule(static)
-            for (int64_t token = 0; token < num_written; token++)
-                rope_one(rope, op, written, query, query, query_stride, token);
-        }
-        if (plan->prefix > 0) {
-            int64_t parts = (step->num_rows + PREFIX_ROWS - 1) / PREFIX_ROWS * op->num_kv_heads;
-#pragma omp for schedule(dynamic)
-            for (int64_t index = 0; index < parts; index++)
-                failed |= run_prefix(op, step, plan, index, query, query_stride);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t index = 0; index < plan->num_places; index++)
-            failed |= run_place(op, step, plan, index, threads, query, query_stride, output);
+    if (rope != NULL) { /* all keys are there before any is read */
+        struct rope_call call = {rope, op, written, query, query, query_stride};
+        pool_do((struct work){.run = run_rope, .context = &call, .num_tasks = written->num_tokens, .is_small = is_small, .has_shares = 1});
     }
+    struct attend_call call = {op, step, plan, threads, query_stride, query, output, 0};
+    if (plan->prefix > 0) {
+        int64_t parts = (step->num_rows + PREFIX_ROWS - 1) / PREFIX_ROWS * op->num_kv_heads;
+        pool_do((struct work){.run = run_prefix_part, .context = &call, .num_tasks = parts, .is_small = is_small});
+    }
+    pool_do((struct work){.run = run_row_part, .context = &call, .num_tasks = plan->num_places, .is_small = is_small});
     free(plan->states);
     free(plan);
-    return failed;
+    return call.failed;
 }
 
 /* 0, or 1 when memory ran out. query and output point at token 0; query_stride: numbers between tokens of the query. */

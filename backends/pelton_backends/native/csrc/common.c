@@ -3,15 +3,30 @@
 
 EXPORT int pelton_isa(void) { return PELTON_ISA; }
 
-void *pelton_scratch(size_t bytes) {
-    static __thread void *memory;
-    static __thread size_t size;
-    if (bytes > size) {
-        free(memory);
-        size = (bytes + 4095) / 4096 * 4096;
-        memory = aligned_alloc(64, size);
-        if (memory == NULL)
-            size = 0;
+struct memory {
+    void *start;
+    size_t size;
+};
+
+/* What was too small is left as it is, for a thread may be reading it. Sizes double, so it is no more than what is in use. */
+static void *at_least(struct memory *memory, size_t bytes) {
+    if (bytes > memory->size) {
+        size_t size = (bytes + 4095) / 4096 * 4096;
+        size = size < 2 * memory->size ? 2 * memory->size : size;
+        void *start = aligned_alloc(64, size);
+        if (start == NULL)
+            return NULL;
+        *memory = (struct memory){start, size};
     }
-    return memory;
+    return memory->start;
+}
+
+void *pelton_scratch(size_t bytes) {
+    static __thread struct memory memory;
+    return at_least(&memory, bytes);
+}
+
+void *pelton_shared(size_t bytes) {
+    static __thread struct memory memory;
+    return at_least(&memory, bytes);
 }

@@ -161,23 +161,38 @@ void pelton_finish(const struct linear *op, float *gate, float *up, int64_t firs
 
 /* ---- entries ---- */
 
-static void linear_row(const struct linear *op, const struct rows *in, void *output) {
-    float room[op->in_features]; /* for either dtype */
-    const void *x = in->hidden;
-    if (op->norm != NULL) {
-        pelton_prepare_row(op, in, 0, room);
-        x = room;
-    }
-    int64_t columns = num_columns(op), size = op->in_features, strips = (columns + STRIP - 1) / STRIP;
-#pragma omp parallel for schedule(static) if (columns * size > 1 << 14)
-    for (int64_t strip = 0; strip < strips; strip++) {
-        int64_t first = strip * STRIP, count = least(STRIP, columns - first);
-        float gate[STRIP], up[STRIP];
-        dot_rows(op->weight, x, size, first, count, gate, op->dtype);
-        if (op->activation != ACTIVATION_NONE)
-            dot_rows(op->weight, x, size, columns + first, count, up, op->dtype);
-        finish_line(op, gate, up, first, count, output);
-    }
+struct row_call {
+    const struct linear *op;
+    const void *x; /* [in_features] */
+    void *output;
+};
+
+static void run_strip(void *context, int64_t strip, struct turn *turn) {
+    const struct row_call *call = context;
+    const struct linear *op = call->op;
+    int64_t columns = num_columns(op), size = op->in_features, first = strip * STRIP, count = least(STRIP, columns - first);
+    float gate[STRIP], up[STRIP];
+    dot_rows(op->weight, call->x, size, first, count, gate, op->dtype);
+    if (op->activation != ACTIVATION_NONE)
+        dot_rows(op->weight, call->x, size, columns + first, count, up, op->dtype);
+    if (may_write(turn))
+        finish_line(op, gate, up, first, count, call->output);
+}
+
+static int linear_row(const struct linear *op, const struct rows *in, void *output) {
+    size_t bytes = (size_t)op->in_features * size_of(op->dtype);
+    void *x = pelton_shared(bytes);
+    if (x == NULL)
+        return LINEAR_NO_MEMORY;
+    if (op->norm != NULL)
+        pelton_prepare_row(op, in, 0, x);
+    else
+        memcpy(x, in->hidden, bytes);
+    struct row_call call = {op, x, output};
+    int64_t columns = num_columns(op);
+    pool_do((struct work){.run = run_strip, .context = &call, .context_bytes = sizeof call, .num_tasks = (columns + STRIP - 1) / STRIP,
+                          .is_small = columns * op->in_features <= 1 << 14, .has_shares = 1});
+    return LINEAR_DONE;
 }
 
 /* Rows -> output [num_rows, output_stride]. LINEAR_ONE_ROW_ONLY: nothing was done; `pelton_prepare`, and torch. */
@@ -190,18 +205,26 @@ EXPORT int pelton_linear(const struct linear *op, const void *hidden, const void
 #endif
     if (num_rows != 1)
         return LINEAR_ONE_ROW_ONLY;
-    linear_row(op, &in, output);
-    return LINEAR_DONE;
+    return linear_row(op, &in, output);
+}
+
+struct prepare_call {
+    const struct linear *op;
+    struct rows in;
+    char *x;
+};
+
+static void run_prepare(void *context, int64_t row, struct turn *turn) {
+    const struct prepare_call *call = context;
+    (void)turn;
+    pelton_prepare_row(call->op, &call->in, row, call->x + (size_t)(row * call->op->in_features) * size_of(call->op->dtype));
 }
 
 /* Residual and norm alone: x [num_rows, in_features]. */
 EXPORT void pelton_prepare(const struct linear *op, const void *hidden, const void *residual, void *residual_out, void *x,
                            const int64_t *rows, int64_t num_rows) {
-    struct rows in = {hidden, residual, residual_out, rows, num_rows};
-    size_t row_bytes = (size_t)op->in_features * size_of(op->dtype);
-#pragma omp parallel for schedule(static) if (num_rows > 3)
-    for (int64_t row = 0; row < num_rows; row++)
-        pelton_prepare_row(op, &in, row, (char *)x + (size_t)row * row_bytes);
+    struct prepare_call call = {op, {hidden, residual, residual_out, rows, num_rows}, x};
+    pool_do((struct work){.run = run_prepare, .context = &call, .num_tasks = num_rows, .is_small = num_rows <= 3, .has_shares = 1});
 }
 
 /* ---- rows of an embedding ---- */
@@ -221,15 +244,25 @@ INLINE void embed_row(const struct embed *op, int64_t id, char *output, int dtyp
             store(output, i, load(output, i, dtype) * op->scale, dtype);
 }
 
+struct embed_call {
+    const struct embed *op;
+    const int64_t *ids;
+    char *output;
+};
+
+static void run_embed(void *context, int64_t i, struct turn *turn) {
+    const struct embed_call *call = context;
+    const struct embed *op = call->op;
+    char *row = call->output + (size_t)(i * op->hidden_size) * size_of(op->dtype);
+    (void)turn;
+    if (op->dtype == DTYPE_BF16)
+        embed_row(op, call->ids[i], row, DTYPE_BF16);
+    else
+        embed_row(op, call->ids[i], row, DTYPE_F32);
+}
+
 /* ids [num_ids], each a row of the matrix -> output [num_ids, hidden_size], rounded as the reference: number, times scale. */
 EXPORT void pelton_embed(const struct embed *op, const int64_t *ids, int64_t num_ids, void *output) {
-    size_t row_bytes = (size_t)op->hidden_size * size_of(op->dtype);
-#pragma omp parallel for schedule(static) if (num_ids > 8)
-    for (int64_t i = 0; i < num_ids; i++) {
-        char *row = (char *)output + (size_t)i * row_bytes;
-        if (op->dtype == DTYPE_BF16)
-            embed_row(op, ids[i], row, DTYPE_BF16);
-        else
-            embed_row(op, ids[i], row, DTYPE_F32);
-    }
+    struct embed_call call = {op, ids, output};
+    pool_do((struct work){.run = run_embed, .context = &call, .num_tasks = num_ids, .is_small = num_ids <= 8, .has_shares = 1});
 }

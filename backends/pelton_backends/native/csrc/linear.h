@@ -3,10 +3,7 @@
 #define PELTON_LINEAR_H
 
 #include "common.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "pool.h"
 
 enum { ACTIVATION_NONE = -1, ACTIVATION_SILU = 0, ACTIVATION_GELU = 1, ACTIVATION_GELU_TANH = 2 };
 
@@ -57,22 +54,6 @@ struct embed {
 
 INLINE int64_t num_columns(const struct linear *op) {
     return op->activation == ACTIVATION_NONE ? op->out_features : op->out_features / 2;
-}
-
-INLINE int num_threads(void) {
-#ifdef _OPENMP
-    return omp_get_num_threads();
-#else
-    return 1;
-#endif
-}
-
-INLINE int this_thread(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
 }
 
 #endif

@@ -6,12 +6,10 @@
 
    Rows of the input go in blocks of BLOCK, as [in / 2][rows of the block][2]: 24 of 32 registers are sums, two a panel's
    vectors, and every operand is read in one stream. Threads first norm and pack rows, then multiply groups of blocks with panels.
-   Each takes tasks from its own share while there are any, then from the others': a core that is held up holds nobody up. */
+   With few rows a task may be run twice: its sums are kept until it is known whose count. */
 #include "seam.h"
 
 #if PELTON_ISA >= ISA_AVX512_BF16
-
-#include <stdatomic.h>
 
 enum {
     BLOCK = 12,
@@ -51,6 +49,18 @@ static void pack_panel(const struct shape *shape, const bf16 *weight, int64_t in
     avx512_pack_rows(rows, shape->k, panel);
 }
 
+struct packing {
+    struct shape shape;
+    const bf16 *plain;
+    bf16 *panels;
+};
+
+static void run_pack(void *context, int64_t index, struct turn *turn) {
+    const struct packing *packing = context;
+    (void)turn;
+    pack_panel(&packing->shape, packing->plain, index, packing->panels + index * PANEL * packing->shape.k);
+}
+
 /* Bring a weight into panels, in its own memory. 0: done; 1: it stays as it is, for want of memory or for its shape. */
 EXPORT int pelton_pack(const struct linear *op, bf16 *weight) {
     struct shape shape = shape_of(op);
@@ -62,9 +72,8 @@ EXPORT int pelton_pack(const struct linear *op, bf16 *weight) {
     if (plain == NULL)
         return 1;
     memcpy(plain, weight, bytes);
-#pragma omp parallel for schedule(static)
-    for (int64_t index = 0; index < shape.num_panels; index++)
-        pack_panel(&shape, plain, index, weight + index * PANEL * shape.k);
+    struct packing packing = {shape, plain, weight};
+    pool_do((struct work){.run = run_pack, .context = &packing, .num_tasks = shape.num_panels, .has_shares = 1});
     free(plain);
     return 0;
 }
@@ -297,116 +306,30 @@ static __attribute__((noinline)) void dot_rows(const bf16 *weight, const bf16 *x
 
 /* ---- threads ---- */
 
-/* Tasks [next, last) of one thread, alone on a cache line. */
-struct share {
-    _Atomic int64_t next;
-    int64_t last;
-    char rest[48];
-};
-
-static void deal(struct share *shares, int count, int64_t num_tasks) {
-    for (int i = 0; i < count; i++) {
-        atomic_init(&shares[i].next, num_tasks * i / count);
-        shares[i].last = num_tasks * (i + 1) / count;
-    }
-}
-
-/* Who takes: its own share first, then the others'. */
-struct hand {
-    struct share *shares;
-    int count, from, left;
-};
-
-/* -1: all are done. */
-static int64_t take(struct hand *hand) {
-    while (hand->left > 0) {
-        struct share *share = &hand->shares[hand->from];
-        int64_t task = atomic_fetch_add_explicit(&share->next, 1, memory_order_relaxed);
-        if (task < share->last)
-            return task;
-        hand->from = (hand->from + 1) % hand->count, hand->left--;
-    }
-    return -1;
-}
-
 /* What threads share in one call. Rows are cut into blocks, blocks into groups; a task is one group times one panel. */
 struct call {
     const struct linear *op;
-    const struct rows *in;
-    const struct panel_source *source;
+    struct rows in;
+    struct panel_source source; /* make is NULL: the op's weight */
     struct shape shape;
     char *output;
     size_t row_bytes; /* of the output */
     int64_t num_blocks, num_groups;
     int is_few, is_dots;
-    bf16 *x;     /* few: normed rows, which every thread packs for itself */
-    uint32_t *a; /* many: packed rows */
+    bf16 *x;     /* dots: normed rows */
+    uint32_t *a; /* else: packed ones */
+    _Atomic int has_failed; /* a thread had no memory for a task that runs once */
 };
 
 /* One thread's memory. */
 struct room {
-    float *sums;
+    float *sums;        /* [BLOCK][PANEL], where few of all rows */
     bf16 *rows, *panel; /* [BLOCK][k], [k / 2][PANEL][2] */
-    uint32_t *a;        /* [num_rows][k / 2], where few */
 };
 
-INLINE int64_t block_start(const struct call *call, int64_t block) { return call->in->num_rows * block / call->num_blocks; }
+INLINE int64_t block_start(const struct call *call, int64_t block) { return call->in.num_rows * block / call->num_blocks; }
 
 INLINE int64_t group_start(const struct call *call, int64_t group) { return call->num_blocks * group / call->num_groups; }
-
-/* Norm and pack one block. */
-static void prepare_block(const struct call *call, int64_t block, const struct room *room) {
-    int64_t k = call->shape.k, first = block_start(call, block), m = block_start(call, block + 1) - first;
-    const bf16 *rows = (const bf16 *)call->in->hidden + first * k;
-    if (call->op->norm != NULL) {
-        for (int64_t i = 0; i < m; i++)
-            pelton_prepare_avx512(call->op, call->in, first + i, room->rows + i * k);
-        rows = room->rows;
-    }
-    pack_block(rows, k, m, k, call->a + first * (k / 2));
-}
-
-static void dot_task(const struct call *call, int64_t column, int64_t count, float *sums) {
-    const struct shape *shape = &call->shape;
-    const bf16 *weight = (const bf16 *)call->op->weight + column * shape->k;
-    dot_rows(weight, call->x, shape->k, count, sums, call->in->num_rows);
-    if (shape->width < PANEL)
-        dot_rows(weight + shape->columns * shape->k, call->x, shape->k, count, sums + PANEL / 2, call->in->num_rows);
-    for (int64_t row = 0; row < call->in->num_rows; row++)
-        finish_panel(call->op, sums + row * PANEL, column, count, call->output + (size_t)row * call->row_bytes);
-}
-
-static void run_task(const struct call *call, int64_t task, const uint32_t *a, const struct room *room) {
-    const struct linear *op = call->op;
-    const struct shape *shape = &call->shape;
-    int64_t k = shape->k, index = task % shape->num_panels, group = task / shape->num_panels;
-    int64_t column = index * shape->width, count = least(shape->width, shape->columns - column);
-    if (call->is_dots) {
-        dot_task(call, column, count, room->sums);
-        return;
-    }
-    const bf16 *weight = (const bf16 *)op->weight + index * PANEL * k, *panel = weight;
-    if (call->source != NULL) {
-        call->source->make(call->source->weight, index, room->panel);
-        weight = panel = room->panel;
-    } else if (!op->is_packed) {
-        pack_panel(shape, op->weight, index, room->panel);
-        panel = room->panel;
-    }
-    /* The next panel is fetched while this one is used, a part with every block. */
-    int64_t first = group_start(call, group), last = group_start(call, group + 1), pairs = k / 2;
-    int64_t panel_bytes = PANEL * k * (int64_t)sizeof(bf16), part = panel_bytes / (last - first), ahead = panel_bytes;
-    if (last - first == 1 && op->is_packed)
-        ahead = call->in->num_rows <= FEW_ROWS ? FETCH_NEAR : FETCH_FAR;
-    const char *fetch = (const char *)weight + ahead;
-    for (int64_t block = first; block < last; block++) {
-        int64_t row = block_start(call, block), m = block_start(call, block + 1) - row;
-        multiply(a + row * pairs, panel, pairs, room->sums, fetch, (part + pairs - 1) / pairs, m);
-        fetch += part;
-        for (int64_t i = 0; i < m; i++)
-            finish_panel(op, room->sums + i * PANEL, column, count, call->output + (size_t)(row + i) * call->row_bytes);
-    }
-}
 
 INLINE void *cut(char **memory, int64_t bytes) {
     void *start = *memory;
@@ -414,20 +337,102 @@ INLINE void *cut(char **memory, int64_t bytes) {
     return start;
 }
 
-int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output,
-                                       const struct panel_source *source) {
-    int64_t k = op->in_features, num_rows = in->num_rows, line = k * (int64_t)sizeof(bf16);
+/* NULL sums: no memory. */
+static struct room make_room(const struct call *call) {
+    int64_t line = call->shape.k * (int64_t)sizeof(bf16), sums = most(call->is_few ? call->in.num_rows : 0, BLOCK) * PANEL * 4;
+    char *memory = pelton_scratch((size_t)(sums + (BLOCK + PANEL) * line + 4 * 64));
+    struct room room = {0};
+    if (memory != NULL)
+        room.sums = cut(&memory, sums), room.rows = cut(&memory, BLOCK * line), room.panel = cut(&memory, PANEL * line);
+    return room;
+}
+
+/* Norm and pack one block. */
+static void prepare_block(const struct call *call, int64_t block, const struct room *room) {
+    int64_t k = call->shape.k, first = block_start(call, block), m = block_start(call, block + 1) - first;
+    const bf16 *rows = (const bf16 *)call->in.hidden + first * k;
+    if (call->op->norm != NULL) {
+        for (int64_t i = 0; i < m; i++)
+            pelton_prepare_avx512(call->op, &call->in, first + i, room->rows + i * k);
+        rows = room->rows;
+    }
+    pack_block(rows, k, m, k, call->a + first * (k / 2));
+}
+
+static void run_preparation(void *context, int64_t block, struct turn *turn) {
+    struct call *call = context;
+    struct room room = make_room(call);
+    (void)turn;
+    if (room.sums != NULL)
+        prepare_block(call, block, &room);
+    else
+        call->has_failed = 1;
+}
+
+/* The sums of all rows, a line of PANEL each. */
+static void dot_task(const struct call *call, int64_t column, int64_t count, float *sums) {
+    const struct shape *shape = &call->shape;
+    const bf16 *weight = (const bf16 *)call->op->weight + column * shape->k;
+    dot_rows(weight, call->x, shape->k, count, sums, call->in.num_rows);
+    if (shape->width < PANEL)
+        dot_rows(weight + shape->columns * shape->k, call->x, shape->k, count, sums + PANEL / 2, call->in.num_rows);
+}
+
+static void finish_rows(const struct call *call, const float *sums, int64_t first_row, int64_t m, int64_t column, int64_t count) {
+    for (int64_t i = 0; i < m; i++)
+        finish_panel(call->op, (float *)sums + i * PANEL, column, count, call->output + (size_t)(first_row + i) * call->row_bytes);
+}
+
+static void run_products(void *context, int64_t task, struct turn *turn) {
+    struct call *call = context;
+    const struct linear *op = call->op;
+    const struct shape *shape = &call->shape;
+    int64_t k = shape->k, index = task % shape->num_panels, group = task / shape->num_panels;
+    int64_t column = index * shape->width, count = least(shape->width, shape->columns - column);
+    struct room room = make_room(call);
+    if (room.sums == NULL) {
+        call->has_failed = 1;
+        return;
+    }
+    if (call->is_dots) {
+        dot_task(call, column, count, room.sums);
+        if (may_write(turn))
+            finish_rows(call, room.sums, 0, call->in.num_rows, column, count);
+        return;
+    }
+    const bf16 *weight = (const bf16 *)op->weight + index * PANEL * k, *panel = weight;
+    if (call->source.make != NULL) {
+        call->source.make(call->source.weight, index, room.panel);
+        weight = panel = room.panel;
+    } else if (!op->is_packed) {
+        pack_panel(shape, op->weight, index, room.panel);
+        panel = room.panel;
+    }
+    /* The next panel is fetched while this one is used, a part with every block. */
+    int64_t first = group_start(call, group), last = group_start(call, group + 1), pairs = k / 2;
+    int64_t panel_bytes = PANEL * k * (int64_t)sizeof(bf16), part = panel_bytes / (last - first), ahead = panel_bytes;
+    if (last - first == 1 && op->is_packed)
+        ahead = call->in.num_rows <= FEW_ROWS ? FETCH_NEAR : FETCH_FAR;
+    const char *fetch = (const char *)weight + ahead;
+    for (int64_t block = first; block < last; block++) {
+        int64_t row = block_start(call, block), m = block_start(call, block + 1) - row;
+        float *sums = room.sums + (call->is_few ? row * PANEL : 0);
+        multiply(call->a + row * pairs, panel, pairs, sums, fetch, (part + pairs - 1) / pairs, m);
+        fetch += part;
+        if (!call->is_few)
+            finish_rows(call, sums, row, m, column, count);
+    }
+    if (may_write(turn) && call->is_few)
+        finish_rows(call, room.sums, 0, call->in.num_rows, column, count);
+}
+
+int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *output, const struct panel_source *source) {
+    int64_t k = op->in_features, num_rows = in->num_rows, line = k * (int64_t)sizeof(bf16), threads = pool_num_threads();
     if (num_rows == 0)
         return 0;
-#ifdef _OPENMP
-    int threads = omp_get_max_threads();
-#else
-    int threads = 1;
-#endif
     struct call call = {
         .op = op,
-        .in = in,
-        .source = source,
+        .in = *in,
         .shape = shape_of(op),
         .output = output,
         .row_bytes = (size_t)op->output_stride * (op->is_logits ? sizeof(float) : sizeof(bf16)),
@@ -435,6 +440,8 @@ int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *o
         .is_few = num_rows < MANY_ROWS,
         .is_dots = !op->is_packed && source == NULL && num_rows <= DOT_ROWS,
     };
+    if (source != NULL)
+        call.source = *source;
     if (!call.is_few) {
         call.num_groups = most((num_rows * line + GROUP_BYTES - 1) / GROUP_BYTES, least(threads, num_rows / GROUP_ROWS));
         if (call.num_groups > threads)
@@ -442,52 +449,25 @@ int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *o
     }
     call.num_blocks = round_up((num_rows + BLOCK - 1) / BLOCK, call.num_groups);
 
-    int is_normed = op->norm != NULL, is_one = num_rows == 1;
-    int64_t rows_bytes = num_rows * line;
-    int64_t own_bytes = BLOCK * PANEL * 4 + BLOCK * line + PANEL * line + (call.is_few ? rows_bytes : 0) + 4 * 64;
-    char *memory = pelton_scratch((size_t)(rows_bytes + own_bytes + 64));
-    if (memory == NULL)
+    void *rows = pelton_shared((size_t)(num_rows * line));
+    struct room room = make_room(&call); /* of this thread, which runs what others have no memory for */
+    if (rows == NULL || room.sums == NULL)
         return 1;
-    void *shared_rows = cut(&memory, rows_bytes);
-    if (call.is_few)
-        call.x = is_normed ? shared_rows : (bf16 *)in->hidden;
-    else
-        call.a = shared_rows;
-    if (is_one && is_normed)
-        pelton_prepare_avx512(op, in, 0, call.x);
-    int64_t preparations = !call.is_few ? call.num_blocks : is_normed && !is_one ? num_rows : 0;
-    struct share first_shares[threads], shares[threads];
-    deal(first_shares, threads, preparations);
-    deal(shares, threads, call.shape.num_panels * call.num_groups);
-#pragma omp parallel if (num_rows * op->out_features * k > 1 << 16)
-    {
-        int thread = this_thread();
-        struct hand first = {first_shares, threads, thread, threads}, hand = {shares, threads, thread, threads};
-        char *own = thread == 0 ? memory : pelton_scratch((size_t)own_bytes);
-        struct room room = {0};
-        if (own == NULL) { /* the others do its work: the first thread has memory */
-            first.left = hand.left = 0;
-        } else {
-            room.sums = cut(&own, BLOCK * PANEL * 4), room.rows = cut(&own, BLOCK * line);
-            room.panel = cut(&own, PANEL * line), room.a = cut(&own, call.is_few ? rows_bytes : 0);
-        }
-        for (int64_t task; (task = take(&first)) >= 0;)
-            if (call.is_few)
-                pelton_prepare_avx512(op, in, task, call.x + task * k);
+    int is_small = num_rows * op->out_features * k <= 1 << 16;
+    if (call.is_dots) {
+        call.x = rows;
+        for (int64_t row = 0; row < num_rows; row++)
+            if (op->norm != NULL)
+                pelton_prepare_avx512(op, in, row, call.x + row * k);
             else
-                prepare_block(&call, task, &room);
-        if (preparations > 0) {
-#pragma omp barrier
-        }
-        if (call.is_few && !call.is_dots && hand.left > 0)
-            for (int64_t block = 0; block < call.num_blocks; block++) {
-                int64_t row = block_start(&call, block);
-                pack_block(call.x + row * k, k, block_start(&call, block + 1) - row, k, room.a + row * (k / 2));
-            }
-        for (int64_t task; (task = take(&hand)) >= 0;)
-            run_task(&call, task, call.is_few ? room.a : call.a, &room);
+                memcpy(call.x + row * k, (const bf16 *)in->hidden + row * k, (size_t)line);
+    } else {
+        call.a = rows;
+        pool_do((struct work){.run = run_preparation, .context = &call, .num_tasks = call.num_blocks, .is_small = is_small, .has_shares = 1});
     }
-    return 0;
+    pool_do((struct work){.run = run_products, .context = &call, .context_bytes = call.is_few ? sizeof call : 0,
+                          .num_tasks = call.shape.num_panels * call.num_groups, .is_small = is_small, .has_shares = 1});
+    return call.has_failed;
 }
 
 #else

@@ -457,8 +457,8 @@ INLINE struct span find_span(const struct quant *op, int64_t index) {
     return (struct span){part, first, least(width, part->num_rows - first), column + first};
 }
 
-static void span_rows(const struct quant *op, const struct inputs *x, struct span span,
-                      int64_t first_row, int64_t last_row, char *output) {
+static void span_rows(const struct quant *op, const struct inputs *x, struct span span, int64_t first_row, int64_t last_row,
+                      char *output, struct turn *turn) {
     const struct quant_part *part = span.part;
     int is_gated = op->op.activation != ACTIVATION_NONE;
     int64_t panel_bytes = x->num_blocks * record_bytes(part->kind), panel = span.first / QUANT_ROWS;
@@ -475,6 +475,8 @@ static void span_rows(const struct quant *op, const struct inputs *x, struct spa
         multiply_panels(panels, together, part->kind, x, row, m, sums);
         if (is_gated && together == 1)
             multiply_panels(panels + 1, 1, part[1].kind, x, row, m, sums + QUANT_ROWS);
+        if (!may_write(turn)) /* not asked twice: repeatable tasks have one tile */
+            return;
         for (int64_t i = 0; i < m; i++)
             finish_row(&op->op, sums + i * SPAN, span.column, span.count, output + (size_t)(row + i) * row_bytes);
     }
@@ -510,6 +512,27 @@ static int has_whole_spans(const struct quant *op) {
 
 #endif
 
+struct quant_call {
+    const struct quant *op;
+    struct rows in;
+    struct inputs x;
+    int64_t spans;
+    char *output;
+};
+
+static void run_round(void *context, int64_t row, struct turn *turn) {
+    const struct quant_call *call = context;
+    (void)turn;
+    round_inputs(&call->op->op, &call->in, row, &call->x);
+}
+
+static void run_span(void *context, int64_t index, struct turn *turn) {
+    const struct quant_call *call = context;
+    int64_t row = index / call->spans * BLOCK_OF_ROWS;
+    struct span span = find_span(call->op, index % call->spans);
+    span_rows(call->op, &call->x, span, row, least(row + BLOCK_OF_ROWS, call->in.num_rows), call->output, turn);
+}
+
 /* Rows -> output [num_rows, output_stride]; `rows` only with a norm. 1: no memory. */
 EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *residual, void *residual_out,
                         const int64_t *rows, int64_t num_rows, void *output) {
@@ -522,7 +545,7 @@ EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *
 #endif
     int64_t num_blocks = op->op.in_features / QUANT_BLOCK;
     size_t blocks = (size_t)(num_rows * num_blocks);
-    float *memory = pelton_scratch(blocks * (2 * QUANT_BLOCK + 3 * sizeof(float)) + 1); /* all threads': they take none */
+    float *memory = pelton_shared(blocks * (2 * QUANT_BLOCK + 3 * sizeof(float)) + 1);
     if (memory == NULL)
         return 1;
     struct inputs x = {
@@ -530,40 +553,40 @@ EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *
         .scale = memory, .scaled_sum = memory + blocks, .minus_8_sums = (int32_t *)(memory + 2 * blocks),
         .num_blocks = num_blocks,
     };
-    int64_t spans = num_spans(op), row_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
-    if (num_rows == 1)
-        round_inputs(&op->op, &in, 0, &x);
-#pragma omp parallel
-    {
-        if (num_rows > 1) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < num_rows; row++)
-                round_inputs(&op->op, &in, row, &x);
-        }
-#pragma omp for schedule(static)
-        for (int64_t index = 0; index < spans * row_blocks; index++) {
-            int64_t row = index / spans * BLOCK_OF_ROWS;
-            span_rows(op, &x, find_span(op, index % spans), row, least(row + BLOCK_OF_ROWS, num_rows), output);
+    struct quant_call call = {op, in, x, num_spans(op), output};
+    int64_t row_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
+    pool_do((struct work){.run = run_round, .context = &call, .num_tasks = num_rows, .has_shares = 1});
+    pool_do((struct work){.run = run_span, .context = &call, .context_bytes = num_rows <= TILE ? sizeof call : 0,
+                          .num_tasks = call.spans * row_blocks, .has_shares = 1});
+    return 0;
+}
+
+struct quant_embed_call {
+    const struct quant_embed *op;
+    const int64_t *ids;
+    void *output;
+};
+
+static void run_quant_embed(void *context, int64_t i, struct turn *turn) {
+    const struct quant_embed_call *call = context;
+    const struct quant_embed *op = call->op;
+    int64_t num_blocks = op->hidden_size / QUANT_BLOCK, kind = op->part.kind, id = call->ids[i];
+    const uint8_t *panel = op->part.panels + id / QUANT_ROWS * num_blocks * record_bytes(kind);
+    int64_t row = id % QUANT_ROWS, at = i * op->hidden_size;
+    (void)turn;
+    for (int64_t block = 0; block < num_blocks; block++) {
+        const uint8_t *record = panel + block * record_bytes(kind), *scales = record + quant_bytes(kind);
+        float scale = half_to_float(half_at(scales, row));
+        float minimum = kind == QUANT_Q4_1 ? half_to_float(half_at(scales, QUANT_ROWS + row)) : 0.0f;
+        for (int64_t k = 0; k < QUANT_BLOCK; k++, at++) {
+            float number = (float)number_at(record, kind, row, k) * scale + minimum;
+            store(call->output, at, op->scale == 1.0f ? number : round_to(number, op->dtype) * op->scale, op->dtype);
         }
     }
-    return 0;
 }
 
 /* output [num_ids, hidden_size]: rows ids[i], which are in range, rounded as the reference: number, times scale. */
 EXPORT void pelton_quant_embed(const struct quant_embed *op, const int64_t *ids, int64_t num_ids, void *output) {
-    int64_t num_blocks = op->hidden_size / QUANT_BLOCK, kind = op->part.kind;
-#pragma omp parallel for schedule(static) if (num_ids > 8)
-    for (int64_t i = 0; i < num_ids; i++) {
-        const uint8_t *panel = op->part.panels + ids[i] / QUANT_ROWS * num_blocks * record_bytes(kind);
-        int64_t row = ids[i] % QUANT_ROWS, at = i * op->hidden_size;
-        for (int64_t block = 0; block < num_blocks; block++) {
-            const uint8_t *record = panel + block * record_bytes(kind), *scales = record + quant_bytes(kind);
-            float scale = half_to_float(half_at(scales, row));
-            float minimum = kind == QUANT_Q4_1 ? half_to_float(half_at(scales, QUANT_ROWS + row)) : 0.0f;
-            for (int64_t k = 0; k < QUANT_BLOCK; k++, at++) {
-                float number = (float)number_at(record, kind, row, k) * scale + minimum;
-                store(output, at, op->scale == 1.0f ? number : round_to(number, op->dtype) * op->scale, op->dtype);
-            }
-        }
-    }
+    struct quant_embed_call call = {op, ids, output};
+    pool_do((struct work){.run = run_quant_embed, .context = &call, .num_tasks = num_ids, .is_small = num_ids <= 8, .has_shares = 1});
 }

@@ -1,4 +1,5 @@
 /* Before a step's forward pass its inputs, behind it the best token of every row. */
+#include "pool.h"
 #include "step.h"
 
 /* ---- inputs ---- */
@@ -86,19 +87,30 @@ static void take_token(const struct batch *batch, int64_t slot, struct best best
     batch->num_computed_tokens[slot] = position;
 }
 
+struct best_call {
+    const float *logits;
+    int64_t stride, vocab_size, parts, width;
+    struct best *found; /* [num_rows, parts] */
+};
+
+static void run_best(void *context, int64_t index, struct turn *turn) {
+    const struct best_call *call = context;
+    int64_t first = least(index % call->parts * call->width, call->vocab_size), last = least(first + call->width, call->vocab_size);
+    struct best best = find_best(call->logits + index / call->parts * call->stride, first, last);
+    (void)turn;
+    call->found[index] = best;
+}
+
 /* logits: num_rows rows, `stride` numbers apart, of which the first vocab_size count; slots [num_rows]; result [num_rows, 2]:
    token and error code. The first of equal tokens wins. Tokens are put into the batch. */
 EXPORT int pelton_take_best(const struct batch *batch, const float *logits, int64_t stride, int64_t vocab_size, const int64_t *slots,
                             int64_t num_rows, int32_t *result) {
     int64_t parts = num_rows < PARTS ? PARTS : 1, width = (vocab_size + parts - 1) / parts;
-    struct best *found = malloc((size_t)most(num_rows * parts, 1) * sizeof *found);
+    struct best *found = pelton_shared((size_t)(num_rows * parts) * sizeof *found);
     if (found == NULL)
-        return 1;
-#pragma omp parallel for schedule(dynamic) if (num_rows * vocab_size > 1 << 14)
-    for (int64_t index = 0; index < num_rows * parts; index++) {
-        int64_t first = least(index % parts * width, vocab_size), last = least(first + width, vocab_size);
-        found[index] = find_best(logits + index / parts * stride, first, last);
-    }
+        return num_rows > 0;
+    struct best_call call = {logits, stride, vocab_size, parts, width, found};
+    pool_do((struct work){.run = run_best, .context = &call, .num_tasks = num_rows * parts, .is_small = num_rows * vocab_size <= 1 << 14});
     for (int64_t row = 0; row < num_rows; row++) {
         struct best best = found[row * parts];
         for (int64_t part = 1; part < parts; part++) {
@@ -109,6 +121,5 @@ EXPORT int pelton_take_best(const struct batch *batch, const float *logits, int6
         }
         take_token(batch, slots[row], best, result + 2 * row);
     }
-    free(found);
     return 0;
 }
