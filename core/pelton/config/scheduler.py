@@ -6,6 +6,8 @@ import msgspec
 
 from pelton.errors import ConfigError
 
+_MOST_SIDE_SLOTS = 256
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Budgets of one step, policy, admission limits, overlap."""
@@ -30,20 +32,27 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Most requests that wait; one more is refused with status 503."""
     max_num_queued_tokens: int | None = None
     """Most prompt tokens that wait; a request over it is refused with status 503. One longer prompt is taken when nothing waits."""
-    max_side_table_seqs: int = 64
-    """Requests at once that sample with penalties, bias, token sets or bad words; others wait for a place."""
+    max_side_table_seqs: int | None = None
+    """Requests at once that sample with penalties, bias, token sets or bad words; others wait for a place. When unset as many
+    as run at once, 256 at most: each takes 11 bytes a token of the vocabulary."""
     stream_interval: int = 1
     """Tokens between two streamed outputs of one request."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens"):
+        for name in (
+            "max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "max_side_table_seqs",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; use at least 1, or leave it unset.")
-        for name in ("max_steps_in_flight", "max_side_table_seqs", "stream_interval"):
+        for name in ("max_steps_in_flight", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold}; use 0 (off) or a number of tokens."
             )
+
+    def num_side_slots(self, max_num_seqs: int) -> int:
+        """Places in the side tables of an engine that runs `max_num_seqs` requests at once."""
+        return self.max_side_table_seqs or min(max_num_seqs, _MOST_SIDE_SLOTS)

@@ -6,12 +6,18 @@ Tables start as zeros, which means "nothing": on a CPU untouched rows take no me
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from itertools import chain
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pelton.scheduler.output import NewRequest
+from pelton.worker.staging import Column, StagingRing
 
+BANNED, MIN_TOKENS, BIAS, PENALTIES, BAD_WORDS = 1, 2, 4, 8, 16
+"""Bits of `SideTables.features`."""
 _NO_WORD = -1  # length of a bad word's prefix where there is none
 _BAD_WORDS, _BAD_WORD_PREFIX = 32, 16  # room at first: words of more than one token, tokens before a word's last
 
@@ -25,7 +31,7 @@ class SideTables:
     """Written when a request gets its side slot; `counts` also after each step. A number that is assigned to places is copied
     to the device, and the copy waited for: hence `fill_` and `index_fill_`."""
 
-    def __init__(self, num_side_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_side_slots: int, vocab_size: int, device: torch.device, num_parts: int = 3) -> None:
         shape = (num_side_slots, vocab_size)
         self.vocab_size = vocab_size
         self.device = device
@@ -43,6 +49,8 @@ class SideTables:
         self.bad_word_prefix = torch.zeros(*words, _BAD_WORD_PREFIX, dtype=torch.int32, device=device)
         self.bad_word_prefix_len = torch.full(words, _NO_WORD, dtype=torch.int64, device=device)
         self.bad_word_last = torch.zeros(words, dtype=torch.int64, device=device)
+        self.features = torch.zeros(num_side_slots, dtype=torch.int32, device=device)  # what a slot uses, see BANNED
+        self._staging = StagingRing(num_parts, 4096, device)
         self.layout_version = 0  # counts moves of tensors (longer bad words came): graphs captured before are stale
         # What the host knows, to run only what a step needs.
         self.has_penalties = np.zeros(num_side_slots, dtype=bool)
@@ -51,65 +59,120 @@ class SideTables:
         self.has_min_tokens = np.zeros(num_side_slots, dtype=bool)
         self.has_bad_words = np.zeros(num_side_slots, dtype=bool)
 
-    def add(self, request: NewRequest) -> None:
-        """Fill the request's rows, whoever had them before."""
-        slot, params = request.side_slot, request.sampling_params
-        self.has_penalties[slot] = params.has_penalties
-        if params.has_penalties:  # without penalties whatever is counted here has no weight
-            self.counts[slot].zero_()
-            self.in_prompt[slot].zero_()
-            self._count(slot, request.token_ids, request.num_prompt_tokens)
-        self.presence_penalty[slot].fill_(params.presence_penalty)
-        self.frequency_penalty[slot].fill_(params.frequency_penalty)
-        self.repetition_penalty[slot].fill_(params.repetition_penalty)
-        self._set_bias(slot, params.logit_bias or {})
-        single = [word[0] for word in request.bad_words_token_ids if len(word) == 1]
-        self._set_banned(slot, params.allowed_token_ids, single)
-        stop_ids = [*request.eos_token_ids, *(params.stop_token_ids or ())] if params.min_tokens else []
-        if self.has_min_tokens[slot]:
-            self.stop_ids[slot].zero_()
-        self.has_min_tokens[slot] = bool(stop_ids)
-        if stop_ids:
-            self.stop_ids[slot].index_fill_(0, self._ids(stop_ids), True)
-        self.min_tokens[slot].fill_(params.min_tokens)
-        self._set_bad_words(slot, [word for word in request.bad_words_token_ids if len(word) > 1])
+    def add(self, *requests: NewRequest) -> None:
+        """Fill the rows of requests, whoever had them before: one copy, and one write a table, however many they are."""
+        slots = np.array([request.side_slot for request in requests], dtype=np.int64)
+        params = [request.sampling_params for request in requests]
+        stop_ids = [
+            [*request.eos_token_ids, *(own.stop_token_ids or ())] if own.min_tokens else []
+            for request, own in zip(requests, params, strict=True)
+        ]
+        singles = [[word[0] for word in request.bad_words_token_ids if len(word) == 1] for request in requests]
+        biases = [
+            {token_id: value for token_id, value in (own.logit_bias or {}).items() if token_id < self.vocab_size}
+            for own in params
+        ]
+        penalized = np.array([own.has_penalties for own in params], dtype=bool)
+        restricted = np.array([own.allowed_token_ids is not None for own in params], dtype=bool)
+        # Without penalties whatever is counted has no weight.
+        prompts = [
+            r.token_ids[: r.num_prompt_tokens] if own.has_penalties else []
+            for r, own in zip(requests, params, strict=True)
+        ]
+        outputs = [
+            r.token_ids[r.num_prompt_tokens :] if own.has_penalties else []
+            for r, own in zip(requests, params, strict=True)
+        ]
+        columns: list[Column] = [
+            slots[penalized],
+            slots[self.has_bias[slots]],
+            slots[self.has_banned[slots] & ~restricted],
+            slots[restricted],
+            slots[self.has_min_tokens[slots]],
+            self._places(slots, prompts, checked=False),
+            self._places(slots, outputs, checked=False),
+            self._places(slots, biases),
+            np.array([value for bias in biases for value in bias.values()], dtype=np.float64).view(np.int64),
+            self._places(slots, [own.allowed_token_ids or () for own in params]),
+            self._places(slots, singles),
+            self._places(slots, stop_ids),
+        ]
+        self.has_penalties[slots] = penalized
+        self.has_bias[slots] = [bool(bias) for bias in biases]
+        self.has_banned[slots] = restricted | [bool(ids) for ids in singles]
+        self.has_min_tokens[slots] = [bool(ids) for ids in stop_ids]
+        words = [[word for word in request.bad_words_token_ids if len(word) > 1] for request in requests]
+        had_words = self.has_bad_words[slots]
+        self.has_bad_words[slots] = [bool(own) for own in words]
+        numbers = [
+            [own.presence_penalty for own in params],
+            [own.frequency_penalty for own in params],
+            [own.repetition_penalty for own in params],
+        ]
+        columns += [slots, [own.min_tokens for own in params], self._features(slots)]
+        columns += [np.array(column, dtype=np.float64).view(np.int64) for column in numbers]
+        self._write(self._staging.stage(columns))
+        for slot, own_words, had in zip(slots.tolist(), words, had_words.tolist(), strict=True):
+            if own_words or had:
+                self._set_bad_words(slot, own_words)
+
+    def _write(self, columns: Sequence[Tensor]) -> None:
+        """The columns of `add` on the device, in its order."""
+        penalized, biased, banned, restricted, early, prompt, output, bias, bias_values, *columns = columns
+        allowed, single, stop_ids, slots, min_tokens, features, presence, frequency, repetition = columns
+        for tables, rows, value in (
+            ((self.counts, self.in_prompt), penalized, 0),
+            ((self.bias,), biased, 0),
+            ((self.banned,), banned, 0),
+            ((self.banned,), restricted, 1),
+            ((self.stop_ids,), early, 0),
+        ):
+            if rows.numel():
+                for table in tables:
+                    table.index_fill_(0, rows, value)
+        for table, places, value in (
+            (self.in_prompt, prompt, 1), (self.banned, allowed, 0), (self.banned, single, 1), (self.stop_ids, stop_ids, 1),
+        ):  # fmt: skip
+            if places.numel():
+                table.view(-1).index_fill_(0, places, value)
+        if output.numel():
+            self.counts.view(-1).index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        if bias.numel():
+            self.bias.view(-1).index_copy_(0, bias, bias_values.view(torch.float64).float())
+        self.min_tokens.index_copy_(0, slots, min_tokens)
+        self.features.index_copy_(0, slots, features.to(torch.int32))
+        for column, values in (
+            (self.presence_penalty, presence), (self.frequency_penalty, frequency), (self.repetition_penalty, repetition),
+        ):  # fmt: skip
+            column.index_copy_(0, slots, values.view(torch.float64).float())
+
+    def _places(self, slots: np.ndarray, ids: Sequence[Collection[int]], *, checked: bool = True) -> np.ndarray:
+        """Flat places of tokens in the rows `slots`; ids that the model does not have are left out, or clamped."""
+        counts = [len(own) for own in ids]
+        flat: np.ndarray = np.fromiter(chain.from_iterable(ids), np.int64, sum(counts))
+        starts = np.repeat(slots * self.vocab_size, counts)
+        is_known = np.full(len(flat), True) if not checked else flat < self.vocab_size
+        places: np.ndarray = (starts + flat.clip(0, self.vocab_size - 1))[is_known]
+        return places
+
+    def _features(self, slots: np.ndarray) -> np.ndarray:
+        """Of each slot the sum of the bits (`BANNED` and others) that say what it uses."""
+        features: np.ndarray = (
+            self.has_banned[slots] * BANNED
+            + self.has_min_tokens[slots] * MIN_TOKENS
+            + self.has_bias[slots] * BIAS
+            + self.has_penalties[slots] * PENALTIES
+            + self.has_bad_words[slots] * BAD_WORDS
+        )
+        return features
 
     def count(self, side_slots: Tensor, token_ids: Tensor, weights: Tensor) -> None:
         """Add sampled tokens [m] to the counts of `side_slots` [m]; weights [m] int32, 0 for a token not taken."""
         self.counts.view(-1).index_add_(0, side_slots * self.vocab_size + token_ids, weights)
 
-    def _count(self, slot: int, token_ids: list[int], num_prompt_tokens: int) -> None:
-        ids = self._ids(token_ids, checked=False)
-        self.in_prompt[slot].index_fill_(0, ids[:num_prompt_tokens], True)
-        output = ids[num_prompt_tokens:]
-        if output.numel():
-            ones = torch.ones_like(output, dtype=torch.int32)
-            self.counts[slot].index_add_(0, output, ones)
-
-    def _set_bias(self, slot: int, bias: dict[int, float]) -> None:
-        if self.has_bias[slot]:
-            self.bias[slot].zero_()
-        kept = {token_id: value for token_id, value in bias.items() if token_id < self.vocab_size}
-        self.has_bias[slot] = bool(kept)
-        if kept:
-            values = self._to_device(np.asarray(list(kept.values()), dtype=np.float32))
-            self.bias[slot, self._ids(list(kept))] = values
-
-    def _set_banned(self, slot: int, allowed: list[int] | None, banned: list[int]) -> None:
-        if self.has_banned[slot]:
-            self.banned[slot].zero_()
-        self.has_banned[slot] = allowed is not None or bool(banned)
-        if allowed is not None:
-            self.banned[slot].fill_(True)
-            self.banned[slot].index_fill_(0, self._ids(allowed), False)
-        if banned:
-            self.banned[slot].index_fill_(0, self._ids(banned), True)
-
     def _set_bad_words(self, slot: int, words: list[list[int]]) -> None:
-        if self.has_bad_words[slot]:
-            self.bad_word_prefix_len[slot].fill_(_NO_WORD)
-        self.has_bad_words[slot] = bool(words)
         if not words:
+            self.bad_word_prefix_len[slot].fill_(_NO_WORD)
             return
         self._grow_bad_words(len(words), max(map(len, words)) - 1)
         _, num_words, length = self.bad_word_prefix.shape
@@ -139,12 +202,6 @@ class SideTables:
         last[:, :old_words] = self.bad_word_last
         self.bad_word_prefix, self.bad_word_prefix_len, self.bad_word_last = prefix, prefix_len, last
         self.layout_version += 1
-
-    def _ids(self, token_ids: list[int], *, checked: bool = True) -> Tensor:
-        """As an index; ids that the model does not have are left out, or clamped where places matter."""
-        ids = np.asarray(token_ids, dtype=np.int64)
-        ids = ids[ids < self.vocab_size] if checked else ids.clip(0, self.vocab_size - 1)
-        return self._to_device(ids)
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         """From pinned memory: a copy from anywhere else waits for all that the device has to do."""

@@ -71,7 +71,7 @@ class DefaultScheduler(Scheduler):
             block_sizes=block_sizes,
             hash_block_size=hasher.block_size if hasher else 0,
             num_slots=context.max_num_seqs,
-            num_side_slots=config.max_side_table_seqs,
+            num_side_slots=config.num_side_slots(context.max_num_seqs),
             steps_are_ordered=context.steps_are_ordered,
         )
         self._transfers = KVTransfers(context.connector, kv_manager, num_groups=len(block_sizes))

@@ -58,11 +58,12 @@ class BatchState:
         # The last column takes what must not be kept: tokens past max_model_len, rows that do not sample.
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         width = -(-rows // 4) * 4  # every column starts at a multiple of 16 bytes
-        self._integers = torch.zeros(5, width, dtype=torch.int64, device=device)
-        self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.top_k = self._integers[
-            :, :rows
-        ]
+        self._integers = torch.zeros(6, width, dtype=torch.int64, device=device)
+        (
+            self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.num_logprobs, self.top_k,
+        ) = self._integers[:, :rows]  # fmt: skip
         self.side_slots.fill_(-1)
+        self.num_logprobs.fill_(NO_LOGPROBS)
         self.top_k.fill_(vocab_size)
         self._floats = torch.zeros(3, width, device=device)
         self.temperature, self.top_p, self.min_p = self._floats[:, :rows]
@@ -73,7 +74,7 @@ class BatchState:
             for size in block_sizes
         ]
         self.draft_token_ids = torch.zeros(rows, max_draft_tokens, dtype=torch.int64, device=device)
-        self.side = SideTables(num_side_slots, vocab_size, device)
+        self.side = SideTables(num_side_slots, vocab_size, device, num_parts)
         self.host = HostColumns(rows, vocab_size)
         self._staging = StagingRing(num_parts, 1024, device)
         self._rows = torch.arange(rows, device=device)
@@ -101,8 +102,9 @@ class BatchState:
         slots = [request.slot for request in new]
         for request in new:
             self.host.add(request)
-            if request.side_slot >= 0:
-                self.side.add(request)
+        with_side = [request for request in new if request.side_slot >= 0]
+        if with_side:
+            self.side.add(*with_side)
         host = self.host
         # In the order of `_integers` and `_floats`.
         integers = [
@@ -110,6 +112,7 @@ class BatchState:
             [request.num_prompt_tokens for request in new],
             [request.seed for request in new],
             [request.side_slot for request in new],
+            host.num_logprobs[slots].tolist(),
             host.top_k[slots].tolist(),
         ]
         floats = np.concatenate([host.temperature[slots], host.top_p[slots], host.min_p[slots]]).astype(np.float64)

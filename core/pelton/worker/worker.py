@@ -139,7 +139,7 @@ class DeviceWorker(Worker):
                     max_model_len=self.model_info.max_model_len,
                     vocab_size=self.model_info.vocab_size,
                     block_sizes=block_sizes,
-                    num_side_slots=self.config.scheduler.max_side_table_seqs,
+                    num_side_slots=self.config.scheduler.num_side_slots(self.max_num_seqs),
                     device=self.device,
                     num_parts=self._num_parts(),
                 )
@@ -374,7 +374,7 @@ class DeviceWorker(Worker):
         """About what is allocated after the profile, whether steps are captured or not: token ids and block tables of every
         row, side tables, and attention's scratch."""
         specs, max_model_len = self.kv_cache_specs(), self.model_info.max_model_len
-        side = side_table_bytes(self.config.scheduler.max_side_table_seqs, self.model_info.vocab_size)
+        side = side_table_bytes(self.config.scheduler.num_side_slots(self.max_num_seqs), self.model_info.vocab_size)
         num_groups = len(group_layers(specs)) if specs else 0
         blocks = 2 * num_groups * -(-max_model_len // self.config.kv_cache.block_size)  # of the state, and of a step
         return self.max_num_seqs * (max_model_len + blocks) * 4 + side + num_groups * _ATTENTION_BYTES
