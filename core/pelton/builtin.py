@@ -72,6 +72,7 @@ def pelton_ops() -> Sequence[OpEntry]:
         "all_reduce": "reference:ReferenceAllReduce",
         "prepare_inputs": "reference_step:ReferencePrepareInputs",
         "sample": "reference_step:ReferenceSample",
+        "logprobs": "reference_step:ReferenceLogprobs",
     }
     return [
         OpEntry(name=f"reference.{seam}", seam=seam, load=f"pelton.ops.{target}", priority=10, doc="plain torch")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 from pelton.errors import ErrorInfo
 
@@ -17,10 +18,62 @@ class Logprob:
     decoded_token: str | None = None
 
 
-SampleLogprobs = list[dict[int, Logprob]]
+SampleLogprobs = Sequence[dict[int, Logprob]]
 """One entry a generated token: token id to Logprob; the sampled token is always among them."""
-PromptLogprobs = list[dict[int, Logprob] | None]
+PromptLogprobs = Sequence[dict[int, Logprob] | None]
 """One entry a prompt token; None for the first, which nothing predicts."""
+
+
+class LazyLogprobs(Sequence[Any]):
+    """`SampleLogprobs` or `PromptLogprobs` that are made when somebody looks at one: with text for each token they take
+    longer than many a step. Like a list that nobody changes; pickled, it is one."""
+
+    __slots__ = ("_make", "_num", "_rows")
+
+    def __init__(self, num: int, make: Callable[[], list[Any]]) -> None:
+        """make: returns the `num` entries; called once at most."""
+        self._num = num
+        self._make: Callable[[], list[Any]] | None = make
+        self._rows: list[Any] = []
+
+    def _made(self) -> list[Any]:
+        make = self._make
+        if make is not None:
+            self._rows = make()
+            self._make = None
+        return self._rows
+
+    def __len__(self) -> int:
+        return self._num
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._made()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._made())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, LazyLogprobs):
+            other = other._made()
+        return self._made() == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __add__(self, other: Iterable[Any]) -> list[Any]:
+        return [*self._made(), *other]
+
+    def __radd__(self, other: Iterable[Any]) -> list[Any]:
+        return [*other, *self._made()]
+
+    def __repr__(self) -> str:
+        return repr(self._made())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._made(),)
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ def outputs(checkpoint: str, mode: str, *, with_extras: bool) -> list[list[int]]
     torch.cuda.set_sync_debug_mode("default")
     assert not [error for request in requests for error in request.errors]
     if with_extras:
-        columns = [result.logprobs[2] for result in requests[2].results[1:]]
+        columns = [result.logprobs[2].columns() for result in requests[2].results[1:]]
         assert all(len(column.token_ids[0]) == 4 for column in columns)
     worker.shutdown()
     return [request.output for request in [*requests, *others]]

@@ -8,17 +8,17 @@ prefill, decode, inference and inter-token times; the front end's own clock give
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pelton.config import EngineConfig
 from pelton.engine.input_processor import ProcessedRequest
-from pelton.engine.messages import EngineEvent, EngineOutput, EngineOutputs, EventType, FinishReason, LogprobColumns
+from pelton.engine.messages import EngineEvent, EngineOutput, EngineOutputs, EventType, FinishReason, PackedLogprobs
 from pelton.engine.stop_strings import StopMatcher
 from pelton.errors import ErrorInfo, PeltonError, RequestError
 from pelton.metrics.stats import FinishedRequestStats, IterationStats
-from pelton.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestMetrics, RequestOutput, SampleLogprobs
+from pelton.outputs import CompletionOutput, LazyLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
 from pelton.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class _Sequence:
     """One sample of a request."""
 
     __slots__ = (
-        "cumulative_logprob", "detokenizer", "engine_id", "finish_reason", "index", "logprobs", "matcher",
-        "num_cached_tokens", "only_counts", "reported_finish", "request", "sent_text", "sent_tokens", "stop_reason",
+        "cumulative_logprob", "decode_token", "detokenizer", "engine_id", "finish_reason", "index", "logprobs", "matcher",
+        "new_logprobs", "num_cached_tokens", "only_counts", "reported_finish", "request", "sent_text", "sent_tokens", "stop_reason",
         "text", "times", "token_ids",
     )  # fmt: skip
 
@@ -86,19 +86,19 @@ class _Sequence:
         self.request = request
         self.engine_id = engine_id
         self.index = index
+        self.decode_token = request.decode_token  # the request is forgotten before the last output is made
         self.detokenizer = detokenizer
         self.matcher = matcher
         self.token_ids: list[int] = []
         self.text: list[str] = []
-        self.logprobs: SampleLogprobs | None = None if request.params.logprobs is None else []
+        self.logprobs: PackedLogprobs | None = None  # told, where outputs cumulate
+        self.new_logprobs: list[PackedLogprobs] | None = None if request.params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_cached_tokens: int | None = None
         params = request.params
-        self.only_counts = (
-            detokenizer is None and params.logprobs is None and params.output_kind == RequestOutputKind.FINAL_ONLY
-        )
+        self.only_counts = detokenizer is None and params.output_kind == RequestOutputKind.FINAL_ONLY
         self.sent_tokens = 0
         self.sent_text = 0
         self.reported_finish = False
@@ -157,23 +157,31 @@ class _Sequence:
             token_ids: Sequence[int] = self.token_ids[self.sent_tokens :]
             text = "".join(self.text)
             self.text.clear()
-            logprobs = None if self.logprobs is None else self.logprobs[self.sent_tokens :]
         else:
             token_ids = self.token_ids if finished else list(self.token_ids)
             text = self.text[0] if len(self.text) == 1 else "".join(self.text)
             self.text[:] = [text] if text else []
-            logprobs = self.logprobs if finished or self.logprobs is None else list(self.logprobs)
+        logprobs = None if self.new_logprobs is None else self._take_logprobs(self.new_logprobs, delta=delta)
         self.sent_tokens = len(self.token_ids)
         self.reported_finish = finished
         return CompletionOutput(
             index=self.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
+            logprobs=None if logprobs is None else _lazy_rows(logprobs, self.decode_token),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def _take_logprobs(self, new: list[PackedLogprobs], *, delta: bool) -> PackedLogprobs:
+        """Those that a completion tells."""
+        found = PackedLogprobs.join(new)
+        new.clear()
+        self.cumulative_logprob += sum(found.chosen())
+        if not delta:
+            found = self.logprobs = found if self.logprobs is None else PackedLogprobs.join([self.logprobs, found])
+        return found
 
     def finished_stats(self, now: float) -> FinishedRequestStats:
         times, request = self.times, self.request
@@ -201,12 +209,20 @@ class _Request:
     """One request of a user: n sequences."""
 
     __slots__ = (
-        "arrival", "error", "is_touched", "params", "processed", "prompt_logprobs", "prompt_logprobs_sent", "queue",
+        "arrival", "decode_token", "error", "is_touched", "params", "processed", "prompt_logprobs", "prompt_logprobs_sent", "queue",
         "sequences", "ttft_s", "unfinished",
     )  # fmt: skip
 
-    def __init__(self, processed: ProcessedRequest, arrival: float, queue: OutputQueue | None) -> None:
+    def __init__(
+        self,
+        processed: ProcessedRequest,
+        arrival: float,
+        queue: OutputQueue | None,
+        decode_token: Callable[[int], str | None],
+    ) -> None:
+        """decode_token: text of one token, for logprobs."""
         self.processed = processed
+        self.decode_token = decode_token
         self.params = processed.params
         self.arrival = arrival
         self.queue = queue
@@ -299,7 +315,9 @@ class OutputProcessor:
             raise RequestError(
                 "request_id is in use by an unfinished request", param="request_id", value=processed.request_id
             )
-        request = _Request(processed, arrival, queue)
+        has_text = processed.params.detokenize and self._tokenizer is not None
+        decode_token = self._tokenizer.token_text if has_text and self._tokenizer is not None else _no_text
+        request = _Request(processed, arrival, queue, decode_token)
         for index, engine_request in enumerate(processed.requests):
             sequence = _Sequence(request, engine_request.request_id, index, *self._text_parts(processed))
             request.sequences.append(sequence)
@@ -372,6 +390,8 @@ class OutputProcessor:
                 tokens, times = output.new_token_ids, sequence.times
                 if tokens and times.last_token is not None:
                     sequence.token_ids += tokens
+                    if output.logprobs is not None and sequence.new_logprobs is not None:
+                        sequence.new_logprobs.append(output.logprobs)
                     num_plain += len(tokens)
                     if log_stats:
                         latencies.append(stamp - times.last_token)
@@ -383,7 +403,7 @@ class OutputProcessor:
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = output.num_cached_tokens
             if output.prompt_logprobs is not None and request.prompt_logprobs is None:
-                request.prompt_logprobs = [None, *self._logprob_rows(output.prompt_logprobs, request.params.detokenize)]
+                request.prompt_logprobs = _lazy_rows(output.prompt_logprobs, request.decode_token, is_prompt=True)
             if output.new_token_ids:
                 kept = sequence.append(output.new_token_ids)
                 stats.num_generation_tokens += kept
@@ -394,8 +414,8 @@ class OutputProcessor:
                 elif log_stats:
                     latencies.append(stamp - times.last_token)
                 times.last_token = stamp
-                if output.logprobs is not None and sequence.logprobs is not None:
-                    self._add_logprobs(sequence, output.logprobs, kept)
+                if output.logprobs is not None and sequence.new_logprobs is not None:
+                    sequence.new_logprobs.append(output.logprobs.head(kept))
             if sequence.finish_reason is not None:  # by a stop string
                 if output.finish_reason is None:
                     done.stopped.append(sequence.engine_id)
@@ -464,25 +484,23 @@ class OutputProcessor:
         if request.unfinished == 0:
             self._requests.pop(request.request_id, None)
 
-    # -- logprobs --
 
-    def _add_logprobs(self, sequence: _Sequence, columns: LogprobColumns, kept: int) -> None:
-        assert sequence.logprobs is not None
-        sequence.logprobs += self._logprob_rows(columns, sequence.request.params.detokenize, kept)
-        sequence.cumulative_logprob += sum(row[0] for row in columns.logprobs[:kept])
+def _lazy_rows(packed: PackedLogprobs, decode: Callable[[int], str | None], *, is_prompt: bool = False) -> LazyLogprobs:
+    """Of a prompt: None for its first token."""
+    head: list[dict[int, Logprob] | None] = [None] if is_prompt else []
+    return LazyLogprobs(len(head) + len(packed), lambda: [*head, *_logprob_rows(packed, decode)])
 
-    def _logprob_rows(
-        self, columns: LogprobColumns, with_text: bool, count: int | None = None
-    ) -> list[dict[int, Logprob]]:
-        decode = self._tokenizer.token_text if with_text and self._tokenizer is not None else _no_text
-        rows: list[dict[int, Logprob]] = []
-        for ids, values, rank in zip(columns.token_ids[:count], columns.logprobs, columns.ranks, strict=False):
-            row = {ids[0]: Logprob(values[0], rank, decode(ids[0]))}
-            for position, token_id in enumerate(ids[1:], start=1):
-                if token_id not in row:
-                    row[token_id] = Logprob(values[position], position, decode(token_id))
-            rows.append(row)
-        return rows
+
+def _logprob_rows(packed: PackedLogprobs, decode: Callable[[int], str | None]) -> list[dict[int, Logprob]]:
+    columns = packed.columns()
+    rows: list[dict[int, Logprob]] = []
+    for ids, values, rank in zip(columns.token_ids, columns.logprobs, columns.ranks, strict=True):
+        row = {ids[0]: Logprob(values[0], rank, decode(ids[0]))}
+        for position, token_id in enumerate(ids[1:], start=1):
+            if token_id not in row:
+                row[token_id] = Logprob(values[position], position, decode(token_id))
+        rows.append(row)
+    return rows
 
 
 def _no_text(token_id: int) -> None:

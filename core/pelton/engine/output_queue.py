@@ -57,7 +57,7 @@ def merge_delta(first: RequestOutput, second: RequestOutput) -> None:
         old.text += new.text
         old.token_ids = [*old.token_ids, *new.token_ids]
         if new.logprobs is not None:
-            old.logprobs = (old.logprobs or []) + new.logprobs
+            old.logprobs = [*(old.logprobs or ()), *new.logprobs]
         old.cumulative_logprob = new.cumulative_logprob
         old.finish_reason = new.finish_reason
         old.stop_reason = new.stop_reason

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from pelton.attention.metadata import CommonMetadata
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 SEAMS = (
     "embed", "add_norm_linear", "qk_norm_rope_write_kv", "linear", "add_norm_gated_linear", "add_norm_logits",
-    "sample", "moe", "lora", "all_reduce", "prepare_inputs",
+    "sample", "logprobs", "moe", "lora", "all_reduce", "prepare_inputs",
 )  # fmt: skip
 
 
@@ -343,6 +344,31 @@ class Sample(Protocol):
         Where rows had more than one token scheduled, add the others to `num_computed_tokens` first.
         Optional: an attribute `skips_unused = True` of the callable, when a filter or table costs only the rows that use it. A
         CPU's steps then end in this seam whatever their rows ask for.
+        """
+        ...
+
+
+# logprobs: of given tokens, as prompts ask for them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsNeeds:
+    vocab_size: int
+    max_rows: int  # of one call
+    num_logprobs: int  # alternatives beside the given token
+
+
+@dataclass(slots=True)
+class LogprobsTensors:
+    device: torch.device
+
+
+class Logprobs(Protocol):
+    def __call__(self, logits: Tensor, token_ids: Tensor, target: LogprobTensors) -> None:
+        """Write `pelton.sampling.logprobs.gather_logprobs` of raw logits to `target`.
+
+        logits [n, V] float32; token_ids [n] int64; target [n, 1 + num_logprobs] twice, ranks [n], contiguous. Alternatives
+        that are equally likely may come in any order.
         """
         ...
 

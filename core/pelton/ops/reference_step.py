@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from pelton.ops.interface import (
+    Logprobs,
+    LogprobsNeeds,
+    LogprobsTensors,
     PrepareInputs,
     PrepareInputsNeeds,
     PrepareInputsTensors,
@@ -76,6 +79,19 @@ class ReferenceSample:
             state.num_computed_tokens.index_add_(0, slots, is_row.long())
 
         return sample_rows
+
+
+class ReferenceLogprobs:
+    @staticmethod
+    def unsupported(needs: LogprobsNeeds) -> list[str]:
+        return []
+
+    @staticmethod
+    def bind(needs: LogprobsNeeds, tensors: LogprobsTensors) -> Logprobs:
+        def write(logits: Tensor, token_ids: Tensor, target: LogprobTensors) -> None:
+            _write_logprobs(target, gather_logprobs(logits, token_ids, needs.num_logprobs))
+
+        return write
 
 
 def _metadata(state: BatchState, slots: Tensor, positions: Tensor, vocab_size: int, variant: str) -> SamplingMetadata:

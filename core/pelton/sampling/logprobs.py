@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pelton.engine.messages import LogprobColumns
+from pelton.engine.messages import LogprobColumns, PackedLogprobs
 
 
 @dataclass(slots=True)
@@ -19,6 +19,21 @@ class LogprobTensors:
     token_ids: Tensor  # [P, 1 + most] int64
     logprobs: Tensor  # [P, 1 + most] float32
     ranks: Tensor  # [P] int64
+
+    @staticmethod
+    def make(num_positions: int, most: int, device: torch.device) -> LogprobTensors:
+        return LogprobTensors(
+            torch.zeros(num_positions, 1 + most, dtype=torch.int64, device=device),
+            torch.zeros(num_positions, 1 + most, device=device),
+            torch.zeros(num_positions, dtype=torch.int64, device=device),
+        )
+
+    def part(self, start: int, stop: int) -> LogprobTensors:
+        """Views of some positions."""
+        return LogprobTensors(self.token_ids[start:stop], self.logprobs[start:stop], self.ranks[start:stop])
+
+    def tensors(self) -> list[Tensor]:
+        return [self.token_ids, self.logprobs, self.ranks]
 
     def to_host(self) -> HostLogprobs:
         return HostLogprobs(self.token_ids.cpu().numpy(), self.logprobs.cpu().numpy(), self.ranks.cpu().numpy())
@@ -33,13 +48,33 @@ class HostLogprobs:
     ranks: np.ndarray
 
     def columns(self, positions: slice | Sequence[int], num_logprobs: int) -> LogprobColumns:
+        """`packed` as lists."""
+        return self.packed(positions, num_logprobs).columns()
+
+    def packed(self, positions: slice | Sequence[int] | np.ndarray, num_logprobs: int) -> PackedLogprobs:
         """Some positions, as one request asked for them: `num_logprobs` alternatives, -1 for all there are."""
         stop = None if num_logprobs < 0 else 1 + num_logprobs
-        return LogprobColumns(
-            self.token_ids[positions, :stop].tolist(),
-            self.logprobs[positions, :stop].tolist(),
-            self.ranks[positions].tolist(),
+        ids = self.token_ids[positions, :stop]
+        return PackedLogprobs(
+            ids.shape[1],
+            ids.astype(np.int32).tobytes(),
+            self.logprobs[positions, :stop].astype(np.float32, copy=False).tobytes(),
+            self.ranks[positions].astype(np.int32).tobytes(),
         )
+
+    def by_position(self, positions: np.ndarray, num_logprobs: np.ndarray) -> list[PackedLogprobs]:
+        """Of each of these positions its own number of alternatives; 0 or more."""
+        found: list[PackedLogprobs | None] = [None] * len(positions)
+        for wanted in np.unique(num_logprobs).tolist():
+            places = np.flatnonzero(num_logprobs == wanted)
+            together = self.packed(positions[places], wanted)
+            width, ids, values, ranks = together.width, together.token_ids, together.logprobs, together.ranks
+            size = 4 * width
+            for index, place in enumerate(places.tolist()):
+                start, end = index * size, (index + 1) * size
+                rank = ranks[4 * index : 4 * index + 4]
+                found[place] = PackedLogprobs(width, ids[start:end], values[start:end], rank)
+        return [part for part in found if part is not None]
 
     @staticmethod
     def join(parts: Sequence[HostLogprobs]) -> HostLogprobs:

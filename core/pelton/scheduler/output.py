@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pelton.engine.messages import LogprobColumns
+from pelton.engine.messages import LogprobColumns, PackedLogprobs
 from pelton.sampling_params import SamplingParams
 
 
@@ -88,9 +88,10 @@ class ModelOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     step_id: int
     token_ids: list[list[int]] = []
     """[R] sampled tokens of each row: accepted drafts and one more; empty for a chunk that is not the last."""
-    logprobs: dict[int, LogprobColumns] = {}
-    """By row, for rows that asked for logprobs: one position for each entry of token_ids[row]."""
-    prompt_logprobs: dict[int, LogprobColumns] = {}
+    logprobs: dict[int, PackedLogprobs | LogprobColumns] = {}
+    """By row, for rows that asked for logprobs: one position for each entry of token_ids[row]. Packed ones are passed on as
+    they are."""
+    prompt_logprobs: dict[int, PackedLogprobs | LogprobColumns] = {}
     """By row: prompt positions whose logits this step computed, in order (position p+1 predicted at p)."""
     draft_token_ids: list[list[int]] = []
     """[R] drafts that the worker's proposer made for the next step; empty list when there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from pelton.engine.messages import EngineEvent, LogprobColumns
+from pelton.engine.messages import EngineEvent, PackedLogprobs
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.request import EngineRequest
 
@@ -115,7 +115,7 @@ class ScheduledRequest:
         self.skip_prefix_lookup = params.prompt_logprobs is not None
 
         self.events: list[EngineEvent] = []
-        self.prompt_logprobs: LogprobColumns | None = None  # collected so far, until sent
+        self.prompt_logprobs: list[PackedLogprobs] = []  # collected so far, until sent
         self.grammar: Any = None  # a `structured.interface.Grammar` once compiled
         self.grammar_job: Any = None  # the future that compiles it
         self.connector_tokens = 0  # arriving from a KV connector
@@ -176,7 +176,7 @@ class ScheduledRequest:
     def forget_computed(self) -> None:
         """Blocks and slot are given up: everything has to be computed again."""
         if self.num_computed_tokens < self.num_prompt_tokens:
-            self.prompt_logprobs = None
+            self.prompt_logprobs = []
             self.discard_logprobs_through_step = self.last_step_id
         self.num_computed_tokens = 0
         self.num_unconfirmed_tokens = 0
@@ -197,14 +197,6 @@ class ScheduledRequest:
             self.block_hashes, self.token_ids, adapter_id=request.adapter_id,
             block_extra_hashes=request.block_extra_hashes, cache_salt=request.cache_salt,
         )  # fmt: skip
-
-    def add_prompt_logprobs(self, columns: LogprobColumns) -> None:
-        """Append one chunk's rows."""
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = LogprobColumns(token_ids=[], logprobs=[], ranks=[])
-        self.prompt_logprobs.token_ids += columns.token_ids
-        self.prompt_logprobs.logprobs += columns.logprobs
-        self.prompt_logprobs.ranks += columns.ranks
 
     def __repr__(self) -> str:
         return (

@@ -262,7 +262,7 @@ class DefaultScheduler(Scheduler):
             request = use.request
             request.discard_through_step = max(request.discard_through_step, use.last_step_id)
             if request.skip_prefix_lookup:  # prompt logprobs, not sent yet: all are made again
-                request.prompt_logprobs = None
+                request.prompt_logprobs = []
                 request.discard_logprobs_through_step = request.discard_through_step
             request.skip_connector = request.skip_connector or skip_connector
             if request.is_receiving:

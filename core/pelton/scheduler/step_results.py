@@ -5,7 +5,7 @@ Nearly all rows of nearly all steps bring a token that ends nothing: those take 
 
 from __future__ import annotations
 
-from pelton.engine.messages import EngineOutput, FinishReason, LogprobColumns
+from pelton.engine.messages import EngineOutput, FinishReason, LogprobColumns, PackedLogprobs
 from pelton.errors import EngineError
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
@@ -46,20 +46,25 @@ class StepResults:
         outputs = step.outputs
         errors = dict(result.row_errors)
         self._drafts.is_on = self._drafts.is_on or bool(result.draft_token_ids)
-        has_extras = bool(errors or result.logprobs or result.prompt_logprobs or self._drafts.is_on)
+        has_extras = bool(errors or result.prompt_logprobs or self._drafts.is_on)
+        logprobs = result.logprobs
         is_plain = self._is_ordered and not has_extras
         for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
             if is_plain and len(tokens) == 1 and tokens[0] not in request.stop_ids:
                 # A token that ends nothing: nearly all rows of nearly all steps.
-                known = request.token_ids
-                if len(known) < request.next_event_len:
+                known, columns = request.token_ids, logprobs.get(row) if logprobs else None
+                if len(known) < request.next_event_len and not isinstance(columns, LogprobColumns):
                     known.append(tokens[0])
-                    outputs.append(EngineOutput(request.request_id, tokens))
+                    outputs.append(EngineOutput(request.request_id, tokens, None, None, columns))
                     continue
-                if request.next_event_len and len(known) + 1 < request.max_total_tokens:  # it fills a block
+                if (
+                    request.next_event_len
+                    and len(known) + 1 < request.max_total_tokens  # it fills a block
+                    and not isinstance(columns, LogprobColumns)
+                ):
                     known.append(tokens[0])
                     self._cache_and_plan(request, is_plain=True)
-                    outputs.append(EngineOutput(request.request_id, tokens))
+                    outputs.append(EngineOutput(request.request_id, tokens, None, None, columns))
                     continue
             if request.status is FINISHED:
                 if row in errors:  # its blocks were given up, and are findable
@@ -104,7 +109,7 @@ class StepResults:
             and request.skip_prefix_lookup
             and output.step_id > request.discard_logprobs_through_step
         ):
-            request.add_prompt_logprobs(columns)
+            request.prompt_logprobs.append(_packed(columns))
         reason: FinishReason | None = None
         stop_reason: int | None = None
         if samples:
@@ -169,17 +174,19 @@ def _full_output(
     tokens: list[int],
     reason: FinishReason | None,
     stop_reason: int | None,
-    logprobs: LogprobColumns | None,
+    logprobs: PackedLogprobs | LogprobColumns | None,
 ) -> EngineOutput:
     """An output with all that is known: the first, the last, and those with logprobs."""
-    if logprobs is not None and len(logprobs.token_ids) > len(tokens):
-        count = len(tokens)
-        logprobs = LogprobColumns(logprobs.token_ids[:count], logprobs.logprobs[:count], logprobs.ranks[:count])
-    output = EngineOutput(request.request_id, tokens, reason, stop_reason, logprobs)
+    packed = None if logprobs is None else _packed(logprobs).head(len(tokens))
+    output = EngineOutput(request.request_id, tokens, reason, stop_reason, packed)
     if request.skip_prefix_lookup:  # prompt_logprobs, not sent yet
-        output.prompt_logprobs = request.prompt_logprobs or LogprobColumns([], [], [])
-        request.prompt_logprobs = None
+        output.prompt_logprobs = PackedLogprobs.join(request.prompt_logprobs)
+        request.prompt_logprobs = []
         request.skip_prefix_lookup = False  # after a preemption they are not needed again
     output.events, request.events = request.events, []
     output.num_cached_tokens = max(request.num_cached_tokens, 0)
     return output
+
+
+def _packed(columns: PackedLogprobs | LogprobColumns) -> PackedLogprobs:
+    return columns.packed() if isinstance(columns, LogprobColumns) else columns

@@ -2,11 +2,11 @@
 
     execute(output) -> add -> plan -> prepare_inputs -> backend.build -> forward -> logits -> sample -> advance
 
-Three roads. A decode step whose rows ask for nothing special is one captured graph where the device has graphs. Any other
-step prepares its inputs, runs the forward pass (captured, in pieces or eager) and ends in the `sample` seam; or, when rows
-ask for masks, side tables, drafts or logprobs, in `StepSampler`. With grammar rows `execute` ends at the logits and
-`sample` goes on from there. What a step needs is told by counts that the host has; nothing here waits for the device, the
-result is a `PendingOutput`.
+Three roads. A decode step is one captured graph where the device has graphs, with side tables and logprobs too. Any other
+step prepares its inputs, runs the forward pass (captured, in pieces or eager) and ends in the `sample` seam; or in
+`StepSampler` where rows ask for what no variant of the seam has: drafts, very many logprobs. With grammar rows `execute`
+ends at the logits and `sample` goes on from there. What a step needs is told by counts that the host has; nothing here
+waits for the device, the result is a `PendingOutput`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState, Slo
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
 from pelton.worker.kv_pool import KVPool
 from pelton.worker.pending import PendingOutput
-from pelton.worker.readback import HostCopies, HostPool, StepOutput, read_back_all
+from pelton.worker.readback import HostCopies, HostPool, StepOutput, prompt_tensors, read_back_all
 from pelton.worker.staging import StagingRing, mask_column, mask_words
 from pelton.worker.step_graphs import LOGITS, StepGraphs
 from pelton.worker.step_ops import FULL, GREEDY, LOGPROBS, MASKED, StepOps
@@ -69,7 +69,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self._staging = StagingRing(num_staging_parts, 4096, state.device)
         self._host_pool = HostPool()
-        self._sampler = StepSampler(model, state, buffers, self._staging)
+        self._sampler = StepSampler(model, state, buffers, self._staging, ops)
         self._pending: Step | None = None
         self._to_scrub: list[SlotOwner] = []  # added to by whoever reads results
 
@@ -322,7 +322,7 @@ class ModelRunner:
             for name, value in fields.items():
                 setattr(launched, name, value)
         host.num_computed_tokens[plan.slots] += plan.num_scheduled
-        launched.output.prompt_logprobs = step.prompt_logprobs
+        launched.prompt_logprobs = step.prompt_logprobs
         for connector in self.connectors.values():
             sending, receiving = connector.take_finished()
             launched.output.finished_sending += sending
@@ -331,33 +331,26 @@ class ModelRunner:
         return self._given(launched)
 
     def _seam_variant(self, plan: StepPlan, masks: GrammarMasks | None) -> str | None:
-        """Of the `sample` seam that finishes a step that is no decode graph; None: `StepSampler` does. On devices that compile
-        their kernels it takes rows that ask for no more than their next token: other variants are compiled for graphs only."""
+        """Of the `sample` seam that finishes a step that is no decode graph; None: `StepSampler` does."""
         if plan.has_drafts or self.draft_proposer is not None:
             return None
-        if self.state.device.type == "cpu" and self._seam_suits_all:
-            return self._tail_variant(plan.sample_slots, masks is not None)
-        is_random = bool(self.state.host.temperature[plan.sample_slots].any())
-        if (
-            masks is not None
-            or len(plan.side_rows)
-            or len(plan.logprob_rows)
-            or (is_random and not self._seam_suits_all)
-        ):
-            return None
-        return FULL if is_random else GREEDY
+        slots, host = plan.sample_slots, self.state.host
+        if self._seam_suits_all:
+            return self._tail_variant(slots, masks is not None)
+        is_plain = masks is None and not len(plan.side_rows) and not len(plan.logprob_rows)
+        return GREEDY if is_plain and not host.temperature[slots].any() else None
 
     def _finish_by_seam(self, step: Step, variant: str, masks: GrammarMasks | None) -> StepOutput:
         """Count what is not sampled, then the seam counts one more for each row that samples."""
-        plan, columns, state = step.plan, step.columns, self.state
+        plan, columns, state, prompts = step.plan, step.columns, self.state, prompt_tensors(step)
         state.num_computed_tokens.index_add_(0, columns.slots, columns.num_unsampled)
         if step.logits is None:
-            return self._plain_output(step.output, plan.sample_rows, self._copies([]))
+            return self._plain_output(step.output, plan.sample_rows, self._copies(prompts))
         if masks is not None:
             self._place_masks(step, masks)
         result = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=state.device)
         self.ops.sample(variant)(step.logits, columns.sample_slots, result)
-        return self._sampled(step.output, plan.sample_rows, plan.sample_slots, variant, result)
+        return self._sampled(step.output, plan.sample_rows, plan.sample_slots, variant, result, prompts)
 
     def _sampled(
         self,
@@ -366,16 +359,15 @@ class ModelRunner:
         slots: npt.NDArray[np.int64],
         variant: str,
         result: Tensor,
+        prompts: Sequence[Tensor] = (),
     ) -> StepOutput:
-        """What `variant` has left for the rows that sampled, whose slots these are."""
+        """What `variant` has left for the rows that sampled, whose slots these are. prompts: logprobs of the step's prompts."""
         copies, has_logprobs, num_rows = [result], variant.endswith(LOGPROBS), len(slots)
         if has_logprobs:
-            found = self.ops.logprobs
-            copies += [found.token_ids[:num_rows], found.logprobs[:num_rows], found.ranks[:num_rows]]
-        launched = self._plain_output(output, sample_rows, self._copies(copies))
+            copies += self.ops.logprobs.part(0, num_rows).tensors()
+        launched = self._plain_output(output, sample_rows, self._copies([*copies, *prompts]))
         if has_logprobs:
             launched.has_logprobs, launched.num_logprobs = True, self.state.host.num_logprobs[slots]
-            launched.first_logprob = np.arange(num_rows)
         return launched
 
     def _copies(self, tensors: list[Tensor]) -> HostCopies:

@@ -24,7 +24,7 @@ from pelton.worker.step_plan import Ints
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.worker.step_sampler import Sampled, Step
+    from pelton.worker.step_sampler import PromptLogprobs, Sampled, Step
 
 _LEAST_BYTES = 4096
 _ALIGNMENT = 16
@@ -106,12 +106,14 @@ class StepOutput(PendingOutput):
     slots: Sequence[int]  # [R]
     owners: Sequence[SlotOwner]  # by slot, when the step was launched
     # Tokens [r, 1 + K], accepted [r], codes [r], or, plain, tokens and codes [r, 2]; then logprobs, then drafts.
+    # After them what `prompt_logprobs` has on the device.
     copies: HostCopies
+    prompt_logprobs: PromptLogprobs | None = None
     is_plain: bool = True
     errors: dict[int, str] = field(default_factory=dict)  # by row: what was wrong with the request itself
     has_logprobs: bool = False
     num_logprobs: Ints | None = None  # [r]
-    first_logprob: Ints | None = None  # [r], into the rows of logprobs
+    first_logprob: Ints | None = None  # [r], into the rows of logprobs; row by row where it is plain
     has_drafts: bool = False
     scrub: Callable[[SlotOwner], None]  # told of each one whose logits were not finite
 
@@ -122,6 +124,8 @@ class StepOutput(PendingOutput):
         output = self.output
         arrays = self.copies.arrays()
         output.row_errors = list(self.errors.items())
+        if self.prompt_logprobs is not None:
+            arrays = self._take_prompts(self.prompt_logprobs, arrays)
         if arrays and self.is_plain:
             self._take_plain(*arrays)
         elif arrays:
@@ -130,19 +134,36 @@ class StepOutput(PendingOutput):
             output.token_ids = [[] for _ in range(self.num_rows)]
         return output
 
+    def _take_prompts(self, prompts: PromptLogprobs, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """What is left of the arrays without those of the prompts, which come last."""
+        parts = prompts.parts
+        if prompts.on_host is not None:
+            found = [host.packed(slice(None), part[3]) for host, part in zip(prompts.on_host, parts, strict=True)]
+        elif prompts.tensors is not None:
+            host, arrays = HostLogprobs(*arrays[-3:]), arrays[:-3]
+            found = [host.packed(slice(start, stop), wanted) for _, start, stop, wanted in parts]
+        else:
+            found = []
+        self.output.prompt_logprobs = dict(zip([part[0] for part in parts], found, strict=True))
+        return arrays
+
     def _take_plain(self, columns: np.ndarray, *logprobs: np.ndarray) -> None:
         """One token for each row that samples."""
         output, tokens = self.output, columns[:, 0].tolist()
-        found = HostLogprobs(*logprobs) if logprobs else None
-        if len(tokens) == self.num_rows and not self.errors and not columns[:, 1].any() and found is None:
+        rows, good = self.sample_rows, np.ones(len(tokens), dtype=bool)
+        if len(tokens) == self.num_rows and not self.errors and not columns[:, 1].any():
             output.token_ids = [[token] for token in tokens]
-            return
-        output.token_ids = [[] for _ in range(self.num_rows)]
-        for index, row in enumerate(self.sample_rows.tolist()):
-            if self._is_good(row, int(columns[index, 1])):
-                output.token_ids[row] = [tokens[index]]
-                if found is not None:
-                    self._take_logprobs(found, index, row, 1)
+        else:
+            output.token_ids = [[] for _ in range(self.num_rows)]
+            for index, row in enumerate(rows.tolist()):
+                good[index] = self._is_good(row, int(columns[index, 1]))
+                if good[index]:
+                    output.token_ids[row] = [tokens[index]]
+        if logprobs:
+            assert self.num_logprobs is not None
+            wanting = np.flatnonzero(good & (self.num_logprobs != NO_LOGPROBS))
+            found = HostLogprobs(*logprobs).by_position(wanting, self.num_logprobs[wanting])
+            output.logprobs = dict(zip(rows[wanting].tolist(), found, strict=True))
 
     def _take_all(self, arrays: list[np.ndarray]) -> None:
         output = self.output
@@ -164,7 +185,7 @@ class StepOutput(PendingOutput):
         assert self.num_logprobs is not None and self.first_logprob is not None
         wanted, first = int(self.num_logprobs[index]), int(self.first_logprob[index])
         if wanted != NO_LOGPROBS:
-            self.output.logprobs[row] = logprobs.columns(slice(first, first + count), wanted)
+            self.output.logprobs[row] = logprobs.packed(slice(first, first + count), wanted)
 
     def _is_good(self, row: int, code: int) -> bool:
         if code == NOT_FINITE:
@@ -174,6 +195,12 @@ class StepOutput(PendingOutput):
         return not code and row not in self.errors
 
 
+def prompt_tensors(step: Step) -> list[Tensor]:
+    """What the step's prompt logprobs have on the device."""
+    prompts = step.prompt_logprobs
+    return [] if prompts is None or prompts.tensors is None else prompts.tensors.tensors()
+
+
 def read_back_all(
     step: Step, sampled: Sampled, num_logprobs: Ints, pool: HostPool
 ) -> tuple[HostCopies, dict[str, object]]:
@@ -181,9 +208,10 @@ def read_back_all(
     plan = step.plan
     tensors = [sampled.token_ids, sampled.num_accepted, sampled.codes]
     if sampled.logprobs is not None:
-        tensors += [sampled.logprobs.token_ids, sampled.logprobs.logprobs, sampled.logprobs.ranks]
+        tensors += sampled.logprobs.tensors()
     if sampled.draft_token_ids is not None:
         tensors.append(sampled.draft_token_ids)
+    tensors += prompt_tensors(step)
     fields: dict[str, object] = {
         "is_plain": False,
         "has_logprobs": sampled.logprobs is not None,

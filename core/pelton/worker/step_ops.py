@@ -10,6 +10,9 @@ from torch import Tensor
 from pelton.attention.interface import AttentionBackend
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.ops.interface import (
+    Logprobs,
+    LogprobsNeeds,
+    LogprobsTensors,
     PrepareInputs,
     PrepareInputsNeeds,
     PrepareInputsTensors,
@@ -25,6 +28,9 @@ from pelton.worker.inputs import InputBuffers, StepShape
 NUM_LOGPROBS = 20
 """Alternatives a row that the seam can give; rows that want more take `StepSampler`."""
 
+PROMPT_LOGPROB_ROWS = 256
+"""Positions of prompts whose logits are there at once: a whole step's would be gigabytes with a large vocabulary."""
+
 GREEDY, FULL, LOGPROBS = "greedy", "full", "logprobs"
 MASKED = "masked+"
 """Before `FULL` or `LOGPROBS`: with the grammar's masks."""
@@ -37,6 +43,7 @@ class StepOps:
         self._ops, self._state, self._buffers = ops, state, buffers
         self._sample: dict[str, Sample] = {}
         self._logprobs: LogprobTensors | None = None
+        self._prompt_logprobs: Logprobs | None = None
         self._mask: tuple[Tensor, Tensor] | None = None
         needs = PrepareInputsNeeds(
             max_num_tokens=buffers.max_num_tokens,
@@ -102,13 +109,18 @@ class StepOps:
     def logprobs(self) -> LogprobTensors:
         """Filled by variants with LOGPROBS, by row of the step."""
         if self._logprobs is None:
-            rows, width, device = self._state.max_num_seqs, 1 + self.num_logprobs, self._state.device
-            self._logprobs = LogprobTensors(
-                torch.zeros(rows, width, dtype=torch.int64, device=device),
-                torch.zeros(rows, width, device=device),
-                torch.zeros(rows, dtype=torch.int64, device=device),
-            )
+            self._logprobs = LogprobTensors.make(self._state.max_num_seqs, self.num_logprobs, self._state.device)
         return self._logprobs
+
+    @property
+    def prompt_logprobs(self) -> Logprobs:
+        """Of at most `PROMPT_LOGPROB_ROWS` positions, with `num_logprobs` alternatives."""
+        if self._prompt_logprobs is None:
+            needs = LogprobsNeeds(
+                vocab_size=self._state.vocab_size, max_rows=PROMPT_LOGPROB_ROWS, num_logprobs=self.num_logprobs
+            )
+            self._prompt_logprobs = self._ops.bind("logprobs", needs, LogprobsTensors(self._state.device))
+        return self._prompt_logprobs
 
     @property
     def mask(self) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,19 @@
 """From a step's logits to its tokens, with everything a request may ask for: masks, side tables, drafts, logprobs.
 
-Torch ops chosen by what the host knows of the rows; nothing here waits for the device but prompt logprobs. A step whose
-rows ask for none of this takes the `sample` seam instead (`model_runner.py`).
+Torch ops chosen by what the host knows of the rows; nothing here waits for the device but prompt logprobs with more
+alternatives than the seams give. What the `sample` seam can do is left to it (`model_runner.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pelton.engine.messages import LogprobColumns
 from pelton.model.interface import CausalLM
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logprobs
 from pelton.sampling.metadata import SamplingMetadata, SideRows
@@ -22,12 +22,11 @@ from pelton.scheduler.output import GrammarMasks, SchedulerOutput
 from pelton.worker.batch_state import NO_LOGPROBS, BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.staging import StagingRing, mask_column, mask_words
-from pelton.worker.step_plan import StepPlan
+from pelton.worker.step_ops import PROMPT_LOGPROB_ROWS, StepOps
+from pelton.worker.step_plan import StepPlan, ramp
 
 if TYPE_CHECKING:
     from pelton.worker.drafts import WorkerDraftProposer
-
-_PROMPT_LOGPROB_ROWS = 256  # logits at once: a whole chunk's would be gigabytes with a large vocabulary
 
 
 @dataclass(slots=True)
@@ -45,6 +44,19 @@ class StepColumns:
     num_unsampled: Tensor  # [R], tokens of the row that are counted before it samples: all, less one where it does
 
 
+PromptPart = tuple[int, int, int, int]
+"""Row of the step, its first and end position among those of the step, alternatives that it wants."""
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Of all rows of a step that want them."""
+
+    parts: list[PromptPart]
+    tensors: LogprobTensors | None = None  # on the device; None: there is no position, or all is on the host
+    on_host: list[HostLogprobs] | None = None  # by part
+
+
 @dataclass(slots=True)
 class Step:
     """One step between its forward pass and its result."""
@@ -54,7 +66,7 @@ class Step:
     columns: StepColumns
     hidden: Any = None
     logits: Tensor | None = None  # [n, V]
-    prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
+    prompt_logprobs: PromptLogprobs | None = None
     # Of a decode step that a graph has run up to its logits:
     num_padded_rows: int = 0
     tail: str | None = None  # variant of the `sample` seam that can finish it
@@ -74,8 +86,11 @@ class Sampled:
 class StepSampler:
     """Reads and advances the batch state."""
 
-    def __init__(self, model: CausalLM, state: BatchState, buffers: InputBuffers, staging: StagingRing) -> None:
+    def __init__(
+        self, model: CausalLM, state: BatchState, buffers: InputBuffers, staging: StagingRing, ops: StepOps
+    ) -> None:
         self.model = model
+        self._ops = ops
         self.state = state
         self.buffers = buffers
         self.draft_proposer: WorkerDraftProposer | None = None
@@ -182,25 +197,53 @@ class StepSampler:
         wanted = self.state.host.num_logprobs[plan.logit_slots[plan.logprob_rows]]
         return -1 if (wanted < 0).any() else int(wanted.max())
 
-    def prompt_logprobs(self, step: Step) -> dict[int, LogprobColumns]:
-        """For rows that asked, every prompt position of this step whose next token is the prompt's too."""
-        host, plan = self.state.host, step.plan
-        found: dict[int, LogprobColumns] = {}
-        for row in np.flatnonzero(host.num_prompt_logprobs[plan.slots] != NO_LOGPROBS).tolist():
-            slot = int(plan.slots[row])
-            first = int(host.num_computed_tokens[slot])
-            count = min(int(plan.num_scheduled[row]), int(host.num_prompt_tokens[slot]) - 1 - first)
-            if count <= 0:
-                continue
-            wanted, start = int(host.num_prompt_logprobs[slot]), int(plan.query_start_loc[row])
-            parts = []
-            for done in range(0, count, _PROMPT_LOGPROB_ROWS):
-                stop = min(done + _PROMPT_LOGPROB_ROWS, count)
-                rows = torch.arange(start + done, start + stop, device=self.state.device)
-                following = self.state.token_ids[slot, first + done + 1 : first + stop + 1].long()
-                logits = self.model.compute_logits(step.hidden, rows)
-                parts.append(gather_logprobs(logits, following, wanted).to_host())
-            found[row] = HostLogprobs.join(parts).columns(slice(None), wanted)
+    def prompt_logprobs(self, step: Step) -> PromptLogprobs | None:
+        """Launched, for rows that asked: every prompt position of this step whose next token is the prompt's too."""
+        host, plan, state = self.state.host, step.plan, self.state
+        rows = np.flatnonzero(host.num_prompt_logprobs[plan.slots] != NO_LOGPROBS)
+        if not len(rows):
+            return None
+        slots = plan.slots[rows]
+        wanted, first = host.num_prompt_logprobs[slots], host.num_computed_tokens[slots]
+        counts = np.minimum(plan.num_scheduled[rows], host.num_prompt_tokens[slots] - 1 - first).clip(min=0)
+        places = ramp(counts)
+        tokens = np.repeat(plan.query_start_loc[rows], counts) + places
+        following = np.repeat(slots * state.token_ids.shape[1] + first + 1, counts) + places
+        index, following_places = self._staging.stage([tokens, following])
+        chosen = state.token_ids.view(-1)[following_places].long()
+        ends = counts.cumsum()
+        found = PromptLogprobs(
+            [
+                (row, end - count, end, most)
+                for row, count, end, most in zip(
+                    rows.tolist(), counts.tolist(), ends.tolist(), wanted.tolist(), strict=True
+                )
+                if count
+            ]
+        )
+        total = int(ends[-1])
+        if wanted.min() < 0 or wanted.max() > self._ops.num_logprobs:
+            found.on_host = self._wide_prompt_logprobs(step.hidden, index, chosen, found.parts)
+        elif total:
+            found.tensors = LogprobTensors.make(total, self._ops.num_logprobs, state.device)
+            for start in range(0, total, PROMPT_LOGPROB_ROWS):
+                stop = min(start + PROMPT_LOGPROB_ROWS, total)
+                logits = self.model.compute_logits(step.hidden, index[start:stop])
+                self._ops.prompt_logprobs(logits, chosen[start:stop], found.tensors.part(start, stop))
+        return found
+
+    def _wide_prompt_logprobs(
+        self, hidden: Any, index: Tensor, chosen: Tensor, parts: Sequence[PromptPart]
+    ) -> list[HostLogprobs]:
+        """Of each part, with more alternatives than the seam has: they go to the host piece by piece, which waits."""
+        found = []
+        for _, first, end, most in parts:
+            pieces = []
+            for start in range(first, end, PROMPT_LOGPROB_ROWS):
+                stop = min(start + PROMPT_LOGPROB_ROWS, end)
+                logits = self.model.compute_logits(hidden, index[start:stop])
+                pieces.append(gather_logprobs(logits, chosen[start:stop], most).to_host())
+            found.append(HostLogprobs.join(pieces))
         return found
 
     def _index(self, values: np.ndarray) -> Tensor:

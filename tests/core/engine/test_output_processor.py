@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from pelton.engine.messages import (
 from pelton.engine.output_processor import OutputProcessor, Processed
 from pelton.engine.output_queue import OutputQueue
 from pelton.errors import EngineDeadError, EngineError, ErrorInfo, QueueFullError, RequestError
-from pelton.outputs import CompletionOutput, RequestOutput
+from pelton.outputs import CompletionOutput, Logprob, RequestOutput
 from pelton.sampling_params import RequestOutputKind, SamplingParams
 from pelton.testing.fake_model import fake_resolved_model
 from pelton.tokenizer import Tokenizer
@@ -208,14 +209,14 @@ def test_stop_strings_count_only_after_min_tokens(bench: Bench) -> None:
 def test_logprobs_carry_text_ranks_and_the_sampled_token(bench: Bench) -> None:
     a, b, c = bench.ids("abc")
     bench.add(logprobs=2, output_kind=CUMULATIVE)
-    columns = LogprobColumns(token_ids=[[c, a, b]], logprobs=[[-3.0, -0.5, -1.0]], ranks=[7])
+    columns = LogprobColumns(token_ids=[[c, a, b]], logprobs=[[-3.0, -0.5, -1.0]], ranks=[7]).packed()
     done = only(bench.step(EngineOutput(request_id="r", new_token_ids=[c], logprobs=columns)))
     assert done.logprobs is not None
     [row] = done.logprobs
     assert [(token, lp.rank, lp.logprob, lp.decoded_token) for token, lp in row.items()] == [
         (c, 7, -3.0, "c"), (a, 1, -0.5, "a"), (b, 2, -1.0, "b"),
     ]  # fmt: skip
-    columns = LogprobColumns(token_ids=[[a, a, b]], logprobs=[[-0.25, -0.25, -2.0]], ranks=[1])
+    columns = LogprobColumns(token_ids=[[a, a, b]], logprobs=[[-0.25, -0.25, -2.0]], ranks=[1]).packed()
     done = only(bench.step(EngineOutput(request_id="r", new_token_ids=[a], logprobs=columns)))
     assert done.logprobs is not None and len(done.logprobs) == 2
     assert list(done.logprobs[1]) == [a, b]
@@ -225,14 +226,39 @@ def test_logprobs_carry_text_ranks_and_the_sampled_token(bench: Bench) -> None:
 def test_logprobs_are_cut_with_the_tokens(bench: Bench) -> None:
     a, b, c = bench.ids("abc")
     bench.add(logprobs=0, stop="b", output_kind=FINAL_ONLY)
-    columns = LogprobColumns(token_ids=[[a], [b], [c]], logprobs=[[-1.0], [-2.0], [-4.0]], ranks=[1, 1, 1])
+    columns = LogprobColumns(token_ids=[[a], [b], [c]], logprobs=[[-1.0], [-2.0], [-4.0]], ranks=[1, 1, 1]).packed()
     done = only(bench.step(EngineOutput(request_id="r", new_token_ids=[a, b, c], logprobs=columns)))
     assert (len(done.token_ids), len(done.logprobs or [])) == (2, 2)
     assert done.cumulative_logprob == -3.0
 
 
+def test_logprobs_are_made_when_somebody_looks_and_are_like_a_list(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = bench.ids("abc")
+    decoded: list[int] = []
+    text_of = bench.tokenizer.token_text
+    monkeypatch.setattr(bench.tokenizer, "token_text", lambda token: decoded.append(token) or text_of(token))
+    bench.add(logprobs=1, output_kind=FINAL_ONLY)
+    for chosen, rank in ((a, 1), (c, 3)):
+        columns = LogprobColumns(token_ids=[[chosen, b]], logprobs=[[-1.0, -0.5]], ranks=[rank]).packed()
+        bench.step(EngineOutput(request_id="r", new_token_ids=[chosen], logprobs=columns))
+    done = only(bench.say("", finish_reason=FinishReason.LENGTH))
+    rows = done.logprobs
+    assert rows is not None and len(rows) == 2 and not decoded and done.cumulative_logprob == -2.0
+    want = [
+        {a: Logprob(-1.0, 1, "a"), b: Logprob(-0.5, 1, "b")},
+        {c: Logprob(-1.0, 3, "c"), b: Logprob(-0.5, 1, "b")},
+    ]  # fmt: skip
+    assert rows == want and list(rows) == want and rows[-1] == want[1] and rows[1:] == want[1:] and rows != want[:1]
+    assert [*rows, *rows] == rows + rows == want + rows == want + want  # type: ignore[operator]
+    assert type(copy.deepcopy(rows)) is list, "and so in another process"
+    assert copy.deepcopy(rows) == want and repr(rows) == repr(want)
+    assert decoded == [a, b, c, b], "made once"
+
+
 def test_prompt_logprobs_start_with_none_and_come_once_in_a_stream(bench: Bench) -> None:
-    columns = LogprobColumns(token_ids=[[8], [7]], logprobs=[[-1.0], [-2.0]], ranks=[1, 2])
+    columns = LogprobColumns(token_ids=[[8], [7]], logprobs=[[-1.0], [-2.0]], ranks=[1, 2]).packed()
     bench.add(prompt_logprobs=0, output_kind=DELTA)
     [first] = bench.say("a", prompt_logprobs=columns).outputs
     assert first.prompt_logprobs is not None and first.prompt_logprobs[0] is None
@@ -440,7 +466,7 @@ def test_a_request_that_never_ran_has_no_intervals(bench: Bench) -> None:
 async def test_pending_deltas_are_merged(bench: Bench) -> None:
     queue = OutputQueue()
     bench.add(queue=queue, output_kind=DELTA, logprobs=0, n=2)
-    column = LogprobColumns(token_ids=[[1]], logprobs=[[-1.0]], ranks=[1])
+    column = LogprobColumns(token_ids=[[1]], logprobs=[[-1.0]], ranks=[1]).packed()
     bench.say("a", "0_r", logprobs=column)
     bench.say("b", "1_r", logprobs=column)
     bench.say("c", "0_r", logprobs=column)

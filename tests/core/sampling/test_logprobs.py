@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from pelton.engine.messages import LogprobColumns, PackedLogprobs
 from pelton.sampling.logprobs import HostLogprobs, gather_logprobs
 
 
@@ -42,3 +44,42 @@ def test_impossible_token_has_minus_infinity_and_the_last_rank():
     logits = torch.tensor([[1.0, -torch.inf, 0.0]])
     columns = gather_logprobs(logits, torch.tensor([1]), 1).to_host().columns(slice(None), 1)
     assert columns.logprobs[0][0] == -float("inf") and columns.ranks == [3]
+
+
+def test_each_position_gets_as_many_as_its_request_asked_for():
+    logits, chosen = torch.randn(5, 20), torch.arange(5)
+    host = gather_logprobs(logits, chosen, 6).to_host()
+    positions, wanted = np.array([4, 0, 1, 3]), np.array([2, 6, 0, 2])
+    found = host.by_position(positions, wanted)
+    assert found == [host.packed([p], w) for p, w in zip(positions.tolist(), wanted.tolist(), strict=True)]
+    assert host.by_position(positions[:0], wanted[:0]) == []
+
+
+@pytest.mark.parametrize("width, count", [(1, 3), (4, 2), (3, 0)])
+def test_packed_logprobs_are_the_columns(width, count):
+    columns = LogprobColumns(
+        [[7 * p + t for t in range(width)] for p in range(count)],
+        [[-0.5 * t - p for t in range(width)] for p in range(count)],
+        [p + 1 for p in range(count)],
+    )
+    packed = columns.packed()
+    assert packed.columns() == columns and len(packed) == count
+    assert packed.chosen() == [row[0] for row in columns.logprobs]
+    assert packed.head(count + 1) is packed
+    assert packed.head(1).columns() == LogprobColumns(columns.token_ids[:1], columns.logprobs[:1], columns.ranks[:1])
+    assert PackedLogprobs.join([packed, packed.head(1)]).columns() == LogprobColumns(
+        columns.token_ids + columns.token_ids[:1],
+        columns.logprobs + columns.logprobs[:1],
+        columns.ranks + columns.ranks[:1],
+    )
+    assert len(PackedLogprobs.join([])) == 0
+
+
+@pytest.mark.parametrize("ids, values, ranks", [
+    pytest.param([[1, 2], [3]], [[0.0, 0.0], [0.0]], [1, 1], id="rows-of-different-lengths"),
+    pytest.param([[1]], [[0.0, 1.0]], [1], id="more-logprobs-than-tokens"),
+    pytest.param([[1], [2]], [[0.0], [0.0]], [1], id="too-few-ranks"),
+])  # fmt: skip
+def test_columns_that_do_not_fit_are_not_packed(ids, values, ranks):
+    with pytest.raises(ValueError, match="positions have rows of"):
+        LogprobColumns(ids, values, ranks).packed()

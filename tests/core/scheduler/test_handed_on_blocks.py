@@ -207,4 +207,4 @@ def test_prompt_logprobs_are_told_once_by_a_request_whose_blocks_were_spoilt():
     harness.scheduler._recompute_readers({harness.scheduler._table.requests["a"].tables[0][0]})
     harness.run_and_check()
     told = [output.prompt_logprobs for output in harness.outputs["a"] if output.prompt_logprobs is not None]
-    assert [len(columns.token_ids) for columns in told] == [7]
+    assert [len(packed) for packed in told] == [7]

@@ -165,7 +165,7 @@ class Campaign:
         sent = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
         assert len(sent) == 1 and outputs[0].prompt_logprobs is sent[0], f"{name}: sent {len(sent)} times"
         prompt = self.harness.requests[name].prompt_token_ids
-        assert [ids[0] for ids in sent[0].token_ids] == prompt[1:], name
+        assert [ids[0] for ids in sent[0].columns().token_ids] == prompt[1:], name
 
 
 def hash_name(name: str) -> int:

@@ -725,8 +725,10 @@ def test_prompt_logprobs_come_complete_and_once_with_the_first_token(overlap):
     harness.run()
     sent = [output.prompt_logprobs for output in harness.outputs["a"] if output.prompt_logprobs is not None]
     assert len(sent) == 1 and harness.outputs["a"][0].prompt_logprobs is sent[0]
-    assert [ids[0] for ids in sent[0].token_ids] == [*range(2, 10)]
-    assert [output.logprobs.token_ids for output in harness.outputs["a"]] == [[[t]] for t in harness.tokens("a")]
+    assert [ids[0] for ids in sent[0].columns().token_ids] == [*range(2, 10)]
+    assert [output.logprobs.columns().token_ids for output in harness.outputs["a"]] == [
+        [[t]] for t in harness.tokens("a")
+    ]
     harness.check_request("a")
 
 

@@ -326,7 +326,7 @@ def test_logprobs_are_of_raw_logits_with_ranks(driver):
     plain = driver.add(1, PROMPTS[1])
     result = driver.step([(asked, 9), (plain, 2)])
     assert list(result.logprobs) == [0]
-    columns, expected = result.logprobs[0], reference_logprobs(PROMPTS[2])
+    columns, expected = result.logprobs[0].columns(), reference_logprobs(PROMPTS[2])
     best = expected.topk(3)
     assert result.token_ids[0] == [4]  # by the bias, which the logprobs do not show
     assert columns.token_ids == [[4, *best.indices.tolist()]]
@@ -337,9 +337,9 @@ def test_logprobs_are_of_raw_logits_with_ranks(driver):
 def test_logprobs_zero_gives_the_chosen_and_minus_one_all(driver):
     none, everything = driver.add(0, PROMPTS[2], logprobs=0), driver.add(1, PROMPTS[1], logprobs=-1)
     result = driver.step([(none, 9), (everything, 2)])
-    assert [len(ids) for ids in result.logprobs[0].token_ids] == [1]
-    assert [len(ids) for ids in result.logprobs[1].token_ids] == [1 + VOCAB]
-    assert result.logprobs[0].ranks == [1]
+    assert [len(ids) for ids in result.logprobs[0].columns().token_ids] == [1]
+    assert [len(ids) for ids in result.logprobs[1].columns().token_ids] == [1 + VOCAB]
+    assert result.logprobs[0].columns().ranks == [1]
 
 
 def test_logprobs_of_accepted_drafts(driver):
@@ -348,15 +348,15 @@ def test_logprobs_of_accepted_drafts(driver):
     driver.step([(request, 9)])
     result = driver.step([(request, 1)], {0: [expected[1], expected[2], (expected[3] + 1) % VOCAB]})
     assert result.token_ids[0] == expected[1:4]
-    assert [ids[0] for ids in result.logprobs[0].token_ids] == expected[1:4]
+    assert [ids[0] for ids in result.logprobs[0].columns().token_ids] == expected[1:4]
     tokens = PROMPTS[2] + expected[:3]
-    for place, row in enumerate(result.logprobs[0].logprobs):
+    for place, row in enumerate(result.logprobs[0].columns().logprobs):
         assert row[0] == pytest.approx(float(reference_logprobs(tokens[: 10 + place])[expected[1 + place]]), abs=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [4, 21])
 def test_prompt_logprobs_over_chunks(driver, chunk, monkeypatch):
-    monkeypatch.setattr("pelton.worker.step_sampler._PROMPT_LOGPROB_ROWS", 3)
+    monkeypatch.setattr("pelton.worker.step_sampler.PROMPT_LOGPROB_ROWS", 3)
     prompt = PROMPTS[3]
     request, other = driver.add(0, prompt, prompt_logprobs=2), driver.add(1, PROMPTS[1])
     found: list[ModelOutput] = []
@@ -364,7 +364,7 @@ def test_prompt_logprobs_over_chunks(driver, chunk, monkeypatch):
     while request.num_computed < len(prompt):
         found.append(driver.step([*rows, (request, min(chunk, len(prompt) - request.num_computed))]))
         rows = [(other, 1)]
-    columns = [result.prompt_logprobs[1] for result in found if 1 in result.prompt_logprobs]
+    columns = [result.prompt_logprobs[1].columns() for result in found if 1 in result.prompt_logprobs]
     ids = [row for part in columns for row in part.token_ids]
     logprobs = [row for part in columns for row in part.logprobs]
     ranks = [rank for part in columns for rank in part.ranks]

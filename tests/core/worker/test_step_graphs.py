@@ -267,7 +267,7 @@ def random_steps(mode: CUDAGraphMode, seed: int) -> list[object]:
         driver.take(rows, None, result)  # type: ignore[arg-type]
         logprobs = {
             row: (columns.token_ids, np.round(columns.logprobs, 4).tolist(), columns.ranks)
-            for row, columns in result.logprobs.items()
+            for row, columns in ((row, packed.columns()) for row, packed in result.logprobs.items())
         }
         given.append((result.token_ids, result.row_errors, logprobs))
         for request, _ in rows:
