@@ -592,7 +592,7 @@ static void sample_row(void *context, int64_t row, struct turn *turn) {
 EXPORT int pelton_sample(const struct sampler *op, const float *logits, int64_t stride, const int64_t *slots, int64_t num_rows,
                          int32_t *result) {
     struct sampling sampling = {op, logits, stride, slots, result, 0};
-    pool_run_repeatable(num_rows, sample_row, &sampling);
+    pool_run(num_rows, sample_row, &sampling);
     if (sampling.has_failed)
         return 1;
     for (int64_t row = 0; row < num_rows; row++) {
@@ -640,6 +640,6 @@ static void list_row(void *context, int64_t row, struct turn *turn) {
 EXPORT int pelton_logprobs(const float *logits, int64_t stride, int64_t vocab_size, const int64_t *chosen, int64_t num_rows,
                            int64_t number, int64_t *ids, float *logprobs, int64_t *ranks) {
     struct listing listing = {logits, stride, vocab_size, chosen, number, ids, logprobs, ranks, 0};
-    pool_run_repeatable(num_rows, list_row, &listing);
+    pool_run(num_rows, list_row, &listing);
     return listing.has_failed;
 }
