@@ -363,7 +363,7 @@ static void run_rope(void *context, int64_t token, struct turn *turn) {
 EXPORT void pelton_rope_write(const struct rope *op, const struct attention *cache, const struct written *step, void *qkv,
                               void *query, int64_t query_stride) {
     struct rope_call call = {op, cache, step, qkv, query, query_stride};
-    pool_do((struct work){.run = run_rope, .context = &call, .num_tasks = step->num_tokens, .is_small = step->num_tokens <= 8, .has_shares = 1});
+    pool_do((struct pool_work){.run = run_rope, .context = &call, .num_tasks = step->num_tokens, .is_small = step->num_tokens <= 8, .has_shares = 1});
 }
 
 /* ---- both ---- */
@@ -406,14 +406,14 @@ static int attend(const struct rope *rope, const struct attention *op, const str
         return 1;
     if (rope != NULL) { /* all keys are there before any is read */
         struct rope_call call = {rope, op, written, query, query, query_stride};
-        pool_do((struct work){.run = run_rope, .context = &call, .num_tasks = written->num_tokens, .is_small = is_small, .has_shares = 1});
+        pool_do((struct pool_work){.run = run_rope, .context = &call, .num_tasks = written->num_tokens, .is_small = is_small, .has_shares = 1});
     }
     struct attend_call call = {op, step, plan, threads, query_stride, query, output, 0};
     if (plan->prefix > 0) {
         int64_t parts = (step->num_rows + PREFIX_ROWS - 1) / PREFIX_ROWS * op->num_kv_heads;
-        pool_do((struct work){.run = run_prefix_part, .context = &call, .num_tasks = parts, .is_small = is_small});
+        pool_do((struct pool_work){.run = run_prefix_part, .context = &call, .num_tasks = parts, .is_small = is_small});
     }
-    pool_do((struct work){.run = run_row_part, .context = &call, .num_tasks = plan->num_places, .is_small = is_small});
+    pool_do((struct pool_work){.run = run_row_part, .context = &call, .num_tasks = plan->num_places, .is_small = is_small});
     free(plan->states);
     free(plan);
     return call.failed;

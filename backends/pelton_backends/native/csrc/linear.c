@@ -190,7 +190,7 @@ static int linear_row(const struct linear *op, const struct rows *in, void *outp
         memcpy(x, in->hidden, bytes);
     struct row_call call = {op, x, output};
     int64_t columns = num_columns(op);
-    pool_do((struct work){.run = run_strip, .context = &call, .context_bytes = sizeof call, .num_tasks = (columns + STRIP - 1) / STRIP,
+    pool_do((struct pool_work){.run = run_strip, .context = &call, .context_bytes = sizeof call, .num_tasks = (columns + STRIP - 1) / STRIP,
                           .is_small = columns * op->in_features <= 1 << 14, .has_shares = 1});
     return LINEAR_DONE;
 }
@@ -224,7 +224,7 @@ static void run_prepare(void *context, int64_t row, struct turn *turn) {
 EXPORT void pelton_prepare(const struct linear *op, const void *hidden, const void *residual, void *residual_out, void *x,
                            const int64_t *rows, int64_t num_rows) {
     struct prepare_call call = {op, {hidden, residual, residual_out, rows, num_rows}, x};
-    pool_do((struct work){.run = run_prepare, .context = &call, .num_tasks = num_rows, .is_small = num_rows <= 3, .has_shares = 1});
+    pool_do((struct pool_work){.run = run_prepare, .context = &call, .num_tasks = num_rows, .is_small = num_rows <= 3, .has_shares = 1});
 }
 
 /* ---- rows of an embedding ---- */
@@ -264,5 +264,5 @@ static void run_embed(void *context, int64_t i, struct turn *turn) {
 /* ids [num_ids], each a row of the matrix -> output [num_ids, hidden_size], rounded as the reference: number, times scale. */
 EXPORT void pelton_embed(const struct embed *op, const int64_t *ids, int64_t num_ids, void *output) {
     struct embed_call call = {op, ids, output};
-    pool_do((struct work){.run = run_embed, .context = &call, .num_tasks = num_ids, .is_small = num_ids <= 8, .has_shares = 1});
+    pool_do((struct pool_work){.run = run_embed, .context = &call, .num_tasks = num_ids, .is_small = num_ids <= 8, .has_shares = 1});
 }

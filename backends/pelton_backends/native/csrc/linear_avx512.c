@@ -73,7 +73,7 @@ EXPORT int pelton_pack(const struct linear *op, bf16 *weight) {
         return 1;
     memcpy(plain, weight, bytes);
     struct packing packing = {shape, plain, weight};
-    pool_do((struct work){.run = run_pack, .context = &packing, .num_tasks = shape.num_panels, .has_shares = 1});
+    pool_do((struct pool_work){.run = run_pack, .context = &packing, .num_tasks = shape.num_panels, .has_shares = 1});
     free(plain);
     return 0;
 }
@@ -463,9 +463,9 @@ int pelton_linear_avx512(const struct linear *op, const struct rows *in, void *o
                 memcpy(call.x + row * k, (const bf16 *)in->hidden + row * k, (size_t)line);
     } else {
         call.a = rows;
-        pool_do((struct work){.run = run_preparation, .context = &call, .num_tasks = call.num_blocks, .is_small = is_small, .has_shares = 1});
+        pool_do((struct pool_work){.run = run_preparation, .context = &call, .num_tasks = call.num_blocks, .is_small = is_small, .has_shares = 1});
     }
-    pool_do((struct work){.run = run_products, .context = &call, .context_bytes = call.is_few ? sizeof call : 0,
+    pool_do((struct pool_work){.run = run_products, .context = &call, .context_bytes = call.is_few ? sizeof call : 0,
                           .num_tasks = call.shape.num_panels * call.num_groups, .is_small = is_small, .has_shares = 1});
     return call.has_failed;
 }

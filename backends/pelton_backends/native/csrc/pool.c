@@ -96,7 +96,7 @@ static void ring(int64_t wanted) {
 
 /* What a thread has of a run. */
 struct part {
-    struct work work;
+    struct pool_work work;
     uint64_t run;
     int threads, thread, from, left; /* the share that it takes from, and how many are left */
     struct turn turn;
@@ -276,7 +276,7 @@ static void finish(struct part *part, int other, int64_t patience_ns) {
     }
 }
 
-static void run_alone(struct work work) {
+static void run_alone(struct pool_work work) {
     struct turn turn = {.is_first = 1};
     for (int64_t task = 0; task < work.num_tasks; task++) {
         work.run(work.context, task, &turn);
@@ -284,7 +284,7 @@ static void run_alone(struct work work) {
     }
 }
 
-void pool_do(struct work work) {
+void pool_do(struct pool_work work) {
     if (pool.num_threads == 1 || work.num_tasks <= 1 || work.is_small || is_inside || work.num_tasks >= (int64_t)PLACE_MASK ||
         atomic_exchange(&pool.is_taken, 1)) {
         run_alone(work);

@@ -21,7 +21,7 @@ typedef void (*task_fn)(void *context, int64_t task, struct turn *turn);
 
 enum { MOST_CONTEXT_BYTES = 1024 };
 
-struct work {
+struct pool_work {
     task_fn run;
     void *context;
     int64_t num_tasks;
@@ -34,11 +34,11 @@ struct work {
 int pool_num_threads(void);
 
 /* Run all tasks and return when they are done. Within a task it runs on that task's thread alone. */
-void pool_do(struct work work);
+void pool_do(struct pool_work work);
 
 /* Run tasks 0 .. num_tasks - 1, each once, and return when all are done. Tasks start in their order. */
 INLINE void pool_run(int64_t num_tasks, task_fn run, void *context) {
-    pool_do((struct work){.run = run, .context = context, .num_tasks = num_tasks});
+    pool_do((struct pool_work){.run = run, .context = context, .num_tasks = num_tasks});
 }
 
 /* The same for tasks that another thread may run as well when the first one is held up. The late one may go on while later runs
@@ -50,7 +50,7 @@ INLINE void pool_run(int64_t num_tasks, task_fn run, void *context) {
    - computes in its own thread's scratch, and writes results only after `may_write` said yes. A thread that has no memory returns
      without asking: the caller's thread runs the task, and has made sure of its own. */
 INLINE void pool_run_repeatable(int64_t num_tasks, task_fn run, void *context, size_t bytes) {
-    pool_do((struct work){.run = run, .context = context, .num_tasks = num_tasks, .context_bytes = bytes});
+    pool_do((struct pool_work){.run = run, .context = context, .num_tasks = num_tasks, .context_bytes = bytes});
 }
 
 /* Whether this thread's results of the task are the ones to keep. Ask once, right before the first write; the writes that follow

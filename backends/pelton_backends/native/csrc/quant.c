@@ -555,8 +555,8 @@ EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *
     };
     struct quant_call call = {op, in, x, num_spans(op), output};
     int64_t row_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
-    pool_do((struct work){.run = run_round, .context = &call, .num_tasks = num_rows, .has_shares = 1});
-    pool_do((struct work){.run = run_span, .context = &call, .context_bytes = num_rows <= TILE ? sizeof call : 0,
+    pool_do((struct pool_work){.run = run_round, .context = &call, .num_tasks = num_rows, .has_shares = 1});
+    pool_do((struct pool_work){.run = run_span, .context = &call, .context_bytes = num_rows <= TILE ? sizeof call : 0,
                           .num_tasks = call.spans * row_blocks, .has_shares = 1});
     return 0;
 }
@@ -588,5 +588,5 @@ static void run_quant_embed(void *context, int64_t i, struct turn *turn) {
 /* output [num_ids, hidden_size]: rows ids[i], which are in range, rounded as the reference: number, times scale. */
 EXPORT void pelton_quant_embed(const struct quant_embed *op, const int64_t *ids, int64_t num_ids, void *output) {
     struct quant_embed_call call = {op, ids, output};
-    pool_do((struct work){.run = run_quant_embed, .context = &call, .num_tasks = num_ids, .is_small = num_ids <= 8, .has_shares = 1});
+    pool_do((struct pool_work){.run = run_quant_embed, .context = &call, .num_tasks = num_ids, .is_small = num_ids <= 8, .has_shares = 1});
 }

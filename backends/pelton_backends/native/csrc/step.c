@@ -110,7 +110,7 @@ EXPORT int pelton_take_best(const struct batch *batch, const float *logits, int6
     if (found == NULL)
         return num_rows > 0;
     struct best_call call = {logits, stride, vocab_size, parts, width, found};
-    pool_do((struct work){.run = run_best, .context = &call, .num_tasks = num_rows * parts, .is_small = num_rows * vocab_size <= 1 << 14});
+    pool_do((struct pool_work){.run = run_best, .context = &call, .num_tasks = num_rows * parts, .is_small = num_rows * vocab_size <= 1 << 14});
     for (int64_t row = 0; row < num_rows; row++) {
         struct best best = found[row * parts];
         for (int64_t part = 1; part < parts; part++) {
