@@ -178,6 +178,13 @@ def pelton_structured_output_backends() -> Sequence[Entry]:
 
 
 @hookspec(since="1.0")
+def pelton_draft_proposers() -> Sequence[Entry]:
+    """Offer draft proposers for speculative decoding: what `speculative_config.method` may name. `load` gives a factory from one
+    `pelton.spec_decode.interface.ProposerContext` to a `DraftProposer`. Called once, in the engine's process."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
 def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
     """Change settings before anything is built: flat setting name to (value, reason). Each change is logged with its reason;
     two plugins that set one field to different values are an error. A setting that the user gave explicitly wins."""

@@ -18,6 +18,7 @@ from pelton.model.formats import HFFolderFormat
 from pelton.plugins import Plugins, load_plugins, register
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.scheduler import DefaultScheduler
+from pelton.spec_decode.interface import DraftProposer
 from pelton.testing.models import make_tiny_checkpoint
 
 HERE = "pelton_test_hooks_module"
@@ -56,6 +57,16 @@ class LastComeFirstServed(SchedulingPolicy):
     def rank(self, request):
         used.append("policy")
         return (-request.arrival,)
+
+
+class Proposer(DraftProposer):
+    def __init__(self, context):
+        assert context.config.method == "mine" and context.vocab_size > 7
+        self.max_draft_tokens = context.config.num_speculative_tokens
+
+    def propose(self, request_id, token_ids):
+        used.append("proposer")
+        return [7] * self.max_draft_tokens
 
 
 class Format(HFFolderFormat):
@@ -107,6 +118,10 @@ class EverythingPlugin:
         return [Entry(name="mine", load=f"{HERE}:Manager", priority=60)]
 
     @hookimpl
+    def pelton_draft_proposers(self):
+        return [Entry(name="mine", load=f"{HERE}:Proposer")]
+
+    @hookimpl
     def pelton_model_loaders(self):
         return [LoaderEntry(name="mine", load=f"{HERE}:make_loader")]
 
@@ -130,7 +145,7 @@ class EverythingPlugin:
 @pytest.fixture
 def plugins(monkeypatch) -> Plugins:
     module = ModuleType(HERE)
-    for thing in (Executor, Scheduler, Manager, LastComeFirstServed, Format, make_loader, find_source):
+    for thing in (Executor, Scheduler, Manager, LastComeFirstServed, Proposer, Format, make_loader, find_source):
         setattr(module, thing.__name__, thing)
     monkeypatch.setitem(sys.modules, HERE, module)
     used.clear()
@@ -161,12 +176,12 @@ def test_what_a_plugin_offers_is_what_runs(plugins, checkpoint, tmp_path):
         expected = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
         assert finish_order(llm) == ["0", "1", "2"]
     assert not used
-    with LLM(model=f"mine:{mine}", plugins=plugins, **SMALL) as llm:
+    with LLM(model=f"mine:{mine}", plugins=plugins, speculative_config={"method": "mine"}, **SMALL) as llm:
         assert llm.llm_engine.config.scheduler.max_num_seqs == 1
         answers = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
         assert finish_order(llm) == ["2", "1", "0"]
     assert answers == expected
-    assert {"executor", "scheduler", "manager", "policy", "format", "loader", "source"} == set(used)
+    assert {"executor", "scheduler", "manager", "policy", "proposer", "format", "loader", "source"} == set(used)
 
 
 def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):

@@ -8,8 +8,9 @@ from pelton.config.model import LoadConfig, ModelConfig
 from pelton.config.observability import ObservabilityConfig
 from pelton.config.parallel import ParallelConfig
 from pelton.config.scheduler import SchedulerConfig
+from pelton.config.speculative import SpeculativeConfig
 
 __all__ = [
     "AttentionConfig", "CUDAGraphMode", "CompilationConfig", "EngineConfig", "KVCacheConfig", "LoadConfig",
-    "ModelConfig", "ObservabilityConfig", "ParallelConfig", "SchedulerConfig",
+    "ModelConfig", "ObservabilityConfig", "ParallelConfig", "SchedulerConfig", "SpeculativeConfig",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from pelton.config.model import LoadConfig, ModelConfig
 from pelton.config.observability import ObservabilityConfig
 from pelton.config.parallel import ParallelConfig
 from pelton.config.scheduler import SchedulerConfig
+from pelton.config.speculative import SpeculativeConfig
 from pelton.errors import ConfigError
 
 
@@ -34,6 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     attention: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     compilation: CompilationConfig = msgspec.field(default_factory=CompilationConfig)
+    speculative: SpeculativeConfig = msgspec.field(default_factory=SpeculativeConfig)
     observability: ObservabilityConfig = msgspec.field(default_factory=ObservabilityConfig)
     plugin_config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     """Settings of plugins, by plugin name; each plugin checks its own."""
@@ -49,7 +51,11 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     for name, hint in get_type_hints(EngineConfig).items()
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 }
-FLAT_ALIASES = {"attention_backend": ("attention", "backend"), "optimization_level": ("compilation", "level")}
+FLAT_ALIASES = {
+    "attention_backend": ("attention", "backend"),
+    "optimization_level": ("compilation", "level"),
+    "speculative_method": ("speculative", "method"),
+}
 """Flat names of the fields whose own name says too little without its section."""
 FIELD_HOME: dict[str, tuple[str, str]] = {
     **{

@@ -31,6 +31,7 @@ from pelton.plugins import Plugins
 from pelton.request import EngineRequest
 from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.spec_decode.interface import DraftProposer, ProposerContext
 from pelton.structured.interface import StructuredOutputBackend
 from pelton.structured.manager import GrammarManager
 
@@ -102,6 +103,8 @@ class EngineCore:
                 steps_are_ordered=self._executor.steps_are_ordered,
                 max_steps_in_flight=self._max_steps_in_flight,
                 grammar_source=self._grammars,
+                proposer=make_draft_proposer(config, self.model, plugins),
+                min_acceptance_rate=config.speculative.min_acceptance_rate,
             )
         )
         return scheduler
@@ -421,6 +424,18 @@ def make_kv_manager(config: EngineConfig, model: ResolvedModel, plugins: Plugins
         extra_managers=extra,
     )
     return manager
+
+
+def make_draft_proposer(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> DraftProposer | None:
+    """The proposer that the settings name; None without speculation. Raises `ConfigError` for a name that nobody offers."""
+    name = config.speculative.method
+    if name is None:
+        return None
+    factory = plugins.find("pelton_draft_proposers", name, setting="speculative_config.method").resolve()
+    proposer: DraftProposer = factory(
+        ProposerContext(config=config.speculative, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
+    )
+    return proposer
 
 
 def make_grammar_manager(model: ResolvedModel, plugins: Plugins) -> GrammarManager | None:

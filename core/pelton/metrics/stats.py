@@ -30,8 +30,14 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0
     num_steps: int = 0
+    spec_num_drafts: int = 0
+    """Rows that came back with drafts verified."""
     spec_num_draft_tokens: int = 0
     spec_num_accepted_tokens: int = 0
+    spec_num_accepted_by_position: list[int] = []
+    """Accepted drafts by their place in a row, the first one first."""
+    spec_num_pauses: int = 0
+    """Requests that stopped drafting for a while, because too few drafts were accepted."""
     kv_block_lifetimes_s: list[float] = []
     kv_block_idle_s: list[float] = []
     kv_block_reuse_gaps_s: list[float] = []
@@ -39,6 +45,16 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Seconds of the step loop by stage: `HOST_STAGES` with any time in them, `STEP` which is their sum, and `WAIT`."""
     grammar_compile_s: list[float] = []
     """Seconds that each grammar took which was compiled since the last record."""
+
+    def count_drafts(self, num_draft: int, num_accepted: int) -> None:
+        """Count one row whose drafts were verified."""
+        self.spec_num_drafts += 1
+        self.spec_num_draft_tokens += num_draft
+        self.spec_num_accepted_tokens += num_accepted
+        by_position = self.spec_num_accepted_by_position
+        by_position.extend([0] * (num_accepted - len(by_position)))
+        for position in range(num_accepted):
+            by_position[position] += 1
 
 
 @dataclass(slots=True)

@@ -1,47 +1,86 @@
-"""Draft tokens: how many a row gets, whose they are, and what is taken back when some are rejected.
+"""Draft tokens: how many a row gets, who makes them, and what is taken back when some are rejected.
 
-The host makes them (a proposer here), or the workers do: then the host knows a number only, or their values a step later.
+Either a proposer on the host makes them, or the workers do: then the host knows a number only, or their values a step later.
+A request whose drafts are seldom accepted pauses, and runs meanwhile as if there were no speculation.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from pelton.errors import EngineError
 from pelton.scheduler.request import ScheduledRequest
 from pelton.spec_decode.interface import DraftProposer
 
+if TYPE_CHECKING:
+    from pelton.metrics.stats import SchedulerStats
+    from pelton.scheduler.interface import SchedulerContext
+
 logger = logging.getLogger(__name__)
+
+_WEIGHT, _NO_MATCH_WEIGHT = 0.25, 0.1
+"""Of a step's acceptance in a request's running mean, and of a step in which its proposer found nothing."""
+_PAUSE_TOKENS, _NO_MATCH_PAUSE_TOKENS = 64, 4
+"""Tokens without drafts after too many were rejected, and after the proposer found nothing."""
+_AFTER_PAUSE = 1.3
+"""A pause ends with this much of the least mean: one step that accepts nothing begins the next."""
 
 
 class Drafts:
-    """num_on_device: drafts per step that the workers make, known to the host as a number only; 0 for none."""
-
-    def __init__(self, proposer: DraftProposer | None, num_on_device: int, vocab_size: int) -> None:
-        self.is_on = proposer is not None or num_on_device > 0  # or a result has brought some
-        self._proposer = proposer
-        self._num_on_device = num_on_device
-        self._vocab_size = vocab_size
+    def __init__(self, context: SchedulerContext) -> None:
+        self._proposer = context.proposer
+        self._num_on_device = context.num_draft_tokens
+        self._vocab_size = context.vocab_size
+        self._min_rate = context.min_acceptance_rate
+        self.is_on = self._proposer is not None or self._num_on_device > 0  # or a result has brought some
 
     def must_wait(self, request: ScheduledRequest) -> bool:
         """The host makes the request's next input, and needs the values of tokens that are pending."""
-        return self._proposer is not None and request.num_pending > 0
+        return self._proposer is not None and request.num_pending > 0 and not self._is_paused(request)
 
     def for_row(self, request: ScheduledRequest, budget: int) -> tuple[int, list[int] | None]:
-        """Number of drafts in this step, and their values when the host made them."""
+        """Return the number of drafts in this step, and their values when the host made them."""
         # Besides the token that is sampled for sure.
-        room = min(request.max_total_tokens - request.num_tokens_with_pending, budget) - 1
-        if room <= 0 or request.num_tokens_with_pending <= request.num_prompt_tokens:
+        most = min(request.max_total_tokens - request.num_tokens_with_pending, budget) - 1
+        if most <= 0 or request.num_tokens_with_pending <= request.num_prompt_tokens:
             return 0, None
         if self._proposer is None and (request.num_pending > 0 or not request.drafts):
             # The device made them, and the host has not seen them: a grammar's masks would need their values.
-            return (0 if request.grammar is not None else min(self._num_on_device, room)), None
+            return (0 if request.grammar is not None else min(self._num_on_device, most)), None
         if self._proposer is not None:
-            request.drafts = self._propose(self._proposer, request)
+            request.drafts = [] if self._is_paused(request) else self._propose(self._proposer, request)
         if request.grammar is not None:
             del request.drafts[request.grammar.validate(request.drafts) :]
-        del request.drafts[room:]
+        del request.drafts[most:]
         return len(request.drafts), None if self._proposer is None else list(request.drafts)
+
+    def settle(self, request: ScheduledRequest, num_draft: int, tokens: list[int], stats: SchedulerStats) -> None:
+        """Take back what was counted as computed for drafts that were rejected. Raises `EngineError` for too many tokens."""
+        num_accepted = len(tokens) - 1
+        if not 0 <= num_accepted <= num_draft:
+            raise EngineError(f"{len(tokens)} tokens came back for a row with {num_draft} drafts.")
+        request.num_computed_tokens -= num_draft - num_accepted
+        stats.count_drafts(num_draft, num_accepted)
+        if self._proposer is None:
+            return
+        request.draft_rate += _WEIGHT * (num_accepted / num_draft - request.draft_rate)
+        if request.draft_rate < self._min_rate:
+            request.no_drafts_until = request.num_tokens_with_pending + _PAUSE_TOKENS
+            request.draft_rate = _AFTER_PAUSE * self._min_rate
+            stats.spec_num_pauses += 1
+
+    def forget(self, request: ScheduledRequest) -> None:
+        """The request ended."""
+        if self._proposer is None:
+            return
+        try:
+            self._proposer.finished(request.request_id)
+        except Exception:
+            logger.exception("The draft proposer failed at the end of %s.", request.request_id)
+
+    def _is_paused(self, request: ScheduledRequest) -> bool:
+        return request.num_tokens_with_pending < request.no_drafts_until
 
     def _propose(self, proposer: DraftProposer, request: ScheduledRequest) -> list[int]:
         try:
@@ -51,13 +90,8 @@ class Drafts:
             return []
         drafts = drafts[: proposer.max_draft_tokens]
         bad = next((i for i, token in enumerate(drafts) if not 0 <= token < self._vocab_size), len(drafts))
+        if not drafts and self._min_rate:
+            request.draft_rate -= _NO_MATCH_WEIGHT * request.draft_rate
+            if request.draft_rate < self._min_rate:
+                request.no_drafts_until = request.num_tokens_with_pending + _NO_MATCH_PAUSE_TOKENS
         return drafts[:bad]
-
-    @staticmethod
-    def settle(request: ScheduledRequest, num_draft: int, tokens: list[int]) -> int:
-        """Take back what was counted as computed for drafts that were rejected; how many were accepted."""
-        num_accepted = len(tokens) - 1
-        if not 0 <= num_accepted <= num_draft:
-            raise EngineError(f"{len(tokens)} tokens came back for a row with {num_draft} drafts.")
-        request.num_computed_tokens -= num_draft - num_accepted
-        return num_accepted

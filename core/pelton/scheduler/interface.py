@@ -53,6 +53,9 @@ class SchedulerContext:
     """Drafts a step that the workers make on the device, which the host knows as a number only."""
     grammar_source: GrammarSource | None = None
     proposer: DraftProposer | None = None
+    """Makes drafts on the host. None: no drafts, or the device's."""
+    min_acceptance_rate: float = 0.0
+    """A request whose drafts are accepted less often makes none for a while; 0: drafting never pauses."""
     connector: SchedulerConnector | None = None
     adapter_is_ready: Callable[[int], bool] | None = None
     """Asked for requests with an adapter. None: the engine serves no adapters."""

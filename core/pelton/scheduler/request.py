@@ -42,6 +42,7 @@ class ScheduledRequest:
         "deadline",
         "discard_logprobs_through_step",
         "discard_through_step",
+        "draft_rate",
         "drafts",
         "eos_ids",
         "events",
@@ -54,6 +55,7 @@ class ScheduledRequest:
         "max_total_tokens",
         "min_tokens",
         "next_event_len",
+        "no_drafts_until",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -97,6 +99,8 @@ class ScheduledRequest:
         self.discard_through_step = -1  # rows of steps up to this one say nothing any more
         self.discard_logprobs_through_step = -1  # the same for their prompt logprobs: the prompt starts again
         self.drafts: list[int] = []  # values known on the host, for the next step
+        self.draft_rate = 1.0  # running mean of the share of its drafts that was accepted
+        self.no_drafts_until = 0  # with fewer known and pending tokens it makes none
         self.has_valid_output = False  # a token was sampled since it began: what was computed until then is finite
 
         self.slot = -1

@@ -13,6 +13,7 @@ from pelton.engine.messages import EngineEvent, EngineOutput, EventType, FinishR
 from pelton.errors import EngineError, ErrorInfo, PeltonError
 from pelton.metrics.stats import SchedulerStats
 from pelton.scheduler.allocations import Allocations
+from pelton.scheduler.drafts import Drafts
 from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.policy import RequestQueue, SchedulingPolicy
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
@@ -28,7 +29,12 @@ class RequestTable:
     """A request is in one of `running`, `waiting` and `deferred`."""
 
     def __init__(
-        self, policy: SchedulingPolicy, allocations: Allocations, transfers: KVTransfers, clock: Callable[[], float]
+        self,
+        policy: SchedulingPolicy,
+        allocations: Allocations,
+        transfers: KVTransfers,
+        drafts: Drafts,
+        clock: Callable[[], float],
     ) -> None:
         self.requests: dict[str, ScheduledRequest] = {}
         self.running: list[ScheduledRequest] = []  # in rank order
@@ -42,6 +48,7 @@ class RequestTable:
         self._policy = policy
         self._allocations = allocations
         self._transfers = transfers
+        self._drafts = drafts
         self._clock = clock
         self._has_finished_rows = False  # in `running`
 
@@ -119,6 +126,7 @@ class RequestTable:
             if request.grammar_job is not None:
                 request.grammar_job.cancel()
         del self.requests[request.request_id]
+        self._drafts.forget(request)
         self._allocations.release(request, keeps_blocks=self._transfers.keeps(request))
         request.status = RequestStatus.FINISHED
         request.leave_fast_paths()

@@ -75,10 +75,10 @@ class DefaultScheduler(Scheduler):
             steps_are_ordered=context.steps_are_ordered,
         )
         self._transfers = KVTransfers(context.connector, kv_manager, num_groups=len(block_sizes))
-        self._table = RequestTable(policy, self._allocations, self._transfers, context.clock)
+        drafts = Drafts(context)
+        self._table = RequestTable(policy, self._allocations, self._transfers, drafts, context.clock)
         self._deadlines = Deadlines(self._table.requests)
         preemption = Preemption(policy, self._table, self._allocations, self._transfers, self._steps)
-        drafts = Drafts(context.proposer, context.num_draft_tokens, context.vocab_size)
         self._running = RunningRows(config, policy, kv_manager, self._table, self._allocations, preemption, drafts)
         self._admission = Admission(
             config,
@@ -195,7 +195,6 @@ class DefaultScheduler(Scheduler):
         stats, output = table.stats, opened.output
         stats.num_steps += 1
         stats.num_scheduled_tokens += output.total_num_scheduled_tokens
-        stats.spec_num_draft_tokens += sum(output.num_draft)
         return output
 
     def _open(self, step: StepBuilder) -> OpenStep:

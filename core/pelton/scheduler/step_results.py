@@ -101,7 +101,7 @@ class StepResults:
         if request.status is RequestStatus.RUNNING:
             request.has_valid_output = request.has_valid_output or samples
             if num_draft:
-                self._table.stats.spec_num_accepted_tokens += self._drafts.settle(request, num_draft, tokens)
+                self._drafts.settle(request, num_draft, tokens, self._table.stats)
             request.num_unconfirmed_tokens -= num_draft if self._is_ordered else output.num_scheduled[row]
         columns = result.prompt_logprobs.get(row)
         if (

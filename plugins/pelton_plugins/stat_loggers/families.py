@@ -94,8 +94,15 @@ FAMILIES: tuple[Family, ...] = (
         "reason",
         ("max_num_queued_reqs", "max_num_queued_tokens"),
     ),
+    _counter("spec_decode_num_drafts", "Rows of steps whose draft tokens were verified."),
     _counter("spec_decode_num_draft_tokens", "Draft tokens proposed."),
     _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+    _counter(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens accepted, by their place in the row from 0.",
+        "position",
+    ),
+    _counter("spec_decode_num_pauses", "Requests that stopped drafting for a while, since too few drafts were accepted."),
     _histogram("request_prompt_tokens", "Prompt tokens of a finished sequence.", UP_TO_MODEL_LEN),
     _histogram("request_generation_tokens", "Generated tokens of a finished sequence.", UP_TO_MODEL_LEN),
     _histogram(

@@ -103,8 +103,12 @@ class PrometheusLogger:
         self._add("prefix_cache_queries", stats.prefix_cache_queries)
         self._add("prefix_cache_hits", stats.prefix_cache_hits)
         self._add("num_preemptions", stats.num_preemptions)
+        self._add("spec_decode_num_drafts", stats.spec_num_drafts)
         self._add("spec_decode_num_draft_tokens", stats.spec_num_draft_tokens)
         self._add("spec_decode_num_accepted_tokens", stats.spec_num_accepted_tokens)
+        for position, count in enumerate(stats.spec_num_accepted_by_position):
+            self._add("spec_decode_num_accepted_tokens_per_pos", count, str(position))
+        self._add("spec_decode_num_pauses", stats.spec_num_pauses)
         # Several steps may have passed since the last record: the mean of those stands for each of them.
         steps = max(stats.num_steps, 1)
         if stats.num_scheduled_tokens:

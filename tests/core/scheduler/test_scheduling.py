@@ -780,6 +780,74 @@ def test_a_proposer_that_fails_costs_drafts_only():
     harness.run_and_check()
 
 
+class Scripted(FakeProposer):
+    """Always proposes the same, and says who it has heard of."""
+
+    def __init__(self, fake_model, drafts):
+        super().__init__(fake_model, 3)
+        self.drafts, self.known, self.num_calls = drafts, set(), 0
+
+    def propose(self, request_id, token_ids):
+        self.known.add(request_id)
+        self.num_calls += 1
+        return list(self.drafts)
+
+    def finished(self, request_id):
+        self.known.discard(request_id)
+
+
+@OVERLAPS
+def test_drafts_that_are_never_accepted_pause(overlap):
+    model = FakeModel()
+    proposer = Scripted(model, [0, 0, 0])  # the fake model never says 0 here
+    harness = Harness(
+        fake_model=model, proposer=proposer, min_acceptance_rate=0.15, max_steps_in_flight=overlap, max_model_len=400,
+        num_blocks=128,
+    )  # fmt: skip
+    harness.add(make_request("a", 5, 300))
+    drafted = num_pauses = 0
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        stats = harness.scheduler.take_stats()
+        drafted, num_pauses = drafted + stats.spec_num_draft_tokens, num_pauses + stats.spec_num_pauses
+    harness.run_and_check()
+    # 0.75 ** 7 < 0.15 ends the first try, one step each later one; 64 tokens lie between two of them.
+    assert num_pauses == 1 + (300 - 7) // 65 and drafted == 3 * (7 + num_pauses - 1)
+
+
+def test_a_proposer_that_finds_nothing_is_asked_more_seldom():
+    model = FakeModel()
+    proposer = Scripted(model, [])
+    harness = Harness(fake_model=model, proposer=proposer, min_acceptance_rate=0.15, max_model_len=400, num_blocks=128)
+    harness.add(make_request("a", 5, 300))
+    harness.run_and_check()
+    # 0.9 ** 19 < 0.15: from the 19th step on one call in 4 tokens.
+    assert 19 + 280 // 4 - 2 <= proposer.num_calls <= 19 + 280 // 4 + 2
+
+
+def test_without_a_least_rate_drafting_never_pauses():
+    model = FakeModel()
+    proposer = Scripted(model, [0])
+    harness = Harness(fake_model=model, proposer=proposer, max_model_len=400, num_blocks=128)
+    harness.add(make_request("a", 5, 100))
+    harness.run_and_check()
+    assert proposer.num_calls == 98  # none with the first token, and none where one token is left
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_a_proposer_forgets_requests_that_end(overlap):
+    model = FakeModel()
+    proposer = Scripted(model, [0])
+    harness = Harness(fake_model=model, proposer=proposer, max_steps_in_flight=overlap)
+    harness.add(make_request("a", 5, 5))
+    harness.add(make_request("b", 5, 30))
+    for _ in range(8):
+        harness.step()
+    assert proposer.known == {"b"}
+    harness.scheduler.finish_requests(["b"], FinishReason.ABORT)
+    assert not proposer.known
+
+
 def test_a_failing_policy_or_lookup_ends_the_request_it_was_asked_about():
     harness = Harness()
     lookup = harness.kv.lookup

@@ -1,0 +1,38 @@
+"""Settings of speculative decoding."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pelton.errors import ConfigError
+
+MAX_SPECULATIVE_TOKENS = 16
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drafts of tokens that the model verifies in one step. Greedy output stays the same; with sampling its law does."""
+
+    method: str | None = None
+    """Name of a draft proposer, such as ngram; no speculation when unset."""
+    num_speculative_tokens: int = 3
+    """Most drafts of one request in one step."""
+    prompt_lookup_max: int = 5
+    """ngram: most tokens of the end of the text that are looked up earlier in it."""
+    prompt_lookup_min: int = 3
+    """ngram: fewest tokens that have to be found again."""
+    min_acceptance_rate: float = 0.15
+    """A request whose drafts are accepted less often makes none for a while; 0: drafting never pauses."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; use 1 to {MAX_SPECULATIVE_TOKENS}, such as 3."
+            )
+        if self.prompt_lookup_min < 1:
+            raise ConfigError(f"prompt_lookup_min is {self.prompt_lookup_min}; use at least 1, such as 3.")
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ConfigError(
+                f"prompt_lookup_max is {self.prompt_lookup_max}; use at least prompt_lookup_min, {self.prompt_lookup_min}."
+            )
+        if not 0.0 <= self.min_acceptance_rate <= 1.0:
+            raise ConfigError(f"min_acceptance_rate is {self.min_acceptance_rate}; use 0 to 1, such as 0.15.")
