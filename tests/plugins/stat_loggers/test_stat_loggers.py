@@ -34,6 +34,7 @@ EXPECTED = {
     "request_params_max_tokens", "request_time_per_output_token_seconds", "num_preemptions", "iteration_tokens_total",
     "num_requests_waiting_by_reason", "prompt_tokens_cached", "admission_rejections", "request_num_preemptions",
     "request_prefill_kv_computed_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_drafts", "spec_decode_num_pauses",
     "startup_phase_seconds", "step_host_seconds", "step_device_wait_seconds", "grammar_compile_seconds",
 }  # fmt: skip
 NEVER = ("num_requests_swapped", "cpu_cache_usage_perc", "time_in_queue_requests", "gpu_cache_usage_perc",
