@@ -63,6 +63,7 @@ def batch_of(workload: str, repeat: int) -> Requests:
     makers: dict[str, Callable[[], Requests]] = {
         "ttft": lambda: latency(2 * repeat, num_out=1),
         "latency": lambda: latency(2 * repeat + 1),
+        "batch16": lambda: throughput(f"16.{repeat}", 16, (64, 64), (24, 24)),
         "throughput": lambda: throughput(repeat),
         "prefix": lambda: prefix(repeat),
     }
@@ -91,9 +92,10 @@ class VllmLike:
 
     def describe(self) -> dict[str, Any]:
         report = getattr(getattr(getattr(self.llm, "llm_engine", None), "info", None), "report", None)
-        return {
+        told = {
             name: str(getattr(report, name)) for name in ("device", "attention_backend") if getattr(report, name, None)
         }
+        return {**told, **({"weights_bytes": report.weights_bytes} if getattr(report, "weights_bytes", 0) else {})}
 
 
 class Transformers:
@@ -227,8 +229,16 @@ def probe(name: str) -> dict[str, Any]:
     return {"is_there": is_there, "versions": versions, "preloads": preloads}
 
 
-def load(name: str, settings: dict[str, Any], num_threads: int) -> Any:
+def without_avx512() -> None:
+    """vLLM chooses one of its builds by what torch says of the CPU, and has no setting for it."""
+    cpu: Any = importlib.import_module("torch.cpu")
+    cpu._is_avx512_supported = cpu._is_avx512_bf16_supported = lambda: False
+
+
+def load(name: str, settings: dict[str, Any], num_threads: int, isa: str = "auto") -> Any:
     """The engine, warm."""
+    if name == "vllm" and isa in ("plain", "avx2", "avx2_vnni"):
+        without_avx512()
     engine = ENGINES.get(name, VllmLike)(MODULES[name], settings, num_threads)
     engine.generate(latency("warm", 64, 16))
     engine.generate(throughput("warm", 8, outputs=(8, 8)))
@@ -260,7 +270,7 @@ def main() -> int:
                 answer = probe(command["name"])
             elif command["do"] == "load":
                 began = time.perf_counter()
-                engine = load(command["name"], command["settings"], command["num_threads"])
+                engine = load(command["name"], command["settings"], command["num_threads"], command["isa"])
                 answer = {"load_s": time.perf_counter() - began, **engine.describe()}
             else:
                 answer = {"seconds": timed(engine, batch_of(command["workload"], command["repeat"]))}

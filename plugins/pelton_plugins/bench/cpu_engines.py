@@ -13,12 +13,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench import cpu_driver
+from pelton_plugins.bench.cpu_sets import AUTO, environ_of
 from pelton_plugins.bench.memory import family, family_bytes
 
 PELTON = "pelton"
@@ -28,6 +29,8 @@ INSTALL = {
     "transformers": "torch, transformers and gguf",
 }
 VLLM_KV_CACHE_GIB = 4
+DRIVER_ENVIRON = {"vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+"""Of engines that are faster in the driver's own process; their servers do as they like."""
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.05
@@ -38,16 +41,27 @@ class Engine:
     """One engine of the run: the interpreter that has it, and what it is started with."""
 
     name: str
+    """Its column: the kind, and what tells it from others of the kind."""
     python: str
     settings: dict[str, Any]
     """Arguments of its `LLM`; "model" and "dtype" at least."""
     environ: dict[str, str] = field(default_factory=dict)
     """Variables beside those of this process."""
     versions: dict[str, str] = field(default_factory=dict)
+    kind: str = PELTON
+    """What it is: Pelton, or a peer's name."""
+    isa: str = AUTO
+    cannot_run: str | None = None
+    """Why it is not run here: its rows say so."""
+
+    @property
+    def key(self) -> str:
+        """Its name in a file of results."""
+        return self.name if self.isa == AUTO else f"{self.name}@{self.isa}"
 
     def server_command(self, port: int, folder: Path) -> list[str]:
         """How its server is started. Settings of Pelton's go through a file in `folder`."""
-        if self.name == PELTON:
+        if self.kind == PELTON:
             config = folder / "server.json"
             config.write_text(json.dumps({"port": port, **self.settings}))
             return [self.python, "-m", "pelton.cli.main", "serve", "--config", str(config)]
@@ -56,17 +70,17 @@ class Engine:
         return [*command, "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def find_peer(name: str, python: str, model: str, cores: list[int], folder: Path) -> Engine:
+def find_peer(name: str, python: str, model: str, cores: list[int], folder: Path, label: str = "") -> Engine:
     """Another engine in the environment of `python`. Raises `ConfigError` when it is not there."""
-    engine = Engine(name, python, {"model": model, "dtype": "bfloat16"})
+    engine = Engine(label or name, python, {"model": model, "dtype": "bfloat16"}, kind=name)
     try:
         with Driver(engine, folder) as driver:
             found = driver.ask(do="probe", name=name)
     except (OSError, EngineError) as error:
-        raise ConfigError(f"--peer {name}={python} does not run: {error} Give a Python interpreter.") from error
+        raise ConfigError(f"--peer {engine.name}={python} does not run: {error} Give a Python interpreter.") from error
     if not found["is_there"]:
         raise ConfigError(
-            f"--peer {name}={python}: that environment has no module {cpu_driver.MODULES[name]}. Install "
+            f"--peer {engine.name}={python}: that environment has no module {cpu_driver.MODULES[name]}. Install "
             f"{INSTALL[name]} there, or name another interpreter."
         )
     engine.versions = found["versions"]
@@ -81,6 +95,20 @@ def find_peer(name: str, python: str, model: str, cores: list[int], folder: Path
     return engine
 
 
+def kept_to(engine: Engine, isa: str) -> Engine:
+    """The same engine with the other instruction sets switched off."""
+    if isa == AUTO or engine.isa == isa:
+        return engine
+    found = replace(engine, isa=isa, environ={**engine.environ, **environ_of(isa)})
+    if engine.kind == PELTON:
+        plugins = engine.settings.get("plugin_config", {})
+        native = {**plugins.get("native", {}), "isa": isa}
+        found.settings = {**engine.settings, "plugin_config": {**plugins, "native": native}}
+    elif engine.kind == "llama.cpp":
+        found.cannot_run = f"a build for {isa} is needed: --peer {engine.name}@{isa}=PYTHON"
+    return found
+
+
 class Driver:
     """An engine in a process of its own, which does what it is told, one command at a time.
 
@@ -88,11 +116,11 @@ class Driver:
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
-        self.log = folder / f"{engine.name}.log"
+        self.log = folder / f"{_file_name(engine)}.log"
         self._out = self.log.open("ab")
         self._process = subprocess.Popen(
             [engine.python, cpu_driver.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._out,
-            text=True, env={**os.environ, **engine.environ}, start_new_session=True,
+            text=True, env={**os.environ, **engine.environ, **DRIVER_ENVIRON.get(engine.kind, {})}, start_new_session=True,
         )  # fmt: skip
 
     def __enter__(self) -> Driver:
@@ -113,7 +141,7 @@ class Driver:
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            raise EngineError(f"the process ended with status {status}{last_line(self.log)}")
+            raise EngineError(f"the process {ended(status)}{last_line(self.log)}")
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -154,7 +182,7 @@ class Server:
 def serving(engine: Engine, folder: Path) -> Iterator[Server]:
     """An engine's server on a free port until the block ends. Raises `EngineError` when it does not come up."""
     port = free_port()
-    url, log = f"http://127.0.0.1:{port}", folder / f"{engine.name}-server.log"
+    url, log = f"http://127.0.0.1:{port}", folder / f"{_file_name(engine)}-server.log"
     command = engine.server_command(port, folder)
     with log.open("ab") as out:
         began = time.perf_counter()
@@ -165,13 +193,24 @@ def serving(engine: Engine, folder: Path) -> Iterator[Server]:
     try:
         while not _is_healthy(url):
             if process.poll() is not None:
-                raise EngineError(f"the server ended with status {process.returncode}{last_line(log)}")
+                raise EngineError(f"the server {ended(process.returncode)}{last_line(log)}")
             if time.perf_counter() - began > START_TIMEOUT_S:
                 raise EngineError(f"the server did not come up in {START_TIMEOUT_S:.0f} s{last_line(log)}")
             time.sleep(POLL_S)
         yield Server(url, process.pid, time.perf_counter() - began)
     finally:
         _end(process, signal.SIGINT)
+
+
+def ended(status: int) -> str:
+    """How a process ended, as a part of a sentence."""
+    if status == -signal.SIGILL:
+        return f"ended with status {status}, an instruction that this CPU lacks: its build is for another one"
+    return f"ended with status {status}"
+
+
+def _file_name(engine: Engine) -> str:
+    return "".join(char if char.isalnum() or char in "._-" else "-" for char in engine.key)
 
 
 def free_port() -> int:

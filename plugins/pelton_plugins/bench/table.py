@@ -162,7 +162,7 @@ def _first_start(settings: dict[str, Any], name: str, folder: Path) -> Iterator[
     cache = folder / f"{name}-cache"
     environ = {key: value for key, value in os.environ.items() if key not in KERNEL_CACHES}
     environ |= {"XDG_CACHE_HOME": str(cache), "CUDA_CACHE_PATH": str(cache / "cuda")}
-    for found in _lines({"settings": settings, "rows": []}, environ):
+    for found in lines_of({"settings": settings, "rows": []}, environ):
         print(f"{name}: {FIRST_START} done", file=sys.stderr)
         yield {**found, "row": FIRST_START, **_about(settings)}
 
@@ -173,11 +173,11 @@ def _measure_rows(
     job: dict[str, Any] = {"settings": settings, "rows": [], "repeats": repeats}
     if START in rows:
         print(f"{name}: first start", file=sys.stderr)
-        for _ in _lines(job):
+        for _ in lines_of(job):
             pass  # it fills the caches; the second start counts
     job["rows"] = [row for row in rows if row != START]
     about = _about(settings)
-    for found in _lines(job):
+    for found in lines_of(job):
         row = found["row"]
         if row == START:
             about |= {key: found[key] for key in ("device", "attention_backend") if key in found}
@@ -214,7 +214,7 @@ def _about(settings: dict[str, Any]) -> dict[str, Any]:
     return {"date": today(), "versions": versions(), "settings": shown}
 
 
-def _lines(job: dict[str, Any], environ: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
+def lines_of(job: dict[str, Any], environ: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
     """What the process says, line by line. Raises when it ends badly."""
     command = [sys.executable, "-m", "pelton_plugins.bench.measure", json.dumps(job)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
@@ -252,7 +252,7 @@ def render(results: dict[str, dict[str, Any]], *, as_markdown: bool = False) -> 
             head += f", {' to '.join(dict.fromkeys(dates[:1] + dates[-1:]))}:\n" if dates else ":\n"
         parts.append("\n".join([head, table, *errors]))
         if any("kinds" in measured.get(name, {}) for name in SAMPLING):
-            parts.append(_sampling_table(measured, as_markdown=as_markdown))
+            parts.append(sampling_table(measured, SAMPLING, as_markdown=as_markdown))
     parts.append(
         f"{peers.VLLM}, {peers.SGLANG} and the floor: {peers.DEVICE}, {peers.DATE}. "
         "x better peer: above 1 is better, in time as in rate."
@@ -260,9 +260,9 @@ def render(results: dict[str, dict[str, Any]], *, as_markdown: bool = False) -> 
     return "\n\n".join(parts)
 
 
-def _sampling_table(measured: dict[str, Any], *, as_markdown: bool) -> str:
+def sampling_table(measured: dict[str, Any], names: Sequence[str], *, as_markdown: bool) -> str:
     """Each kind of request as output tokens/s and as a share of the greedy speed of the same batch."""
-    header, names = ["128 in, 128 out"], [name for name in SAMPLING if "kinds" in measured.get(name, {})]
+    header, names = ["kind of request"], [name for name in names if "kinds" in measured.get(name, {})]
     for name in names:
         header += [f"{sampling_rows.num_rows(name)} rows, tokens/s", "of greedy", "target", "reached"]
     lines = [header]

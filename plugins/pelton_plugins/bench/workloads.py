@@ -75,7 +75,8 @@ def _further(vocab_size: int) -> list[Workload]:
 def _sampling(vocab_size: int) -> list[Workload]:
     """Batches that are sampled in several ways."""
     tokens = _token_source(random.Random(2), vocab_size)
-    return [Workload(f"sampling{count}", [tokens(128) for _ in range(count)], [128] * count) for count in (1, 32, 256)]
+    found = [Workload(f"sampling{count}", [tokens(128) for _ in range(count)], [128] * count) for count in (1, 32, 256)]
+    return [*found, Workload("sampling16", [tokens(32) for _ in range(16)], [64] * 16)]  # for CPUs
 
 
 def random_requests(

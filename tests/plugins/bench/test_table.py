@@ -74,7 +74,7 @@ SAMPLED = {
     "device": "a device",
 }  # fmt: skip
 SAMPLED_GOLDEN = """\
-  128 IN, 128 OUT      256 ROWS, TOKENS/S  OF GREEDY  TARGET  REACHED
+  KIND OF REQUEST      256 ROWS, TOKENS/S  OF GREEDY  TARGET  REACHED
   greedy               32,000              100%       -       -
   top_k and top_p      30,000              94%        88%     yes
   logprobs             22,400              70%        88%     no
@@ -276,13 +276,13 @@ def test_rows_without_an_aim_are_measured_when_they_are_asked_for():
 def test_a_first_start_has_caches_of_its_own(model, fake_flags, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/usual")
     results, seen = tmp_path / "table.json", []
-    lines = table._lines
+    lines = table.lines_of
 
     def record(job, environ=None):
         seen.append(environ)
         return lines(job, environ)
 
-    monkeypatch.setattr(table, "_lines", record)
+    monkeypatch.setattr(table, "lines_of", record)
     flags = ["--models", model, "--results", str(results), "--rows", "first-start", *fake_flags]
     assert main(["bench", "table", *flags]) == 0
     assert json.loads(results.read_text())["tiny"]["first-start"]["start_s"] > 0
