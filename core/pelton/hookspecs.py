@@ -192,6 +192,14 @@ def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, s
 
 
 @hookspec(since="1.0")
+def pelton_worker_settings(config: EngineConfig, device_type: str) -> Mapping[str, str]:
+    """Put settings of your own, `plugin_config.<name>`, to use where a worker for `device_type` runs. Called in each worker, and by
+    `pelton backends`, before anything is asked for backends and ops. Returns what was chosen, by name: rows of the start table.
+    Raises `ConfigError` for a setting that is wrong."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
 def pelton_cli_commands() -> Sequence[CommandEntry]:
     """Offer commands of the `pelton` program."""
     raise NotImplementedError

@@ -78,6 +78,8 @@ class Plugins:
         for implementation in sorted(caller.get_hookimpls(), key=lambda i: i.plugin_name):
             try:
                 result = implementation.function(*[arguments[name] for name in implementation.argnames])
+            except ConfigError:
+                raise  # the operator's, not the plugin's
             except Exception as error:
                 raise PluginError(
                     f"Plugin {implementation.plugin_name!r} fails in {hook}: {type(error).__name__}: {error}."

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from pelton import LLM, SamplingParams, hookimpl
+from pelton.engine.start_table import start_table
 from pelton.entries import Entry, LoaderEntry
 from pelton.errors import ConfigError
 from pelton.executor.in_process import InProcessExecutor
@@ -141,6 +142,13 @@ class EverythingPlugin:
             "max_num_seqs": (3, "the user's one is kept"),
         }
 
+    @hookimpl
+    def pelton_worker_settings(self, config, device_type):
+        own = config.plugin_config.get("everything", {})
+        if own.get("colour") == "infrared":
+            raise ConfigError("plugin_config.everything.colour is 'infrared'; use one that can be seen.")
+        return {"colour": f"{own.get('colour', 'grey')} on {device_type}"}
+
 
 @pytest.fixture
 def plugins(monkeypatch) -> Plugins:
@@ -182,6 +190,17 @@ def test_what_a_plugin_offers_is_what_runs(plugins, checkpoint, tmp_path):
         assert finish_order(llm) == ["2", "1", "0"]
     assert answers == expected
     assert {"executor", "scheduler", "manager", "policy", "proposer", "format", "loader", "source"} == set(used)
+
+
+def test_a_plugin_takes_its_own_settings_where_the_worker_runs(plugins, checkpoint):
+    def make(colour):
+        return LLM(model=str(checkpoint), plugins=plugins, plugin_config={"everything": {"colour": colour}}, **SMALL)
+
+    with make("red") as llm:
+        assert llm.llm_engine.info.report.choices["colour"] == "red on cpu"
+        assert " red on cpu\n" in start_table(llm.llm_engine.info, llm.llm_engine.model)
+    with pytest.raises(ConfigError, match="'infrared'; use one that can be seen"):
+        make("infrared")
 
 
 def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):

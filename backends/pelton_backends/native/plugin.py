@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pelton.entries import BackendEntry, OpEntry
 from pelton.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from pelton.config import EngineConfig
 
 PELTON_API = ">=1,<2"
 
@@ -26,6 +30,15 @@ _PACKED_ENTRIES = (
     ("add_norm_gated_linear", "quant:QuantAddNormLinear"),
     ("add_norm_logits", "quant:QuantAddNormLogits"),
 )
+
+
+@hookimpl
+def pelton_worker_settings(config: EngineConfig, device_type: str) -> Mapping[str, str]:
+    if device_type != "cpu":
+        return {}
+    from pelton_backends.native.settings import take_settings
+
+    return take_settings(config)
 
 
 @hookimpl

@@ -12,7 +12,7 @@ import msgspec
 
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
-from pelton.config.adjust import adjust_config
+from pelton.config.adjust import adjust_config, take_settings
 from pelton.config.flags import parse_flags
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
@@ -52,9 +52,11 @@ def describe(config: EngineConfig, plugins: Plugins, *, is_model_named: bool = T
     from pelton.model.resolve import resolve_model
 
     platform = select_platform(config, plugins)
+    choices = take_settings(config, plugins, platform.device_type)
     report: dict[str, Any] = {
         "platforms": [_platform_row(status, chosen) for status, chosen in describe_platforms(config, plugins)],
         "device": platform.describe(),
+        "choices": choices,
         "device_type": platform.device_type,
         "model": None,
         "attention": [],
@@ -176,7 +178,8 @@ def _op_row(choice: Any) -> dict[str, Any]:
 
 def as_text(report: dict[str, Any]) -> str:
     """The tables for people."""
-    blocks = [f"device: {report['device']}"]
+    choices = [f"{name}: {value}" for name, value in report["choices"].items()]
+    blocks = ["\n".join([f"device: {report['device']}", *choices])]
     rows: list[tuple[object, ...]] = [
         (row["name"], row["priority"], row["plugin"], row["reason"], WINNER if row["is_chosen"] else "")
         for row in report["platforms"]

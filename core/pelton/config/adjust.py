@@ -1,4 +1,7 @@
-"""Let plugins change settings before anything is built: each change has a reason, and an explicit setting wins."""
+"""Let plugins change settings before anything is built: each change has a reason, and an explicit setting wins.
+
+And let them take settings of their own.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +71,11 @@ def adjust_config(
             done.append(Adjustment(plugin, name, old, value, reason, is_applied))
             get_logger(__name__).info("setting %s", done[-1])
     return config, done
+
+
+def take_settings(config: EngineConfig, plugins: Plugins, device_type: str) -> dict[str, str]:
+    """Let plugins put their own settings to use in this process; returns what they chose, by name."""
+    chosen: dict[str, str] = {}
+    for _, choices in plugins.call_each("pelton_worker_settings", config=config, device_type=device_type):
+        chosen |= choices or {}
+    return chosen

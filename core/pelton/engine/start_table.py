@@ -14,6 +14,7 @@ def start_table(info: EngineInfo, model: ResolvedModel) -> str:
         ("model", f"{model.name} ({model.architecture}, {model.dtype}, {model.weights_format})"),
         ("device", report.device or report.platform),
         ("attention", _with_reason(report.attention_backend, report.attention_reason)),
+        *report.choices.items(),
         ("weights", _size(report.weights_bytes)),
         (
             "KV cache",

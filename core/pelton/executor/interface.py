@@ -27,6 +27,8 @@ class DeviceReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     attention_backend: str = ""
     attention_reason: str = ""
     """Why this backend: "priority 10, the only one that fits"."""
+    choices: dict[str, str] = {}
+    """What plugins chose by their settings, or without: name to value."""
     weights_bytes: int = 0
     phase_s: dict[str, float] = {}
     """Seconds by start phase: device, load, profile, ..."""

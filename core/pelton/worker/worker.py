@@ -16,6 +16,7 @@ from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
+from pelton.config.adjust import take_settings
 from pelton.errors import ConfigError
 from pelton.executor.interface import DeviceReport
 from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
@@ -74,6 +75,7 @@ class DeviceWorker(Worker):
         self.max_num_tokens = scheduler.max_num_batched_tokens or self.platform.default_max_num_batched_tokens
         with phase("device", self.phase_s):
             self.platform.init_device(self.config, self.rank)
+            self.choices = take_settings(self.config, self.plugins, self.platform.device_type)
             self.device = self.platform.device(self.rank)
         self._check_dtype()
 
@@ -329,6 +331,7 @@ class DeviceWorker(Worker):
             platform=self.platform.name,
             attention_backend=", ".join(dict.fromkeys(selection.name for selection in selections)),
             attention_reason="; ".join(dict.fromkeys(selection.reason for selection in selections)),
+            choices=self.choices,
             weights_bytes=self.weights_bytes,
             phase_s=self.phase_s,
             notes=self.notes,

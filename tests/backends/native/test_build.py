@@ -9,10 +9,13 @@ import pytest
 
 from pelton.attention.interface import AttentionNeeds
 from pelton.attention.selector import select_backend
-from pelton_backends.native import build
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError
+from pelton_backends.native import build, isa, library
 from pelton_backends.native import plugin as native_plugin
 from pelton_backends.native.build import CannotBuildError, build_library, content_key
 from pelton_backends.native.isa import ISAS
+from pelton_backends.native.settings import take_settings
 from pelton_backends.sdpa import plugin as sdpa_plugin
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
@@ -93,6 +96,73 @@ def test_the_compiler_that_is_missing_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(CannotBuildError, match="no C compiler on the PATH"):
         build_library(ISAS[0])
+
+
+@pytest.fixture
+def restored():
+    yield
+    library.use_isa(None)
+
+
+def test_the_setting_chooses_the_instruction_set(restored):
+    chosen = take_settings(EngineConfig.from_flat(plugin_config={"native": {"isa": "plain"}}))
+    assert library.kernels().isa == "plain" and chosen["instructions"].startswith("plain (this CPU has plain")
+    take_settings(EngineConfig())
+    assert library.isa_in_use() == build.available_sets()[-1]
+
+
+@pytest.mark.parametrize(
+    "own, message",
+    [
+        pytest.param({"isa": "z80"}, "isa is 'z80': there is no such set. Use one of plain", id="unknown"),
+        pytest.param(
+            {"isa": "avx2_vnni"}, "'avx2_vnni': this CPU or its compiler lacks it. Use one of plain", id="lacking"
+        ),
+        pytest.param({"isa": 3}, r"plugin_config\.native: .*isa", id="no-name"),
+        pytest.param({"izza": "plain"}, r"plugin_config\.native: .*izza.* It takes isa", id="misspelt"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named(monkeypatch, restored, own, message):
+    monkeypatch.setattr(library, "_available_sets", lambda: [ISAS[0]])
+    with pytest.raises(ConfigError, match=message):
+        take_settings(EngineConfig.from_flat(plugin_config={"native": own}))
+
+
+def test_without_a_compiler_a_named_set_is_an_error_and_the_default_is_not(monkeypatch, restored):
+    def fail():
+        raise CannotBuildError("no C compiler on the PATH")
+
+    monkeypatch.setattr(library, "_available_sets", fail)
+    monkeypatch.setattr(library, "_best_set", fail)
+    assert take_settings(EngineConfig()) == {}
+    with pytest.raises(ConfigError, match="isa is 'plain', and there are no kernels in C: no C compiler"):
+        take_settings(EngineConfig.from_flat(plugin_config={"native": {"isa": "plain"}}))
+
+
+@pytest.mark.parametrize(
+    "machine, features, names",
+    [
+        ("x86_64", "sse2", ["plain"]),
+        ("x86_64", "sse2 avx2 fma f16c", ["plain", "avx2"]),
+        ("x86_64", "avx2 fma f16c avx_vnni", ["plain", "avx2", "avx2_vnni"]),
+        ("x86_64", "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16", ["plain", "avx2", "avx512"]),
+        ("aarch64", "asimd bf16", ["plain"]),
+    ],
+)
+def test_a_cpu_has_a_set_when_it_has_all_of_its_features(monkeypatch, machine, features, names):
+    monkeypatch.setattr(isa.platform, "machine", lambda: machine)
+    monkeypatch.setattr(isa, "cpu_features", lambda: frozenset(features.replace("_", "").split()))
+    assert [one.name for one in isa.sets_of_cpu()] == names
+
+
+def test_a_set_that_the_compiler_does_not_know_is_not_offered(tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *avx512bf16*) exit 1;; esac\nexit 0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "COMPILERS", (str(compiler),))
+    monkeypatch.setattr(build, "sets_of_cpu", lambda: ISAS)
+    assert [one.name for one in build.available_sets()] == [one.name for one in ISAS[:-1]]
+    assert build.best_set().name == "avx512_vnni"
 
 
 def test_the_native_backend_is_chosen_before_sdpa():
