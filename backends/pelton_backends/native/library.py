@@ -87,9 +87,6 @@ class Kernels:
         self.linear = _typed(
             library.pelton_linear, c_int, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
         )
-        self.prepare = _typed(
-            library.pelton_prepare, None, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64
-        )
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
         self.embed = _typed(library.pelton_embed, None, POINTER(Embed), c_void_p, c_int64, c_void_p)
         self.quant = _typed(

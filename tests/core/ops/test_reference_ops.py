@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from pelton.ops import reference
 from pelton.ops.interface import (
     AddNormGatedLinearNeeds,
     AddNormGatedLinearTensors,
@@ -115,6 +116,21 @@ def test_add_norm_gated_linear(generator, activation):
     got, got_residual = op(seam.hidden, seam.residual)
     torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(got_residual.double(), want_residual, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_halves_on_a_cpu_with_and_without_onednn(generator, monkeypatch, dtype, is_fast, has_bias):
+    monkeypatch.setattr(reference, "_has_fast_products", lambda dtype: is_fast)
+    monkeypatch.setattr(reference, "SLICE_NUMBERS", 40)  # five rows of the weight at once
+    x, weight = torch.randn(3, H, generator=generator).to(dtype), torch.randn(12, H, generator=generator).to(dtype)
+    bias = torch.randn(12, generator=generator).to(dtype) if has_bias else None
+    weights = LinearWeights(LinearSpec(in_features=H, out_features=12, has_bias=has_bias), {"weight": weight}, bias)
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    got = reference.linear(x, weights)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=1e-2)
 
 
 def test_add_norm_gated_linear_refuses_an_activation_it_does_not_have():

@@ -6,9 +6,10 @@
    does the same but for the fused multiply-adds of AVX2 and AVX-512.
 
    From MANY_ROWS rows of bfloat16 on AVX-512, where two products of int8 take longer than one of bfloat16, panels are
-   dequantized to bfloat16 as they are read, for the products of linear_avx512.c. */
+   dequantized to bfloat16 as they are read, for the products of linear_bf16.c. */
 #include "quant.h"
-#include "seam.h"
+
+#include "lines.h"
 
 #if PELTON_ISA >= ISA_AVX2
 #include <immintrin.h>
@@ -27,8 +28,7 @@ struct inputs {
 
 /* Each instruction set has:
    - `multiply_panels`: sums of rows [row, row + m) by one or two panels of one kind: [m][SPAN], 16 a panel. m is at most TILE
-   - `round_inputs`: a row of a call, after its norm, to `x`
-   - `finish_row`. */
+   - `round_inputs`: a row of a call, after its norm, to `x`. */
 
 INLINE float half_to_float(uint16_t half) {
     uint32_t bits = (uint32_t)(half & 0x7fffu) << 13, sign = (uint32_t)(half & 0x8000u) << 16;
@@ -111,10 +111,6 @@ static void round_inputs(const struct linear *op, const struct rows *in, int64_t
         round_row(op, in, row, x, DTYPE_BF16);
     else
         round_row(op, in, row, x, DTYPE_F32);
-}
-
-static void finish_row(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
-    pelton_finish(op, sums, sums + QUANT_ROWS, first, count, output);
 }
 
 #endif
@@ -335,14 +331,7 @@ INLINE void avx512_round(const struct inputs *x, int64_t row, const void *number
     __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     for (int64_t block = 0; block < x->num_blocks; block++) {
         int64_t at = row * x->num_blocks + block, from = block * QUANT_BLOCK;
-        __m512 first, second;
-        if (dtype == DTYPE_BF16) {
-            first = widen(_mm256_loadu_si256((const __m256i *)((const bf16 *)numbers + from)));
-            second = widen(_mm256_loadu_si256((const __m256i *)((const bf16 *)numbers + from + 16)));
-        } else {
-            first = _mm512_loadu_ps((const float *)numbers + from);
-            second = _mm512_loadu_ps((const float *)numbers + from + 16);
-        }
+        __m512 first = (__m512)load_lanes(numbers, from, dtype), second = (__m512)load_lanes(numbers, from + 16, dtype);
         __m512i bits = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(first), magnitude),
                                         _mm512_and_si512(_mm512_castps_si512(second), magnitude));
         uint32_t largest = _mm512_reduce_max_epu32(bits);
@@ -360,16 +349,10 @@ INLINE void avx512_round(const struct inputs *x, int64_t row, const void *number
 
 static void round_inputs(const struct linear *op, const struct rows *in, int64_t row,
                                               const struct inputs *x) {
-    float room[op->in_features];
-    if (op->norm == NULL)
-        avx512_round(x, row, row_of(op, in, row), op->dtype);
-    else if (op->dtype == DTYPE_BF16) {
-        pelton_prepare_avx512(op, in, row, room);
-        avx512_round(x, row, room, DTYPE_BF16);
-    } else {
+    float room[op->in_features]; /* for either dtype */
+    if (op->norm != NULL)
         pelton_prepare_row(op, in, row, room);
-        avx512_round(x, row, room, DTYPE_F32);
-    }
+    avx512_round(x, row, op->norm != NULL ? room : row_of(op, in, row), op->dtype);
 }
 
 /* Two panels [in / 2][32][2] of bfloat16, dequantized; NULL: zeros. Those `distance` panels further on are fetched. */
@@ -420,13 +403,6 @@ static void avx512_dequantize(const uint8_t *const *panels, const int *kinds, in
         }
 }
 
-static void finish_row(const struct linear *op, float *sums, int64_t first, int64_t count, void *output) {
-    if (op->dtype == DTYPE_BF16)
-        finish_panel(op, sums, first, count, output);
-    else
-        pelton_finish(op, sums, sums + QUANT_ROWS, first, count, output);
-}
-
 #endif
 
 /* ---- the seams ---- */
@@ -460,6 +436,7 @@ INLINE struct span find_span(const struct quant *op, int64_t index) {
 static void span_rows(const struct quant *op, const struct inputs *x, struct span span, int64_t first_row, int64_t last_row,
                       char *output, struct turn *turn) {
     const struct quant_part *part = span.part;
+    const struct engine *engine = pelton_engine(&op->op);
     int is_gated = op->op.activation != ACTIVATION_NONE;
     int64_t panel_bytes = x->num_blocks * record_bytes(part->kind), panel = span.first / QUANT_ROWS;
     const uint8_t *panels[2] = {part->panels + panel * panel_bytes, part->panels + (panel + 1) * panel_bytes};
@@ -477,15 +454,14 @@ static void span_rows(const struct quant *op, const struct inputs *x, struct spa
             multiply_panels(panels + 1, 1, part[1].kind, x, row, m, sums + QUANT_ROWS);
         if (!may_write(turn)) /* not asked twice: repeatable tasks have one tile */
             return;
-        for (int64_t i = 0; i < m; i++)
-            finish_row(&op->op, sums + i * SPAN, span.column, span.count, output + (size_t)(row + i) * row_bytes);
+        engine->finish(&op->op, sums, m, span.column, span.count, output + (size_t)row * row_bytes, row_bytes);
     }
 }
 
 #if PELTON_ISA >= ISA_AVX512_BF16
 
-/* For `pelton_linear_avx512`, whose panels are the spans here. */
-static void make_panel(const void *weight, int64_t index, bf16 *result) {
+/* For `pelton_product`, whose panels are the spans here. */
+static void make_panel(const void *weight, int64_t index, void *result) {
     const struct quant *op = weight;
     struct span span = find_span(op, index);
     int64_t num_blocks = op->op.in_features / QUANT_BLOCK, panel_bytes = num_blocks * record_bytes(span.part->kind);
@@ -501,7 +477,7 @@ static void make_panel(const void *weight, int64_t index, bf16 *result) {
     avx512_dequantize(panels, kinds, num_blocks, distance, result);
 }
 
-/* Whether spans are the panels of `pelton_linear_avx512`: each but the last is whole. */
+/* Whether spans are the panels of `pelton_product`: each but the last is whole. */
 static int has_whole_spans(const struct quant *op) {
     int64_t parts = op->op.activation == ACTIVATION_NONE ? op->num_parts : 1;
     for (int64_t i = 0; i + 1 < parts; i++)
@@ -540,7 +516,7 @@ EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *
 #if PELTON_ISA >= ISA_AVX512_BF16
     if (num_rows >= MANY_ROWS && op->op.dtype == DTYPE_BF16 && has_whole_spans(op)) {
         struct panel_source source = {make_panel, op};
-        return pelton_linear_avx512(&op->op, &in, output, &source);
+        return pelton_product(&op->op, &in, output, &source);
     }
 #endif
     int64_t num_blocks = op->op.in_features / QUANT_BLOCK;
