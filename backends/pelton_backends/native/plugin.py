@@ -17,6 +17,7 @@ _ENTRIES = (
     ("embed", "embed:NativeEmbed"),
     ("prepare_inputs", "step:NativePrepareInputs"),
     ("sample", "sampling:NativeSample"),
+    ("logprobs", "sampling:NativeLogprobs"),
     ("qk_norm_rope_write_kv", "rope:NativeQkNormRopeWriteKv"),
     ("add_norm_linear", "linear:NativeAddNormLinear"),
     ("linear", "linear:NativeLinear"),

@@ -6,17 +6,18 @@ from ctypes import POINTER, Structure, byref, c_int64, c_void_p, pointer
 from typing import TYPE_CHECKING, ClassVar
 
 from pelton.errors import EngineError
-from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
+from pelton.ops.interface import Logprobs, LogprobsNeeds, LogprobsTensors, Sample, SampleNeeds, SampleTensors
 from pelton_backends.native import library
 from pelton_backends.native.step import Batch, make_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pelton.sampling.logprobs import LogprobTensors
     from pelton.sampling.side_tables import SideTables
 
 MOST_LOGPROBS = 128
-"""As in csrc/sampling.c."""
+"""Alternatives, of which each is put in its place among those before it."""
 
 
 class _SideTables(Structure):
@@ -122,6 +123,32 @@ class _Full:
             self._struct, logits.data_ptr(), logits.stride(0), slots.data_ptr(), len(slots), result.data_ptr()
         )
         _check(failed)
+
+
+class NativeLogprobs:
+    is_recordable: ClassVar[bool] = True
+
+    @staticmethod
+    def unsupported(needs: LogprobsNeeds) -> list[str]:
+        if needs.num_logprobs > MOST_LOGPROBS:
+            return [f"{needs.num_logprobs} logprobs, at most {MOST_LOGPROBS}"]
+        why = library.reason_against()
+        return [why] if why else []
+
+    @staticmethod
+    def bind(needs: LogprobsNeeds, tensors: LogprobsTensors) -> Logprobs:
+        run = library.kernels().logprobs
+
+        def write(logits: Tensor, token_ids: Tensor, target: LogprobTensors) -> None:
+            logits, token_ids = _row_wise(logits), token_ids.contiguous()
+            assert all(part.is_contiguous() for part in target.tensors())
+            failed = run(
+                logits.data_ptr(), logits.stride(0), needs.vocab_size, token_ids.data_ptr(), len(token_ids),
+                needs.num_logprobs, *(part.data_ptr() for part in target.tensors()),
+            )  # fmt: skip
+            _check(failed)
+
+        return write
 
 
 def _side_addresses(side: SideTables) -> dict[str, int]:

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from pelton.errors import ConfigError
-from pelton.ops.interface import SampleNeeds, SampleTensors
+from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds, SampleTensors
 from pelton.ops.reference_step import ReferenceSample
-from pelton.sampling.logprobs import LogprobTensors
+from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
 from pelton.sampling.random import uniform
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.output import NewRequest
 from pelton.worker.batch_state import BatchState
 from pelton_backends.native import library
-from pelton_backends.native.sampling import NativeSample
+from pelton_backends.native.sampling import NativeLogprobs, NativeSample
 
 MAX_LEN = 40
 INF = math.inf
@@ -47,10 +47,7 @@ def copy_of(state: BatchState) -> BatchState:
     for source, target in ((state, other), (state.side, other.side)):
         for name, value in vars(source).items():
             if isinstance(value, torch.Tensor):
-                setattr(target, name, value.clone())
-    views = ("num_computed_tokens", "num_prompt_tokens", "seeds", "side_slots", "top_k")
-    for name, row in zip(views, other._integers, strict=True):
-        setattr(other, name, row[: state.max_num_seqs + 1])
+                getattr(target, name).copy_(value)
     return other
 
 
@@ -403,6 +400,33 @@ def test_logprobs_come_from_the_raw_logits(isa, num_logprobs, vocab):
     assert mine.token_ids[2].tolist() == [got[2][0], *stable]
     assert mine.logprobs[:3] == pytest.approx(theirs.logprobs[:3], abs=1e-5, rel=1e-5)
     assert (mine.token_ids[4:] == -9).all() and (mine.ranks[4:] == -9).all()
+
+
+@pytest.mark.parametrize("vocab, num_logprobs", [(2, 1), (21, 20), (70, 0), (2001, 5)])
+def test_logprobs_of_given_tokens(isa, vocab, num_logprobs):
+    generator, target = torch.Generator().manual_seed(0), make_target(num_logprobs, 9)
+    logits = torch.randn(9, vocab, generator=generator) * 5
+    logits[3] = 80.0  # equal ones
+    logits[4, vocab // 2] = -INF
+    logits[5, 1:] = -INF
+    chosen = torch.randint(0, vocab, (9,), generator=generator)
+    needs = LogprobsNeeds(vocab_size=vocab, max_rows=9, num_logprobs=num_logprobs)
+    assert NativeLogprobs.unsupported(needs) == []
+    NativeLogprobs.bind(needs, LogprobsTensors(logits.device))(logits, chosen, target)
+    expected = gather_logprobs(logits, chosen, num_logprobs)
+    assert torch.equal(target.ranks, expected.ranks)
+    torch.testing.assert_close(target.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
+    assert torch.equal(target.token_ids[:, 0], chosen)
+    order = logits.sort(dim=1, descending=True, stable=True).indices[:, :num_logprobs]
+    assert torch.equal(target.token_ids[:, 1:], order)
+
+
+def test_logprobs_of_logits_that_are_not_numbers(isa):
+    target, logits = make_target(3, 2), torch.zeros(2, 50)
+    logits[0, 7], logits[1, 3] = math.nan, INF
+    needs = LogprobsNeeds(vocab_size=50, max_rows=2, num_logprobs=3)
+    NativeLogprobs.bind(needs, LogprobsTensors(logits.device))(logits, torch.tensor([4, 5]), target)
+    assert target.logprobs[0].isnan().all() and ((target.token_ids >= 0) & (target.token_ids < 50)).all()
 
 
 def test_at_size(isa):

@@ -15,7 +15,11 @@
 enum { OK = 0, NOT_FINITE = 1, NOTHING_ALLOWED = 2 };
 enum { GROUP = 64, CHUNK = GROUP * LANES }; /* a lane of a chunk is a group of values */
 enum { NUM_CUTS = 8 };
-enum { MOST_LOGPROBS = 128 };
+#if defined(__AVX512F__)
+enum { PASSES = 1 }; /* before values that cannot be the threshold are left out */
+#else
+enum { PASSES = 2 };
+#endif
 static const float LEAST_EXPONENT = -87.0f; /* exp of less is 0 here */
 
 /* ---- vectors ---- */
@@ -36,6 +40,14 @@ INLINE uint32_t vec_bits(ivec mask) {
     for (int lane = 0; lane < LANES; lane++)
         bits |= (uint32_t)(mask[lane] & 1) << lane;
     return bits;
+#endif
+}
+
+INLINE vec vec_add_where(ivec mask, vec sum, vec numbers) {
+#if defined(__AVX512DQ__)
+    return (vec)_mm512_mask_add_ps((__m512)sum, (__mmask16)vec_bits(mask), (__m512)sum, (__m512)numbers);
+#else
+    return sum + (vec)(mask & (ivec)numbers);
 #endif
 }
 
@@ -156,26 +168,24 @@ static int64_t find(const float *values, float value) {
    where that is wanted. The list is filled up behind them; it may be `values`, and its ids `ids`. Returns how many there are. */
 static int64_t keep(const float *values, const int32_t *ids, int64_t n, float low, float high, float *list, int32_t *list_ids) {
     int64_t count = 0;
-    ivec place = {0};
-    for (int lane = 0; lane < LANES; lane++)
-        place[lane] = lane;
     for (int64_t i = 0; i < n; i += LANES) {
         vec x = vec_load(values + i);
         uint32_t bits = vec_bits((x >= vec_all(low)) & (x <= vec_all(high)));
         if (!bits)
             continue;
-        ivec own = ids ? (ivec)vec_load_bits(ids + i) : place + (int32_t)i;
 #if defined(__AVX512F__)
+        __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        __m512i own = ids ? _mm512_loadu_si512(ids + i) : _mm512_add_epi32(place, _mm512_set1_epi32((int32_t)i));
         _mm512_storeu_ps(list + count, _mm512_maskz_compress_ps((__mmask16)bits, (__m512)x));
         if (list_ids)
-            _mm512_storeu_si512(list_ids + count, _mm512_maskz_compress_epi32((__mmask16)bits, (__m512i)own));
+            _mm512_storeu_si512(list_ids + count, _mm512_maskz_compress_epi32((__mmask16)bits, own));
         count += __builtin_popcount(bits);
 #else
         for (; bits; bits &= bits - 1, count++) {
             int lane = __builtin_ctz(bits);
-            list[count] = x[lane];
+            list[count] = values[i + lane];
             if (list_ids)
-                list_ids[count] = own[lane];
+                list_ids[count] = ids ? ids[i + lane] : (int32_t)(i + lane);
         }
 #endif
     }
@@ -208,7 +218,7 @@ INLINE void sum_above(const float *values, int64_t n, const float *cuts, double 
         for (int64_t i = first; i < least(first + CHUNK, n); i += LANES) {
             vec x = vec_load(values + i), weight = counts ? vec_all(1.0f) : x;
             for (int j = 0; j < NUM_CUTS; j++)
-                parts[j] += (vec)((x >= vec_all(cuts[j])) & (ivec)weight);
+                parts[j] = vec_add_where(x >= vec_all(cuts[j]), parts[j], weight);
         }
         for (int j = 0; j < NUM_CUTS; j++)
             sums[j] += sum_of_lanes(parts[j]);
@@ -245,7 +255,7 @@ INLINE float cut(const struct work *work, const float *values, int64_t n, double
             else
                 stop = place, above = left_out + sums[j];
         }
-        if (pass % 2 || n <= 4 * LANES || stop - start <= 1)
+        if (pass % PASSES || n <= 4 * LANES || stop - start <= 1)
             continue;
         int64_t count = keep(values, NULL, n, value_of((int32_t)start), value_of((int32_t)(stop - 1)), work->spare, NULL);
         if (count == 0)
@@ -565,8 +575,8 @@ static void sample_row(void *context, int64_t row, struct turn *turn) {
     const struct sampler *op = sampling->op;
     const float *logits = sampling->logits + row * sampling->stride;
     struct taken taken = {0, OK};
-    int64_t ids[1 + MOST_LOGPROBS], rank = 0, slot = sampling->slots[row], width = 1 + op->num_logprobs;
-    float logprobs[1 + MOST_LOGPROBS];
+    int64_t slot = sampling->slots[row], width = 1 + op->num_logprobs;
+    (void)turn;
     if (slot != op->batch->padding_slot) {
         struct work work;
         if (!make_work(&work, op->vocab_size)) {
@@ -575,16 +585,10 @@ static void sample_row(void *context, int64_t row, struct turn *turn) {
         }
         taken = take(op, &work, logits, slot);
         if (op->logprob_ids != NULL && taken.code == OK)
-            rank = find_logprobs(&work, logits, op->vocab_size, taken.token, op->num_logprobs, ids, logprobs);
+            op->ranks[row] = find_logprobs(&work, logits, op->vocab_size, taken.token, op->num_logprobs, op->logprob_ids + row * width,
+                                           op->logprobs + row * width);
     }
-    if (!may_write(turn))
-        return;
     sampling->result[2 * row] = taken.token, sampling->result[2 * row + 1] = taken.code;
-    if (rank) {
-        memcpy(op->logprob_ids + row * width, ids, (size_t)width * sizeof *ids);
-        memcpy(op->logprobs + row * width, logprobs, (size_t)width * sizeof *logprobs);
-        op->ranks[row] = rank;
-    }
 }
 
 /* logits: num_rows rows, `stride` numbers apart, left as they are; slots [num_rows]; result [num_rows, 2]: token and error code.
@@ -621,19 +625,14 @@ struct listing {
 static void list_row(void *context, int64_t row, struct turn *turn) {
     struct listing *listing = context;
     struct work work;
-    int64_t ids[1 + MOST_LOGPROBS], width = 1 + listing->number;
-    float logprobs[1 + MOST_LOGPROBS];
+    int64_t width = 1 + listing->number;
+    (void)turn;
     if (!make_work(&work, listing->vocab_size)) {
         __atomic_store_n(&listing->has_failed, 1, __ATOMIC_RELAXED);
         return;
     }
-    int64_t rank = find_logprobs(&work, listing->logits + row * listing->stride, listing->vocab_size, listing->chosen[row],
-                                 listing->number, ids, logprobs);
-    if (!may_write(turn))
-        return;
-    memcpy(listing->ids + row * width, ids, (size_t)width * sizeof *ids);
-    memcpy(listing->logprobs + row * width, logprobs, (size_t)width * sizeof *logprobs);
-    listing->ranks[row] = rank;
+    listing->ranks[row] = find_logprobs(&work, listing->logits + row * listing->stride, listing->vocab_size, listing->chosen[row],
+                                        listing->number, listing->ids + row * width, listing->logprobs + row * width);
 }
 
 /* Logprobs of given tokens, and of the `number` likeliest beside each: ids, logprobs [num_rows, 1 + number], ranks [num_rows]. */
