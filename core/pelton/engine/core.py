@@ -49,6 +49,7 @@ class EngineCore:
     def __init__(
         self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, executor: Executor | None = None
     ) -> None:
+        budget_is_open = config.scheduler.max_num_batched_tokens is None and config.scheduler.enable_chunked_prefill
         self.config = config = resolve_sizes(config, model, plugins)
         self.model = model
         self.plugins = plugins
@@ -62,6 +63,8 @@ class EngineCore:
                 self.plan = make_plan(config, model, self._executor)
             with phase("allocate KV cache and warm up"):
                 self._executor.initialize_kv_cache(self.plan)
+                if budget_is_open:
+                    self.config = config = with_step_budget(config, self._executor.fit_step())
             self._kv = make_kv_manager(config, model, plugins, self.plan)
             self._grammars = make_grammar_manager(model, plugins)
             self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
@@ -384,6 +387,15 @@ def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
         scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     return msgspec.structs.replace(config, scheduler=resolved)
+
+
+def with_step_budget(config: EngineConfig, num_tokens: int | None) -> EngineConfig:
+    """With `max_num_batched_tokens` lowered to what an executor has found to fit into a step."""
+    resolved = config.scheduler.max_num_batched_tokens
+    if num_tokens is None or resolved is None or num_tokens >= resolved:
+        return config
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=num_tokens)
+    return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> Executor:

@@ -199,6 +199,9 @@ class InProcessExecutor(Executor):
             )
         return self._run(lambda: target(*args))
 
+    def fit_step(self) -> int | None:
+        return self._run(self._alive().fit_step)
+
     def prepare_ahead(self) -> bool:
         return self._run(self._alive().prepare_ahead)
 

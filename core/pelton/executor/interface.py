@@ -87,6 +87,11 @@ class Executor(ABC):
     @abstractmethod
     def report(self) -> DeviceReport: ...
 
+    def fit_step(self) -> int | None:
+        """Most tokens of a step that does not last too long for the device's platform, as measured; None: it has no opinion.
+        Asked once, after `initialize_kv_cache`, where no setting says `max_num_batched_tokens`."""
+        return None
+
     def prepare_ahead(self) -> bool:
         """Do one piece of work that later steps would otherwise wait for (a graph's capture); False when none is left.
         Called when no step is open and nobody waits."""

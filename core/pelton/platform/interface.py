@@ -22,6 +22,9 @@ class Platform(ABC):
     device_type: ClassVar[str]  # torch's word: "cpu", "cuda"; backends are offered by this
     default_max_num_batched_tokens: ClassVar[int] = 2048
     default_max_num_seqs: ClassVar[int] = 256
+    target_step_s: ClassVar[float | None] = None
+    """Where `max_num_batched_tokens` is not set: how long a step may last, by the speed that the worker measures at its start;
+    the default is lowered for it. None: it stays."""
     default_dtype: ClassVar[str] = "bfloat16"
     """What `dtype="auto"` becomes when the checkpoint does not say."""
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")

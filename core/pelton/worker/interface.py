@@ -66,6 +66,10 @@ class Worker(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """Compile, tune or capture what the first requests would otherwise wait for."""
 
+    def fit_step(self) -> int | None:
+        """See `Executor.fit_step`."""
+        return None
+
     def prepare_ahead(self) -> bool:
         """See `Executor.prepare_ahead`."""
         return False

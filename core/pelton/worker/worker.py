@@ -33,12 +33,13 @@ from pelton.model.registry import build_model
 from pelton.sampling.side_tables import side_table_bytes
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.batch_state import BatchState
-from pelton.worker.inputs import InputBuffers
+from pelton.worker.inputs import InputBuffers, padding_shape
 from pelton.worker.interface import Worker
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.pending import PendingOutput
 from pelton.worker.rehearsal import rehearsal
+from pelton.worker.speed import LEAST_STEP_TOKENS, fitting_tokens, measure_speed
 from pelton.worker.step_graphs import StepGraphs
 from pelton.worker.step_ops import StepOps
 
@@ -188,6 +189,27 @@ class DeviceWorker(Worker):
         self._take_step_memory()
         if graphs is not None:
             self._capture(graphs)
+
+    @torch.inference_mode()
+    def fit_step(self) -> int | None:
+        """Padding is computed for it: what attention over a long context costs is not in it."""
+        target_s = self.platform.target_step_s
+        if target_s is None:
+            return None
+
+        def run(num_tokens: int) -> None:
+            self.runner.run_padding(padding_shape(num_tokens, num_tokens))
+            self.platform.synchronize()
+
+        with phase("measure speed", self.phase_s):
+            speed = measure_speed(run, self.max_num_tokens)
+        least = max(LEAST_STEP_TOKENS, self.max_num_seqs, self.config.kv_cache.block_size)
+        count = fitting_tokens(speed, target_s, least, self.max_num_tokens)
+        if count < self.max_num_tokens:
+            self.notes.append(
+                f"max_num_batched_tokens {count}: {count / speed:.1f} s a step at the measured {speed:.0f} tokens/s"
+            )
+        return count
 
     def _compile_ahead(self) -> None:
         """What steps will launch, on a first start. Otherwise the first request of each kind waits seconds for a compiler, and

@@ -76,6 +76,32 @@ def test_requests_get_their_tokens_with_overlap_on_and_off(make_core, settings):
     assert core.call("kv_cache_usage") == 0.0
 
 
+@pytest.mark.parametrize(
+    "settings, budget, is_asked",
+    [
+        pytest.param({"max_num_batched_tokens": None}, 16, True, id="open"),
+        pytest.param({"max_num_batched_tokens": 32}, 32, False, id="set"),
+        pytest.param(
+            {"max_num_batched_tokens": None, "enable_chunked_prefill": False}, 2048, False, id="whole-prompts"
+        ),
+    ],
+)
+def test_a_budget_that_nobody_set_follows_the_speed(make_core, monkeypatch, settings, budget, is_asked):
+    asked = []
+    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: asked.append(self) or 16)
+    core, executor = make_core(**settings)
+    core.add_request(make_request("r", 100, 3))
+    run(core)
+    assert core.info.max_num_batched_tokens == budget
+    assert max(output.total_num_scheduled_tokens for output in executor.outputs) == min(budget, 100)
+    assert bool(asked) == is_asked
+
+
+def test_a_budget_is_never_raised(make_core, monkeypatch):
+    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: 10**6)
+    assert make_core(max_num_batched_tokens=None)[0].info.max_num_batched_tokens == 2048
+
+
 def test_steps_stay_open_up_to_the_setting(make_core):
     for settings, count in (({"async_scheduling": False}, 1), ({}, 2), ({"max_steps_in_flight": 3}, 3)):
         core, executor = make_core(**settings)
