@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
     from pelton.attention.layer import AttentionLayer
 
-MOST_HEADS = 48
-"""Query heads of one key head that a task has room for (TILE_ROWS in csrc/attention.c)."""
-
 LEAST_PREFIX_ROWS, LEAST_PREFIX = 8, 64
 """Rows that share a prefix, and its tokens: from here on it is read once for all."""
 
@@ -60,8 +57,6 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"kv dtype {needs.kv_dtype}, only that of the model")
         if needs.num_heads % needs.num_kv_heads:
             reasons.append(f"{needs.num_heads} heads are no multiple of {needs.num_kv_heads} kv heads")
-        elif needs.num_heads // needs.num_kv_heads > MOST_HEADS:
-            reasons.append(f"{needs.num_heads // needs.num_kv_heads} heads a kv head, at most {MOST_HEADS}")
         if not reasons:  # compiles
             why = library.reason_against()
             reasons += [why] if why else []
@@ -81,9 +76,7 @@ class NativeBackend(AttentionBackend):
         return NativeMetadata(common, step, prefix)
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
-        needs = self.needs
-        is_served = self._kernels.isa == "avx512_bf16" and needs.dtype == "bfloat16" and not needs.sliding_window
-        return is_served and num_rows >= LEAST_PREFIX_ROWS and prefix_len >= LEAST_PREFIX
+        return not self.needs.sliding_window and num_rows >= LEAST_PREFIX_ROWS and prefix_len >= LEAST_PREFIX
 
     def _common_prefix(self, common: CommonMetadata, key: BatchDescriptor | None) -> Tensor | None:
         """[1] int32, for a step of one token a row that is served better by reading its common prefix once."""

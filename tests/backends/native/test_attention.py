@@ -16,6 +16,7 @@ NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, 
 TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
+@pytest.mark.usefixtures("isa")
 class TestNativeBackend(AttentionBackendConformance):
     backend = NativeBackend
 
@@ -34,7 +35,7 @@ LONG = ((1, 0), (1, 63), (1, 64), (1, 65), (1, 300), (2, 0), (70, 3), (33, 129))
         {"head_dim": 64, "num_heads": 9, "num_kv_heads": 3},
         {"head_dim": 80, "block_size": 7},
         {"head_dim": 17},
-        {"head_dim": 2, "num_heads": 48, "num_kv_heads": 1},
+        {"head_dim": 2, "num_heads": 49, "num_kv_heads": 1},
         {"head_dim": 130, "num_heads": 26, "num_kv_heads": 2, "block_size": 32, "num_padding": 5},
     ],
     ids=str,
@@ -44,6 +45,23 @@ def test_every_path_equals_the_oracle(isa, dtype, changes):
     step = AttentionStep(NativeBackend, case)
     step.write()
     torch.testing.assert_close(step.run().double(), step.expected(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": ((1, 1023),)},
+        {"rows": ((1, 1100),), "dtype": "bfloat16"},
+        {"rows": ((1, 4500), (1, 9), (1, 1023)), "num_heads": 6, "dtype": "bfloat16"},
+        {"rows": ((1, 2600), (3, 1500)), "sliding_window": 1030, "soft_cap": 4.0},
+    ],
+    ids=str,
+)
+def test_spans_of_a_long_row_are_joined(isa, changes):
+    step = AttentionStep(NativeBackend, replace(AttentionCase(rows=(), head_dim=32), **changes))
+    step.write()
+    tolerance = TOLERANCES[step.case.dtype]
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -67,7 +85,6 @@ def test_the_layout_has_heads_first():
         ({"dtype": "float16"}, "dtype float16"),
         ({"kv_dtype": "fp8"}, "kv dtype fp8"),
         ({"num_kv_heads": 3}, "no multiple"),
-        ({"num_heads": 49, "num_kv_heads": 1}, "49 heads a kv head"),
     ],
 )
 def test_what_it_refuses(changes, reason):
@@ -120,6 +137,7 @@ SHARING = AttentionCase(
         {"block_size": 7, "rows": ((1, 161),) * 9},
         {"sliding_window": 50},
         {"dtype": "float32"},
+        {"rows": ((1, 1400),) + ((1, 170),) * 8, "dtype": "float32"},  # one of the rows is cut into spans as well
     ],
     ids=str,
 )
@@ -130,13 +148,12 @@ def test_a_shared_prefix_is_read_once_or_not_at_all_apart(isa, changes):
     torch.testing.assert_close(step.run().double(), step.expected(), atol=tolerance, rtol=tolerance)
 
 
-def test_what_reads_a_prefix_once(monkeypatch):
-    if library.kernels().isa != "avx512_bf16":
-        pytest.skip("AVX-512 BF16 only")
+def test_what_reads_a_prefix_once():
     step = shared_step(SHARING, 160)
     backend = step.backend
     assert backend.uses_common_prefix(37, 160)
     assert not backend.uses_common_prefix(7, 160) and not backend.uses_common_prefix(37, 48)
+    assert not NativeBackend.uses_common_prefix(shared_step(replace(SHARING, sliding_window=50), 160).backend, 37, 160)
     metadata = backend.build(step.common)
     assert metadata.prefix.tolist() == [160] and metadata.step.common_prefix == metadata.prefix.data_ptr()
     key = BatchDescriptor(37, 37, 1)

@@ -3,6 +3,7 @@
 #define PELTON_ATTENTION_H
 
 #include "common.h"
+#include "pool.h"
 
 /* A layer and its cache. Strides count numbers; the last axis of the cache is contiguous. */
 struct attention {
@@ -23,7 +24,7 @@ struct step {
     int64_t table_stride, num_rows;
     int32_t is_causal;
     const int32_t *common_prefix; /* tokens that all rows share, in the blocks that row 0's table starts with: rows have one
-                                     token each, and `pelton_decodes_avx512` says yes; NULL: not looked at */
+                                     token each and no window; NULL: not looked at */
 };
 
 struct rope {
@@ -47,28 +48,42 @@ struct task {
     int64_t head, num_heads, num_tokens, position, length, first_key, last_key;
     const void *query;
     int64_t query_stride;
+    const struct rope *rope; /* what queries still lack; NULL: nothing */
+    const int64_t *positions;
     void *output;
     int32_t is_causal;
     const int32_t *next_table; /* a row whose keys may be wanted soon, from next_key on; NULL: none */
     int64_t next_key, next_length;
-    float *states; /* of a prefix, PREFIX_STATE(head_dim) numbers a query row: left here by the task that reads it, taken up by
-                      the row's own. NULL: the task sees all keys */
+    const float *given; /* states [queries] of keys before first_key; NULL: there are none */
+    float *states;      /* where states are left instead of output; NULL: nowhere */
 };
 
-/* A query row's softmax (base, then sums of 16 lanes), and its sums of values. */
-#define PREFIX_STATE(head_dim) (32 + (head_dim))
+/* What a query has summed up over some keys: the power of 2 that weights stand above, their sum, and that of weighted values from
+   number 16 on. */
+#define STATE(head_dim) (16 + (head_dim))
+
+/* Where a row's keys lie, in numbers from the start of either cache. */
+INLINE int64_t key_at(const struct attention *op, const int32_t *table, int64_t head, int64_t key) {
+    return table[key / op->block_size] * op->block_stride + head * op->head_stride + key % op->block_size * op->token_stride;
+}
+
+/* Query `index` of a token of the task, normed and rotated: as float32 with zeros up to `padded`, which is a
+   multiple of LANES, or as it was given. */
+void pelton_take_query(const struct attention *op, const struct task *task, int64_t token, int64_t index, float *line, int64_t padded);
+void pelton_copy_query(const struct attention *op, const struct task *task, int64_t token, int64_t index, void *line);
+
+/* Keys and values of a token of `qkv`, in place of its slot. */
+void pelton_write_keys(const struct rope *op, const struct attention *cache, const struct written *step, const void *qkv, int64_t token);
+
+/* 0, or 1 when memory ran out. The first is for one token; the second for any number of them, and of one key head. */
+int pelton_decode(const struct attention *op, const struct task *task, struct turn *turn);
+int pelton_prefill(const struct attention *op, const struct task *task, struct turn *turn);
 
 #if PELTON_ISA >= ISA_AVX512_BF16
-/* Where the dtype is bfloat16 and head_dim even: 0, or 1 when memory ran out. The first one takes one
-   token, where `pelton_decodes_avx512` says so. */
+/* The same for bfloat16 and an even head_dim; the first one where `pelton_decodes_avx512` says so. */
 int pelton_decodes_avx512(const struct attention *op);
-int pelton_decode_avx512(const struct attention *op, const struct task *task);
-int pelton_prefill_avx512(const struct attention *op, const struct task *task);
-int pelton_prefix_avx512(const struct attention *op, const struct task *task);
-
-/* Rope and cache write of a token, in bfloat16 without norms: 1; 0 says that it is not for this function. */
-int pelton_rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv, char *query,
-                       int64_t token);
+int pelton_decode_avx512(const struct attention *op, const struct task *task, struct turn *turn);
+int pelton_prefill_avx512(const struct attention *op, const struct task *task, struct turn *turn);
 #endif
 
 #endif

@@ -3,7 +3,7 @@
 
    - One token of a row: dot products on keys and values where they lie. All heads of a task go through a chunk of keys
      together, for a block holds them side by side: memory is read in one stream.
-   - More tokens: keys and values of a chunk are packed once (tile.h), then 12 query rows at a time go through scores, softmax
+   - More tokens: keys and values of a chunk are packed once (tile_avx512.h), then 12 query rows at a time go through scores, softmax
      and values while all of it is in the L1 cache. */
 #include "attention.h"
 #include "tile_avx512.h"
@@ -89,11 +89,6 @@ static void cap_scores(const struct attention *op, float *scores) {
 
 INLINE float factor_of(const struct attention *op) { return (op->soft_cap > 0.0f ? 1.0f : op->scale) * 1.44269504f; }
 
-/* Where a row's keys lie, in numbers from the start of either cache. */
-INLINE int64_t key_at(const struct attention *op, const int32_t *table, int64_t head, int64_t key) {
-    return table[key / op->block_size] * op->block_stride + head * op->head_stride + key % op->block_size * op->token_stride;
-}
-
 /* ---- one token ---- */
 
 /* sums of 16 vectors, one in each place */
@@ -148,7 +143,7 @@ struct chunk {
 };
 
 /* sums [QUERIES][dim] += weights [QUERIES][CHUNK] times values, numbers [first, first + 32 PARTS) of them. Each 32 numbers of
-   `sums` stand as unpacking leaves them; `put_line` takes them back. */
+   `sums` stand as unpacking leaves them; `in_order` takes them back. */
 INLINE void add_values(const struct chunk *chunk, int64_t stride, const bf16 *weights, float *sums, int64_t dim,
                                      int64_t first, int QUERIES, int PARTS) {
     __m512 parts[4][4];
@@ -209,14 +204,31 @@ static void add_all_values(const struct chunk *chunk, int64_t stride, const bf16
             add_values(chunk, stride, weights + query * CHUNK, sums + query * dim, dim, first, 1, 1);
 }
 
-INLINE void put_line(const float *sums, int64_t dim, float factor, bf16 *output) {
+struct sixteens {
+    __m512 first, second;
+};
+
+/* 32 numbers of `sums` in their order. */
+INLINE struct sixteens in_order(const float *sums) {
     __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     __m512i high = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16);
+    return (struct sixteens){_mm512_permutex2var_ps(a, low, b), _mm512_permutex2var_ps(a, high, b)};
+}
+
+INLINE void put_line(const float *sums, int64_t dim, float factor, bf16 *output) {
     for (int64_t i = 0; i < dim; i += 32) {
-        __m512 a = _mm512_loadu_ps(sums + i), b = _mm512_loadu_ps(sums + i + 16), by = _mm512_set1_ps(factor);
-        __m512 first = _mm512_mul_ps(_mm512_permutex2var_ps(a, low, b), by), second = _mm512_mul_ps(_mm512_permutex2var_ps(a, high, b), by);
-        _mm256_storeu_si256((__m256i *)(output + i), (__m256i)_mm512_cvtneps_pbh(first));
-        _mm256_storeu_si256((__m256i *)(output + i + 16), (__m256i)_mm512_cvtneps_pbh(second));
+        struct sixteens line = in_order(sums + i);
+        _mm256_storeu_si256((__m256i *)(output + i), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(line.first, _mm512_set1_ps(factor))));
+        _mm256_storeu_si256((__m256i *)(output + i + 16), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(line.second, _mm512_set1_ps(factor))));
+    }
+}
+
+INLINE void leave_line(const float *sums, int64_t dim, float *line) {
+    for (int64_t i = 0; i < dim; i += 32) {
+        struct sixteens part = in_order(sums + i);
+        _mm512_storeu_ps(line + i, part.first);
+        _mm512_storeu_ps(line + i + 16, part.second);
     }
 }
 
@@ -254,23 +266,26 @@ INLINE struct ahead look_ahead(const struct task *task, int64_t next) {
     return (struct ahead){task->next_table, task->next_key / GROUP * GROUP, task->next_length};
 }
 
-int pelton_decode_avx512(const struct attention *op, const struct task *task) {
+int pelton_decode_avx512(const struct attention *op, const struct task *task, struct turn *turn) {
     int64_t dim = op->head_dim, stride = op->token_stride, queries = task->num_heads * op->group;
-    size_t line = (size_t)(dim + CHUNK) * sizeof(float) + CHUNK * sizeof(bf16) + sizeof(struct softmax);
+    size_t line = (size_t)(dim + CHUNK) * (sizeof(float) + sizeof(bf16)) + sizeof(struct softmax);
     float *sums = pelton_scratch((size_t)queries * line);
     if (sums == NULL)
         return 1;
     float *scores = sums + queries * dim;
     struct softmax *rows = (struct softmax *)(scores + queries * CHUNK);
     bf16 *weights = (bf16 *)(rows + queries);
-    const bf16 *query = task->query, *k_cache = op->k_cache, *v_cache = op->v_cache;
+    bf16 *query = weights + queries * CHUNK;
+    const bf16 *k_cache = op->k_cache, *v_cache = op->v_cache;
     memset(sums, 0, (size_t)(queries * dim) * sizeof(float));
     start_rows(rows, queries);
-    for (int64_t i = 0; i < queries && task->states != NULL; i++) {
-        const float *state = task->states + i * PREFIX_STATE(dim);
-        rows[i].base = state[0];
-        memcpy(rows[i].total, state + 16, sizeof rows[i].total);
-        take_line(state + 32, dim, sums + i * dim);
+    for (int64_t i = 0; i < queries; i++) {
+        const float *state = task->given + i * STATE(dim);
+        pelton_copy_query(op, task, 0, i, query + i * dim);
+        if (task->given == NULL)
+            continue;
+        rows[i].base = state[0], rows[i].total[0] = state[1];
+        take_line(state + STATE(0), dim, sums + i * dim);
     }
     for (int64_t first = task->first_key / GROUP * GROUP; first < task->last_key; first += CHUNK) {
         int64_t count = least(CHUNK, task->last_key - first);
@@ -309,8 +324,17 @@ int pelton_decode_avx512(const struct attention *op, const struct task *task) {
             }
         }
     }
-    for (int64_t i = 0; i < queries; i++)
-        put_line(sums + i * dim, dim, 1.0f / total_of(rows + i), (bf16 *)task->output + i * dim);
+    if (!may_write(turn))
+        return 0;
+    for (int64_t i = 0; i < queries; i++) {
+        float total = total_of(rows + i), *state = task->states + i * STATE(dim);
+        if (task->states == NULL) {
+            put_line(sums + i * dim, dim, 1.0f / total, (bf16 *)task->output + i * dim);
+            continue;
+        }
+        state[0] = rows[i].base, state[1] = total;
+        leave_line(sums + i * dim, dim, state + STATE(0));
+    }
     return 0;
 }
 
@@ -346,6 +370,25 @@ static void pack_chunk(const struct attention *op, const struct task *task, int6
         avx512_pack_cols(values, count, part, least(PANEL, op->head_dim - part), panels->values + part * CHUNK);
 }
 
+/* What the query rows have summed up, divided by their weights or as states. */
+static void finish_rows(const struct attention *op, const struct task *task, const float *sums, const struct softmax *rows) {
+    int64_t dim = op->head_dim, padded = round_up(dim, PANEL);
+    for (int64_t row = 0; row < task->num_tokens * op->group; row++, sums += padded) {
+        int64_t place = row / op->group * op->num_heads + row % op->group;
+        float total = total_of(rows + row), *state = task->states + place * STATE(dim);
+        if (task->states != NULL) {
+            state[0] = rows[row].base, state[1] = total;
+            memcpy(state + STATE(0), sums, (size_t)dim * sizeof(float));
+            continue;
+        }
+        for (int64_t i = 0; i < dim; i += 16) {
+            __mmask16 mask = (__mmask16)((1u << least(dim - i, 16)) - 1u);
+            __m512 line = _mm512_mul_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(1.0f / total));
+            _mm256_mask_storeu_epi16((bf16 *)task->output + place * dim + i, mask, (__m256i)_mm512_cvtneps_pbh(line));
+        }
+    }
+}
+
 /* Rows [row, row + m) of the task against a packed chunk of `count` keys. */
 static void attend_rows(const struct attention *op, const struct task *task, const struct panels *panels, int64_t first,
                                       int64_t count, int64_t row, int64_t m, const bf16 *query, float *sums, struct softmax *rows) {
@@ -371,20 +414,13 @@ static void attend_rows(const struct attention *op, const struct task *task, con
         avx512_multiply(weights, CHUNK, panels->values + part * CHUNK, sums + row * padded + part, padded, m, round_up(end, 2));
 }
 
-/* What the rows of a task have summed up when they have seen its keys. */
-struct summed {
-    float *sums; /* rows padded to whole panels */
-    struct softmax *rows;
-};
-
-/* sums NULL: no memory. */
-static struct summed sum_up(const struct attention *op, const struct task *task) {
+int pelton_prefill_avx512(const struct attention *op, const struct task *task, struct turn *turn) {
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
     size_t panel = (size_t)(padded * PANEL) * sizeof(bf16);
     size_t line = (size_t)padded * (sizeof(float) + sizeof(bf16)) + sizeof(struct softmax);
     char *memory = pelton_scratch(2 * panel + padded / PANEL * CHUNK * PANEL * sizeof(bf16) + (size_t)m * line);
     if (memory == NULL)
-        return (struct summed){NULL, NULL};
+        return 1;
     struct panels panels = {.keys = {(bf16 *)memory, (bf16 *)(memory + panel)}, .values = (bf16 *)(memory + 2 * panel)};
     float *sums = (float *)(memory + 2 * panel + padded / PANEL * CHUNK * PANEL * sizeof(bf16));
     struct softmax *rows = (struct softmax *)(sums + m * padded);
@@ -392,86 +428,16 @@ static struct summed sum_up(const struct attention *op, const struct task *task)
     memset(sums, 0, (size_t)(m * padded) * sizeof(float));
     start_rows(rows, m);
     for (int64_t row = 0; row < m; row++)
-        memcpy(query + row * dim, (const bf16 *)task->query + row / op->group * task->query_stride + row % op->group * dim,
-               (size_t)dim * sizeof(bf16));
+        pelton_copy_query(op, task, row / op->group, row % op->group, query + row * dim);
     for (int64_t first = task->first_key; first < task->last_key; first += CHUNK) {
         int64_t count = least(CHUNK, task->last_key - first);
         pack_chunk(op, task, first, count, &panels);
         for (int64_t row = 0; row < m; row += ROWS)
             attend_rows(op, task, &panels, first, count, row, least(ROWS, m - row), query, sums, rows);
     }
-    return (struct summed){sums, rows};
-}
-
-/* Query rows of several rows of a step, one token each, against the keys that these share. */
-int pelton_prefix_avx512(const struct attention *op, const struct task *task) {
-    int64_t dim = op->head_dim, padded = round_up(dim, PANEL);
-    struct summed summed = sum_up(op, task);
-    for (int64_t row = 0; row < task->num_tokens * op->group && summed.sums != NULL; row++) {
-        float *state = task->states + (row / op->group * op->num_heads + row % op->group) * PREFIX_STATE(dim);
-        state[0] = summed.rows[row].base;
-        memcpy(state + 16, summed.rows[row].total, sizeof summed.rows[row].total);
-        memcpy(state + 32, summed.sums + row * padded, (size_t)dim * sizeof(float));
-    }
-    return summed.sums == NULL;
-}
-
-int pelton_prefill_avx512(const struct attention *op, const struct task *task) {
-    int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
-    struct summed summed = sum_up(op, task);
-    if (summed.sums == NULL)
-        return 1;
-    for (int64_t row = 0; row < m; row++) {
-        bf16 *output = (bf16 *)task->output + row / op->group * op->num_heads * dim + row % op->group * dim;
-        float factor = 1.0f / total_of(summed.rows + row);
-        for (int64_t i = 0; i < dim; i += 16) {
-            __mmask16 mask = (__mmask16)((1u << least(dim - i, 16)) - 1u);
-            __m512 line = _mm512_mul_ps(_mm512_loadu_ps(summed.sums + row * padded + i), _mm512_set1_ps(factor));
-            _mm256_mask_storeu_epi16(output + i, mask, (__m256i)_mm512_cvtneps_pbh(line));
-        }
-    }
+    if (may_write(turn))
+        finish_rows(op, task, sums, rows);
     return 0;
-}
-
-/* ---- rope ---- */
-
-INLINE __m512 sixteen(const bf16 *numbers) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)numbers)), 16));
-}
-
-/* One head without a norm, rotary_dim a multiple of 32. */
-INLINE void turn_head(const bf16 *from, bf16 *to, int64_t dim, int64_t half, const float *cos_sin) {
-    for (int64_t i = 0; i < half; i += 16) {
-        __m512 first = sixteen(from + i), second = sixteen(from + half + i);
-        __m512 cos = _mm512_loadu_ps(cos_sin + i), sin = _mm512_loadu_ps(cos_sin + half + i);
-        __m512 low = _mm512_sub_ps(_mm512_mul_ps(first, cos), _mm512_mul_ps(second, sin));
-        __m512 high = _mm512_add_ps(_mm512_mul_ps(second, cos), _mm512_mul_ps(first, sin));
-        _mm256_storeu_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(low));
-        _mm256_storeu_si256((__m256i *)(to + half + i), (__m256i)_mm512_cvtneps_pbh(high));
-    }
-    if (to != from)
-        memcpy(to + 2 * half, from + 2 * half, (size_t)(dim - 2 * half) * sizeof(bf16));
-}
-
-int pelton_rope_avx512(const struct rope *op, const struct attention *cache, const struct written *step, char *qkv,
-                                     char *query, int64_t token) {
-    int64_t dim = op->head_dim, half = op->rotary_dim / 2;
-    if (op->dtype != DTYPE_BF16 || op->q_norm != NULL || op->k_norm != NULL || half == 0 || half % 16)
-        return 0;
-    const float *cos_sin = op->cos_sin + step->positions[token] * op->rotary_dim;
-    for (int64_t head = 0; head < op->num_heads; head++)
-        turn_head((bf16 *)qkv + head * dim, (bf16 *)query + head * dim, dim, half, cos_sin);
-    int64_t slot = step->slots[token];
-    if (slot < 0 || !op->writes_kv)
-        return 1;
-    const bf16 *keys = (bf16 *)qkv + op->num_heads * dim, *values = keys + op->num_kv_heads * dim;
-    int64_t start = slot / cache->block_size * cache->block_stride + slot % cache->block_size * cache->token_stride;
-    for (int64_t head = 0; head < op->num_kv_heads; head++) {
-        int64_t at = start + head * cache->head_stride;
-        turn_head(keys + head * dim, (bf16 *)cache->k_cache + at, dim, half, cos_sin);
-        memcpy((bf16 *)cache->v_cache + at, values + head * dim, (size_t)dim * sizeof(bf16));
-    }
-    return 1;
 }
 
 #endif

@@ -1,8 +1,10 @@
-/* The engine of tile.h for bfloat16 by AVX-512. Apart from it: reading the compiler's intrinsics takes a quarter of a second. */
+/* Small matrix products over packed panels, in bfloat16 by AVX-512: a panel is PANEL rows of a matrix, [k / 2][PANEL][2], and
+   A [m, k] times a panel is added to C [m, PANEL] float32, two products an instruction (vdpbf16ps). `rows` of a panel become its
+   columns (weights, keys); `cols` of it keep their place (values). */
 #ifndef PELTON_TILE_AVX512_H
 #define PELTON_TILE_AVX512_H
 
-#include "tile.h"
+#include "common.h"
 
 #if PELTON_ISA >= ISA_AVX512_BF16
 #include <immintrin.h>

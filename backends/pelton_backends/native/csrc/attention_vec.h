@@ -1,0 +1,85 @@
+/* What attention's vector code shares: powers of 2, shuffles, numbers of either dtype to vectors and back. */
+#ifndef PELTON_ATTENTION_VEC_H
+#define PELTON_ATTENTION_VEC_H
+
+#include "attention.h"
+#include "lines.h"
+
+INLINE vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); } /* b where either is NaN */
+INLINE ivec ivec_all(int32_t number) { return number - (ivec){0}; }
+
+INLINE float vec_highest(vec numbers) {
+    float high = numbers[0];
+    for (int i = 1; i < LANES; i++)
+        high = numbers[i] > high ? numbers[i] : high;
+    return high;
+}
+
+/* Sums of LANES vectors, one in each place. */
+INLINE vec sum_each(vec v[LANES]) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++)
+            v[i] = SHUFFLE(v[i], v[i + half], FIRST_HALVES) + SHUFFLE(v[i], v[i + half], SECOND_HALVES);
+    return v[0];
+}
+
+/* 2^x for x below 127, relative error below 2e-7; 0 below -126 and for -infinity; a NaN stays one. */
+INLINE vec vec_exp2(vec x) {
+    const float magic = 12582912.0f; /* adding it rounds to a whole number, which then stands in the lowest bits */
+    ivec is_low = x < -126.0f;
+    vec rounded = x + magic;
+    vec rest = x - (rounded - magic);
+    vec sum = vec_all(1.32764717e-3f);
+    sum = sum * rest + 9.67554154e-3f;
+    sum = sum * rest + 5.55071328e-2f;
+    sum = sum * rest + 2.40221197e-1f;
+    sum = sum * rest + 6.93146967e-1f;
+    sum = sum * rest + 1.00000007f;
+    vec power = (vec)(((ivec)rounded << 23) + 0x3f800000);
+    return (vec)((ivec)(sum * power) & ~is_low);
+}
+
+/* Below every score: where a softmax starts, so that nothing is subtracted from infinity. */
+#define LOWEST_SCORE (-1e30f)
+
+/* A product of query and key as a power of 2. */
+INLINE vec scaled(const struct attention *op, vec product) {
+    if (op->soft_cap > 0.0f)
+        return vec_tanh(product * (op->scale / op->soft_cap)) * (op->soft_cap * 1.44269504f);
+    return product * (op->scale * 1.44269504f);
+}
+
+/* A line of `count` numbers as float32, zeros up to `padded`. */
+INLINE void widen_line(const void *from, float *to, int64_t count, int64_t padded, int dtype) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        vec_store(to + i, load_lanes(from, i, dtype));
+    for (; i < count; i++)
+        to[i] = load(from, i, dtype);
+    for (; i < padded; i++)
+        to[i] = 0.0f;
+}
+
+/* And back. */
+INLINE void narrow_line(const float *from, void *to, int64_t count, int dtype) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        store_lanes(to, i, vec_load(from + i), dtype);
+    for (; i < count; i++)
+        store(to, i, from[i], dtype);
+}
+
+INLINE void leave_state(const struct attention *op, float *state, float base, float total, const float *sums) {
+    state[0] = base, state[1] = total;
+    memcpy(state + STATE(0), sums, (size_t)op->head_dim * sizeof(float));
+}
+
+INLINE void put_line(const struct attention *op, float *sums, float factor, void *output) {
+    for (int64_t i = 0; i < op->head_dim; i++)
+        sums[i] *= factor;
+    narrow_line(sums, output, op->head_dim, op->dtype);
+}
+
+#endif
