@@ -185,6 +185,13 @@ def pelton_draft_proposers() -> Sequence[Entry]:
 
 
 @hookspec(since="1.0")
+def pelton_kv_connectors() -> Sequence[Entry]:
+    """Offer KV connectors: what `kv_transfer_config.kv_connector` may name. `load` gives a
+    `pelton.kv_transfer.interface.KVConnector`, whose two halves are made in the engine core and in each worker."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
 def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
     """Change settings before anything is built: flat setting name to (value, reason). Each change is logged with its reason;
     two plugins that set one field to different values are an error. A setting that the user gave explicitly wins."""

@@ -4,6 +4,7 @@ from pelton.config.attention import AttentionConfig
 from pelton.config.compilation import CompilationConfig, CUDAGraphMode
 from pelton.config.engine import EngineConfig
 from pelton.config.kv_cache import KVCacheConfig
+from pelton.config.kv_transfer import KVRole, KVTransferConfig
 from pelton.config.model import LoadConfig, ModelConfig
 from pelton.config.observability import ObservabilityConfig
 from pelton.config.parallel import ParallelConfig
@@ -11,6 +12,7 @@ from pelton.config.scheduler import SchedulerConfig
 from pelton.config.speculative import SpeculativeConfig
 
 __all__ = [
-    "AttentionConfig", "CUDAGraphMode", "CompilationConfig", "EngineConfig", "KVCacheConfig", "LoadConfig",
+    "AttentionConfig", "CUDAGraphMode", "CompilationConfig", "EngineConfig", "KVCacheConfig", "KVRole", "KVTransferConfig",
+    "LoadConfig",
     "ModelConfig", "ObservabilityConfig", "ParallelConfig", "SchedulerConfig", "SpeculativeConfig",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ import msgspec
 from pelton.config.attention import AttentionConfig
 from pelton.config.compilation import CompilationConfig
 from pelton.config.kv_cache import KVCacheConfig
+from pelton.config.kv_transfer import KVTransferConfig
 from pelton.config.model import LoadConfig, ModelConfig
 from pelton.config.observability import ObservabilityConfig
 from pelton.config.parallel import ParallelConfig
@@ -36,6 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     compilation: CompilationConfig = msgspec.field(default_factory=CompilationConfig)
     speculative: SpeculativeConfig = msgspec.field(default_factory=SpeculativeConfig)
+    kv_transfer: KVTransferConfig = msgspec.field(default_factory=KVTransferConfig)
     observability: ObservabilityConfig = msgspec.field(default_factory=ObservabilityConfig)
     plugin_config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     """Settings of plugins, by plugin name; each plugin checks its own."""

@@ -24,6 +24,8 @@ from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.spec import KVCachePlan
+from pelton.kv_transfer.interface import SchedulerConnector
+from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
 from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
 from pelton.model.resolved import ResolvedModel
@@ -107,10 +109,18 @@ class EngineCore:
                 max_steps_in_flight=self._max_steps_in_flight,
                 grammar_source=self._grammars,
                 proposer=make_draft_proposer(config, self.model, plugins),
+                connector=self._make_connector(),
                 min_acceptance_rate=config.speculative.min_acceptance_rate,
             )
         )
         return scheduler
+
+    def _make_connector(self) -> SchedulerConnector | None:
+        found = find_connector(self.config, self.model, self.plugins, self.plan)
+        if found is None:
+            return None
+        connector, context = found
+        return connector.for_scheduler(context)
 
     def _describe(self) -> EngineInfo:
         config, plan, report = self.config, self.plan, self._executor.report()

@@ -1,21 +1,48 @@
-"""The promise of a KV connector: KV cache that comes from, or goes to, somewhere else.
+"""Interface of a KV connector: KV cache that comes from, or goes to, somewhere else.
 
-Two halves: `SchedulerConnector` lives with the scheduler, `WorkerConnector` with each worker. What the first has
-to tell the second travels in `SchedulerOutput.extensions` under the connector's name.
+Two halves: `SchedulerConnector` lives with the scheduler, `WorkerConnector` with each worker. What the first has to tell the
+second travels in `SchedulerOutput.extensions` under the connector's name. `KVConnector` makes both.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pelton.config import EngineConfig
 from pelton.kv_cache.interface import BlockIds
+from pelton.kv_cache.spec import KVCachePlan
+from pelton.model.resolved import ResolvedModel
 from pelton.request import EngineRequest
 from pelton.scheduler.output import ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorContext:
+    """What both halves of a connector are made from; the same values in every process. New fields have defaults."""
+
+    name: str
+    """Of the connector's entry: its key in `SchedulerOutput.extensions`."""
+    config: EngineConfig
+    model: ResolvedModel
+    plan: KVCachePlan
+
+
+class KVConnector(ABC):
+    """A connector as a plugin offers it. Both functions may raise `ConfigError` for what it cannot serve."""
+
+    @staticmethod
+    @abstractmethod
+    def for_scheduler(context: ConnectorContext) -> SchedulerConnector: ...
+
+    @staticmethod
+    @abstractmethod
+    def for_worker(context: ConnectorContext) -> WorkerConnector: ...
 
 
 class SchedulerConnector(ABC):
@@ -50,7 +77,9 @@ class WorkerConnector(ABC):
     """Called on the worker's thread around the forward pass."""
 
     @abstractmethod
-    def register_kv_caches(self, caches: dict[str, Tensor]) -> None: ...
+    def register_kv_caches(self, caches: dict[str, Tensor], layout: str) -> None:
+        """Called once, before the first step. caches: layer name to its pages, uint8 [num_blocks, bytes of a block], on the
+        device. layout: what these bytes are; equal texts of two engines mean that they can read each other's pages."""
 
     @abstractmethod
     def start_load(self, metadata: bytes) -> None:
@@ -59,11 +88,14 @@ class WorkerConnector(ABC):
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """After the forward: all of this step's stores are safe from being overwritten."""
+        """After the forward was queued: this step's stores are safe from being overwritten by what is queued later."""
 
     @abstractmethod
     def take_finished(self) -> tuple[Sequence[str], Sequence[str]]:
         """Request ids whose (sending, receiving) finished since the last call."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Finish what was begun: the engine ends. Called once, outside any step."""
 
     def take_invalid_block_ids(self) -> Sequence[int]:
         """Blocks whose load failed since the last call: their holders are computed again."""

@@ -42,6 +42,18 @@ class KVPool:
         by_address = {page.data_ptr(): page for page in self.pages}
         return {layer.name: by_address[layer.k_cache.untyped_storage().data_ptr()] for layer in self.layers}
 
+    def layout(self) -> str:
+        """What a page's bytes are: by layer, dtype, shape, strides and place of keys and values within a block."""
+        described = []
+        for layer in self.layers:
+            per_block = layer.k_cache.shape[0] // self.num_blocks
+            views = [
+                f"{tuple(view.shape[1:])}x{per_block} strides {view.stride()} at {view.storage_offset()}"
+                for view in (layer.k_cache, layer.v_cache)
+            ]
+            described.append(f"{layer.name}: {layer.k_cache.dtype} keys {views[0]} values {views[1]}")
+        return "; ".join(described)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(source, destination): all sources are read before any destination is written."""
         for page in self.pages:

@@ -12,14 +12,14 @@ waits for the device, the result is a `PendingOutput`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pelton.attention.interface import AttentionBackend
-from pelton.attention.metadata import BatchDescriptor, ForwardBatch
+from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.graphs.captures import run_apart
@@ -83,7 +83,7 @@ class ModelRunner:
 
     def add_connector(self, name: str, connector: WorkerConnector) -> None:
         """Call `connector` around every step; `name` is its key in `SchedulerOutput.extensions`."""
-        connector.register_kv_caches(self.pool.caches())
+        connector.register_kv_caches(self.pool.caches(), self.pool.layout())
         self.connectors[name] = connector
 
     def use_graphs(self, dispatcher: GraphDispatcher, recorder: GraphRecorder) -> StepGraphs:
@@ -125,13 +125,18 @@ class ModelRunner:
             self.pool.zero_blocks(*self._staging.stage([output.zero_block_ids]))
         if output.new:
             self.state.add(output.new)
+        for name, connector in self.connectors.items():
+            if name in output.extensions:
+                connector.start_load(output.extensions[name])
         step = self._decode(output)
-        if isinstance(step, StepOutput):
-            return self._given(step)
         if step is None:
             if output.block_appends:
                 self.state.append_blocks(output.block_appends)
             step = self._forward(output)
+        for connector in self.connectors.values():
+            connector.wait_for_save()
+        if isinstance(step, StepOutput):
+            return self._given(step)
         if output.grammar_rows:
             self._pending = step
             return None
@@ -154,7 +159,7 @@ class ModelRunner:
         num_rows = len(output.slots)
         if (
             self.graphs is None or not num_rows or output.total_num_scheduled_tokens != num_rows or output.num_draft
-            or False in output.samples or self.connectors or self.draft_proposer is not None
+            or False in output.samples or self.draft_proposer is not None
         ):  # fmt: skip
             return None
         slots = np.asarray(output.slots, dtype=np.int64)
@@ -235,14 +240,13 @@ class ModelRunner:
         columns = self._stage(plan)
         step = Step(output, plan, columns)
         if not output.slots:
-            self._run_connectors(output, CUDAGraphMode.NONE, key, None)
             return step
         self._place_drafts(output, plan)
         if self.graphs is not None and mode is CUDAGraphMode.FULL:
             step.hidden = self.graphs.mixed(key, plan.slots, plan.num_scheduled)
         else:
             batch = self.ops.forward_batch(columns.slots, columns.num_scheduled, plan.shape, self.backends)
-            step.hidden = self._run_connectors(output, mode, key, batch)
+            step.hidden = self.model.forward(batch) if self.graphs is None else self.graphs.forward(mode, key, batch)
         if len(plan.sample_rows):
             step.logits = self.model.compute_logits(step.hidden, columns.logit_tokens)
         step.prompt_logprobs = self._sampler.prompt_logprobs(step)
@@ -253,10 +257,8 @@ class ModelRunner:
         shape = plan.shape
         if self.graphs is None:
             return CUDAGraphMode.NONE, BatchDescriptor(shape.num_tokens, shape.num_reqs)
-        is_prompt = shape.num_reqs == 1 and shape.max_seq_len == shape.num_tokens > 1 and not self.connectors
+        is_prompt = shape.num_reqs == 1 and shape.max_seq_len == shape.num_tokens > 1
         mode, key = self.graphs.dispatcher.dispatch(shape.num_tokens, shape.num_reqs, is_prompt=is_prompt)
-        if mode is CUDAGraphMode.FULL and self.connectors:  # their call points lie inside
-            mode, key = CUDAGraphMode.NONE, BatchDescriptor(shape.num_tokens, shape.num_reqs)
         if mode is not CUDAGraphMode.NONE:
             mode, key = self.graphs.at_hand(mode, key)
             shape.num_padded_tokens = key.num_tokens
@@ -271,23 +273,6 @@ class ModelRunner:
                 ]
             )
         )  # fmt: skip
-
-    def _run_connectors(
-        self, output: SchedulerOutput, mode: CUDAGraphMode, key: BatchDescriptor, batch: ForwardBatch | None
-    ) -> Any:
-        """The forward pass, with KV connectors' call points around it."""
-        for name, metadata in output.extensions.items():
-            if name in self.connectors:
-                self.connectors[name].start_load(metadata)
-        if batch is None:
-            hidden = None
-        elif self.graphs is None:
-            hidden = self.model.forward(batch)
-        else:
-            hidden = self.graphs.forward(mode, key, batch)
-        for connector in self.connectors.values():
-            connector.wait_for_save()
-        return hidden
 
     def _place_drafts(self, output: SchedulerOutput, plan: StepPlan) -> None:
         """Drafts lie in `token_ids` after the known tokens, where inputs, bad words and the next step find them."""
@@ -323,11 +308,6 @@ class ModelRunner:
                 setattr(launched, name, value)
         host.num_computed_tokens[plan.slots] += plan.num_scheduled
         launched.prompt_logprobs = step.prompt_logprobs
-        for connector in self.connectors.values():
-            sending, receiving = connector.take_finished()
-            launched.output.finished_sending += sending
-            launched.output.finished_receiving += receiving
-            launched.output.invalid_block_ids += connector.take_invalid_block_ids()
         return self._given(launched)
 
     def _seam_variant(self, plan: StepPlan, masks: GrammarMasks | None) -> str | None:
@@ -390,6 +370,11 @@ class ModelRunner:
 
     def _given(self, launched: StepOutput) -> ModelOutput | PendingOutput:
         """On a CPU the step is done."""
+        for connector in self.connectors.values():
+            sending, receiving = connector.take_finished()
+            launched.output.finished_sending += sending
+            launched.output.finished_receiving += receiving
+            launched.output.invalid_block_ids += connector.take_invalid_block_ids()
         if self.state.device.type != "cpu":
             return launched
         result = launched.result()

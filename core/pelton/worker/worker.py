@@ -23,6 +23,7 @@ from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
 from pelton.kv_cache.planner import group_layers
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.kv_transfer.select import find_connector
 from pelton.layers.embedding import VocabMatrix
 from pelton.layers.linear import LinearModule
 from pelton.logging import Progress, phase
@@ -156,6 +157,13 @@ class DeviceWorker(Worker):
             self.runner = ModelRunner(
                 self.model, state, buffers, backends, pool, ops, num_staging_parts=4 * self._num_parts()
             )
+            self._add_connector(plan)
+
+    def _add_connector(self, plan: KVCachePlan) -> None:
+        found = find_connector(self.config, self.model_info, self.plugins, plan)
+        if found is not None:
+            connector, context = found
+            self.runner.add_connector(context.name, connector.for_worker(context))
 
     def _too_large(self, plan: KVCachePlan, error: MemoryError) -> str:
         kv_cache, num_bytes = self.config.kv_cache, sum(tensor.size_bytes for tensor in plan.tensors)
@@ -361,6 +369,9 @@ class DeviceWorker(Worker):
 
     def shutdown(self) -> None:
         """Let go of the model and the pool: their memory is free once nothing else refers to it."""
+        runner = self.__dict__.get("runner")
+        for connector in runner.connectors.values() if runner is not None else ():
+            connector.shutdown()
         for name in ("runner", "model", "build"):
             self.__dict__.pop(name, None)
 

@@ -472,7 +472,7 @@ class Connector(WorkerConnector):
         self.calls: list[str] = []
         self.caches: dict[str, torch.Tensor] = {}
 
-    def register_kv_caches(self, caches) -> None:
+    def register_kv_caches(self, caches, layout) -> None:
         self.caches = caches
 
     def start_load(self, metadata: bytes) -> None:
@@ -495,7 +495,8 @@ def test_connector_is_called_around_the_forward_pass(driver):
     model.forward = lambda batch: (connector.calls.append("forward"), forward(batch))[1]
     request = driver.add(0, PROMPTS[2])
     result = driver.step([(request, 9)], extensions={"store": b"x", "other": b"y"})
-    assert connector.calls == ["load x", "forward", "saved"]
+    first, *forwards, last = connector.calls  # a graph that is captured runs more than once
+    assert (first, {*forwards}, last) == ("load x", {"forward"}, "saved")
     assert (result.finished_sending, result.finished_receiving) == (["sent"], ["got"])
     assert result.invalid_block_ids == [6]
     assert all(page.shape[0] == driver.runner.pool.num_blocks for page in connector.caches.values())
