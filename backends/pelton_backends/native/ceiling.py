@@ -10,6 +10,8 @@ import json
 from collections.abc import Sequence
 from ctypes import CDLL, c_double, c_int64
 
+import torch
+
 from pelton.errors import ConfigError, EngineError
 from pelton_backends.native import library
 from pelton_backends.native.build import available_sets, build_library
@@ -41,7 +43,9 @@ def _library(isa: str | None) -> CDLL:
         raise ConfigError(
             f"Instruction set {isa!r}: this machine has {', '.join(one.name for one in available_sets())}."
         )
-    return CDLL(str(build_library(found, extra_flags=library.EXTRA_FLAGS)))
+    loaded = CDLL(str(build_library(found, extra_flags=library.EXTRA_FLAGS)))
+    loaded.pelton_set_threads(torch.get_num_threads())  # as `library.kernels` does
+    return loaded
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

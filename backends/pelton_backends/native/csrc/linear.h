@@ -53,7 +53,8 @@ struct engine {
     void (*finish)(const struct linear *op, float *sums, int64_t m, int64_t first, int64_t count, char *output, size_t row_bytes);
 };
 
-extern const struct engine pelton_vec_f32, pelton_vec_bf16, pelton_bf16;
+/* pelton_vec_mixed: rows in bfloat16, panels in float32; only for a `panel_source`. */
+extern const struct engine pelton_vec_f32, pelton_vec_bf16, pelton_vec_mixed, pelton_bf16;
 
 /* The fastest that there is for the op. */
 const struct engine *pelton_engine(const struct linear *op);
@@ -63,10 +64,11 @@ INLINE void pelton_prepare_row(const struct linear *op, const struct rows *in, i
     pelton_engine(op)->prepare(op, in, row, x);
 }
 
-/* A weight in a form of its own: `make` writes panel `index` of it, as the op's engine orders them. */
+/* A weight in a form of its own: `make` writes panel `index` of it, as the engine orders them. */
 struct panel_source {
     void (*make)(const void *weight, int64_t index, void *panel);
     const void *weight;
+    const struct engine *engine; /* in place of the op's */
 };
 
 /* Rows of a call -> output [num_rows, output_stride]. `source`: NULL, or in place of the op's weight. Nonzero: no memory. */

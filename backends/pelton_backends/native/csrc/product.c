@@ -201,7 +201,7 @@ static void prepare(struct call *call) {
 }
 
 int pelton_product(const struct linear *op, const struct rows *in, void *output, const struct panel_source *source) {
-    const struct engine *engine = pelton_engine(op);
+    const struct engine *engine = source == NULL ? pelton_engine(op) : source->engine;
     if (in->num_rows == 0)
         return 0;
     struct call call = {

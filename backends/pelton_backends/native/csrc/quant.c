@@ -5,8 +5,9 @@
    are added up in float32, in order: a row's result is the same whichever rows are computed with it. Every instruction set
    does the same but for the fused multiply-adds of AVX2 and AVX-512.
 
-   From MANY_ROWS rows of bfloat16 on AVX-512, where two products of int8 take longer than one of bfloat16, panels are
-   dequantized to bfloat16 as they are read, for the products of linear_bf16.c. */
+   From MANY_ROWS rows of bfloat16 on, panels are dequantized as they are read where two products of int8 take longer than one of
+   the others: to bfloat16 where that has a product (linear_bf16.c), to float32 where there are no products of bytes
+   (linear_vec.c). */
 #include "quant.h"
 
 #include "lines.h"
@@ -15,12 +16,18 @@
 #include <immintrin.h>
 #endif
 
+/* Products of unsigned and signed bytes, sums of four in one instruction. */
+#define HAS_DOT_BYTES (PELTON_ISA == ISA_AVX2_VNNI || PELTON_ISA >= ISA_AVX512_VNNI)
+/* Products in 16 bits, where there are none. */
+#define HAS_WORDS (PELTON_ISA >= ISA_AVX2 && !HAS_DOT_BYTES)
+
 enum { LOW_STEPS = 254, TILE = 8, SPAN = 2 * QUANT_ROWS, BLOCK_OF_ROWS = 128, MANY_ROWS = 9 };
 
 /* Rows of inputs: high and low parts [n, in], and for each block of them scale / 254 and, of q = 254 high + low,
    scale / 254 * sum(q) and -8 * sum(q). */
 struct inputs {
     int8_t *high, *low;
+    int16_t *words; /* q, where HAS_WORDS */
     float *scale, *scaled_sum;
     int32_t *minus_8_sums;
     int64_t num_blocks;
@@ -64,34 +71,46 @@ INLINE const void *row_of(const struct linear *op, const struct rows *in, int64_
     return (const char *)in->hidden + (size_t)(row * op->in_features) * size_of(op->dtype);
 }
 
-#if PELTON_ISA < ISA_AVX512_BF16
-
 /* ---- inputs to two int8 ---- */
+
+typedef int8_t loose_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+/* LANES numbers of up to 127 to their parts; returns 254 high + low. A NaN becomes 0: it comes of an infinite or NaN input, whose
+   block's scale says so. */
+INLINE ivec split_numbers(vec numbers, const struct inputs *x, int64_t at) {
+    const float magic = 12582912.0f; /* adding it rounds to a whole number */
+    numbers = (vec)((ivec)numbers & (numbers == numbers));
+    vec whole = (numbers + magic) - magic, rest = ((numbers - whole) * LOW_STEPS + magic) - magic;
+    ivec high = __builtin_convertvector(whole, ivec), low = __builtin_convertvector(rest, ivec);
+    *(loose_bytes *)(x->high + at) = __builtin_convertvector(high, loose_bytes);
+    *(loose_bytes *)(x->low + at) = __builtin_convertvector(low, loose_bytes);
+    return high * LOW_STEPS + low;
+}
 
 /* The largest magnitude by its bits, so that a NaN wins and makes the scale one. */
 INLINE void round_numbers(const struct inputs *x, int64_t row, const void *numbers, int dtype) {
     for (int64_t block = 0; block < x->num_blocks; block++) {
-        float line[QUANT_BLOCK], scale, inverse;
-        uint32_t largest = 0;
-        for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-            uint32_t bits;
-            line[i] = load(numbers, block * QUANT_BLOCK + i, dtype);
-            memcpy(&bits, &line[i], sizeof bits);
-            bits &= 0x7fffffffu;
-            largest = bits > largest ? bits : largest;
-        }
-        memcpy(&scale, &largest, sizeof scale);
-        inverse = scale > 0x1p-100f && scale < INFINITY ? 127.0f / scale : 0.0f;
         int64_t at = row * x->num_blocks + block;
-        int8_t *high = x->high + at * QUANT_BLOCK, *low = x->low + at * QUANT_BLOCK;
-        int32_t sum = 0;
-        for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-            float scaled = line[i] * inverse;
-            scaled = scaled == scaled ? scaled : 0.0f; /* NaN of a NaN or infinite input: its scale says so */
-            float whole = rintf(scaled), rest = rintf((scaled - whole) * LOW_STEPS);
-            high[i] = (int8_t)whole;
-            low[i] = (int8_t)rest;
-            sum += (int32_t)whole * LOW_STEPS + (int32_t)rest;
+        ivec largest = {0}, sums = {0};
+        float scale = 0.0f, inverse;
+        int32_t bits = 0, sum = 0;
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < QUANT_BLOCK; i += LANES) {
+            ivec magnitude = (ivec)load_lanes(numbers, block * QUANT_BLOCK + i, dtype) & INT32_MAX;
+            largest = (ivec)vec_select(magnitude > largest, (vec)magnitude, (vec)largest);
+        }
+        for (int i = 0; i < LANES; i++)
+            bits = largest[i] > bits ? largest[i] : bits;
+        memcpy(&scale, &bits, sizeof scale);
+        inverse = scale > 0x1p-100f && scale < INFINITY ? 127.0f / scale : 0.0f;
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < QUANT_BLOCK; i += LANES)
+            sums += split_numbers(load_lanes(numbers, block * QUANT_BLOCK + i, dtype) * inverse, x, at * QUANT_BLOCK + i);
+        for (int i = 0; i < LANES; i++)
+            sum += sums[i];
+        for (int i = 0; i < QUANT_BLOCK && HAS_WORDS; i++) { /* 0 2 1 3, as `dot_block` has the bytes of a weight */
+            int64_t from = at * QUANT_BLOCK + (i & ~3) + (i & 1) * 2 + (i >> 1 & 1);
+            x->words[at * QUANT_BLOCK + i] = (int16_t)(x->high[from] * LOW_STEPS + x->low[from]);
         }
         x->scale[at] = scale * (1.0f / (127 * LOW_STEPS));
         x->scaled_sum[at] = x->scale[at] * (float)sum;
@@ -99,23 +118,194 @@ INLINE void round_numbers(const struct inputs *x, int64_t row, const void *numbe
     }
 }
 
-INLINE void round_row(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x, int dtype) {
+static void round_inputs(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x) {
     float room[op->in_features]; /* for either dtype */
+    const void *numbers = (const char *)in->hidden + (size_t)(row * op->in_features) * size_of(op->dtype);
     if (op->norm != NULL)
         pelton_prepare_row(op, in, row, room);
-    round_numbers(x, row, op->norm != NULL ? room : row_of(op, in, row), dtype);
+    if (op->dtype == DTYPE_BF16)
+        round_numbers(x, row, op->norm != NULL ? room : numbers, DTYPE_BF16);
+    else
+        round_numbers(x, row, op->norm != NULL ? room : numbers, DTYPE_F32);
 }
 
-static void round_inputs(const struct linear *op, const struct rows *in, int64_t row, const struct inputs *x) {
-    if (op->dtype == DTYPE_BF16)
-        round_row(op, in, row, x, DTYPE_BF16);
-    else
-        round_row(op, in, row, x, DTYPE_F32);
+/* ---- blocks of weights ---- */
+
+enum { PARTS = QUANT_ROWS / LANES }; /* of a panel, LANES columns each */
+
+/* LANES float16. */
+INLINE vec load_scales(const uint8_t *scales) {
+#if PELTON_ISA >= ISA_AVX512
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
+#elif PELTON_ISA >= ISA_AVX2
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales));
+#else
+    vec numbers = {0};
+    for (int i = 0; i < LANES; i++)
+        numbers[i] = half_to_float(half_at(scales, i));
+    return numbers;
+#endif
+}
+
+/* Numbers 4 g .. 4 g + 3 of LANES rows in vector g, as bytes: Q8_0's signed, Q4_0's as they are, with 8. */
+INLINE void unpack(const uint8_t *quants, int kind, uvec weights[8]) {
+    if (kind == QUANT_Q8_0) {
+#pragma GCC unroll 8
+        for (int group = 0; group < 8; group++)
+            weights[group] = vec_load_bits(quants + group * 64);
+    } else {
+#pragma GCC unroll 4
+        for (int group = 0; group < 4; group++) {
+            uvec both = vec_load_bits(quants + group * 64);
+            weights[group] = both & 0x0f0f0f0fu;
+            weights[group + 4] = (both >> 4) & 0x0f0f0f0fu;
+        }
+    }
+}
+
+#if PELTON_ISA >= ISA_AVX2
+
+/* ---- dot products of bytes ---- */
+
+/* A vector of four bytes of one block's part of one row, in each place. */
+INLINE ivec four_bytes(const int8_t *numbers, int64_t index) {
+    int32_t four;
+    memcpy(&four, numbers + 4 * index, sizeof four);
+    return four - (ivec){0};
+}
+
+#if HAS_DOT_BYTES
+
+INLINE ivec dot_bytes(ivec sums, uvec weights, ivec factors) {
+#if PELTON_ISA >= ISA_AVX512_VNNI
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)factors);
+#else
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)factors);
+#endif
+}
+
+/* As unsigned bytes: Q8_0's with 128 added. */
+INLINE void unsign(int kind, uvec weights[8]) {
+#pragma GCC unroll 8
+    for (int group = 0; group < 8 && kind == QUANT_Q8_0; group++)
+        weights[group] ^= 0x80808080u;
+}
+
+/* Weights by a row's block: 254 high + low is what they give. */
+INLINE void dot_block(const uvec weights[8], const struct inputs *x, int64_t at, int kind, ivec *high, ivec *low) {
+    /* Takes away the 8 or 128 that were added to each weight. */
+    int32_t start = kind == QUANT_Q4_1 ? 0 : kind == QUANT_Q4_0 ? x->minus_8_sums[at] : x->minus_8_sums[at] * 16;
+    *high = (ivec){0}, *low = start - (ivec){0};
+#pragma GCC unroll 8
+    for (int group = 0; group < 8; group++) {
+        *high = dot_bytes(*high, weights[group], four_bytes(x->high + at * QUANT_BLOCK, group));
+        *low = dot_bytes(*low, weights[group], four_bytes(x->low + at * QUANT_BLOCK, group));
+    }
+}
+
+#else
+
+/* Products of unsigned and signed bytes, sums of two in 16 bits each. Of weights up to 15 eight such sums fit into 16 bits. */
+INLINE ivec dot_pairs(uvec weights, ivec factors) {
+#if PELTON_ISA >= ISA_AVX512
+    return (ivec)_mm512_maddubs_epi16((__m512i)weights, (__m512i)factors);
+#else
+    return (ivec)_mm256_maddubs_epi16((__m256i)weights, (__m256i)factors);
+#endif
+}
+
+INLINE ivec add_pairs(ivec sums, ivec pairs) {
+#if PELTON_ISA >= ISA_AVX512
+    return (ivec)_mm512_add_epi16((__m512i)sums, (__m512i)pairs);
+#else
+    return (ivec)_mm256_add_epi16((__m256i)sums, (__m256i)pairs);
+#endif
+}
+
+/* Both 16-bit numbers of each place, multiplied and added up. */
+INLINE ivec dot_words(ivec words, ivec factors) {
+#if PELTON_ISA >= ISA_AVX512
+    return (ivec)_mm512_madd_epi16((__m512i)words, (__m512i)factors);
+#else
+    return (ivec)_mm256_madd_epi16((__m256i)words, (__m256i)factors);
+#endif
+}
+
+typedef int16_t words_vec __attribute__((vector_size(VEC_BYTES)));
+
+/* Weights by a row's block: 254 high + low is what they give. Q8_0 has room for two products of 8 bits in 16 but no more, so it is
+   multiplied in 16 bits, even and odd bytes apart. */
+INLINE void dot_block(const uvec weights[8], const struct inputs *x, int64_t at, int kind, ivec *high, ivec *low) {
+    ivec ones = 0x00010001 - (ivec){0}, high_pairs = {0}, low_pairs = {0};
+    *high = (ivec){0}, *low = (ivec){0};
+#pragma GCC unroll 8
+    for (int group = 0; group < 8; group++) {
+        if (kind == QUANT_Q8_0) {
+            const int8_t *words = (const int8_t *)(x->words + at * QUANT_BLOCK);
+            ivec even = (ivec)((words_vec)weights[group] << 8 >> 8), odd = (ivec)((words_vec)weights[group] >> 8);
+            *low += dot_words(even, four_bytes(words, 2 * group));
+            *low += dot_words(odd, four_bytes(words, 2 * group + 1));
+        } else {
+            high_pairs = add_pairs(high_pairs, dot_pairs(weights[group], four_bytes(x->high + at * QUANT_BLOCK, group)));
+            low_pairs = add_pairs(low_pairs, dot_pairs(weights[group], four_bytes(x->low + at * QUANT_BLOCK, group)));
+        }
+    }
+    if (kind != QUANT_Q8_0)
+        *high = dot_words(high_pairs, ones), *low = dot_words(low_pairs, ones);
+    if (kind == QUANT_Q4_0)
+        *low += x->minus_8_sums[at];
 }
 
 #endif
 
-#if PELTON_ISA < ISA_AVX2
+/* m rows by N panels of one kind: the weights of a block are unpacked once for all rows. */
+INLINE void multiply_tile(const uint8_t *const *panels, int N, int kind, const struct inputs *x, int64_t row, int64_t m,
+                          float *sums) {
+    vec totals[TILE][2 * PARTS];
+    for (int64_t i = 0; i < m; i++)
+        for (int part = 0; part < N * PARTS; part++)
+            totals[i][part] = vec_all(0.0f);
+    for (int64_t block = 0; block < x->num_blocks; block++)
+        for (int part = 0; part < N * PARTS; part++) {
+            const uint8_t *record = panels[part / PARTS] + block * record_bytes(kind) + part % PARTS * VEC_BYTES;
+            const uint8_t *scales = record + quant_bytes(kind) - part % PARTS * (VEC_BYTES / 2);
+            uvec weights[8];
+            unpack(record, kind, weights);
+#if HAS_DOT_BYTES
+            unsign(kind, weights);
+#endif
+            vec scale = load_scales(scales), minimum = vec_all(0.0f);
+            if (kind == QUANT_Q4_1)
+                minimum = load_scales(scales + 2 * QUANT_ROWS);
+            int64_t at = row * x->num_blocks + block;
+            for (int64_t i = 0; i < m; i++, at += x->num_blocks) {
+                ivec high, low;
+                dot_block(weights, x, at, kind, &high, &low);
+                vec dot = __builtin_convertvector(high, vec) * (float)LOW_STEPS + __builtin_convertvector(low, vec);
+                vec total = totals[i][part] + dot * x->scale[at] * scale;
+                totals[i][part] = kind == QUANT_Q4_1 ? total + minimum * x->scaled_sum[at] : total;
+            }
+        }
+    for (int64_t i = 0; i < m; i++)
+        for (int part = 0; part < N * PARTS; part++)
+            vec_store(sums + i * SPAN + part * LANES, totals[i][part]);
+}
+
+static void multiply_panels(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x, int64_t row,
+                            int64_t m, float *sums) {
+#define KIND(NAME)                                                              \
+    case NAME:                                                                  \
+        for (int64_t n = 0; n < num_panels; n++) /* one stream, in order */     \
+            if (m == 1)                                                         \
+                multiply_tile(panels + n, 1, NAME, x, row, 1, sums + n * QUANT_ROWS); \
+            else                                                                \
+                multiply_tile(panels + n, 1, NAME, x, row, m, sums + n * QUANT_ROWS); \
+        break;
+    switch (kind) { KIND(QUANT_Q8_0) KIND(QUANT_Q4_0) KIND(QUANT_Q4_1) }
+#undef KIND
+}
+
+#else
 
 /* ---- plain ---- */
 
@@ -166,198 +356,20 @@ static void plain_panel(const uint8_t *panel, int kind, const struct inputs *x, 
 }
 
 static void multiply_panels(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x, int64_t row,
-                           int64_t m, float *sums) {
+                            int64_t m, float *sums) {
     for (int64_t n = 0; n < num_panels; n++)
         plain_panel(panels[n], kind, x, row, m, sums + n * QUANT_ROWS);
 }
 
-#elif PELTON_ISA < ISA_AVX512_BF16
+#endif
 
-/* ---- AVX2: half a panel at a time ---- */
+/* ---- dequantized panels ---- */
 
-/* Signed bytes by signed bytes: vpmaddubsw wants the first unsigned, and its 16-bit sums of two hold 2 * 128 * 127. */
-INLINE __m256i avx2_dot(__m256i sums, __m256i weights, __m256i factors) {
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_sign_epi8(weights, weights), _mm256_sign_epi8(factors, weights));
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-
-INLINE void avx2_half(const uint8_t *panel, int kind, const struct inputs *x, int64_t row, float *sums,
-                                        int64_t half) {
-    __m256 total = _mm256_setzero_ps();
-    __m256i half_byte = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
-    for (int64_t block = 0; block < x->num_blocks; block++) {
-        const uint8_t *record = panel + block * record_bytes(kind), *quants = record + half * 32;
-        const uint8_t *scales = record + quant_bytes(kind) + half * 16;
-        int64_t at = row * x->num_blocks + block, from = at * QUANT_BLOCK;
-        __m256i high = _mm256_setzero_si256(), low = high;
-#pragma GCC unroll 8
-        for (int group = 0; group < 8; group++) {
-            __m256i weights = _mm256_loadu_si256((const __m256i *)(quants + (kind == QUANT_Q8_0 ? group : group % 4) * 64));
-            if (kind != QUANT_Q8_0) {
-                weights = _mm256_and_si256(group < 4 ? weights : _mm256_srli_epi16(weights, 4), half_byte);
-                if (kind == QUANT_Q4_0)
-                    weights = _mm256_sub_epi8(weights, eight);
-            }
-            high = avx2_dot(high, weights, _mm256_set1_epi32(four_at(x->high + from, group)));
-            low = avx2_dot(low, weights, _mm256_set1_epi32(four_at(x->low + from, group)));
-        }
-        __m256 dot = _mm256_fmadd_ps(_mm256_cvtepi32_ps(high), _mm256_set1_ps(LOW_STEPS), _mm256_cvtepi32_ps(low));
-        __m256 scaled = _mm256_mul_ps(dot, _mm256_set1_ps(x->scale[at]));
-        total = _mm256_fmadd_ps(scaled, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales)), total);
-        if (kind == QUANT_Q4_1) {
-            __m256 minimum = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + 2 * QUANT_ROWS)));
-            total = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x->scaled_sum[at]), total);
-        }
-    }
-    _mm256_storeu_ps(sums + half * 8, total);
-}
-
-static void multiply_panels(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x,
-                                            int64_t row, int64_t m, float *sums) {
-    for (int64_t half = 0; half < 2 * num_panels; half++)
-        for (int64_t i = 0; i < m; i++) {
-            const uint8_t *panel = panels[half / 2];
-            float *at = sums + i * SPAN + half / 2 * QUANT_ROWS;
-            if (kind == QUANT_Q8_0)
-                avx2_half(panel, QUANT_Q8_0, x, row + i, at, half % 2);
-            else if (kind == QUANT_Q4_0)
-                avx2_half(panel, QUANT_Q4_0, x, row + i, at, half % 2);
-            else
-                avx2_half(panel, QUANT_Q4_1, x, row + i, at, half % 2);
-        }
-}
-
-#else
-
-/* ---- AVX-512: vpdpbusd, unsigned weights by signed inputs ---- */
-
-/* Numbers 4 g .. 4 g + 3 of 16 rows in vector g, as unsigned bytes: Q8_0 with 128 added, Q4_0 as it is, with 8. */
-INLINE void avx512_unpack(const uint8_t *quants, int kind, __m512i weights[8]) {
-    if (kind == QUANT_Q8_0) {
-#pragma GCC unroll 8
-        for (int group = 0; group < 8; group++)
-            weights[group] = _mm512_xor_si512(_mm512_loadu_si512(quants + group * 64), _mm512_set1_epi8(-128));
-    } else {
-        __m512i low = _mm512_set1_epi8(15);
-#pragma GCC unroll 4
-        for (int group = 0; group < 4; group++) {
-            __m512i both = _mm512_loadu_si512(quants + group * 64);
-            weights[group] = _mm512_and_si512(both, low);
-            weights[group + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-        }
-    }
-}
-
-/* m rows by N panels of one kind: the weights of a block are unpacked once for all rows, and each row's numbers are loaded
-   once for both panels. */
-INLINE void avx512_tile(const uint8_t *const *panels, int N, int kind, const struct inputs *x, int64_t row,
-                                            int64_t m, float *sums) {
-    __m512 totals[TILE][2];
-    for (int64_t i = 0; i < m; i++)
-        totals[i][0] = totals[i][1] = _mm512_setzero_ps();
-    for (int64_t block = 0; block < x->num_blocks; block++) {
-        int64_t at = row * x->num_blocks + block, offset = block * record_bytes(kind);
-        __m512i weights[2][8];
-        __m512 scale[2], minimum[2];
-#pragma GCC unroll 2
-        for (int n = 0; n < N; n++) {
-            const uint8_t *scales = panels[n] + offset + quant_bytes(kind);
-            avx512_unpack(panels[n] + offset, kind, weights[n]);
-            scale[n] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
-            if (kind == QUANT_Q4_1)
-                minimum[n] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + 2 * QUANT_ROWS)));
-        }
-        for (int64_t i = 0; i < m; i++, at += x->num_blocks) {
-            /* Takes away the 8 or 128 that were added to each weight. */
-            __m512i start = kind == QUANT_Q4_1 ? _mm512_setzero_si512() : _mm512_set1_epi32(x->minus_8_sums[at]);
-            if (kind == QUANT_Q8_0)
-                start = _mm512_slli_epi32(start, 4);
-            __m512i high[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, low[2] = {start, start};
-#pragma GCC unroll 8
-            for (int group = 0; group < 8; group++) {
-                __m512i high_four = _mm512_set1_epi32(four_at(x->high + at * QUANT_BLOCK, group));
-                __m512i low_four = _mm512_set1_epi32(four_at(x->low + at * QUANT_BLOCK, group));
-#pragma GCC unroll 2
-                for (int n = 0; n < N; n++) {
-                    high[n] = _mm512_dpbusd_epi32(high[n], weights[n][group], high_four);
-                    low[n] = _mm512_dpbusd_epi32(low[n], weights[n][group], low_four);
-                }
-            }
-#pragma GCC unroll 2
-            for (int n = 0; n < N; n++) {
-                __m512 steps = _mm512_set1_ps(LOW_STEPS), total = totals[i][n];
-                __m512 dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[n]), steps, _mm512_cvtepi32_ps(low[n]));
-                total = _mm512_fmadd_ps(_mm512_mul_ps(dot, _mm512_set1_ps(x->scale[at])), scale[n], total);
-                if (kind == QUANT_Q4_1)
-                    total = _mm512_fmadd_ps(minimum[n], _mm512_set1_ps(x->scaled_sum[at]), total);
-                totals[i][n] = total;
-            }
-        }
-    }
-    for (int64_t i = 0; i < m; i++)
-        for (int n = 0; n < N; n++)
-            _mm512_storeu_ps(sums + i * SPAN + n * QUANT_ROWS, totals[i][n]);
-}
-
-static void multiply_panels(const uint8_t *const *panels, int64_t num_panels, int kind,
-                                                const struct inputs *x, int64_t row, int64_t m, float *sums) {
-#define KIND(NAME)                                                        \
-    case NAME:                                                            \
-        if (m == 1) { /* memory decides: one stream, in order */          \
-            for (int64_t n = 0; n < num_panels; n++)                      \
-                avx512_tile(panels + n, 1, NAME, x, row, 1, sums + n * QUANT_ROWS); \
-        } else if (num_panels == 2)                                       \
-            avx512_tile(panels, 2, NAME, x, row, m, sums);                \
-        else                                                              \
-            avx512_tile(panels, 1, NAME, x, row, m, sums);                \
-        break;
-    switch (kind) { KIND(QUANT_Q8_0) KIND(QUANT_Q4_0) KIND(QUANT_Q4_1) }
-#undef KIND
-}
-
-/* 16 numbers of up to 127 to their parts at `at`; returns 254 high + low. What is not finite becomes anything in range. */
-INLINE __m512i avx512_split(__m512 numbers, const struct inputs *x, int64_t at) {
-    __m512 steps = _mm512_set1_ps(LOW_STEPS), limit = _mm512_set1_ps(127.0f);
-    numbers = _mm512_max_ps(_mm512_min_ps(numbers, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit));
-    __m512 whole = _mm512_roundscale_ps(numbers, _MM_FROUND_TO_NEAREST_INT);
-    __m512i high = _mm512_cvtps_epi32(whole);
-    __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(numbers, whole), steps));
-    _mm_storeu_si128((__m128i *)(x->high + at), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128((__m128i *)(x->low + at), _mm512_cvtepi32_epi8(low));
-    return _mm512_add_epi32(_mm512_mullo_epi32(high, _mm512_set1_epi32(LOW_STEPS)), low);
-}
-
-INLINE void avx512_round(const struct inputs *x, int64_t row, const void *numbers, int dtype) {
-    __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    for (int64_t block = 0; block < x->num_blocks; block++) {
-        int64_t at = row * x->num_blocks + block, from = block * QUANT_BLOCK;
-        __m512 first = (__m512)load_lanes(numbers, from, dtype), second = (__m512)load_lanes(numbers, from + 16, dtype);
-        __m512i bits = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(first), magnitude),
-                                        _mm512_and_si512(_mm512_castps_si512(second), magnitude));
-        uint32_t largest = _mm512_reduce_max_epu32(bits);
-        float scale;
-        memcpy(&scale, &largest, sizeof scale);
-        __m512 inverse = _mm512_set1_ps(scale > 0x1p-100f && scale < INFINITY ? 127.0f / scale : 0.0f);
-        __m512i sums = _mm512_add_epi32(avx512_split(_mm512_mul_ps(first, inverse), x, at * QUANT_BLOCK),
-                                        avx512_split(_mm512_mul_ps(second, inverse), x, at * QUANT_BLOCK + 16));
-        int32_t sum = _mm512_reduce_add_epi32(sums);
-        x->scale[at] = scale * (1.0f / (127 * LOW_STEPS));
-        x->scaled_sum[at] = x->scale[at] * (float)sum;
-        x->minus_8_sums[at] = -8 * sum;
-    }
-}
-
-static void round_inputs(const struct linear *op, const struct rows *in, int64_t row,
-                                              const struct inputs *x) {
-    float room[op->in_features]; /* for either dtype */
-    if (op->norm != NULL)
-        pelton_prepare_row(op, in, row, room);
-    avx512_round(x, row, op->norm != NULL ? room : row_of(op, in, row), op->dtype);
-}
+#if PELTON_ISA >= ISA_AVX512_BF16
 
 /* Two panels [in / 2][32][2] of bfloat16, dequantized; NULL: zeros. Those `distance` panels further on are fetched. */
-static void avx512_dequantize(const uint8_t *const *panels, const int *kinds, int64_t num_blocks,
-                                                  int64_t distance, bf16 *result) {
+static void dequantize(const uint8_t *const *panels, const int *kinds, int64_t num_blocks, int64_t distance, void *to) {
+    bf16 *result = to;
     /* Of 16 even numbers before 16 odd ones: pairs. */
     __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
                                      3, 18, 2, 17, 1, 16, 0);
@@ -379,26 +391,59 @@ static void avx512_dequantize(const uint8_t *const *panels, const int *kinds, in
             const uint8_t *record = panels[n] + block * bytes, *scales = record + quant_bytes(kinds[n]);
             for (int64_t line = 0; line < bytes; line += 64)
                 _mm_prefetch((const char *)record + ahead + line, _MM_HINT_T1);
-            __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales)), minimum;
-            __m512i weights[8];
-            avx512_unpack(record, kinds[n], weights);
-            if (kinds[n] == QUANT_Q4_1)
-                minimum = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + 2 * QUANT_ROWS)));
-            else
-                minimum = _mm512_mul_ps(scale, _mm512_set1_ps(kinds[n] == QUANT_Q8_0 ? -128.0f : -8.0f));
+            vec scale = load_scales(scales), minimum;
+            uvec weights[8];
+            unpack(record, kinds[n], weights);
+            unsign(kinds[n], weights);
+            minimum = kinds[n] == QUANT_Q4_1 ? load_scales(scales + 2 * QUANT_ROWS)
+                                             : scale * (kinds[n] == QUANT_Q8_0 ? -128.0f : -8.0f);
 #pragma GCC unroll 8
             for (int group = 0; group < 8; group++) {
                 __m512 numbers[4];
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
-                    __m512i whole = _mm512_shuffle_epi8(weights[group], bytes_of_words[i]);
-                    numbers[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), scale, minimum);
+                    __m512i whole = _mm512_shuffle_epi8((__m512i)weights[group], bytes_of_words[i]);
+                    numbers[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), (__m512)scale, (__m512)minimum);
                 }
 #pragma GCC unroll 2
                 for (int pair = 0; pair < 2; pair++) {
                     __m512i both = (__m512i)_mm512_cvtne2ps_pbh(numbers[2 * pair + 1], numbers[2 * pair]);
                     _mm512_store_si512(target + (group * 2 + pair) * 2 * PANEL, _mm512_permutexvar_epi16(order, both));
                 }
+            }
+        }
+}
+
+#else
+
+/* Two panels as [in][32] of float32, dequantized; NULL: zeros. Those `distance` panels further on are fetched. */
+static void dequantize(const uint8_t *const *panels, const int *kinds, int64_t num_blocks, int64_t distance, void *to) {
+    for (int n = 0; n < 2; n++)
+        for (int64_t block = 0; block < num_blocks; block++) {
+            float *target = (float *)to + block * QUANT_BLOCK * PANEL + n * QUANT_ROWS;
+            if (panels[n] == NULL) {
+                for (int64_t i = 0; i < QUANT_BLOCK; i++)
+                    memset(target + i * PANEL, 0, QUANT_ROWS * sizeof(float));
+                continue;
+            }
+            int64_t bytes = record_bytes(kinds[n]);
+            const uint8_t *record = panels[n] + block * bytes;
+            for (int64_t line = 0; line < bytes; line += 64)
+                __builtin_prefetch(record + distance * num_blocks * bytes + line, 0, 2);
+            for (int part = 0; part < PARTS; part++, record += VEC_BYTES, target += LANES) {
+                const uint8_t *scales = record + quant_bytes(kinds[n]) - part * (VEC_BYTES / 2);
+                vec scale = load_scales(scales), minimum = scale * (kinds[n] == QUANT_Q4_0 ? -8.0f : 0.0f);
+                uvec weights[8];
+                unpack(record, kinds[n], weights);
+                if (kinds[n] == QUANT_Q4_1)
+                    minimum = load_scales(scales + 2 * QUANT_ROWS);
+#pragma GCC unroll 8
+                for (int group = 0; group < 8; group++)
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; i++) {
+                        ivec whole = (ivec)(weights[group] << (24 - 8 * i)) >> 24;
+                        vec_store(target + (group * 4 + i) * PANEL, __builtin_convertvector(whole, vec) * scale + minimum);
+                    }
             }
         }
 }
@@ -458,8 +503,6 @@ static void span_rows(const struct quant *op, const struct inputs *x, struct spa
     }
 }
 
-#if PELTON_ISA >= ISA_AVX512_BF16
-
 /* For `pelton_product`, whose panels are the spans here. */
 static void make_panel(const void *weight, int64_t index, void *result) {
     const struct quant *op = weight;
@@ -474,7 +517,7 @@ static void make_panel(const void *weight, int64_t index, void *result) {
     } else if (span.count > QUANT_ROWS) {
         panels[1] = panels[0] + panel_bytes;
     }
-    avx512_dequantize(panels, kinds, num_blocks, distance, result);
+    dequantize(panels, kinds, num_blocks, distance, result);
 }
 
 /* Whether spans are the panels of `pelton_product`: each but the last is whole. */
@@ -486,7 +529,17 @@ static int has_whole_spans(const struct quant *op) {
     return 1;
 }
 
+/* Of dequantized panels, where they are faster from MANY_ROWS rows on. */
+static const struct engine *dense_engine(const struct linear *op) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+    return op->dtype == DTYPE_BF16 ? &pelton_bf16 : NULL;
+#elif PELTON_ISA < ISA_AVX2
+    return op->dtype == DTYPE_BF16 ? &pelton_vec_mixed : NULL;
+#else
+    (void)op;
+    return NULL;
 #endif
+}
 
 struct quant_call {
     const struct quant *op;
@@ -513,27 +566,27 @@ static void run_span(void *context, int64_t index, struct turn *turn) {
 EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *residual, void *residual_out,
                         const int64_t *rows, int64_t num_rows, void *output) {
     struct rows in = {hidden, residual, residual_out, rows, num_rows};
-#if PELTON_ISA >= ISA_AVX512_BF16
-    if (num_rows >= MANY_ROWS && op->op.dtype == DTYPE_BF16 && has_whole_spans(op)) {
-        struct panel_source source = {make_panel, op};
+    const struct engine *engine = dense_engine(&op->op);
+    if (num_rows >= MANY_ROWS && engine != NULL && has_whole_spans(op)) {
+        struct panel_source source = {make_panel, op, engine};
         return pelton_product(&op->op, &in, output, &source);
     }
-#endif
     int64_t num_blocks = op->op.in_features / QUANT_BLOCK;
-    size_t blocks = (size_t)(num_rows * num_blocks);
-    float *memory = pelton_shared(blocks * (2 * QUANT_BLOCK + 3 * sizeof(float)) + 1);
+    int64_t blocks = num_rows * num_blocks, numbers = blocks * QUANT_BLOCK, word_bytes = HAS_WORDS ? 2 : 0;
+    char *memory = pelton_shared((size_t)(numbers * (2 + word_bytes) + 3 * blocks * (int64_t)sizeof(float)) + 1);
     if (memory == NULL)
         return 1;
-    struct inputs x = {
-        .high = (int8_t *)(memory + 3 * blocks), .low = (int8_t *)(memory + 3 * blocks) + blocks * QUANT_BLOCK,
-        .scale = memory, .scaled_sum = memory + blocks, .minus_8_sums = (int32_t *)(memory + 2 * blocks),
-        .num_blocks = num_blocks,
-    };
+    struct inputs x = {.words = (int16_t *)memory, .num_blocks = num_blocks};
+    x.scale = (float *)(memory + numbers * word_bytes);
+    x.scaled_sum = x.scale + blocks;
+    x.minus_8_sums = (int32_t *)(x.scaled_sum + blocks);
+    x.high = (int8_t *)(x.minus_8_sums + blocks);
+    x.low = x.high + numbers;
     struct quant_call call = {op, in, x, num_spans(op), output};
     int64_t row_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
     pool_do((struct pool_work){.run = run_round, .context = &call, .num_tasks = num_rows, .has_shares = 1});
     pool_do((struct pool_work){.run = run_span, .context = &call, .context_bytes = num_rows <= TILE ? sizeof call : 0,
-                          .num_tasks = call.spans * row_blocks, .has_shares = 1});
+                               .num_tasks = call.spans * row_blocks, .has_shares = 1});
     return 0;
 }
 
