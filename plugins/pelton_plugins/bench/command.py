@@ -13,6 +13,7 @@ MEASUREMENTS = {
     "throughput": "many requests at once: requests and tokens a second",
     "serve": "requests that arrive at random at a server: TTFT, TPOT, ITL, E2E, goodput",
     "load": "minutes of load with random aborts: leaks, errors, memory, drift of the inter-token latency",
+    "soak": "minutes of random valid requests from many clients: wrong answers, leaks, growth, streams that stand still",
     "table": "the workloads that Pelton is compared by, with other engines' figures and the device's floor",
     "cpu-table": "the demo model on CPU cores: the rows that Pelton is compared by, beside other engines, also in one run",
     "host": "host time of a step by stage, with many running requests",

@@ -20,7 +20,7 @@ from pelton_plugins.bench.metrics import RequestTimes
 from pelton_plugins.bench.targets import Target, TargetState
 
 CONNECT_TIMEOUT_S = 30.0
-MAX_LINE_BYTES = 2**20
+MAX_LINE_BYTES = 2**24  # a whole answer with logprobs of a long prompt is one line
 UNTOLD_LEN = sys.maxsize  # of a server that names no max_model_len: it alone can refuse what is too long
 
 

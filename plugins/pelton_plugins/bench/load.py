@@ -130,12 +130,12 @@ async def measure(target: Target, arguments: LoadArguments, *, seed: int = 0) ->
     try:
         source = _Source(target, arguments, random.Random(seed))
         rate, tokens_per_s = await _saturate(target, arguments, source)
-        await _settle(target)
+        await settle(target)
         seen = Seen()
         began = time.perf_counter()
         await _open_loop(target, arguments, source, rate * arguments.load_fraction, seen)
         loaded_s = time.perf_counter() - began
-        after = await _settle(target)
+        after = await settle(target)
     finally:
         await target.close()
     return _result(
@@ -274,7 +274,7 @@ async def _watch(target: Target, arguments: LoadArguments, third: Any, num_in_fl
         await asyncio.sleep(arguments.sample_s)
 
 
-async def _settle(target: Target, timeout_s: float = 10.0) -> TargetState:
+async def settle(target: Target, timeout_s: float = 10.0) -> TargetState:
     """The state once what was aborted has left the engine, or after a while."""
     deadline = time.perf_counter() + timeout_s
     while True:
@@ -301,19 +301,19 @@ def _result(
         _growth_mib(first.host_bytes, last.host_bytes),
     )
     checks = [
-        _check("requests failed", sum(seen.errors.values()), 0),
-        _check("requests with too few tokens", seen.num_short, 0),
-        _check("requests that never ended", seen.num_stuck, 0),
-        _check("requests left in the engine", after.num_unfinished, 0),
-        _check("KV blocks held, share", after.kv_cache_usage, 0),
-        _check("p99 ITL, last third over first", itl_growth, arguments.max_itl_growth),
+        check("requests failed", sum(seen.errors.values()), 0),
+        check("requests with too few tokens", seen.num_short, 0),
+        check("requests that never ended", seen.num_stuck, 0),
+        check("requests left in the engine", after.num_unfinished, 0),
+        check("KV blocks held, share", after.kv_cache_usage, 0),
+        check("p99 ITL, last third over first", itl_growth, arguments.max_itl_growth),
     ]
     if device is not None or has_device_memory:  # not read: NaN, which is not well
         checks.append(
-            _check("device memory growth, MiB", math.nan if device is None else device, arguments.max_device_growth_mib)
+            check("device memory growth, MiB", math.nan if device is None else device, arguments.max_device_growth_mib)
         )
     if host is not None:
-        checks.append(_check("host memory growth, MiB", host, arguments.max_host_growth_mib))
+        checks.append(check("host memory growth, MiB", host, arguments.max_host_growth_mib))
     return {
         "saturation": {"requests_per_s": rate, "output_tokens_per_s": tokens_per_s},
         "requests_per_s": rate * arguments.load_fraction,
@@ -325,9 +325,9 @@ def _result(
         "thirds": [
             {
                 "output_tokens": third.num_tokens,
-                "itl_ms": _milliseconds(third.itls),
-                "ttft_ms": _milliseconds(third.ttfts),
-                "sent_late_ms": _milliseconds(third.lateness),
+                "itl_ms": milliseconds(third.itls),
+                "ttft_ms": milliseconds(third.ttfts),
+                "sent_late_ms": milliseconds(third.lateness),
                 "max_in_flight": third.max_in_flight,
                 "device_mib": _most_mib(third.device_bytes),
                 "host_mib": _most_mib(third.host_bytes),
@@ -338,7 +338,7 @@ def _result(
     }
 
 
-def _milliseconds(times: LogHistogram) -> dict[str, float]:
+def milliseconds(times: LogHistogram) -> dict[str, float]:
     percents = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
     return {name: times.percentile(percent) * 1e3 for name, percent in percents.items()}
 
@@ -352,7 +352,7 @@ def _most_mib(seen: Sequence[int | None]) -> float | None:
     return max((count / MIB for count in seen if count is not None), default=None)
 
 
-def _check(name: str, value: float, limit: float) -> dict[str, Any]:
+def check(name: str, value: float, limit: float) -> dict[str, Any]:
     return {"name": name, "value": value, "limit": limit, "ok": not math.isnan(value) and value <= limit}
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 DRIVER_TOOL = "nvidia-smi"
@@ -57,3 +58,25 @@ def _resident_bytes(pid: int) -> int:
     except (OSError, IndexError, ValueError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """One process, seen from outside."""
+
+    pid: int
+    name: str
+    resident_bytes: int
+    num_fds: int
+    num_threads: int
+
+
+def family_states(pid: int) -> list[ProcessState]:
+    """A process and all that it started, without those that have just ended. Raises `OSError` without /proc."""
+    found = []
+    for one in family(pid):
+        with contextlib.suppress(OSError):
+            folder = Path(f"/proc/{one}")
+            name, num_fds = (folder / "comm").read_text().strip(), len(os.listdir(folder / "fd"))
+            found.append(ProcessState(one, name, _resident_bytes(one), num_fds, len(os.listdir(folder / "task"))))
+    return found

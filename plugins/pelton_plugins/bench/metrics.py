@@ -94,6 +94,11 @@ class LogHistogram:
         self._counts[index] = self._counts.get(index, 0) + 1
         self.num_values += 1
 
+    def merge(self, other: LogHistogram) -> None:
+        for index, count in other._counts.items():
+            self._counts[index] = self._counts.get(index, 0) + count
+        self.num_values += other.num_values
+
     def percentile(self, percent: float) -> float:
         """NaN of nothing."""
         left = self.num_values * percent / 100

@@ -353,8 +353,8 @@ class BadTarget(Target):
 async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
     from pelton_plugins.bench import load
 
-    settle = load._settle
-    monkeypatch.setattr(load, "_settle", lambda target: settle(target, 0.05))
+    settle = load.settle
+    monkeypatch.setattr(load, "settle", lambda target: settle(target, 0.05))
     monkeypatch.setattr(load, "DRAIN_S", 0.5)
     target = BadTarget(fault)
     if fault == "hides its memory":
