@@ -1,6 +1,6 @@
 """Compile kernels for compute capability 9.0, with a GPU or without; print what each takes, a line of JSON.
 
-    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, of PRODUCTS, or of a method of Attention
+    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, SAMPLING, or of a method of Attention
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
 them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone.
@@ -25,14 +25,25 @@ from triton.runtime.jit import JITFunction
 from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
-from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
+from pelton.ops.interface import (
+    LogprobsNeeds,
+    LogprobsTensors,
+    NormSpec,
+    QkNormRopeWriteKvNeeds,
+    QkNormRopeWriteKvTensors,
+    SampleNeeds,
+    SampleTensors,
+)
+from pelton.sampling.logprobs import LogprobTensors
+from pelton.worker.batch_state import BatchState
 from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, PartBuffers, decode_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
-from pelton_backends.triton.ops import gemv, hopper_split_k, small_batch
+from pelton_backends.triton.ops import gemv, hopper_split_k, sampling, sampling_logprobs, small_batch
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 8, 128, 16, 2
+VOCAB = 151_936
 SHAPES = {
     "early": LaunchShape(8, 0, 32, 2, is_early=True),
     "split": LaunchShape(4, 0, 16, 3, least=16),
@@ -125,6 +136,29 @@ class Attention:
         TritonQkNormRopeWriteKv.bind(needs, tensors)(self.qkv, self.tokens, self.tokens, *self.caches)
 
 
+def sample(num_logprobs: int | None, num_side_slots: int, *, has_mask: bool) -> None:
+    """All kernels of a step's end; with logprobs those of a prompt's too."""
+    state = BatchState(
+        max_num_seqs=2, max_model_len=64, vocab_size=VOCAB, block_sizes=(16,), num_side_slots=num_side_slots,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    target = None if num_logprobs is None else LogprobTensors.make(2, num_logprobs, state.device)
+    mask = (torch.zeros(3, -(-VOCAB // 32), dtype=torch.int32), torch.zeros(3, dtype=torch.bool))
+    tensors = SampleTensors(state, mask=mask if has_mask else None, logprobs=target)
+    needs = SampleNeeds(vocab_size=VOCAB, max_num_seqs=2, has_mask=has_mask, num_logprobs=num_logprobs or 0)
+    logits, tokens = torch.zeros(2, VOCAB), torch.zeros(2, dtype=torch.int64)
+    sampling.TritonSample.bind(needs, tensors)(logits, tokens, torch.zeros(2, 2, dtype=torch.int32))
+    if target is not None:
+        own = LogprobsNeeds(vocab_size=VOCAB, max_rows=2, num_logprobs=num_logprobs or 0)
+        sampling_logprobs.TritonLogprobs.bind(own, LogprobsTensors(state.device))(logits, tokens, target)
+
+
+SAMPLING = {
+    "sampling": lambda: sample(None, 0, has_mask=False),
+    "sampling with all": lambda: sample(20, 2, has_mask=True),
+}
+
+
 def multiply(dtype: str, name: str) -> None:
     seam, (rows, size, out), options = PRODUCTS[name]
     case = make_case(rows, size, out, getattr(torch, dtype), torch.device("cpu"), **options)
@@ -156,12 +190,15 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
     JITFunction.run = compile_only
     driver.set_active(Hopper())
     hopper_split_k.is_hopper = gemv.has_pdl = hopper_split_k.has_pdl = lambda device: True
+    sampling.has_pdl = sampling_logprobs.has_pdl = lambda device: True
     attention = Attention(dtype, kv_dtype)
     for name in names:
         if name in SHAPES:
             attention.decode(SHAPES[name])
         elif name in PRODUCTS:
             multiply(dtype, name)
+        elif name in SAMPLING:
+            SAMPLING[name]()
         else:
             getattr(attention, name)()
         for kernel in compiled:

@@ -26,6 +26,7 @@ _ENTRIES = (
     ("add_norm_logits", "triton", 50, "logits:TritonAddNormLogits"),
     ("qk_norm_rope_write_kv", "triton", 50, "qk_rope:TritonQkNormRopeWriteKv"),
     ("sample", "triton", 50, "sampling:TritonSample"),
+    ("logprobs", "triton", 50, "sampling_logprobs:TritonLogprobs"),
     ("prepare_inputs", "triton", 50, "inputs:TritonPrepareInputs"),
 )
 

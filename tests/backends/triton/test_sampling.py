@@ -34,8 +34,7 @@ def small_pieces(monkeypatch, device):
             "_ROOM": 32,
             "_LANES": 256,
             "_SPARE": 64,
-            "_SPLITS": 2,
-            "_CHANGE_BLOCK": 512,
+            "_WIDE_SPARE": 64,
         }
         for name, size in sizes.items():
             monkeypatch.setattr(sampling, name, size)
@@ -431,9 +430,9 @@ def test_longer_bad_words_than_there_was_room_for(device):
 def test_logprobs_come_from_the_raw_logits(device, num_logprobs):
     vocab = 2000
     state = make_state(device, vocab, num_side_slots=1)
-    add(state, 1, [3, 4], temperature=0.5, top_k=3, logit_bias={7: 50.0}, side_slot=0)
-    add(state, 0, [3, 4], temperature=0)
-    add(state, 2, [3, 4], temperature=1)
+    add(state, 1, [3, 4], temperature=0.5, top_k=3, logit_bias={7: 50.0}, side_slot=0, logprobs=num_logprobs)
+    add(state, 0, [3, 4], temperature=0, logprobs=num_logprobs)
+    add(state, 2, [3, 4], temperature=1, logprobs=num_logprobs)
     other = copy_of(state)
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0))
     logits[2, 64:70] = 9.0  # equal ones of one group: by lower token

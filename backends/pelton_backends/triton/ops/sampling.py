@@ -24,31 +24,32 @@ groups to write.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
-from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.ops.sampling_logprobs import logprob_pick_kernel, logprob_scan_kernel
+from pelton_backends.triton.ops.sampling_logprobs import MOST_LOGPROBS, RawStatistics
+from pelton_backends.triton.ops.sampling_nucleus import CUTS, finish_kernel, gather_kernel, measure_kernel
 from pelton_backends.triton.ops.sampling_rows import greedy_kernel, pick_kernel, scan_kernel
-from pelton_backends.triton.ops.sampling_side import change_kernel, side_addresses
+from pelton_backends.triton.ops.sampling_side import side_addresses
 from pelton_backends.triton.ops.sampling_wide import wide_kernel
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
 _GROUP = 32
 _GREEDY_CHUNK, _GREEDY_WARPS = 8192, 8
 _CHUNK_GROUPS, _SCAN_WARPS = 128, 4
+_SCAN_REGISTERS = 128  # a thread: four programs an SM; the compiler would take 237 where side tables may be
+_GATHER_WARPS = 8
 _PICK_WARPS = 8
 _ROOM = 256  # groups whose tokens one program of 8 warps holds, 32 a thread
 _LANES = 1024
-_SPARE = 4096
-_SPLITS, _CHANGE_BLOCK = 8, 2048
-_MOST_LOGPROBS = 128
+_SPARE = 8192  # weights among which the end of a nucleus is looked for
+_WIDE_SPARE = 4096
 
 
 class TritonSample:
@@ -61,8 +62,8 @@ class TritonSample:
             reasons.append(f"variant {needs.variant!r}")
         if needs.vocab_size > 2**20:
             reasons.append(f"a vocabulary of {needs.vocab_size}, at most {2**20}")
-        if not 0 <= needs.num_logprobs <= min(needs.vocab_size, _MOST_LOGPROBS):
-            reasons.append(f"{needs.num_logprobs} logprobs, at most {_MOST_LOGPROBS}")
+        if not 0 <= needs.num_logprobs <= min(needs.vocab_size, MOST_LOGPROBS):
+            reasons.append(f"{needs.num_logprobs} logprobs, at most {MOST_LOGPROBS}")
         return reasons
 
     @staticmethod
@@ -95,114 +96,129 @@ class _Greedy:
         )  # fmt: skip
 
 
-@dataclass(slots=True)
 class _Scratch:
     """What the kernels of one step hand on, for the most rows."""
 
-    chunk_best: Tensor  # [N, C] int32
-    raw_best: Tensor  # [N, SPLITS] int32
-    chunk_sum: Tensor  # [N, C] float64
-    chunk_above: Tensor  # [N, C] int32
-    group_best: Tensor  # [N, groups] int32
-    group_ids: Tensor  # [N, ROOM] int32
-    spare: Tensor  # [N, SPARE] int32
-    is_wide: Tensor  # [N] int32
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        def zeros(*widths: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(num_rows, *widths, dtype=dtype, device=device)
 
-    @staticmethod
-    def make(num_rows: int, vocab_size: int, device: torch.device) -> _Scratch:
-        def empty(width: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(num_rows, width, dtype=dtype, device=device)
-
-        chunks, groups = triton.cdiv(vocab_size, _CHUNK_GROUPS * _GROUP), triton.cdiv(vocab_size, _GROUP)
-        return _Scratch(
-            empty(chunks), empty(_SPLITS), empty(chunks, torch.float64), empty(chunks), empty(groups), empty(_ROOM), empty(_SPARE),
-            torch.zeros(num_rows, dtype=torch.int32, device=device),
-        )  # fmt: skip
+        self.groups = triton.cdiv(vocab_size, _GROUP)
+        self.chunks = triton.cdiv(self.groups, _CHUNK_GROUPS)
+        self.chunk_best = zeros(self.chunks)
+        self.chunk_least = zeros(self.chunks, dtype=torch.float32)
+        self.chunk_sum = zeros(self.chunks, dtype=torch.float64)
+        self.group_best = zeros(self.groups)
+        self.group_ids = zeros(_ROOM)
+        self.is_changed = zeros()
+        self.is_wide = zeros()
+        self.facts = zeros(3, dtype=torch.float64)
+        if self.groups <= _ROOM:  # all of a row fits
+            return
+        self.spare, self.running = zeros(_SPARE), zeros(_SPARE, dtype=torch.int64)
+        self.num_spare, self.parts = zeros(), zeros(2, self.chunks)
+        self.sums = zeros(2, CUTS, self.chunks, dtype=torch.float64)
 
 
 class _Full:
-    """Three launches, and one before them where masks or side tables may be; first and last end at once for rows without."""
+    """Two launches, five more that end at once where no row's filters keep many tokens, and one for logprobs."""
 
     def __init__(self, needs: SampleNeeds, tensors: SampleTensors) -> None:
+        device = tensors.state.device
         self._state, self._vocab_size = tensors.state, needs.vocab_size
         self._mask = tensors.mask
         self._logprobs, self._num_logprobs = tensors.logprobs, needs.num_logprobs
-        self._scratch = _Scratch.make(needs.max_num_seqs, needs.vocab_size, tensors.state.device)
-        self._chunks = triton.cdiv(needs.vocab_size, _CHUNK_GROUPS * _GROUP)
-        self._groups = triton.cdiv(needs.vocab_size, _GROUP)
-        self._pdl = has_pdl(tensors.state.device)
+        self._scratch = _Scratch(needs.max_num_seqs, needs.vocab_size, device)
+        self._raw = RawStatistics(
+            needs.max_num_seqs if tensors.logprobs is not None else 1, needs.vocab_size, _CHUNK_GROUPS, device
+        )
         self._has_side = self._state.side.counts.shape[0] > 0
-        self._splits = _SPLITS if self._has_side or self._mask is not None else 0
+        self._may_change = self._has_side or tensors.mask is not None
+        self._has_raw = self._may_change or tensors.logprobs is not None
+        if self._has_raw and tensors.logprobs is None:
+            self._raw.best = torch.zeros_like(self._scratch.chunk_best)
         self._side, self._side_version = side_addresses(self._state), self._state.side.layout_version
+        pdl = has_pdl(device)
+        self._options: dict[str, Any] = {"PDL": pdl} | launch_options(pdl)
+        chunks = self._scratch.chunks
+        self._sizes: dict[str, Any] = {
+            "V": needs.vocab_size, "CHUNK_GROUPS": _CHUNK_GROUPS, "CHUNKS": chunks,
+            "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "MAY_CHANGE": self._may_change, **self._options,
+        }  # fmt: skip
 
     def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
         if not len(slots):
             return
-        raw = logits
-        if self._splits:
-            raw = raw.clone() if self._logprobs is not None else raw
-            self._change(logits, slots)
-        state, scratch = self._state, self._scratch
-        launch(
-            scan_kernel, (len(slots), self._chunks),
-            logits, slots, state.temperature, state.top_k, state.top_p, state.min_p, scratch.chunk_best,
-            scratch.chunk_sum, scratch.group_best, logits.stride(0), state.padding_slot,
-            V=self._vocab_size, GROUPS=self._groups, CHUNK_GROUPS=_CHUNK_GROUPS, CHUNKS=self._chunks, PDL=self._pdl,
-            num_warps=_SCAN_WARPS, **launch_options(self._pdl),
-        )  # fmt: skip
-        self._pick(logits, slots, result)
+        # Logprobs are of the logits before they are changed.
+        is_apart = self._may_change and self._logprobs is not None
+        changed = torch.empty_like(logits) if is_apart else logits
+        rows = (logits, changed, self._scratch.is_changed, slots)
+        self._scan(*rows)
+        self._pick(*rows, result)
+        if self._scratch.groups > _ROOM:
+            self._pick_of_many(*rows, result)
         if self._logprobs is not None:
-            self._write_logprobs(raw, slots, result, self._logprobs)
+            self._raw.pick(
+                logits, result[:, 0], self._logprobs, num=self._num_logprobs, vocab_size=self._vocab_size,
+                pdl=self._options["PDL"], slots=slots, num_logprobs=self._state.num_logprobs,
+                padding_slot=self._state.padding_slot,
+            )  # fmt: skip
 
-    def _change(self, logits: Tensor, slots: Tensor) -> None:
-        state, mask = self._state, self._mask
+    def _scan(self, logits: Tensor, changed: Tensor, is_changed: Tensor, slots: Tensor) -> None:
+        state, mask, scratch, raw = self._state, self._mask, self._scratch, self._raw
         if self._side_version != state.side.layout_version:
             self._side, self._side_version = side_addresses(state), state.side.layout_version
         words, length = state.side.bad_word_prefix.shape[1:]
         launch(
-            change_kernel, (len(slots), _SPLITS),
-            logits, slots, self._scratch.raw_best, state.side_slots, self._side, slots if mask is None else mask[0],
-            slots if mask is None else mask[1], logits.stride(0), 0 if mask is None else mask[0].stride(0),
-            state.padding_slot,
-            V=self._vocab_size, BLOCK=_CHANGE_BLOCK, SPLITS=_SPLITS, HAS_SIDE=self._has_side, HAS_MASK=mask is not None,
-            WORDS=words, LENGTH=length, PDL=self._pdl, num_warps=4, enable_fp_fusion=False, **launch_options(self._pdl),
+            scan_kernel, (len(slots), scratch.chunks),
+            logits, changed, is_changed, slots, state.temperature, state.top_k, state.top_p, state.min_p,
+            state.num_logprobs, state.side_slots, self._side, slots if mask is None else mask[0],
+            slots if mask is None else mask[1], scratch.chunk_best, scratch.chunk_least, scratch.chunk_sum,
+            scratch.group_best, raw.best, raw.sum, raw.group_best, logits.stride(0),
+            0 if mask is None else mask[0].stride(0), state.padding_slot,
+            V=self._vocab_size, GROUPS=scratch.groups, CHUNK_GROUPS=_CHUNK_GROUPS, CHUNKS=scratch.chunks,
+            HAS_SIDE=self._has_side, HAS_MASK=mask is not None, HAS_LOGPROBS=self._logprobs is not None,
+            WORDS=words, LENGTH=length, num_warps=_SCAN_WARPS, maxnreg=_SCAN_REGISTERS, enable_fp_fusion=False, **self._options,
         )  # fmt: skip
 
-    def _pick(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
-        state, scratch, chunks = self._state, self._scratch, self._chunks
-        parameters = (state.temperature, state.top_k, state.top_p, state.min_p, state.seeds)
-        advanced = (state.token_ids, state.num_computed_tokens, state.side_slots, state.side.counts)
-        sizes = {"V": self._vocab_size, "CHUNK_GROUPS": _CHUNK_GROUPS, "CHUNKS": chunks,
-                 "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "PDL": self._pdl} | launch_options(self._pdl)  # fmt: skip
+    def _pick(self, logits: Tensor, changed: Tensor, is_changed: Tensor, slots: Tensor, result: Tensor) -> None:
+        state, scratch = self._state, self._scratch
         launch(
             pick_kernel, (len(slots),),
-            logits, slots, result, *parameters, scratch.chunk_best, scratch.raw_best, scratch.chunk_sum,
-            scratch.group_best, scratch.group_ids, scratch.is_wide, *advanced, logits.stride(0),
-            state.token_ids.stride(0), state.padding_slot,
-            GROUPS=self._groups, GROUPS_BLOCK=triton.next_power_of_2(self._groups), ROOM=_ROOM,
-            SPLITS=self._splits, num_warps=_PICK_WARPS, **sizes,
-        )  # fmt: skip
-        if self._groups <= _ROOM:  # all of a row fits; and triton 3.6 does not compile the other kernel for so few
-            return
-        launch(
-            wide_kernel, (len(slots),),
-            logits, slots, result, *parameters, scratch.chunk_best, scratch.spare, scratch.is_wide, *advanced,
-            logits.stride(0), state.token_ids.stride(0), LANES=_LANES, SPARE=_SPARE, num_warps=16, **sizes,
+            logits, changed, is_changed, slots, result, state.temperature, state.top_k, state.top_p, state.min_p,
+            state.seeds, scratch.chunk_best, scratch.chunk_least, self._raw.best, scratch.chunk_sum, scratch.group_best,
+            scratch.group_ids, scratch.is_wide, scratch.facts, state.token_ids, state.num_computed_tokens,
+            state.side_slots, state.side.counts, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
+            GROUPS=scratch.groups, GROUPS_BLOCK=triton.next_power_of_2(scratch.groups), ROOM=_ROOM,
+            HAS_RAW=self._has_raw, num_warps=_PICK_WARPS, **self._sizes,
         )  # fmt: skip
 
-    def _write_logprobs(self, raw: Tensor, slots: Tensor, result: Tensor, target: LogprobTensors) -> None:
-        scratch, chunks, options = self._scratch, self._chunks, launch_options(self._pdl)
-        statistics = (scratch.chunk_best, scratch.chunk_sum, scratch.chunk_above, scratch.group_best)
+    def _pick_of_many(self, logits: Tensor, changed: Tensor, is_changed: Tensor, slots: Tensor, result: Tensor) -> None:
+        """Rows that `_pick` has left."""
+        state, scratch, num_rows = self._state, self._scratch, len(slots)
+        rows = (logits, changed, is_changed, slots)
+        nucleus = (state.temperature, scratch.is_wide, scratch.facts, scratch.sums)
+        for index in range(2):
+            launch(
+                measure_kernel, (num_rows, scratch.chunks),
+                *rows, *nucleus, logits.stride(0), PASS=index, num_warps=_SCAN_WARPS, **self._sizes,
+            )  # fmt: skip
+        spare = (scratch.spare, scratch.num_spare, scratch.parts)
         launch(
-            logprob_scan_kernel, (len(slots), chunks),
-            raw, slots, result, *statistics, raw.stride(0), self._state.padding_slot,
-            V=self._vocab_size, GROUPS=self._groups, CHUNK_GROUPS=_CHUNK_GROUPS, CHUNKS=chunks, PDL=self._pdl,
-            num_warps=_SCAN_WARPS, **options,
+            gather_kernel, (num_rows, scratch.chunks),
+            *rows, *nucleus, *spare, scratch.chunk_sum, logits.stride(0), SPARE=_SPARE, num_warps=_GATHER_WARPS,
+            **self._sizes,
+        )  # fmt: skip
+        advanced = (state.token_ids, state.num_computed_tokens, state.side_slots, state.side.counts)
+        strides = (logits.stride(0), state.token_ids.stride(0))
+        launch(
+            finish_kernel, (num_rows,),
+            *rows, result, state.temperature, state.seeds, scratch.is_wide, scratch.facts, *spare, scratch.running,
+            scratch.chunk_sum, *advanced, *strides, SPARE=_SPARE, num_warps=16, **self._sizes,
         )  # fmt: skip
         launch(
-            logprob_pick_kernel, (len(slots),),
-            raw, slots, result, *statistics, target.token_ids, target.logprobs, target.ranks, raw.stride(0),
-            self._state.padding_slot,
-            V=self._vocab_size, GROUPS=self._groups, GROUPS_BLOCK=triton.next_power_of_2(self._groups), CHUNKS=chunks,
-            CHUNKS_BLOCK=triton.next_power_of_2(chunks), NUM=self._num_logprobs, PDL=self._pdl, num_warps=8, **options,
+            wide_kernel, (num_rows,),
+            *rows, result, state.temperature, state.top_k, state.top_p, state.min_p, state.seeds, scratch.chunk_best,
+            scratch.spare, scratch.is_wide, *advanced, *strides, LANES=_LANES, SPARE=min(_SPARE, _WIDE_SPARE),
+            num_warps=16, **self._sizes,
         )  # fmt: skip

@@ -1,77 +1,101 @@
-"""Log-probabilities of sampled tokens and of the likeliest alternatives, from raw logits.
+"""Log-probabilities of given tokens and of the likeliest alternatives, from raw logits.
 
 Math   lse = log sum_t exp(l_t);  logprobs[0] = l_token - lse, rank = 1 + |{t: l_t > l_token}|; then the `NUM` largest l_t - lse
        with their tokens, equal ones by lower token first: `pelton.sampling.logprobs.gather_logprobs`.
 
-n rows, V tokens, C chunks of `CHUNK_GROUPS` groups of 32 tokens
-  logits  [n, V]  float32, raw;  result [n, 2] int32: (token, code), of the step
-  logprob_ids, logprobs [>= n, 1 + NUM] int64, float32; ranks [>= n] int64: contiguous, written for rows that are no padding
+n rows, V tokens, C chunks of `CHUNK_GROUPS` groups of 32 tokens, N groups a row
+  logits  [n, V]  float32, raw
+  raw_best [n, C] int32 keys, raw_sum [n, C] float64: of each chunk the best logit and the sum of exp(l - best); raw_group_best
+  [n, N] int32 keys: written by `sampling_rows.scan_kernel`, or for prompts by `logprob_scan_kernel`
+  logprob_ids, logprobs [>= n, 1 + NUM] int64, float32; ranks [>= n] int64: contiguous
 
-Ids and ranks are exact; logprobs within 1e-5 (sums of float32 exponentials, in float64). Two launches: one pass over the logits,
-then one program a row that takes the best of the group bests, `NUM` times: about 1 us each on an H200, no sort.
+Ids and ranks are exact; logprobs within 1e-5 (sums of float32 exponentials, in float64). One program a row: only groups with a
+logit above the token's are read for its rank, and the best of the group bests is taken once for each alternative that the
+row asks for: about 1 us each on an H200, no sort.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from pelton.ops.interface import Logprobs, LogprobsNeeds, LogprobsTensors
+from pelton.sampling.logprobs import LogprobTensors
+from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.sampling_pieces import GROUP, LOWEST_KEY, MINUS_INF_KEY, key_value, order_key
-from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
+from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
+
+GROUP_TOKENS = 32
+CHUNK_GROUPS = 128
+MOST_LOGPROBS = 128
 
 
 @triton.jit
 def logprob_scan_kernel(
     logits,
-    slots,
-    result,
-    chunk_best,
-    chunk_sum,
-    chunk_above,
-    group_best,
+    raw_best,
+    raw_sum,
+    raw_group_best,
     row_stride,
-    padding_slot,
     V: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (n, C). chunk_best [n, C] int32 keys, chunk_sum float64, chunk_above int32: tokens above the sampled one."""
+    """Grid (n, C)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    if tl.load(slots + row) != padding_slot:
-        row_logits = logits + row.to(tl.int64) * row_stride
-        own = order_key(tl.load(row_logits + tl.load(result + 2 * row)))
-        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-        place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
-        keys = order_key(values)
-        bests = tl.max(keys, 1)
-        best = tl.max(bests, 0)
-        top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
-        total = tl.sum(tl.sum(tl.exp(values - top), 1).to(tl.float64), 0)
-        at = row * CHUNKS + chunk
-        tl.store(chunk_best + at, best)
-        tl.store(chunk_sum + at, total)
-        tl.store(chunk_above + at, tl.sum(tl.sum((keys > own).to(tl.int32), 1), 0))
-        tl.store(group_best + row.to(tl.int64) * GROUPS + group, bests, mask=group < GROUPS)
+    group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
+    keys = tl.max(order_key(values), 1)
+    best = tl.max(keys, 0)
+    top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
+    at = row * CHUNKS + chunk
+    tl.store(raw_best + at, best)
+    tl.store(raw_sum + at, tl.sum(tl.sum(tl.exp(values - top), 1).to(tl.float64), 0))
+    tl.store(raw_group_best + row.to(tl.int64) * GROUPS + group, keys, mask=group < GROUPS)
+
+
+@triton.jit
+def _num_above(row_logits, own, keys, groups, group_ids, V: tl.constexpr, GROUPS: tl.constexpr, READ: tl.constexpr):
+    """Tokens with a key above `own`, from the groups whose best is; group_ids [GROUPS] int32: scratch."""
+    is_above = keys > own
+    num_groups = tl.sum(is_above.to(tl.int32), 0)
+    above = tl.zeros([READ], tl.int32)
+    if num_groups > 0:
+        tl.store(group_ids + tl.cumsum(is_above.to(tl.int32), 0) - 1, groups, mask=is_above)
+        tl.debug_barrier()
+        for start in range(0, num_groups, READ):
+            index = start + tl.arange(0, READ)
+            group = tl.load(group_ids + index, mask=index < num_groups, other=GROUPS)
+            place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
+            above += tl.sum((order_key(values) > own).to(tl.int32), 1)
+    return tl.sum(above, 0)
 
 
 @triton.jit
 def logprob_pick_kernel(
     logits,
     slots,
-    result,
-    chunk_best,
-    chunk_sum,
-    chunk_above,
-    group_best,
+    num_logprobs,
+    tokens,
+    raw_best,
+    raw_sum,
+    raw_group_best,
+    group_ids,
     logprob_ids,
     logprobs,
     ranks,
     row_stride,
+    token_stride,
     padding_slot,
     V: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -79,33 +103,41 @@ def logprob_pick_kernel(
     CHUNKS: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     NUM: tl.constexpr,
+    READ: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (n)."""
+    """Grid (n). Token of row r: tokens[r * token_stride]. BY_SLOT: num_logprobs [S + 1] int64 says by slot how many a row wants,
+    negative for none; else every row wants `NUM`."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    if tl.load(slots + row) != padding_slot:
+    wanted = tl.full([], NUM, tl.int64)
+    if BY_SLOT:
+        slot = tl.load(slots + row)
+        wanted = tl.where(slot == padding_slot, -1, tl.load(num_logprobs + slot))
+    if wanted >= 0:
         row_logits = logits + row.to(tl.int64) * row_stride
         chunks = tl.arange(0, CHUNKS_BLOCK)
         at = row * CHUNKS + chunks
-        bests = key_value(tl.load(chunk_best + at, mask=chunks < CHUNKS, other=MINUS_INF_KEY))
-        sums = tl.load(chunk_sum + at, mask=chunks < CHUNKS, other=0.0)
+        groups, lane = tl.arange(0, GROUPS_BLOCK), tl.arange(0, GROUP)
+        keys = tl.load(raw_group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)
+        bests = key_value(tl.load(raw_best + at, mask=chunks < CHUNKS, other=MINUS_INF_KEY))
+        sums = tl.load(raw_sum + at, mask=chunks < CHUNKS, other=0.0)
+        token = tl.load(tokens + row.to(tl.int64) * token_stride).to(tl.int32)
+        own_value = tl.load(row_logits + token)
         top = tl.max(bests, 0)
-        total = tl.sum(sums * tl.exp(bests - top), 0)
-        normalizer = (top.to(tl.float64) + tl.log(total)).to(tl.float32)
-        above = tl.sum(tl.load(chunk_above + at, mask=chunks < CHUNKS, other=0), 0)
-        token = tl.load(result + 2 * row)
+        normalizer = (top.to(tl.float64) + tl.log(tl.sum(sums * tl.exp(bests - top), 0))).to(tl.float32)
+        own_ids = group_ids + row.to(tl.int64) * GROUPS
+        above = _num_above(row_logits, order_key(own_value), keys, groups, own_ids, V, GROUPS, READ)
         first = row * (1 + NUM)
         tl.store(ranks + row, (above + 1).to(tl.int64))
         tl.store(logprob_ids + first, token.to(tl.int64))
-        tl.store(logprobs + first, tl.load(row_logits + token) - normalizer)
+        tl.store(logprobs + first, own_value - normalizer)
 
-        groups, lane = tl.arange(0, GROUPS_BLOCK), tl.arange(0, GROUP)
-        keys = tl.load(group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)
         last_key = tl.full([], 0x7FFFFFFF, tl.int32)
         last = tl.full([], -1, tl.int32)
-        for index in range(NUM):
+        for index in range(0, tl.minimum(wanted, NUM).to(tl.int32)):
             best = tl.max(keys, 0)
             group = tl.min(tl.where(keys == best, groups, GROUPS_BLOCK), 0)
             place = group * GROUP + lane
@@ -117,3 +149,57 @@ def logprob_pick_kernel(
             keys = tl.where(groups == group, tl.max(left, 0), keys)
             tl.store(logprob_ids + first + 1 + index, last.to(tl.int64))
             tl.store(logprobs + first + 1 + index, key_value(best) - normalizer)
+
+
+class RawStatistics:
+    """What a scan leaves for `logprob_pick_kernel`, of at most `num_rows` rows."""
+
+    def __init__(self, num_rows: int, vocab_size: int, chunk_groups: int, device: torch.device) -> None:
+        self.groups = triton.cdiv(vocab_size, GROUP_TOKENS)
+        self.chunks = triton.cdiv(self.groups, chunk_groups)
+        self.best = torch.zeros(num_rows, self.chunks, dtype=torch.int32, device=device)
+        self.sum = torch.zeros(num_rows, self.chunks, dtype=torch.float64, device=device)
+        self.group_best = torch.zeros(num_rows, self.groups, dtype=torch.int32, device=device)
+        self.group_ids = torch.zeros(num_rows, self.groups, dtype=torch.int32, device=device)
+
+    def pick(
+        self, logits: Tensor, tokens: Tensor, target: LogprobTensors, *, num: int, vocab_size: int, pdl: bool,
+        slots: Tensor | None = None, num_logprobs: Tensor | None = None, padding_slot: int = -1,
+    ) -> None:  # fmt: skip
+        """tokens: one a row, at any stride. slots, num_logprobs: see the kernel."""
+        options: dict[str, Any] = {"PDL": pdl, "num_warps": 8} | launch_options(pdl)
+        launch(
+            logprob_pick_kernel, (len(logits),),
+            logits, tokens if slots is None else slots, tokens if num_logprobs is None else num_logprobs, tokens,
+            self.best, self.sum, self.group_best, self.group_ids, target.token_ids, target.logprobs, target.ranks,
+            logits.stride(0), tokens.stride(0), padding_slot,
+            V=vocab_size, GROUPS=self.groups, GROUPS_BLOCK=triton.next_power_of_2(self.groups), CHUNKS=self.chunks,
+            CHUNKS_BLOCK=triton.next_power_of_2(self.chunks), NUM=num, READ=min(128, triton.next_power_of_2(self.groups)),
+            BY_SLOT=slots is not None, **options,
+        )  # fmt: skip
+
+
+class TritonLogprobs:
+    """See `Logprobs`: two launches."""
+
+    @staticmethod
+    def unsupported(needs: LogprobsNeeds) -> list[str]:
+        if not 0 <= needs.num_logprobs <= min(needs.vocab_size, MOST_LOGPROBS):
+            return [f"{needs.num_logprobs} logprobs, at most {min(needs.vocab_size, MOST_LOGPROBS)}"]
+        return []
+
+    @staticmethod
+    def bind(needs: LogprobsNeeds, tensors: LogprobsTensors) -> Logprobs:
+        statistics = RawStatistics(needs.max_rows, needs.vocab_size, CHUNK_GROUPS, tensors.device)
+        pdl = has_pdl(tensors.device)
+
+        def write(logits: Tensor, token_ids: Tensor, target: LogprobTensors) -> None:
+            launch(
+                logprob_scan_kernel, (len(logits), statistics.chunks),
+                logits, statistics.best, statistics.sum, statistics.group_best, logits.stride(0),
+                V=needs.vocab_size, GROUPS=statistics.groups, CHUNK_GROUPS=CHUNK_GROUPS, CHUNKS=statistics.chunks, PDL=pdl,
+                num_warps=4, **launch_options(pdl),
+            )  # fmt: skip
+            statistics.pick(logits, token_ids, target, num=needs.num_logprobs, vocab_size=needs.vocab_size, pdl=pdl)
+
+        return write

@@ -4,14 +4,16 @@ n rows of logits, V tokens, cut into groups of 32 tokens and chunks of `CHUNK_GR
 
 `greedy_kernel`, grid (n, C): best of each chunk; a row's last program to arrive compares them and ends the row.
 
-`scan_kernel`, grid (n, C): writes for each chunk the key of its best logit and the sum of exp((l - best of the chunk) /
-temperature); for rows with filters also the key of each group's best logit.
+`scan_kernel`, grid (n, C): the one pass over the logits. Masks and side tables change them (`sampling_side`); of each chunk
+it writes the key of the best logit and the sum of exp((l - best of the chunk) / temperature), for rows with filters also
+the key of each group's best; for rows with logprobs the same of the logits before they were changed.
 
 `pick_kernel`, grid (n): a row without filters finds its chunk by the running sum of the chunks, then its token in it. A row
 with filters takes the tokens that may stay from the groups with the largest bests: t, such that at most `ROOM` groups
 have a best >= t, is found by bisection over group keys, and then {l >= t} lies in these groups, is gathered, and cut
 down to min_p, top_k and top_p by bisection over float keys: exact, in registers. When that set is too small to know the
-threshold (a nucleus of more than a few hundred tokens, a large top_k), the row is left to `sampling_wide.wide_kernel`.
+threshold, the row is left to `sampling_nucleus` (a nucleus of more than a few hundred tokens), or to
+`sampling_wide.wide_kernel` (a large top_k, several filters).
 
 No sort, no value is read by the host, one number u = uniform(seed, position) decides: the token is the first whose running
 sum (in token order) of the kept weights exceeds u times their total.
@@ -37,6 +39,7 @@ from pelton_backends.triton.ops.sampling_pieces import (
     pick_token,
     uniform,
 )
+from pelton_backends.triton.ops.sampling_side import change_values
 from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -97,42 +100,101 @@ def greedy_kernel(
 @triton.jit
 def scan_kernel(
     logits,
+    changed,
+    is_changed,
     slots,
     temperature,
     top_k,
     top_p,
     min_p,
+    num_logprobs,
+    side_slots,
+    side,
+    mask,
+    has_mask,
     chunk_best,
+    chunk_least,
     chunk_sum,
     group_best,
+    raw_best,
+    raw_sum,
+    raw_group_best,
     row_stride,
+    mask_stride,
     padding_slot,
     V: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    HAS_SIDE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """chunk_best [n, CHUNKS] int32 keys; chunk_sum [n, CHUNKS] float64; group_best [n, GROUPS] int32 keys."""
+    """chunk_best [n, CHUNKS] int32 keys; chunk_least float32: the least finite logit; chunk_sum float64; group_best [n, GROUPS]
+    int32 keys: of the logits as masks and side tables change them, which are written to `changed` for rows that have any
+    (is_changed [n] int32). raw_best, raw_sum (at temperature 1), raw_group_best: of the logits before."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
+    start = row.to(tl.int64) * row_stride
+    values = tl.load(logits + start + place, mask=place < V, other=-float("inf"))
     slot = tl.load(slots + row)
     if slot != padding_slot:
+        at = row * CHUNKS + chunk
+        if HAS_LOGPROBS:  # noqa: SIM102, a constant: what is behind it is not compiled
+            if tl.load(num_logprobs + slot) >= 0:
+                raw_keys = tl.max(order_key(values), 1)
+                best = tl.max(raw_keys, 0)
+                top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
+                total = tl.sum(tl.sum(tl.exp2((values - top) * LOG2_E), 1).to(tl.float64), 0)
+                tl.store(raw_sum + at, total)
+                tl.store(raw_group_best + row.to(tl.int64) * GROUPS + group, raw_keys, mask=group < GROUPS)
+        if HAS_SIDE or HAS_MASK or HAS_LOGPROBS:
+            tl.store(raw_best + at, tl.max(tl.max(order_key(values), 1), 0))
+        if HAS_SIDE or HAS_MASK:
+            side_slot = tl.full([], -1, tl.int64)
+            if HAS_SIDE:
+                side_slot = tl.load(side_slots + slot)
+            is_masked = tl.full([], 0, tl.int1)
+            if HAS_MASK:
+                is_masked = tl.load(has_mask + slot) != 0
+            is_other = (side_slot >= 0) | is_masked
+            if chunk == 0:
+                tl.store(is_changed + row, is_other.to(tl.int32))
+            if is_other:
+                values = change_values(
+                    values, place, place < V, slot, side_slot, side, mask + slot * mask_stride, is_masked, mask_stride,
+                    HAS_SIDE, V, WORDS, LENGTH,
+                )  # fmt: skip
+                values = tl.where(place < V, values, -float("inf"))
+                tl.store(changed + start + place, values, mask=place < V)
         keys = tl.max(order_key(values), 1)
         best = tl.max(keys, 0)
-        tl.store(chunk_best + row * CHUNKS + chunk, best)
+        tl.store(chunk_best + at, best)
         warmth = tl.load(temperature + slot)
         if warmth > 0:
             top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
             weights = tl.exp2((values - top) * (LOG2_E / warmth))
-            tl.store(chunk_sum + row * CHUNKS + chunk, tl.sum(tl.sum(weights, 1).to(tl.float64), 0))
-            is_filtered = (tl.load(top_k + slot) < V) | (tl.load(top_p + slot) < 1.0) | (tl.load(min_p + slot) > 0.0)
-            if is_filtered:
+            tl.store(chunk_sum + at, tl.sum(tl.sum(weights, 1).to(tl.float64), 0))
+            has_nucleus = tl.load(top_p + slot) < 1.0
+            if has_nucleus:
+                finite = tl.where(values > -float("inf"), values, float("inf"))
+                tl.store(chunk_least + at, tl.min(tl.min(finite, 1), 0))
+            if has_nucleus | (tl.load(top_k + slot) < V) | (tl.load(min_p + slot) > 0.0):
                 tl.store(group_best + row.to(tl.int64) * GROUPS + group, keys, mask=group < GROUPS)
+
+
+@triton.jit
+def row_start(logits, changed, is_changed, row, row_stride, MAY_CHANGE: tl.constexpr):
+    """Where a row's logits lie, as masks and side tables have changed them."""
+    if MAY_CHANGE:
+        logits = tl.where(tl.load(is_changed + row) != 0, changed, logits)
+    return logits + row.to(tl.int64) * row_stride
 
 
 @triton.jit
@@ -220,6 +282,8 @@ def _nucleus_key(keys, masses, needed):
 @triton.jit
 def pick_kernel(
     logits,
+    changed,
+    is_changed,
     slots,
     result,
     temperature,
@@ -228,11 +292,13 @@ def pick_kernel(
     min_p,
     seeds,
     chunk_best,
+    chunk_least,
     raw_best,
     chunk_sum,
     group_best,
     group_ids,
     is_wide,
+    facts,
     token_ids,
     num_computed_tokens,
     side_slots,
@@ -247,10 +313,13 @@ def pick_kernel(
     CHUNKS: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    HAS_RAW: tl.constexpr,
+    MAY_CHANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """group_ids [n, ROOM] int32: scratch; is_wide [n] int32: 1 for a row that is left to `wide_kernel`."""
+    """group_ids [n, ROOM] int32: scratch. is_wide [n] int32: 1 for a row with a nucleus and no other filter that is left to
+    `sampling_nucleus`, 2 for a row left to `wide_kernel`. facts [n, 3] float64, of rows with 1: the best logit over the
+    temperature, what weights have to sum to, the logarithm of the least weight."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -266,14 +335,13 @@ def pick_kernel(
         tl.store(result + 2 * row + 1, 0)
         tl.store(is_wide + row, 0)
     else:
-        row_logits = logits + row.to(tl.int64) * row_stride
+        row_logits = row_start(logits, changed, is_changed, row, row_stride, MAY_CHANGE)
         best = tl.max(bests, 0)
         code = tl.where((best >= INF_KEY) | (best <= MINUS_INF_KEY), NOT_FINITE, OK)
-        if SPLITS > 0:
-            raw = tl.max(tl.load(raw_best + row * SPLITS + tl.arange(0, SPLITS)), 0)
+        if HAS_RAW:
+            raw = tl.max(tl.load(raw_best + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=LOWEST_KEY), 0)
             is_raw_bad = (raw >= INF_KEY) | (raw <= MINUS_INF_KEY)
-            changed_code = tl.where(is_raw_bad, NOT_FINITE, tl.where(code == OK, OK, NOTHING_ALLOWED))
-            code = tl.where(raw > LOWEST_KEY, changed_code, code)
+            code = tl.where(is_raw_bad, NOT_FINITE, tl.where(code == OK, OK, NOTHING_ALLOWED))
         warmth = tl.load(temperature + slot)
         is_random = (warmth > 0) & (code == OK)
         warmth = tl.where(is_random, warmth, 1.0)
@@ -281,15 +349,24 @@ def pick_kernel(
         least_p, most_p, most_k = tl.load(min_p + slot), tl.load(top_p + slot), tl.load(top_k + slot)
         is_filtered = is_random & ((most_k < V) | (most_p < 1.0) | (least_p > 0.0))
         top = tl.div_rn(key_value(best), warmth)
-        is_known = tl.full([], 1, tl.int1)
-
         scale = tl.exp(tl.where(bests <= MINUS_INF_KEY, -float("inf"), tl.div_rn(key_value(bests), warmth) - top))
         sums = tl.where(is_random, sums * scale, (bests == best).to(tl.float64))
+        # A nucleus that weighs more than the room's tokens ever do is not looked for in it.
+        is_nucleus = is_filtered & (most_k >= V) & (least_p <= 0)
+        needed_sum = tl.sum(sums, 0) * most_p.to(tl.float64)
+        is_hopeless = is_nucleus & (needed_sum > ROOM * GROUP)
+        is_known = ~is_hopeless
+        is_searched = is_filtered & is_known
+        if is_nucleus:
+            leasts = tl.load(chunk_least + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=float("inf"))
+            tl.store(facts + row * 3, top.to(tl.float64))
+            tl.store(facts + row * 3 + 1, needed_sum)
+            tl.store(facts + row * 3 + 2, (tl.div_rn(tl.min(leasts, 0), warmth) - top).to(tl.float64))
         slot_of_group = tl.arange(0, ROOM)
         threshold = tl.full([], MINUS_INF_KEY, tl.int32)
         least_key = threshold
         least = top
-        if is_filtered:
+        if is_searched:
             # Below what min_p keeps, by more than the rounding of products and logarithm: the filter itself follows.
             least = tl.where(least_p > 0, top + tl.log(least_p), -float("inf"))
             margin = 1e-5 * (tl.abs(least) + tl.abs(top))
@@ -310,7 +387,7 @@ def pick_kernel(
         raw_keys = order_key(values)
         scaled = tl.div_rn(values, warmth)
         weights = tl.where(is_random, tl.exp(scaled - top), (raw_keys == best).to(tl.float32))
-        if is_filtered:
+        if is_searched:
             is_kept = (raw_keys >= threshold) & (raw_keys > MINUS_INF_KEY) & (scaled >= least)
             own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
             kept_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
@@ -336,7 +413,7 @@ def pick_kernel(
                 if is_known:
                     weights = tl.where(own_keys >= _nucleus_key(weight_keys, masses, needed), weights, 0.0)
             target = number * tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
-        tl.store(is_wide + row, tl.where(is_known, 0, 1))
+        tl.store(is_wide + row, tl.where(is_known, 0, tl.where(is_nucleus, 1, 2)))
         if is_known:
             token = tl.minimum(pick_token(weights, ids, target, ROOM, GROUP), V - 1)
             finish_row(

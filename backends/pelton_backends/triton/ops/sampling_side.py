@@ -1,10 +1,11 @@
-"""Grammar masks and side tables before tokens are chosen: sets of tokens, bad words, min_tokens, bias, penalties.
+"""Grammar masks and side tables, as tokens are chosen: sets of tokens, bad words, min_tokens, bias, penalties.
 
 Math   the grammar's mask, then `pelton.sampling.penalties` in its order: float32, rounded where torch rounds, so that the
-       changed logits are equal to the bit. In place, for the rows that have any.
+       changed logits are equal to the bit. Part of `sampling_rows.scan_kernel`'s one pass over the logits.
 
 Z side slots, V tokens, W bad words of at most L tokens before their last; tables [Z, V], [Z, W, L]. They are found through
-`side`, an int64 tensor of their addresses: a dozen arguments that most steps never look at. Memory bound: 15 B a token.
+`side`, an int64 tensor of their addresses: a dozen arguments that most steps never look at. Memory bound: 4 B a token for a
+bias, 5 for penalties, 1 for a set; what `SideTables.features` says a row does not use is not read.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pelton.sampling import side_tables
 from pelton.worker.batch_state import BatchState
-from pelton_backends.triton.ops.sampling_pieces import LOWEST_KEY, order_key
-from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
 
 _BANNED = tl.constexpr(0)
 _STOP_IDS = tl.constexpr(1)
@@ -34,10 +34,17 @@ _NUM_PROMPT = tl.constexpr(12)
 _NUM_COMPUTED = tl.constexpr(13)
 _TOKEN_IDS = tl.constexpr(14)
 _TOKEN_STRIDE = tl.constexpr(15)
+_FEATURES = tl.constexpr(16)
+
+BANNED_BIT = tl.constexpr(side_tables.BANNED)
+MIN_TOKENS_BIT = tl.constexpr(side_tables.MIN_TOKENS)
+BIAS_BIT = tl.constexpr(side_tables.BIAS)
+PENALTIES_BIT = tl.constexpr(side_tables.PENALTIES)
+BAD_WORDS_BIT = tl.constexpr(side_tables.BAD_WORDS)
 
 
 def side_addresses(state: BatchState) -> Tensor:
-    """[16] int64, in the order above. They hold while `state.side.layout_version` stays."""
+    """[17] int64, in the order above. They hold while `state.side.layout_version` stays."""
     tables = state.side
     tensors = [
         tables.banned, tables.stop_ids, tables.bias, tables.counts, tables.in_prompt,
@@ -46,7 +53,8 @@ def side_addresses(state: BatchState) -> Tensor:
         state.num_prompt_tokens, state.num_computed_tokens, state.token_ids,
     ]  # fmt: skip
     addresses = [tensor.data_ptr() for tensor in tensors]
-    return torch.tensor([*addresses, state.token_ids.stride(0)], dtype=torch.int64).to(state.device)
+    addresses += [state.token_ids.stride(0), tables.features.data_ptr()]
+    return torch.tensor(addresses, dtype=torch.int64).to(state.device)
 
 
 @triton.jit
@@ -70,103 +78,60 @@ def _longs(side, index):
 
 
 @triton.jit
-def _apply_tables(values, own, is_inside, num_output, side_slot, side):
-    """[BLOCK] logits of a row as its sets, bias and penalties say; own: their places in a table."""
-    banned = tl.load(_bools(side, _BANNED) + own, mask=is_inside, other=0)
-    stops = tl.load(_bools(side, _STOP_IDS) + own, mask=is_inside, other=0)
-    is_early = num_output < tl.load(_longs(side, _MIN_TOKENS) + side_slot)
-    banned = tl.where(is_early, banned | stops, banned)
-    values = tl.where(banned != 0, -float("inf"), values)
-    values += tl.load(_floats(side, _BIAS) + own, mask=is_inside, other=0.0)
-    count = tl.load(_ints(side, _COUNTS) + own, mask=is_inside, other=0)
-    is_output = count > 0
-    is_seen = is_output | (tl.load(_bools(side, _IN_PROMPT) + own, mask=is_inside, other=0) != 0)
-    factor = tl.where(is_seen, tl.load(_floats(side, _REPETITION) + side_slot), 1.0)
-    values = tl.where(values > 0, tl.div_rn(values, factor), values * factor)
-    # Launched without fused products: torch rounds each of these.
-    values = values - tl.load(_floats(side, _FREQUENCY) + side_slot) * count.to(tl.float32)
-    return values - tl.load(_floats(side, _PRESENCE) + side_slot) * is_output.to(tl.float32)
+def change_values(
+    values, place, is_inside, slot, side_slot, side, mask_row, has_mask, mask_words,
+    HAS_SIDE: tl.constexpr, V: tl.constexpr, WORDS: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of a row's logits, at tokens `place`, as its mask and its side tables say; side_slot < 0: it has no tables.
+
+    Launched without fused products: torch rounds each of these.
+    """
+    if has_mask:
+        word_place = place // 32  # tokens beyond the words are not allowed
+        word = tl.load(mask_row + word_place, mask=word_place < mask_words, other=0)
+        values = tl.where(((word >> (place % 32)) & 1) != 0, values, -float("inf"))
+    if HAS_SIDE:  # noqa: SIM102, a constant: what is behind it is not compiled
+        if side_slot >= 0:
+            features = tl.load(_ints(side, _FEATURES) + side_slot)
+            row = side_slot * V
+            position = tl.load(_longs(side, _NUM_COMPUTED) + slot) + 1
+            num_output = position - tl.load(_longs(side, _NUM_PROMPT) + slot)
+            if features & BANNED_BIT:
+                banned = tl.load(_bools(side, _BANNED) + row + place, mask=is_inside, other=0)
+                values = tl.where(banned != 0, -float("inf"), values)
+            if features & BAD_WORDS_BIT:
+                values = _ban_bad_words(values, place, slot, position, num_output, side_slot, side, WORDS, LENGTH)
+            if features & MIN_TOKENS_BIT:  # noqa: SIM102, nothing is loaded for others
+                if num_output < tl.load(_longs(side, _MIN_TOKENS) + side_slot):
+                    stops = tl.load(_bools(side, _STOP_IDS) + row + place, mask=is_inside, other=0)
+                    values = tl.where(stops != 0, -float("inf"), values)
+            if features & BIAS_BIT:
+                values += tl.load(_floats(side, _BIAS) + row + place, mask=is_inside, other=0.0)
+            if features & PENALTIES_BIT:
+                count = tl.load(_ints(side, _COUNTS) + row + place, mask=is_inside, other=0)
+                is_output = count > 0
+                is_seen = is_output | (tl.load(_bools(side, _IN_PROMPT) + row + place, mask=is_inside, other=0) != 0)
+                factor = tl.where(is_seen, tl.load(_floats(side, _REPETITION) + side_slot), 1.0)
+                values = tl.where(values > 0, tl.div_rn(values, factor), values * factor)
+                values = values - tl.load(_floats(side, _FREQUENCY) + side_slot) * count.to(tl.float32)
+                values = values - tl.load(_floats(side, _PRESENCE) + side_slot) * is_output.to(tl.float32)
+    return values
 
 
 @triton.jit
 def _ban_bad_words(
-    row_logits, first, stop, slot, position, num_output, side_slot, side, WORDS: tl.constexpr, LENGTH: tl.constexpr
+    values, place, slot, position, num_output, side_slot, side, WORDS: tl.constexpr, LENGTH: tl.constexpr
 ):
-    """Words ban their last token where the output ends with the tokens before it; only tokens in [first, stop).
-
-    A banned token stays so whatever is added to it, so this comes last, on what the program itself has written.
-    """
+    """Words ban their last token where the output ends with the tokens before it."""
     word, back = tl.arange(0, WORDS), tl.arange(0, LENGTH)
     length = tl.load(_longs(side, _WORD_LENGTH) + side_slot * WORDS + word)
-    if tl.max(length, 0) >= 0:
-        last = tl.load(_longs(side, _WORD_LAST) + side_slot * WORDS + word)
-        before = tl.maximum(position - LENGTH + back, 0)
-        ending = tl.load(_ints(side, _TOKEN_IDS) + slot * tl.load(side + _TOKEN_STRIDE) + before)
-        prefix = tl.load(_ints(side, _WORD_PREFIX) + (side_slot * WORDS + word[:, None]) * LENGTH + back[None, :])
-        is_equal = (prefix == ending[None, :]) | (back[None, :] < LENGTH - length[:, None])
-        is_word = (tl.min(is_equal.to(tl.int32), 1) != 0) & (length >= 0) & (length <= num_output)
-        tl.debug_barrier()
-        tl.store(
-            row_logits + last,
-            tl.full([WORDS], -float("inf"), tl.float32),
-            mask=is_word & (last >= first) & (last < stop),
-        )
-
-
-@triton.jit
-def change_kernel(
-    logits,
-    slots,
-    raw_best,
-    side_slots,
-    side,
-    mask_words,
-    has_mask,
-    row_stride,
-    mask_stride,
-    padding_slot,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_SIDE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    WORDS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (n, SPLITS): masks and side tables of the rows that have any, in place; other rows are left alone.
-
-    raw_best [n, SPLITS] int32, written for every row: key of the best logit before, for a row that changes, else LOWEST_KEY.
-    """
-    row, split = tl.program_id(0), tl.program_id(1)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    slot = tl.load(slots + row)
-    side_slot = tl.full([], -1, tl.int64)
-    if HAS_SIDE:
-        side_slot = tl.load(side_slots + slot)
-    is_masked = tl.full([], 0, tl.int1)
-    if HAS_MASK:
-        is_masked = tl.load(has_mask + slot) != 0
-    best = tl.full([], LOWEST_KEY, tl.int32)
-    if (slot != padding_slot) & ((side_slot >= 0) | is_masked):
-        row_logits = logits + row.to(tl.int64) * row_stride
-        position = tl.load(_longs(side, _NUM_COMPUTED) + slot) + 1
-        num_output = position - tl.load(_longs(side, _NUM_PROMPT) + slot)
-        size = tl.cdiv(tl.cdiv(V, SPLITS), BLOCK) * BLOCK
-        first = split * size
-        for start in range(0, tl.cdiv(tl.cdiv(V, SPLITS), BLOCK)):
-            place = first + start * BLOCK + tl.arange(0, BLOCK)
-            is_inside = place < V
-            values = tl.load(row_logits + place, mask=is_inside, other=-float("inf"))
-            best = tl.maximum(best, tl.max(order_key(values), 0))
-            if is_masked:
-                word_place = place // 32  # tokens beyond the words are not allowed
-                word = tl.load(mask_words + slot * mask_stride + word_place, mask=word_place < mask_stride, other=0)
-                values = tl.where(((word >> (place % 32)) & 1) != 0, values, -float("inf"))
-            if side_slot >= 0:
-                values = _apply_tables(values, side_slot * V + place, is_inside, num_output, side_slot, side)
-            tl.store(row_logits + place, values, mask=is_inside)
-        if side_slot >= 0:
-            _ban_bad_words(row_logits, first, first + size, slot, position, num_output, side_slot, side, WORDS, LENGTH)
-    tl.store(raw_best + row * SPLITS + split, best)
+    last = tl.load(_longs(side, _WORD_LAST) + side_slot * WORDS + word)
+    before = tl.maximum(position - LENGTH + back, 0)
+    ending = tl.load(_ints(side, _TOKEN_IDS) + slot * tl.load(side + _TOKEN_STRIDE) + before)
+    prefix = tl.load(_ints(side, _WORD_PREFIX) + (side_slot * WORDS + word[:, None]) * LENGTH + back[None, :])
+    is_equal = (prefix == ending[None, :]) | (back[None, :] < LENGTH - length[:, None])
+    is_word = (tl.min(is_equal.to(tl.int32), 1) != 0) & (length >= 0) & (length <= num_output)
+    for index in range(WORDS):
+        token = tl.max(tl.where((word == index) & is_word, last, -1), 0)
+        values = tl.where(place == token, -float("inf"), values)
+    return values

@@ -1,4 +1,4 @@
-"""Sampling a row whose filters keep more tokens than `pick_kernel` has room for: several passes by one program.
+"""Sampling a row whose filters keep more tokens than other kernels have room for: several passes by one program.
 
 A threshold is the greatest t such that a measure of the tokens at or above t reaches what is needed: their number for
 top_k, by logit; the sum of their weights for top_p, by weight. Each pass measures at eight cuts, spread evenly, until the
@@ -25,6 +25,7 @@ from pelton_backends.triton.ops.sampling_pieces import (
     pick_token,
     uniform,
 )
+from pelton_backends.triton.ops.sampling_rows import row_start
 from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
 
 _CUTS = tl.constexpr(8)
@@ -137,6 +138,8 @@ def _kept_weights(row_logits, place, floor, least_weight, warmth, top, V: tl.con
 @triton.jit
 def wide_kernel(
     logits,
+    changed,
+    is_changed,
     slots,
     result,
     temperature,
@@ -159,6 +162,7 @@ def wide_kernel(
     CHUNKS_BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     SPARE: tl.constexpr,
+    MAY_CHANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (n), after `pick_kernel`; spare [n, SPARE] int32: scratch. Rows with is_wide 0 are done."""
@@ -167,7 +171,7 @@ def wide_kernel(
     let_next_start(PDL)
     if tl.load(is_wide + row) != 0:
         slot = tl.load(slots + row)
-        row_logits = logits + row.to(tl.int64) * row_stride
+        row_logits = row_start(logits, changed, is_changed, row, row_stride, MAY_CHANGE)
         own_spare = spare + row.to(tl.int64) * SPARE
         chunks = tl.arange(0, CHUNKS_BLOCK)
         best = tl.max(tl.load(chunk_best + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=LOWEST_KEY), 0)
