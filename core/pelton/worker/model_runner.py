@@ -24,6 +24,7 @@ from pelton.config.compilation import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.graphs.captures import run_apart
 from pelton.model.interface import CausalLM
+from pelton.sampling.logprobs import LogprobTensors
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState, SlotOwner
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
@@ -104,6 +105,13 @@ class ModelRunner:
         result = torch.zeros(1, 2, dtype=torch.int32, device=self.state.device)
         for variant in variants:
             self.ops.sample(variant)(logits, slots[:1], result)
+
+    def run_prompt_logprobs(self) -> None:
+        """Logprobs of a prompt's one position, of nothing but zeros."""
+        device = self.state.device
+        logits = torch.zeros(1, self.state.vocab_size, device=device)
+        target = LogprobTensors.make(1, self.ops.num_logprobs, device)
+        self.ops.prompt_logprobs(logits, torch.zeros(1, dtype=torch.int64, device=device), target)
 
     def warm_up(self, num_tokens: int) -> None:
         """A prompt's step of `num_tokens` and a decode step: kernels, attention's for either kind of rows too, are compiled and

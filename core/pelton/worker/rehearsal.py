@@ -25,6 +25,7 @@ def rehearsal(runner: ModelRunner) -> list[Callable[[], None]]:
     steps = [] if runner.graphs is None else list(_captured(runner, runner.graphs))
     steps += [partial(runner.run_padding, shape, in_pieces=True) for shape in _shapes_in_pieces(runner)]
     steps += [partial(runner.run_padding, shape, runner.tail_variants) for shape in _eager_shapes(runner)]
+    steps.append(runner.run_prompt_logprobs)
     rare = _RARE if FULL in runner.tail_variants else ()
     last = padding_shape(1, runner.state.max_model_len)
     return [*steps, partial(runner.run_padding, last, rare)]

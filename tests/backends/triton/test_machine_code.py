@@ -58,3 +58,12 @@ def test_loads_are_on_their_way_before_the_wait(chain: list[dict[str, Any]]) -> 
     for kernel in chain:
         code = kernel["instructions"]
         assert LOADS & set(code[: code.index("ACQBULK")]), f"{kernel['of']}: nothing is loaded before the wait"
+
+
+def test_sampling_waits_before_it_writes() -> None:
+    kernels = compiled("bfloat16", "bfloat16", "sampling with all")
+    assert len({kernel["kernel"] for kernel in kernels}) == 8
+    for kernel in kernels:
+        name, code = kernel["kernel"], kernel["instructions"]
+        assert not WRITES & set(code[: code.index("ACQBULK")]), f"{name}: it writes before the wait"
+        assert WRITES & set(code) and "PREEXIT" in code, name

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from pelton.ops.interface import SampleNeeds, SampleTensors
-from pelton.ops.reference_step import ReferenceSample
+from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds, SampleTensors
+from pelton.ops.reference_step import ReferenceLogprobs, ReferenceSample
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.random import uniform
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
@@ -243,6 +243,42 @@ def test_a_large_top_k_beside_what_min_p_drops(device, monkeypatch):
     assert got == run(bind(other, ReferenceSample), logits.expand(num_rows, -1), slots)
 
 
+@pytest.mark.parametrize("kind, is_settled", [
+    pytest.param("flat", True, id="found-among-what-was-gathered"),
+    pytest.param("outlier", True, id="one-token-far-above-a-flat-rest"),
+    pytest.param("ties", False, id="more-equal-tokens-than-room"),
+    pytest.param("nan", True, id="beside-rows-that-are-not-finite"),
+])  # fmt: skip
+def test_a_flat_nucleus_is_found_by_many_programs(device, monkeypatch, kind, is_settled):
+    """And left to the kernel for all cases where they cannot."""
+    monkeypatch.setattr("pelton_backends.triton.ops.sampling._SPARE", at_size(device, 256, 8192))
+    vocab, num_rows = at_size(device, 2_999, 60_001), 4
+    state = make_state(device, vocab, num_rows, num_side_slots=1)
+    for slot, top_p in enumerate((0.9, 0.5, 0.99, 1.0)):
+        side = {"side_slot": 0, "logit_bias": {7: 1.0}} if slot == 1 else {}
+        add(state, slot, [1, 2], seed=50 + slot, temperature=1.0, top_p=top_p, **side)
+    other = copy_of(state)
+    logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(3)) * 0.5
+    if kind == "ties":
+        logits = (logits > 0.2).float()
+    elif kind == "outlier":
+        logits[:, vocab // 2] += 3.0
+    elif kind == "nan":
+        logits[2, 5] = float("nan")
+    op, slots = bind(state), [0, 1, 2, 3]
+    want = run(bind(other, ReferenceSample), logits, slots)
+    for _ in range(2):  # counters are back at zero
+        state.num_computed_tokens.copy_(other.num_computed_tokens.to(device) - 1)
+        got = run(op, logits.to(device), slots)
+        assert (
+            [code for _, code in got] == [code for _, code in want] == [OK, OK, OK if kind != "nan" else NOT_FINITE, OK]
+        )
+        assert [token for token, code in got if code == OK] == [token for token, code in want if code == OK]
+        is_left = op._scratch.is_wide.tolist()
+        assert is_left[:2] == [0 if is_settled else 1] * 2 and is_left[3] == 0
+        assert not op._scratch.num_spare.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("vocab, scale", [(151_936, 1.0), (151_936, 3.0), (128_256, 2.5)])
@@ -450,6 +486,57 @@ def test_logprobs_come_from_the_raw_logits(device, num_logprobs):
     assert mine.token_ids[2].tolist() == [got[2][0], *range(64, 64 + num_logprobs)]
     assert mine.logprobs[:3] == pytest.approx(theirs.logprobs[:3], abs=1e-5, rel=1e-5)
     assert (mine.token_ids[4:] == -9).all() and (mine.ranks[4:] == -9).all()
+
+
+def test_a_row_gets_as_many_logprobs_as_it_asked_for(device):
+    """Rows that asked for none are left alone; ranks are right for unlikely tokens too, of changed logits or not."""
+    vocab = 1501
+    state = make_state(device, vocab, num_side_slots=1)
+    wanted = [None, 0, 3, 6, 2]
+    for slot, count in enumerate(wanted):
+        side = {"side_slot": 0, "logit_bias": {11: 90.0}} if slot == 2 else {}
+        add(state, slot, [3, 4], temperature=0 if slot == 2 else 2.0, seed=slot, logprobs=count, **side)
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(1))
+    logits[4, 100:130] = 3.0
+    target = LogprobTensors.make(5, 6, device)
+    target.ranks.fill_(-9)
+    target.token_ids.fill_(-9)
+    got = run(bind(state, num_logprobs=6, logprobs=target), logits.to(device), [0, 1, 2, 3, 4])
+    found, want = target.to_host(), logits.log_softmax(-1)
+    assert got[2] == [11, OK]
+    assert (found.ranks[0], found.token_ids[0].tolist()) == (-9, [-9] * 7)
+    for row, count in enumerate(wanted[1:], start=1):
+        token = got[row][0]
+        order = want[row].sort(descending=True, stable=True).indices.tolist()
+        assert found.token_ids[row].tolist() == [token, *order[:count], *[-9] * (6 - count)]
+        assert found.ranks[row] == 1 + int((logits[row] > logits[row, token]).sum())
+        expected = want[row][[token, *order[:count]]].tolist()
+        assert found.logprobs[row, : 1 + count].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("vocab, num", [(1500, 5), (33, 20), (1, 0)])
+def test_logprobs_of_prompts_equal_the_reference(device, vocab, num):
+    from pelton_backends.triton.ops.sampling_logprobs import TritonLogprobs
+
+    generator = torch.Generator().manual_seed(vocab)
+    logits, tokens = torch.randn(7, vocab, generator=generator), torch.randint(0, vocab, (7,), generator=generator)
+    logits[2, : vocab // 2] = -INF
+    made = []
+    for implementation, where in ((TritonLogprobs, device), (ReferenceLogprobs, CPU)):
+        needs = LogprobsNeeds(vocab_size=vocab, max_rows=8, num_logprobs=num)
+        assert implementation.unsupported(needs) == []
+        whole = LogprobTensors.make(9, num, where)
+        op = implementation.bind(needs, LogprobsTensors(where))
+        op(logits[:5].to(where), tokens[:5].to(where), whole.part(1, 6))
+        op(logits[5:].to(where), tokens[5:].to(where), whole.part(6, 8))
+        made.append(whole.to_host())
+    mine, theirs = made
+    assert mine.ranks.tolist() == theirs.ranks.tolist() and mine.ranks[[0, 8]].tolist() == [0, 0]
+    finite = theirs.logprobs > -INF  # which of the impossible tokens are listed is not said
+    assert (mine.token_ids == theirs.token_ids)[finite].all()
+    assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    too_many = LogprobsNeeds(vocab_size=10, max_rows=1, num_logprobs=11)
+    assert TritonLogprobs.unsupported(too_many) == ["11 logprobs, at most 10"]
 
 
 @pytest.mark.gpu
