@@ -16,6 +16,8 @@ from torch import Tensor
 from pelton.scheduler.output import NewRequest
 from pelton.worker.staging import Column, StagingRing
 
+GROUP = 32
+"""Tokens of a group of `SideTables.touched`."""
 BANNED, MIN_TOKENS, BIAS, PENALTIES, BAD_WORDS = 1, 2, 4, 8, 16
 """Bits of `SideTables.features`."""
 _NO_WORD = -1  # length of a bad word's prefix where there is none
@@ -24,7 +26,7 @@ _BAD_WORDS, _BAD_WORD_PREFIX = 32, 16  # room at first: words of more than one t
 
 def side_table_bytes(num_side_slots: int, vocab_size: int) -> int:
     """Of the tables as wide as the vocabulary."""
-    return num_side_slots * vocab_size * (4 + 1 + 4 + 1 + 1)
+    return num_side_slots * (vocab_size * (4 + 1 + 4 + 1 + 1) + -(-vocab_size // GROUP))
 
 
 class SideTables:
@@ -49,6 +51,8 @@ class SideTables:
         self.bad_word_prefix = torch.zeros(*words, _BAD_WORD_PREFIX, dtype=torch.int32, device=device)
         self.bad_word_prefix_len = torch.full(words, _NO_WORD, dtype=torch.int64, device=device)
         self.bad_word_last = torch.zeros(words, dtype=torch.int64, device=device)
+        # Groups of tokens that may differ from the model's logits: the others' entries above need not be read.
+        self.touched = torch.zeros(num_side_slots, -(-vocab_size // GROUP), dtype=torch.int8, device=device)
         self.features = torch.zeros(num_side_slots, dtype=torch.int32, device=device)  # what a slot uses, see BANNED
         self._staging = StagingRing(num_parts, 4096, device)
         self.layout_version = 0  # counts moves of tensors (longer bad words came): graphs captured before are stale
@@ -135,6 +139,12 @@ class SideTables:
         ):  # fmt: skip
             if places.numel():
                 table.view(-1).index_fill_(0, places, value)
+        self.touched.index_fill_(0, slots, 0)
+        self.touched.index_fill_(0, restricted, 1)
+        for places in (prompt, output, single, stop_ids, bias):
+            if places.numel():
+                groups = places // self.vocab_size * self.touched.shape[1] + places % self.vocab_size // GROUP
+                self.touched.view(-1).index_fill_(0, groups, 1)
         if output.numel():
             self.counts.view(-1).index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         if bias.numel():
@@ -169,6 +179,7 @@ class SideTables:
     def count(self, side_slots: Tensor, token_ids: Tensor, weights: Tensor) -> None:
         """Add sampled tokens [m] to the counts of `side_slots` [m]; weights [m] int32, 0 for a token not taken."""
         self.counts.view(-1).index_add_(0, side_slots * self.vocab_size + token_ids, weights)
+        self.touched.view(-1).index_fill_(0, side_slots * self.touched.shape[1] + token_ids // GROUP, 1)
 
     def _set_bad_words(self, slot: int, words: list[list[int]]) -> None:
         if not words:
@@ -186,6 +197,7 @@ class SideTables:
         self.bad_word_prefix[slot] = self._to_device(prefix)
         self.bad_word_prefix_len[slot] = self._to_device(prefix_len)
         self.bad_word_last[slot] = self._to_device(last)
+        self.touched[slot].index_fill_(0, self.bad_word_last[slot] // GROUP, 1)
 
     def _grow_bad_words(self, num_words: int, length: int) -> None:
         num_slots, old_words, old_length = self.bad_word_prefix.shape

@@ -90,7 +90,7 @@ class _Greedy:
         launch(
             greedy_kernel, (num_rows, self._chunks),
             logits, slots, result, self._best, self._arrived, state.token_ids, state.num_computed_tokens,
-            state.side_slots, state.side.counts, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
+            state.side_slots, state.side.counts, state.side.touched, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
             V=self._vocab_size, CHUNK=_GREEDY_CHUNK, CHUNKS=self._chunks, CHUNKS_BLOCK=triton.next_power_of_2(self._chunks),
             PDL=self._pdl, num_warps=_GREEDY_WARPS, **launch_options(self._pdl),
         )  # fmt: skip
@@ -177,7 +177,7 @@ class _Full:
             scratch.group_best, raw.best, raw.sum, raw.group_best, logits.stride(0),
             0 if mask is None else mask[0].stride(0), state.padding_slot,
             V=self._vocab_size, GROUPS=scratch.groups, CHUNK_GROUPS=_CHUNK_GROUPS, CHUNKS=scratch.chunks,
-            HAS_SIDE=self._has_side, HAS_MASK=mask is not None, HAS_LOGPROBS=self._logprobs is not None,
+            HAS_SIDE=self._has_side, HAS_MASK=mask is not None, HAS_LOGPROBS=self._logprobs is not None, IS_APART=changed is not logits,
             WORDS=words, LENGTH=length, num_warps=_SCAN_WARPS, maxnreg=_SCAN_REGISTERS, enable_fp_fusion=False, **self._options,
         )  # fmt: skip
 
@@ -188,7 +188,7 @@ class _Full:
             logits, changed, is_changed, slots, result, state.temperature, state.top_k, state.top_p, state.min_p,
             state.seeds, scratch.chunk_best, scratch.chunk_least, self._raw.best, scratch.chunk_sum, scratch.group_best,
             scratch.group_ids, scratch.is_wide, scratch.facts, state.token_ids, state.num_computed_tokens,
-            state.side_slots, state.side.counts, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
+            state.side_slots, state.side.counts, state.side.touched, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
             GROUPS=scratch.groups, GROUPS_BLOCK=triton.next_power_of_2(scratch.groups), ROOM=_ROOM,
             HAS_RAW=self._has_raw, num_warps=_PICK_WARPS, **self._sizes,
         )  # fmt: skip
@@ -209,7 +209,8 @@ class _Full:
             *rows, *nucleus, *spare, scratch.chunk_sum, logits.stride(0), SPARE=_SPARE, num_warps=_GATHER_WARPS,
             **self._sizes,
         )  # fmt: skip
-        advanced = (state.token_ids, state.num_computed_tokens, state.side_slots, state.side.counts)
+        side = state.side
+        advanced = (state.token_ids, state.num_computed_tokens, state.side_slots, side.counts, side.touched)
         strides = (logits.stride(0), state.token_ids.stride(0))
         launch(
             finish_kernel, (num_rows,),

@@ -55,7 +55,9 @@ def _bracket(facts, sums, row, PASSES: tl.constexpr, CHUNKS: tl.constexpr, CHUNK
 def _weights(row_logits, place, warmth, top, V: tl.constexpr):
     """As in `pick_kernel`."""
     values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
-    return tl.exp(tl.div_rn(values, warmth) - top)
+    if warmth != 1.0:  # an exact division takes longer than all the rest
+        values = tl.div_rn(values, warmth)
+    return tl.exp(values - top)
 
 
 @triton.jit
@@ -84,15 +86,15 @@ def measure_kernel(
     if tl.load(is_wide + row) == 1:
         row_logits = row_start(logits, changed, is_changed, row, row_stride, MAY_CHANGE)
         warmth, top = tl.load(temperature + tl.load(slots + row)), tl.load(facts + row * 3).to(tl.float32)
-        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-        weights = _weights(row_logits, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], warmth, top, V)
+        place = chunk * (CHUNK_GROUPS * GROUP) + tl.arange(0, CHUNK_GROUPS * GROUP)
+        weights = _weights(row_logits, place, warmth, top, V)
         low, high = _bracket(facts, sums, row, PASS, CHUNKS, CHUNKS_BLOCK)
         step = (high - low) / (_CUTS + 1)
         own = sums + (row.to(tl.int64) * 2 + PASS) * (_CUTS * CHUNKS) + chunk
         for index in tl.static_range(_CUTS):
             cut = tl.exp(low + step * (index + 1.0))
-            above = tl.sum(tl.sum(tl.where(weights >= cut, weights, 0.0), 1).to(tl.float64), 0)
-            tl.store(own + index * CHUNKS, above)
+            above = tl.sum(tl.where(weights >= cut, weights, 0.0), 0)
+            tl.store(own + index * CHUNKS, above.to(tl.float64))
 
 
 @triton.jit
@@ -126,20 +128,19 @@ def gather_kernel(
     if tl.load(is_wide + row) == 1:
         row_logits = row_start(logits, changed, is_changed, row, row_stride, MAY_CHANGE)
         warmth, top = tl.load(temperature + tl.load(slots + row)), tl.load(facts + row * 3).to(tl.float32)
-        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-        weights = _weights(row_logits, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], warmth, top, V)
+        place = chunk * (CHUNK_GROUPS * GROUP) + tl.arange(0, CHUNK_GROUPS * GROUP)
+        weights = _weights(row_logits, place, warmth, top, V)
         low, high = _bracket(facts, sums, row, 2, CHUNKS, CHUNKS_BLOCK)
         least, most = tl.exp(low), tl.exp(high)
-        above = tl.sum(tl.sum(tl.where(weights >= most, weights, 0.0), 1).to(tl.float64), 0)
-        tl.store(chunk_sum + row * CHUNKS + chunk, above)
-        flat = tl.reshape(weights, [CHUNK_GROUPS * GROUP])
-        is_taken = (flat >= least) & (flat < most) & (flat > 0)
+        above = tl.sum(tl.where(weights >= most, weights, 0.0), 0)
+        tl.store(chunk_sum + row * CHUNKS + chunk, above.to(tl.float64))
+        is_taken = (weights >= least) & (weights < most) & (weights > 0)
         count = tl.sum(is_taken.to(tl.int32), 0)
         first = tl.atomic_add(num_spare + row, count, sem="relaxed")
         tl.store(parts + row * (2 * CHUNKS) + chunk, first)
         tl.store(parts + row * (2 * CHUNKS) + CHUNKS + chunk, count)
         at = first + tl.cumsum(is_taken.to(tl.int32), 0) - 1
-        bits = flat.to(tl.int32, bitcast=True)
+        bits = weights.to(tl.int32, bitcast=True)
         tl.store(spare + row.to(tl.int64) * SPARE + at, bits, mask=is_taken & (at < SPARE))
 
 
@@ -168,6 +169,7 @@ def finish_kernel(
     num_computed_tokens,
     side_slots,
     counts,
+    touched,
     row_stride,
     token_stride,
     V: tl.constexpr,
@@ -219,6 +221,17 @@ def finish_kernel(
             kept = tl.where(weights.to(tl.int32, bitcast=True) >= least, weights, 0.0)
             token = tl.minimum(pick_token(kept, group, target / _UNIT, CHUNK_GROUPS, GROUP), V - 1)
             finish_row(
-                row, slot, token, OK, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V
+                row,
+                slot,
+                token,
+                OK,
+                result,
+                token_ids,
+                token_stride,
+                num_computed_tokens,
+                side_slots,
+                counts,
+                touched,
+                V,
             )
             tl.store(is_wide + row, 0)

@@ -48,7 +48,9 @@ def uniform(seed, position):
 
 
 @triton.jit
-def finish_row(row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V):
+def finish_row(
+    row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
+):
     """Write a row's result and advance its request; `counts` of a side row takes the token."""
     position = tl.load(num_computed_tokens + slot) + 1
     tl.store(result + 2 * row, token)
@@ -59,6 +61,7 @@ def finish_row(row, slot, token, code, result, token_ids, token_stride, num_comp
     if side_slot >= 0:
         counted = counts + side_slot * V + token
         tl.store(counted, tl.load(counted) + 1)
+        tl.store(touched + side_slot * ((V + GROUP - 1) // GROUP) + token // GROUP, 1)
 
 
 @triton.jit

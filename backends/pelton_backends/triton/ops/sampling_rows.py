@@ -39,7 +39,7 @@ from pelton_backends.triton.ops.sampling_pieces import (
     pick_token,
     uniform,
 )
-from pelton_backends.triton.ops.sampling_side import change_values
+from pelton_backends.triton.ops.sampling_side import change_values, touched_groups
 from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -56,6 +56,7 @@ def greedy_kernel(
     num_computed_tokens,
     side_slots,
     counts,
+    touched,
     row_stride,
     token_stride,
     padding_slot,
@@ -92,7 +93,18 @@ def greedy_kernel(
             token = tl.minimum(0x7FFFFFFF - (largest & 0x7FFFFFFF), V - 1).to(tl.int32)
             code = tl.where((top >= INF_KEY) | (top <= MINUS_INF_KEY), NOT_FINITE, OK)
             finish_row(
-                row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V
+                row,
+                slot,
+                token,
+                code,
+                result,
+                token_ids,
+                token_stride,
+                num_computed_tokens,
+                side_slots,
+                counts,
+                touched,
+                V,
             )
             tl.store(arrived + row, 0)
 
@@ -129,13 +141,15 @@ def scan_kernel(
     HAS_SIDE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
+    IS_APART: tl.constexpr,
     WORDS: tl.constexpr,
     LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """chunk_best [n, CHUNKS] int32 keys; chunk_least float32: the least finite logit; chunk_sum float64; group_best [n, GROUPS]
     int32 keys: of the logits as masks and side tables change them, which are written to `changed` for rows that have any
-    (is_changed [n] int32). raw_best, raw_sum (at temperature 1), raw_group_best: of the logits before."""
+    (is_changed [n] int32): all of them with IS_APART, else those that may differ, and `changed` is `logits`.
+    raw_best, raw_sum (at temperature 1), raw_group_best: of the logits before."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -146,16 +160,16 @@ def scan_kernel(
     slot = tl.load(slots + row)
     if slot != padding_slot:
         at = row * CHUNKS + chunk
+        raw = tl.full([], LOWEST_KEY, tl.int32)
         if HAS_LOGPROBS:  # noqa: SIM102, a constant: what is behind it is not compiled
             if tl.load(num_logprobs + slot) >= 0:
                 raw_keys = tl.max(order_key(values), 1)
-                best = tl.max(raw_keys, 0)
-                top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
+                raw = tl.max(raw_keys, 0)
+                top = tl.where(raw <= MINUS_INF_KEY, 0.0, key_value(raw))
                 total = tl.sum(tl.sum(tl.exp2((values - top) * LOG2_E), 1).to(tl.float64), 0)
                 tl.store(raw_sum + at, total)
                 tl.store(raw_group_best + row.to(tl.int64) * GROUPS + group, raw_keys, mask=group < GROUPS)
-        if HAS_SIDE or HAS_MASK or HAS_LOGPROBS:
-            tl.store(raw_best + at, tl.max(tl.max(order_key(values), 1), 0))
+        is_other = tl.full([], 0, tl.int1)
         if HAS_SIDE or HAS_MASK:
             side_slot = tl.full([], -1, tl.int64)
             if HAS_SIDE:
@@ -167,15 +181,22 @@ def scan_kernel(
             if chunk == 0:
                 tl.store(is_changed + row, is_other.to(tl.int32))
             if is_other:
+                raw = tl.max(tl.max(order_key(values), 1), 0)
+                is_touched = tl.zeros([CHUNK_GROUPS], tl.int1)
+                if HAS_SIDE:
+                    is_touched = touched_groups(side, tl.maximum(side_slot, 0), group, GROUPS) & (side_slot >= 0)
+                is_inside = is_touched[:, None] & (place < V)
                 values = change_values(
-                    values, place, place < V, slot, side_slot, side, mask + slot * mask_stride, is_masked, mask_stride,
+                    values, place, is_inside, slot, side_slot, side, mask + slot * mask_stride, is_masked, mask_stride,
                     HAS_SIDE, V, WORDS, LENGTH,
                 )  # fmt: skip
                 values = tl.where(place < V, values, -float("inf"))
-                tl.store(changed + start + place, values, mask=place < V)
+                tl.store(changed + start + place, values, mask=is_inside | ((place < V) & (is_masked | IS_APART)))
         keys = tl.max(order_key(values), 1)
         best = tl.max(keys, 0)
         tl.store(chunk_best + at, best)
+        if HAS_SIDE or HAS_MASK or HAS_LOGPROBS:
+            tl.store(raw_best + at, tl.where(raw > LOWEST_KEY, raw, best))
         warmth = tl.load(temperature + slot)
         if warmth > 0:
             top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
@@ -303,6 +324,7 @@ def pick_kernel(
     num_computed_tokens,
     side_slots,
     counts,
+    touched,
     row_stride,
     token_stride,
     padding_slot,
@@ -417,5 +439,16 @@ def pick_kernel(
         if is_known:
             token = tl.minimum(pick_token(weights, ids, target, ROOM, GROUP), V - 1)
             finish_row(
-                row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V
+                row,
+                slot,
+                token,
+                code,
+                result,
+                token_ids,
+                token_stride,
+                num_computed_tokens,
+                side_slots,
+                counts,
+                touched,
+                V,
             )

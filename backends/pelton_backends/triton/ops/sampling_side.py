@@ -5,7 +5,7 @@ Math   the grammar's mask, then `pelton.sampling.penalties` in its order: float3
 
 Z side slots, V tokens, W bad words of at most L tokens before their last; tables [Z, V], [Z, W, L]. They are found through
 `side`, an int64 tensor of their addresses: a dozen arguments that most steps never look at. Memory bound: 4 B a token for a
-bias, 5 for penalties, 1 for a set; what `SideTables.features` says a row does not use is not read.
+bias, 5 for penalties, 1 for a set, in groups of 32 tokens of which some is concerned (`SideTables.touched`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _NUM_COMPUTED = tl.constexpr(13)
 _TOKEN_IDS = tl.constexpr(14)
 _TOKEN_STRIDE = tl.constexpr(15)
 _FEATURES = tl.constexpr(16)
+_TOUCHED = tl.constexpr(17)
 
 BANNED_BIT = tl.constexpr(side_tables.BANNED)
 MIN_TOKENS_BIT = tl.constexpr(side_tables.MIN_TOKENS)
@@ -44,7 +45,7 @@ BAD_WORDS_BIT = tl.constexpr(side_tables.BAD_WORDS)
 
 
 def side_addresses(state: BatchState) -> Tensor:
-    """[17] int64, in the order above. They hold while `state.side.layout_version` stays."""
+    """[18] int64, in the order above. They hold while `state.side.layout_version` stays."""
     tables = state.side
     tensors = [
         tables.banned, tables.stop_ids, tables.bias, tables.counts, tables.in_prompt,
@@ -53,7 +54,7 @@ def side_addresses(state: BatchState) -> Tensor:
         state.num_prompt_tokens, state.num_computed_tokens, state.token_ids,
     ]  # fmt: skip
     addresses = [tensor.data_ptr() for tensor in tensors]
-    addresses += [state.token_ids.stride(0), tables.features.data_ptr()]
+    addresses += [state.token_ids.stride(0), tables.features.data_ptr(), tables.touched.data_ptr()]
     return torch.tensor(addresses, dtype=torch.int64).to(state.device)
 
 
@@ -78,11 +79,19 @@ def _longs(side, index):
 
 
 @triton.jit
+def touched_groups(side, side_slot, group, GROUPS: tl.constexpr):
+    """Whether the row's tables say anything of these groups of tokens."""
+    own = _bools(side, _TOUCHED) + side_slot * GROUPS
+    return tl.load(own + group, mask=group < GROUPS, other=0) != 0
+
+
+@triton.jit
 def change_values(
     values, place, is_inside, slot, side_slot, side, mask_row, has_mask, mask_words,
     HAS_SIDE: tl.constexpr, V: tl.constexpr, WORDS: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row's logits, at tokens `place`, as its mask and its side tables say; side_slot < 0: it has no tables.
+    """A tile of a row's logits, at tokens `place`, as its mask and its side tables say; side_slot < 0: it has no tables. Tables
+    are read where `is_inside`: what they say of the other tokens is nothing.
 
     Launched without fused products: torch rounds each of these.
     """

@@ -154,6 +154,7 @@ def wide_kernel(
     num_computed_tokens,
     side_slots,
     counts,
+    touched,
     row_stride,
     token_stride,
     V: tl.constexpr,
@@ -214,4 +215,6 @@ def wide_kernel(
         place = chosen * (CHUNK_GROUPS * GROUP) + within
         kept = _kept_weights(row_logits, place, floor, least_weight, warmth, top, V)
         token = tl.minimum(pick_token(kept, chosen * CHUNK_GROUPS + group, target, CHUNK_GROUPS, GROUP), V - 1)
-        finish_row(row, slot, token, OK, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, V)
+        finish_row(
+            row, slot, token, OK, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
+        )
