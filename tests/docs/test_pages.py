@@ -102,6 +102,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton.cli.plugins import PluginsArguments
     from pelton.cli.sampling import SamplingFlags
     from pelton.config.flag_table import make_flags
+    from pelton_plugins.bench.busy import BusyArguments
     from pelton_plugins.bench.chain import ChainArguments
     from pelton_plugins.bench.cpu_table import CpuTableArguments
     from pelton_plugins.bench.host import HostArguments
@@ -118,6 +119,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [ChatArguments, SamplingFlags],
         [GenerateArguments, SamplingFlags],
         [PluginsArguments],
+        [BusyArguments],
         [ChainArguments],
         [CpuTableArguments],
         [HostArguments],

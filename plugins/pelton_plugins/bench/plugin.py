@@ -16,7 +16,7 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
         CommandEntry(
             name="bench",
             load="pelton_plugins.bench.command:run",
-            help="measure an engine or a server: latency, throughput, serve, load, soak, table, cpu-table, host, chain",
-            doc="pelton bench latency|throughput|serve|load|soak|table|cpu-table|host|chain [flags]",
+            help="measure an engine or a server: latency, throughput, serve, load, soak, table, cpu-table, busy, host, chain",
+            doc="pelton bench latency|throughput|serve|load|soak|table|cpu-table|busy|host|chain [flags]",
         )
     ]
