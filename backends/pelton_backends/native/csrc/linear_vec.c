@@ -35,10 +35,11 @@ INLINE void add_products(const float *factors, const vec *weights, vec sums[][PA
     for (int row = 0; row < M; row++) {
         vec factor = vec_all(factors[row]);
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
+        for (int v = 0; v < V; v++)
             sums[row][v] += weights[v] * factor;
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++)
             KEEP(sums[row][v]);
-        }
     }
 }
 
