@@ -7,14 +7,18 @@ own in bfloat16 do, up to a quarter more in the mean (pelton_precision).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from pelton_e2e import FAMILIES, Reference, generate, greedy, make_llm, small_pool
 from pelton_precision import assert_near_float32
 
+from pelton import SamplingParams
+from pelton.worker.step_sampler import StepSampler
 from pelton_backends.native import library
 from pelton_backends.native.build import available_sets
 from pelton_backends.native.isa import ISAS
+from pelton_backends.native.sampling import NativeLogprobs, NativeSample
 
 TORCH = "torch"
 PATHS = (*(one.name for one in ISAS), TORCH)
@@ -57,3 +61,56 @@ def test_float32_ids_equal_transformers(references: Callable[[str], Reference], 
 def test_bfloat16_logprobs_are_near_float32(references: Callable[[str], Reference], family: str, path: str) -> None:
     reference = references(family)
     print(path, family, assert_near_float32(reference.path, reference.prompts, "bfloat16", "cpu"))
+
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 0.8, "logit_bias": {5: 4.0, 9: -7.0}, "min_p": 0.01},
+    {"temperature": 2.0, "top_p": 0.8, "presence_penalty": 0.6, "frequency_penalty": 0.2, "repetition_penalty": 1.3},
+    {"temperature": 1.5, "allowed_token_ids": list(range(3, 90)), "logprobs": 0},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "min_tokens": 9, "stop_token_ids": [7, 11]},
+    {"temperature": 1.0, "logprobs": 20, "prompt_logprobs": 0},
+]
+
+
+def test_whatever_requests_ask_for_c_and_torch_sample_the_same(
+    references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of all kinds in one batch, that join and leave it at different steps, prompts in chunks."""
+    if library.reason_against():
+        pytest.skip("no C compiler here")
+    reference, made = references("llama"), []
+    prompts = [reference.prompts[index % len(reference.prompts)] for index in range(2 * len(WISHES))]
+    params = [
+        SamplingParams(**wish, seed=index, max_tokens=6 + index, ignore_eos=True)
+        for index, wish in enumerate(2 * WISHES)
+    ]
+
+    def not_reached(*arguments: Any) -> None:
+        raise AssertionError("torch samples where C should")
+
+    taken = StepSampler.sample
+    for where in ("C", "torch"):
+        monkeypatch.setattr(StepSampler, "sample", not_reached if where == "C" else taken)
+        if where == "torch":
+            for op in (NativeSample, NativeLogprobs):
+                monkeypatch.setattr(op, "unsupported", staticmethod(lambda needs: ["not in this test"]))
+        with make_llm(
+            reference.path, device="cpu", max_model_len=384, max_num_batched_tokens=24, max_num_seqs=8
+        ) as llm:
+            made.append(llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False))
+    for one, other in zip(*made, strict=True):
+        assert list(one.outputs[0].token_ids) == list(other.outputs[0].token_ids), one.request_id
+        for mine, theirs in (
+            (one.outputs[0].logprobs, other.outputs[0].logprobs),
+            (one.prompt_logprobs, other.prompt_logprobs),
+        ):
+            assert (mine is None) == (theirs is None)
+            for row, expected in zip(mine or [], theirs or [], strict=True):
+                assert (row is None) == (expected is None)
+                if row is not None:
+                    assert {
+                        token: (found.rank, pytest.approx(found.logprob, abs=1e-4)) for token, found in row.items()
+                    } == {token: (found.rank, found.logprob) for token, found in expected.items()}

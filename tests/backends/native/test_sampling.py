@@ -152,7 +152,7 @@ def assert_at_a_border(logits, params, seed, position, got, want) -> None:
     assert border < edge + 2e-6, f"{got} instead of {want}: {border} from a border"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("vocab, scale", [(7, 1.0), (500, 3.0), (5003, 1.0), (20_001, 4.0), (20_001, 0.05)])
 def test_choices_equal_the_reference(isa, vocab, scale, seed):
     chooser, generator = random.Random(f"{seed} {vocab}"), torch.Generator().manual_seed(seed)
@@ -312,7 +312,7 @@ def random_side(chooser: random.Random, vocab: int) -> dict:
     return params
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_side_tables_equal_the_reference(isa, seed):
     """Few tokens are likely, so that every feature decides something; several steps, so that counts matter."""
     vocab, chooser = (300, 1503)[seed % 2], random.Random(seed)
