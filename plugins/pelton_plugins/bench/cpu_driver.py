@@ -92,10 +92,11 @@ class VllmLike:
 
     def describe(self) -> dict[str, Any]:
         report = getattr(getattr(getattr(self.llm, "llm_engine", None), "info", None), "report", None)
-        told = {
+        told: dict[str, Any] = {
             name: str(getattr(report, name)) for name in ("device", "attention_backend") if getattr(report, name, None)
         }
-        return {**told, **({"weights_bytes": report.weights_bytes} if getattr(report, "weights_bytes", 0) else {})}
+        told |= {"weights_bytes": report.weights_bytes} if getattr(report, "weights_bytes", 0) else {}
+        return told | dict(getattr(report, "choices", {}))
 
 
 class Transformers:
