@@ -59,6 +59,13 @@ def measure_ceiling(isa: str) -> dict[str, Any]:
     return {"isa": str(found["isa"]), "gflops": float(found["gflops"]), "read_gb_s": float(found["read_gb_s"])}
 
 
+def better_ceiling(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The higher figures of two measurements: what others do on the machine only lowers them."""
+    if not one or not other:
+        return one or other
+    return {**one, **{name: max(one[name], other[name]) for name in ("gflops", "read_gb_s")}}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWork:
     """Weights that a token's products read, each once."""

@@ -260,7 +260,7 @@ def test_a_run_beside_a_peer_gathers_rows_of_both(model, fake_flags, peer_python
     assert found["pelton"]["latency"]["run"] == found["vllm"]["latency"]["run"]
     assert found["vllm"]["ttft"]["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert "pelton" not in found["vllm"]["ttft"]["versions"]
-    assert found["pelton"]["latency"]["ceiling"] == CEILING and ceiling == ["auto"] * 3
+    assert found["pelton"]["latency"]["ceiling"] == CEILING and ceiling == ["auto"] * 6
     out = capfd.readouterr().out
     assert "X VLLM" in out and "fake" in out
     # A row alone, of Pelton's alone: the others stay, and there is no ratio of two runs.
@@ -344,7 +344,7 @@ def test_every_engine_runs_once_for_each_instruction_set(model, fake_flags, peer
     assert main(["bench", "cpu-table", "--isa", "auto,avx2", "--variants", "float32", *flags, *peers]) == 0
     found = json.loads(results.read_text())
     names = ["pelton", "pelton float32", "vllm", "vllm:float32"]
-    assert [*found] == [*names, *(f"{name}@avx2" for name in names)] and ceiling == ["auto", "avx2"]
+    assert [*found] == [*names, *(f"{name}@avx2" for name in names)] and ceiling == ["auto"] * 2 + ["avx2"] * 2
     switched = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     for name in names:
         one, other = found[name]["batch16"], found[f"{name}@avx2"]["batch16"]
@@ -450,6 +450,12 @@ def test_ceilings_are_measured_by_a_program_of_their_own(script, found, tmp_path
     (tmp_path / "script").write_text(script)
     monkeypatch.setattr(sys, "executable", str(program))
     assert cpu_sets.measure_ceiling("avx2") == found
+
+
+def test_the_better_of_two_measurements_is_the_ceiling():
+    low, high = CEILING | {"gflops": 100.0}, CEILING | {"read_gb_s": 30.0}
+    assert cpu_sets.better_ceiling(low, high) == cpu_sets.better_ceiling({}, CEILING) == CEILING
+    assert cpu_sets.better_ceiling(CEILING, {}) == CEILING and cpu_sets.better_ceiling({}, {}) == {}
 
 
 def test_the_program_that_measures_ceilings_is_there():
