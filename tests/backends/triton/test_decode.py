@@ -39,6 +39,8 @@ KV_TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "bfl
 
 DIRECT = LaunchShape(splits=3, programs=0, keys=32, num_stages=2)
 EARLY = LaunchShape(splits=2, programs=0, keys=16, num_stages=2, least=2, is_early=True)
+DEALT = LaunchShape(splits=23, programs=0, keys=16, num_stages=2, is_dealt=True)
+DEALT_EARLY = LaunchShape(splits=11, programs=0, keys=16, num_stages=2, is_early=True, is_dealt=True)
 STREAMED = LaunchShape(splits=0, programs=7, keys=16, num_stages=2)
 
 
@@ -263,11 +265,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp8-e4m3": {"dtype": "float16", "kv_dtype": "fp8_e4m3", "rotary_dim": 0, "norms": False},
     "fp8-e5m2": {"dtype": "float16", "kv_dtype": "fp8_e5m2", "rotary_dim": 0, "norms": False},
 }
-SCHEDULES = {"direct": DIRECT, "early": EARLY, "streamed": STREAMED}
+SCHEDULES = {"direct": DIRECT, "early": EARLY, "dealt": DEALT, "dealt-early": DEALT_EARLY, "streamed": STREAMED}
 """Every feature fused, with first chunks loaded early and with even shares; the rest where the paths differ."""
 PLAIN = ("plain", "all", "window-of-one", "heads-of-80", "groups-of-7", "bfloat16", "fp8-e4m3", "fp8-e5m2")
-UNFUSED = [(f, "direct") for f in PLAIN] + [(f, "streamed") for f in ("plain", "all", "window")]
-FUSED = [(f, schedule) for f in FEATURES for schedule in ("early", "streamed")] + [(f, "direct") for f in PLAIN[:4]]
+UNFUSED = [(f, "direct") for f in PLAIN] + [(f, s) for f in ("plain", "all", "window") for s in ("dealt", "streamed")]
+FUSED = [(f, schedule) for f in FEATURES for schedule in ("early", "streamed")]
+FUSED += [(f, schedule) for f in PLAIN[:4] for schedule in ("direct", "dealt-early")]
 
 
 @pytest.mark.parametrize(("feature", "schedule"), UNFUSED)
@@ -312,7 +315,7 @@ def test_a_launch_after_another_finds_its_counters_ready(device: torch.device, s
     check_decode(Case(lengths=(90, 70)), device, SCHEDULES[schedule], repeats=2)
 
 
-@pytest.mark.parametrize("schedule", ["direct", "streamed"])
+@pytest.mark.parametrize("schedule", ["direct", "dealt", "streamed"])
 def test_rows_with_another_number_of_tokens_are_left_out(device: torch.device, schedule: str) -> None:
     """Row 1 has two tokens: its output stays as it is, and the rows after it find their own."""
     case = Case(lengths=(40, 33, 50, 0))
@@ -330,13 +333,14 @@ def test_rows_with_another_number_of_tokens_are_left_out(device: torch.device, s
 def test_launch_shapes_fit_the_buffers_and_the_work() -> None:
     for rows in (1, 2, 3, 8, 16, 32, 33, 64, 100, 256, 1024):
         for kv_heads in (1, 2, 8, 32):
-            shape = launch_shape(rows * kv_heads, 40960, 256, num_sms(torch.device("meta")))
+            shape = launch_shape(rows, kv_heads, 40960, 256, num_sms(torch.device("meta")))
             parts = PartBuffers.allocate(
                 torch.device("meta"), max_rows=1024, num_heads=32, num_kv_heads=kv_heads, head_dim=128
             )
             if shape.splits != 1:
-                assert parts.sums.shape[0] >= (rows * kv_heads * shape.splits or 2 * shape.programs)
-    assert launch_shape(8, 20, 256, 132).splits == 1, "no more programs than chunks"
+                pairs = kv_heads if shape.is_dealt else rows * kv_heads
+                assert parts.sums.shape[0] >= (pairs * shape.splits or 2 * shape.programs)
+    assert launch_shape(1, 8, 20, 256, 132).splits == 1, "no more programs than chunks"
 
 
 # On the GPU: the shapes that count, with the schedule that a launch of theirs takes.

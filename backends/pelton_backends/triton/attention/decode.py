@@ -5,8 +5,7 @@ Three stages of one kernel, so that a decode layer has no kernel but this betwee
   2. flash attention over chunks of the context, the work of one kv head shared out to several programs;
   3. the last program to finish a (row, kv head) merges their partial results.
 
-`decode_kernel` gives every (row, kv head) the same number of programs: nothing to look up, so the shortest way for few
-rows. `streamed_decode_kernel`, in a file of its own, deals all chunks of all rows evenly to a fixed number of programs: for many
+`decode_kernel` gives every (row, kv head) its programs: nothing to look up, or little, so the shortest way for few rows. `streamed_decode_kernel`, in a file of its own, deals all chunks of all rows evenly to a fixed number of programs: for many
 rows, and for lengths that differ. Both are memory bound.
 """
 
@@ -21,9 +20,11 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.attention.decode_pieces import (
+    LEVELS,
     angles_at,
     attend,
     blocks_of,
+    fetch_chunk,
     finish,
     load_chunk,
     load_heads,
@@ -44,22 +45,108 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def share_of_row(
-    seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
-):
-    """First key and the one past the last, the same of chunks, and how many splits share them: 0 for a row left out."""
+def chunks_of_row(seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
+    """First key and the one past the last, the same of chunks."""
     last_key = seq_len
     if FUSED:
         last_key = seq_len - 1
     first_key = seq_len * 0
     if WINDOW > 0:
         first_key = tl.maximum(seq_len - WINDOW, 0)
-    first_chunk, last_chunk = first_key // N, (last_key + N - 1) // N
-    num_splits = tl.minimum(tl.maximum((last_chunk - first_chunk + LEAST - 1) // LEAST, 1), SPLITS)
-    return first_key, last_key, first_chunk, last_chunk, tl.where(seq_len > 0, num_splits, 0)
+    return first_key, last_key, first_key // N, (last_key + N - 1) // N
 
 
 @triton.jit
+def lengths_of(rows, seq_lens, query_start_loc, num_rows, CACHE: tl.constexpr):
+    """Of rows with one token; 0 for those with another number, which belong to another kernel, and for those that are none."""
+    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0, cache_modifier=CACHE)
+    if query_start_loc is not None:
+        starts = tl.load(query_start_loc + rows, mask=rows < num_rows, other=0)
+        ends = tl.load(query_start_loc + rows + 1, mask=rows < num_rows, other=0)
+        lengths = tl.where(ends - starts == 1, lengths, 0)
+    return lengths
+
+
+@triton.jit
+def share_of_row(
+    seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
+):
+    """How many splits share a row's chunks where each row has SPLITS programs: 0 for a row left out."""
+    _, _, first_chunk, last_chunk = chunks_of_row(seq_len, FUSED, WINDOW, N)
+    num_splits = tl.minimum(tl.maximum((last_chunk - first_chunk + LEAST - 1) // LEAST, 1), SPLITS)
+    return tl.where(seq_len > 0, num_splits, 0)
+
+
+@triton.jit
+def deal(
+    lengths, place, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
+):
+    """The row of program `place` of SPLITS that all rows share, its length, the row's first program, and how many it has.
+
+    All programs get equally many pieces of LEAST chunks, or less where a row ends. A place behind the last row's programs
+    belongs to that row, and is past its splits.
+    """
+    rows = tl.arange(0, lengths.shape[0])
+    _, _, first_chunk, last_chunk = chunks_of_row(lengths, FUSED, WINDOW, N)
+    pieces = tl.maximum((last_chunk - first_chunk + LEAST - 1) // LEAST, 1)
+    pieces = tl.where(lengths > 0, pieces, 0)
+    num_pieces = tl.sum(pieces, 0)
+    each = tl.maximum((num_pieces + SPLITS - 1) // SPLITS, 1)
+    splits = (pieces + each - 1) // each
+    if tl.sum(splits, 0) > SPLITS:  # each row rounds up; by this number they fit for certain
+        each = (num_pieces + SPLITS - lengths.shape[0] - 1) // (SPLITS - lengths.shape[0])
+        splits = (pieces + each - 1) // each
+    ends = tl.cumsum(splits, 0)
+    row = tl.minimum(tl.sum((ends <= place).to(tl.int32), 0), lengths.shape[0] - 1)
+    is_row = rows == row
+    num_splits = tl.sum(tl.where(is_row, splits, 0), 0)
+    first = tl.sum(tl.where(is_row, ends - splits, 0), 0)
+    return row, tl.sum(tl.where(is_row, lengths, 0), 0), first, num_splits
+
+
+@triton.jit
+def load_row(
+    row,
+    chunk,
+    step,
+    head,
+    query,
+    positions,
+    slot_mapping,
+    query_start_loc,
+    block_table,
+    stride_query,
+    stride_table,
+    FUSED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q: tl.constexpr,
+    N: tl.constexpr,
+):
+    """What a row needs of the step: its token's index, heads, slot and position, and the blocks of its first two chunks."""
+    token_index = row
+    if query_start_loc is not None:
+        token_index = tl.load(query_start_loc + row)
+    x, other, new_value = load_heads(
+        query + token_index.to(tl.int64) * stride_query, head, tl.arange(0, PADDED_DIM), FUSED, HEAD_DIM, ROTARY_DIM,
+        NUM_KV_HEADS, GROUP, Q,
+    )  # fmt: skip
+    table = block_table + row.to(tl.int64) * stride_table
+    block = blocks_of(table, chunk * N + tl.arange(0, N), stride_table, BLOCK_SIZE)
+    next_block = blocks_of(table, (chunk + step) * N + tl.arange(0, N), stride_table, BLOCK_SIZE)
+    slot, position = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64)
+    if FUSED:
+        slot = tl.load(slot_mapping + row)
+        if ROTARY_DIM > 0:
+            position = tl.load(positions + row)
+    return token_index, x, other, new_value, block, next_block, slot, position
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def decode_kernel(
     query,
     positions,
@@ -85,6 +172,7 @@ def decode_kernel(
     stride_token,
     stride_head,
     num_blocks,
+    num_rows,
     scale,
     EPS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
@@ -103,79 +191,116 @@ def decode_kernel(
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
+    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     IS_EARLY: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (kv head, row, split): with s splits in use, every s-th chunk of the row. Arguments: see `decode_attention`.
+    """Of s splits in use, each takes every s-th chunk of the row. Arguments: see `decode_attention`.
 
-    A row uses as many splits as leave each LEAST chunks or more, SPLITS at most.
+    With ROWS 0 a program is a (kv head, row, split), and a row uses as many splits as leave each LEAST chunks or more, SPLITS at
+    most. Else it is a (kv head, place): all rows, ROWS at most, share SPLITS places of a kv head by their lengths.
     """
-    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(0)
     let_next_start(PDL)
     dim = tl.arange(0, PADDED_DIM)
     own, partners = q_norm, q_norm
     if q_norm is not None:
         own = norm_weights(q_norm, k_norm, dim, HEAD_DIM, GROUP, Q)
         partners = norm_weights(q_norm, k_norm, partner_of(dim, ROTARY_DIM), HEAD_DIM, GROUP, Q)
-    table = block_table + row.to(tl.int64) * stride_table
     local = tl.arange(0, N)
     keys, values = k_cache + head * stride_head, v_cache + head * stride_head
     # Before the kernels before have finished: keys and values are of earlier steps, with which no launch of this step overlaps;
     # lengths and tables may not be written yet, so what rests on them is used only if they are the same later.
     key, value, cos, sin = own, own, own, own
-    early_length, early_block = 0, 0
+    early_length, early_block, early_lengths = 0, 0, 0
     is_idle = False
+    row, first_split, split = tl.program_id(1), 0, tl.program_id(2)
     if IS_EARLY:
-        early_length = tl.load(seq_lens + row, cache_modifier=".cg")
-        first_key, last_key, first_chunk, last_chunk, num_splits = share_of_row(
-            early_length, FUSED, WINDOW, N, SPLITS, LEAST
-        )
+        if ROWS > 0:
+            early_lengths = lengths_of(tl.arange(0, ROWS), seq_lens, query_start_loc, num_rows, ".cg")
+            row, early_length, first_split, num_splits = deal(
+                early_lengths, tl.program_id(1), FUSED, WINDOW, N, SPLITS, LEAST
+            )
+            split = tl.program_id(1) - first_split
+        else:
+            early_length = tl.load(seq_lens + row, cache_modifier=".cg")
+            num_splits = share_of_row(early_length, FUSED, WINDOW, N, SPLITS, LEAST)
+        first_key, last_key, first_chunk, last_chunk = chunks_of_row(early_length, FUSED, WINDOW, N)
         is_idle = split >= num_splits
+        table = block_table + row.to(tl.int64) * stride_table
         token = (first_chunk + split) * N + local
-        is_entry = token < stride_table * BLOCK_SIZE
+        is_entry = (token < stride_table * BLOCK_SIZE) & (row < num_rows)
         early_block = tl.load(table + token // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
         is_seen = (token >= first_key) & (token < last_key) & (early_block >= 0) & (early_block < num_blocks)
         key, value = load_chunk(
             keys, values, early_block, token, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE, HEAD_DIM,
             PADDED_DIM,
         )  # fmt: skip
+        if AHEAD > 0:  # noqa: SIM102
+            if first_chunk + split + num_splits < last_chunk:
+                for ahead in tl.static_range(1, AHEAD + 1):
+                    later = token + ahead * num_splits * N
+                    is_entry = (later < stride_table * BLOCK_SIZE) & (row < num_rows)
+                    block = tl.load(table + later // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
+                    is_seen = (later < last_key) & (block >= 0) & (block < num_blocks)
+                    fetch_chunk(
+                        keys, values, block, later, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE,
+                        HEAD_DIM, FETCHED,
+                    )  # fmt: skip
         if FUSED and ROTARY_DIM > 0:
             cos, sin = angles_at(cos_sin, tl.maximum(early_length - 1, 0).to(tl.int64), dim, ROTARY_DIM, Q)
     wait_for_inputs(PDL)
 
-    seq_len = tl.load(seq_lens + row)
-    token_index = row
-    if query_start_loc is not None:  # rows with another number of tokens belong to another kernel
-        token_index = tl.load(query_start_loc + row)
-        if tl.load(query_start_loc + row + 1) - token_index != 1:
-            seq_len = 0
-    first_key, last_key, first_chunk, last_chunk, num_splits = share_of_row(seq_len, FUSED, WINDOW, N, SPLITS, LEAST)
-    # A program that seems to have work goes on to its loads before it knows: a way out here would wait for the length.
-    if is_idle or not IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
-        if split >= num_splits:
-            return
-    x, other, new_value = load_heads(
-        query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
-    )  # fmt: skip
-    if WINDOW > 0:
-        block = blocks_of(table, (first_chunk + split) * N + local, stride_table, BLOCK_SIZE)
+    is_dealt_anew = False
+    if ROWS > 0:
+        lengths = lengths_of(tl.arange(0, ROWS), seq_lens, query_start_loc, num_rows, "")
+        seq_len = early_length
+        if IS_EARLY:
+            is_dealt_anew = tl.max((lengths != early_lengths).to(tl.int32), 0) > 0
+        else:
+            row, seq_len, first_split, num_splits = deal(lengths, tl.program_id(1), FUSED, WINDOW, N, SPLITS, LEAST)
+            split = tl.program_id(1) - first_split
     else:
-        block = blocks_of(table, split * N + local, stride_table, BLOCK_SIZE)
-    slot = tl.full([], -1, tl.int64)
-    if FUSED:
-        slot = tl.load(slot_mapping + row)
-        if ROTARY_DIM > 0:
-            # Where a row's position is its number of keys, its angles are under way with the rest.
-            guess = seq_len - 1
-            if IS_EARLY:
-                guess = early_length - 1
-            else:
-                cos, sin = angles_at(cos_sin, guess.to(tl.int64), dim, ROTARY_DIM, Q)
-            row_position = tl.load(positions + row)
-            if row_position != guess:
-                cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
+        seq_len = tl.load(seq_lens + row)
+        if query_start_loc is not None:
+            seq_len = tl.sum(lengths_of(row + tl.arange(0, 1), seq_lens, query_start_loc, num_rows, ""), 0)
+        num_splits = share_of_row(seq_len, FUSED, WINDOW, N, SPLITS, LEAST)
+    # A program that seems to have work goes on to its loads before it knows: a way out here would wait for the lengths.
+    if is_idle or not IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
+        if (split >= num_splits) & (is_dealt_anew == 0):
+            return
+    first_chunk = 0
+    if WINDOW > 0:
+        _, _, first_chunk, _ = chunks_of_row(seq_len, FUSED, WINDOW, N)
+    token_index, x, other, new_value, block, next_block, slot, position = load_row(
+        tl.minimum(row, num_rows - 1), first_chunk + split, num_splits, head, query, positions, slot_mapping, query_start_loc,
+        block_table, stride_query, stride_table, FUSED, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP,
+        Q, N,
+    )  # fmt: skip
+    if ROWS > 0 and IS_EARLY:  # noqa: SIM102
+        if is_dealt_anew:
+            row, seq_len, first_split, num_splits = deal(lengths, tl.program_id(1), FUSED, WINDOW, N, SPLITS, LEAST)
+            split = tl.program_id(1) - first_split
+            _, _, first_chunk, _ = chunks_of_row(seq_len, FUSED, WINDOW, N)
+            token_index, x, other, new_value, block, next_block, slot, position = load_row(
+                tl.minimum(row, num_rows - 1), first_chunk + split, num_splits, head, query, positions, slot_mapping,
+                query_start_loc, block_table, stride_query, stride_table, FUSED, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
+                ROTARY_DIM, NUM_KV_HEADS, GROUP, Q, N,
+            )  # fmt: skip
+    first_key, last_key, first_chunk, last_chunk = chunks_of_row(seq_len, FUSED, WINDOW, N)
+    if FUSED and ROTARY_DIM > 0:
+        # Where a row's position is its number of keys, its angles are under way with the rest.
+        guess = seq_len - 1
+        if IS_EARLY:
+            guess = early_length - 1
+        else:
+            cos, sin = angles_at(cos_sin, guess.to(tl.int64), dim, ROTARY_DIM, Q)
+        if position != guess:
+            cos, sin = angles_at(cos_sin, position, dim, ROTARY_DIM, Q)
     if (split > 0) | (seq_len <= 0):
         slot = tl.full([], -1, tl.int64)
     x, new_value, new_logit = make_query(
@@ -185,7 +310,7 @@ def decode_kernel(
     )  # fmt: skip
     if split >= num_splits:
         return
-    is_loaded = seq_len == early_length
+    is_loaded = (seq_len == early_length) & (is_dealt_anew == 0)
     if IS_EARLY:
         # is_seen left out what no table of this pool can name; such an entry differs from the true one
         is_same = (block == early_block) | ((first_chunk + split) * N + local >= last_key)
@@ -193,16 +318,17 @@ def decode_kernel(
 
     top, total, sums = attend(
         x, new_value, new_logit, split == 0, head, first_chunk + split, last_chunk, num_splits, first_key, last_key,
-        seq_len - 1, key, value, is_loaded, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
-        stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N, IS_EARLY,
-        STAGES,
+        seq_len - 1, key, value, is_loaded, block, next_block, block_table + row.to(tl.int64) * stride_table, k_cache, v_cache,
+        alibi_slopes, stride_table, stride_block, stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
+        PADDED_DIM, GROUP, Q, M, N, IS_EARLY, STAGES, AHEAD, FETCHED,
     )  # fmt: skip
 
     first_part = (row * NUM_KV_HEADS + head) * SPLITS
+    if ROWS > 0:
+        first_part = head * SPLITS + first_split
     finish(
-        output + token_index.to(tl.int64) * stride_output, top, total, sums, row, head, num_splits, first_part + split,
-        first_part, first_part, 1, part_sums, part_stats, arrivals, sinks, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, GROUP,
-        MEMBERS, PARTS,
+        output + token_index.to(tl.int64) * stride_output, top, total, sums, head, split, num_splits, first_part, first_part,
+        part_sums, part_stats, arrivals, sinks, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS, 1,
     )  # fmt: skip
 
 
@@ -213,12 +339,14 @@ _launch, _launch_streamed = Launcher(decode_kernel), Launcher(streamed_decode_ke
 class LaunchShape:
     """How one launch shares out its work; a function of shapes alone."""
 
-    splits: int  # programs of a (row, kv head); 0: streamed
+    splits: int  # programs of a kv head: of each row, or, dealt, of all rows together; 0: streamed
     programs: int  # of a streamed launch
     keys: int  # of a chunk
     num_stages: int
     least: int = 1  # chunks of a split
     is_early: bool = False
+    is_dealt: bool = False
+    ahead: int = 0  # chunks that a program has fetched into L2 ahead of the one it reads
 
 
 @dataclass(slots=True)
@@ -227,22 +355,20 @@ class PartBuffers:
 
     sums: Tensor  # [places, GROUP * HEAD_DIM] float32
     stats: Tensor  # [places, 2 * GROUP] float32
-    arrivals: Tensor  # [max rows * num_kv_heads] int32
+    arrivals: Tensor  # [places, LEVELS] int32
 
     @staticmethod
     def allocate(
         device: torch.device, *, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> PartBuffers:
         group, pairs = num_heads // num_kv_heads, max_rows * num_kv_heads
-        places = max(min(most, pairs) * splits for most, splits in _FEW_PAIRS)
-        if pairs > _FEW_PAIRS[-1][0]:
-            places = max(places, 2 * STREAMED_PROGRAMS_PER_SM * num_sms(device))
+        places = 2 * max(PROGRAMS_PER_SM * num_sms(device), _FEW_PAIRS)
         if pairs > _STREAMED_UP_TO:
-            places = _PARTS
+            places = max(places, _PARTS)
         return PartBuffers(
             torch.empty(places, group * head_dim, dtype=torch.float32, device=device),
             torch.empty(places, 2 * group, dtype=torch.float32, device=device),
-            torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(places, LEVELS.value, dtype=torch.int32, device=device),
         )
 
 
@@ -259,18 +385,16 @@ class NewTokens:
     norm_spec: NormSpec | None  # of both norms
 
 
-STREAMED_PROGRAMS_PER_SM = 8  # as many as registers let run at once: each multiprocessor has an equal share
+PROGRAMS_PER_SM = 8  # as many as registers let run at once: each multiprocessor has an equal share
 STREAMED_START = 4
 """Chunks' worth of time that the start of a pair costs a program: at 64 rows of 100 to 1024 tokens 0 gives 45.1 us, 2 43.2,
 4 42.3, 8 41.9, 14 42.6 (three stages; with two, 4 gives 41.6 and 8 42.4)."""
-_FEW_PAIRS = ((64, 16), (128, 8), (256, 4))
-"""(pairs of row and kv head up to, programs of a pair at most)."""
-_STREAMED_UP_TO = 1024  # pairs
+_FEW_PAIRS, _STREAMED_UP_TO = 256, 1024  # pairs of row and kv head
 _PARTS = 16384  # of a split launch, at most
 
 
 @lru_cache(maxsize=4096)
-def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int) -> LaunchShape:
+def launch_shape(num_rows: int, num_kv_heads: int, max_seq_len: int, row_bytes: int, num_sms: int) -> LaunchShape:
     """Measured on an H200 in captured chains, 8 kv heads of 128 numbers, blocks of 16.
 
     Few pairs of row and kv head are latency: as many programs as are useful and run at once, the first chunk loaded early (4.3 us
@@ -282,13 +406,14 @@ def launch_shape(num_pairs: int, max_seq_len: int, row_bytes: int, num_sms: int)
 
     row_bytes: of a padded head's numbers in the model's dtype. More than 256 leave no registers for an early chunk.
     """
-    is_narrow = row_bytes <= 256
-    for pairs, splits in _FEW_PAIRS:
-        if num_pairs <= pairs:
-            keys = 32 if is_narrow else 16
-            return LaunchShape(min(splits, -(-max_seq_len // keys)), 0, keys, 2, is_early=is_narrow)
+    num_pairs, programs = num_rows * num_kv_heads, PROGRAMS_PER_SM * num_sms
+    if num_pairs <= _FEW_PAIRS:
+        is_narrow = row_bytes <= 256
+        keys = 32 if is_narrow else 16
+        splits = min(max(programs // num_kv_heads, 2 * num_rows), num_rows * -(-max_seq_len // keys))
+        return LaunchShape(splits, 0, keys, 2, is_early=is_narrow, is_dealt=num_rows > 1)
     if num_pairs <= _STREAMED_UP_TO:
-        return LaunchShape(0, STREAMED_PROGRAMS_PER_SM * num_sms, 16, 2)
+        return LaunchShape(0, programs, 16, 2)
     splits = next((splits for splits in (8, 4, 2) if splits * num_pairs <= _PARTS), 1)
     return LaunchShape(splits, 0, 16, 3, least=16)
 
@@ -397,6 +522,7 @@ class DecodeAttention:
             "Q": heads_of_tile,
             "M": max(heads_of_tile, 8),
             "MEMBERS": members,
+            "FETCHED": 16 if k_cache.stride(1) == head_dim else 1,
             "PARTS": max(2, min(16, 4096 // (members * padded_dim))),
             "PDL": pdl,
         }
@@ -414,6 +540,8 @@ class DecodeAttention:
             alignment(*self._first, *self._last),
         )  # fmt: skip
         self._options = launch_options(pdl)
+        # An instruction of compute capability 9.0, which has dependent launch too; pieces of 16 bytes.
+        self._can_fetch = pdl and k_cache.stride(1) == head_dim
         self._plans: dict[tuple[LaunchShape, int], _Plan] = {}
 
     def __call__(
@@ -428,7 +556,7 @@ class DecodeAttention:
     ) -> None:
         num_kv_heads, num_blocks = self._num_kv_heads, self._num_blocks
         if shape is None:
-            shape = launch_shape(num_rows * num_kv_heads, max_seq_len, self._row_bytes, self._num_sms)
+            shape = launch_shape(num_rows, num_kv_heads, max_seq_len, self._row_bytes, self._num_sms)
         is_streamed, power = shape.splits == 0, (num_rows - 1).bit_length()
         plan = self._plans.get((shape, power))
         if plan is None:
@@ -437,17 +565,22 @@ class DecodeAttention:
         key = plan.key, table_stride, query_start_loc is None, alignment(query_start_loc, seq_lens, block_table)
         arguments = (
             *self._first, query_start_loc, seq_lens, block_table, *self._last, *self._strides, table_stride,
-            *self._cache_strides, num_rows if is_streamed else num_blocks, self._scale,
+            *self._cache_strides, *(() if is_streamed else (num_blocks,)), num_rows, self._scale,
         )  # fmt: skip
-        grid = (shape.programs,) if is_streamed else (num_kv_heads, num_rows, shape.splits)
+        if is_streamed:
+            grid: tuple[int, ...] = (shape.programs,)
+        else:
+            grid = (num_kv_heads, shape.splits) if shape.is_dealt else (num_kv_heads, num_rows, shape.splits)
         plan.launch(key, grid, arguments, plan.constants, num_warps=1, **self._options)
 
     def _plan(self, shape: LaunchShape, most_rows: int) -> _Plan:
         constants = {**self._constants, "N": shape.keys, "STAGES": shape.num_stages}
         if shape.splits == 0:
             launch, own = _launch_streamed, {"ROWS": most_rows, "START": STREAMED_START}
+            del constants["FETCHED"]
         else:
             is_early = shape.is_early and self._is_fused
-            launch, own = _launch, {"SPLITS": shape.splits, "LEAST": shape.least, "IS_EARLY": is_early}
+            rows, ahead = most_rows if shape.is_dealt else 0, shape.ahead if self._can_fetch else 0
+            launch, own = _launch, {"SPLITS": shape.splits, "LEAST": shape.least, "ROWS": rows, "IS_EARLY": is_early, "AHEAD": ahead}
         constants |= own
         return _Plan(launch, constants, (self._key, *constants.values()))

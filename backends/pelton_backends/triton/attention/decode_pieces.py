@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.ops.pieces import normed, to_cache
-from pelton_backends.triton.runtime import dot
+from pelton_backends.triton.runtime import INTERPRETED, dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
 """The running maximum before the first key: finite, so that differences are never NaN."""
+_INTERPRETED = tl.constexpr(INTERPRETED)
+FAN, LEVELS = tl.constexpr(16), tl.constexpr(3)
+"""Parts that one program merges, and how often parts are merged at most: 4,096 parts."""
 
 
 @triton.jit
@@ -145,6 +148,35 @@ def load_chunk(
 
 
 @triton.jit
+def fetch_chunk(
+    keys,
+    values,
+    block,  # of each token of the chunk
+    token,
+    is_seen,
+    stride_block,
+    stride_token,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FETCHED: tl.constexpr,  # tokens of a block that lie side by side, and that one instruction fetches
+):
+    """Have a chunk's keys and values on their way to the L2 cache. It costs no registers and no shared memory, so that more bytes
+    are on their way than a multiprocessor has room for."""
+    place = block.to(tl.int64) * stride_block + (token % BLOCK_SIZE) * stride_token
+    is_first = is_seen & (token % FETCHED == 0)
+    ITEM: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
+    # A warp has 32 lanes: with keys and values side by side none does another's work again.
+    address = tl.join((keys + place).to(tl.int64, bitcast=True), (values + place).to(tl.int64, bitcast=True))
+    is_wanted = tl.join(is_first, is_first).to(tl.int32)
+    size = tl.full(address.shape, FETCHED * HEAD_DIM * ITEM, tl.int32)
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r,r", [address, size, is_wanted], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def one_chunk(tile, top, total, sums, key, value, is_seen, distance, slopes, scale, SOFT_CAP: tl.constexpr):
     """The running softmax takes N keys. Keys are rows of the products, heads are columns: tile [D, M], sums [D, M]."""
     products = dot(key.to(tile.dtype), tile, tl.zeros([key.shape[0], tile.shape[1]], tl.float32))
@@ -225,6 +257,7 @@ def attend(
     early_value,
     is_loaded,
     block,  # [N] of the first chunk
+    next_block,  # of the next one, if is_loaded
     table,
     k_cache,
     v_cache,
@@ -245,11 +278,14 @@ def attend(
     N: tl.constexpr,
     IS_EARLY: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FETCHED: tl.constexpr,
 ):
     """Chunks `chunk`, chunk + step, .. < last_chunk of one (row, kv head): of them the keys first_key <= key < last_key.
 
     Returns maximum, sum and weighted values [M], [M], [D, M] in float32; columns from GROUP on are of no use. Fused, the owner of
     the new token has seen it too. The M columns are the Q heads over and over: a tensor core's tile has 8 at least.
+    With AHEAD the chunks so many steps ahead are fetched into L2; the caller has done so with those before.
     """
     local = tl.arange(0, N)
     keys, values = k_cache + head * stride_head, v_cache + head * stride_head
@@ -269,12 +305,23 @@ def attend(
                 tile, top, total, sums, early_key, early_value, is_seen, token - position, slopes, scale, SOFT_CAP
             )
             chunk += step
-            block = blocks_of(table, chunk * N + local, stride_table, BLOCK_SIZE)
+            block = next_block
+    far_block = block
+    if AHEAD > 0:
+        far_block = blocks_of(table, (chunk + AHEAD * step) * N + local, stride_table, BLOCK_SIZE)
     for i in tl.range(chunk, last_chunk, step, num_stages=STAGES):
         token = i * N + local
         is_seen = (token >= first_key) & (token < last_key)
         this_block = block
         block = blocks_of(table, token + step * N, stride_table, BLOCK_SIZE)
+        if AHEAD > 0:
+            far = token + AHEAD * step * N
+            this_far_block = far_block
+            far_block = blocks_of(table, far + step * N, stride_table, BLOCK_SIZE)
+            fetch_chunk(
+                keys, values, this_far_block, far, (far >= first_key) & (far < last_key), stride_block, stride_token,
+                BLOCK_SIZE, HEAD_DIM, FETCHED,
+            )  # fmt: skip
         key, value = load_chunk(
             keys, values, this_block, token, is_seen, stride_block, stride_token, BLOCK_SIZE, HEAD_DIM, PADDED_DIM
         )
@@ -317,30 +364,54 @@ def store_output(
 
 
 @triton.jit
+def store_part(
+    top,
+    total,
+    sums,  # [D, heads], or [heads, D] if IS_MERGED
+    part,
+    part_sums,
+    part_stats,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_MERGED: tl.constexpr,
+):
+    """Leave a partial result in its place, before whatever this program releases next."""
+    member = tl.arange(0, top.shape[0])
+    number = part.to(tl.int64)
+    stats = part_stats + number * (2 * GROUP) + member
+    tl.store(stats, top, mask=member < GROUP)
+    tl.store(stats + GROUP, total, mask=member < GROUP)
+    place = part_sums + number * (GROUP * HEAD_DIM)
+    if IS_MERGED:
+        dim = tl.arange(0, sums.shape[1])[None, :]
+        member = member[:, None]
+    else:
+        dim = tl.arange(0, sums.shape[0])[:, None]
+        member = member[None, :]
+    tl.store(place + member * HEAD_DIM + dim, sums, mask=(member < GROUP) & (dim < HEAD_DIM))
+    tl.debug_barrier()  # all threads' parts before the one thread's release
+
+
+@triton.jit
 def merge_parts(
-    output,
     first_part,  # number of part 0
     other_parts,  # part i > 0 is number other_parts + i * part_step
     part_step,
     num_parts,
+    top,  # [MEMBERS]: where the sum begins
+    total,
     part_sums,
     part_stats,
-    sinks,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,  # power of two, GROUP or more
     PARTS: tl.constexpr,
 ):
-    """Of parts that other programs wrote: read past L1. PARTS parts at a time."""
+    """The sum of parts that other programs wrote: read past L1. PARTS parts at a time."""
     member = tl.arange(0, MEMBERS)
     dim = tl.arange(0, PADDED_DIM)
     is_member = member < GROUP
-    top = tl.full([MEMBERS], NOTHING, tl.float32)
-    total = tl.zeros([MEMBERS], tl.float32)
-    if sinks is not None:
-        top = tl.load(sinks + member, mask=is_member, other=0.0).to(tl.float32) * LOG2E
-        total += 1.0
     sums = tl.zeros([MEMBERS, PADDED_DIM], tl.float32)
     for start in range(0, num_parts, PARTS):
         index = start + tl.arange(0, PARTS)
@@ -362,9 +433,7 @@ def merge_parts(
         total = total * shrink + tl.sum(totals * weights, 0)
         sums = sums * shrink[:, None] + tl.sum(rows * weights[:, :, None], 0)
         top = new_top
-    result = (sums / total[:, None]).to(output.dtype.element_ty)
-    mask = is_member[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(output + member[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+    return top, total, sums
 
 
 @triton.jit
@@ -373,43 +442,65 @@ def finish(
     top,
     total,
     sums,
-    row,
     head,
+    index,  # of this part among the pair's
     num_parts,
-    part,  # number of this one
-    first_part,  # of the pair's parts, as `merge_parts` counts them
+    first_part,  # numbers of the pair's parts, as `merge_parts` counts them
     other_parts,
-    part_step,
     part_sums,  # [parts, GROUP, HEAD_DIM]
     part_stats,  # [parts, 2, GROUP]: top, total
-    arrivals,  # [rows, NUM_KV_HEADS]
+    arrivals,  # [parts, LEVELS]
     sinks,
-    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     PARTS: tl.constexpr,
+    PART_STEP: tl.constexpr,
 ):
-    """The output of a (row, kv head): from its only part, or, of several, by the program whose part arrives last."""
+    """The output of a (row, kv head): from its only part, or, of several, merged by those whose parts arrive last.
+
+    FAN neighbours are merged by the last of them, FAN of these again, until one is left: one program that merged all parts of a
+    long row would take as long as the rest.
+    """
     output += head * (GROUP * HEAD_DIM)
     if sinks is not None:
         sinks += head * GROUP
     if num_parts == 1:
         store_output(output, top, total, sums, sinks, HEAD_DIM, GROUP)
     else:
-        member, dim, number = tl.arange(0, sums.shape[1]), tl.arange(0, sums.shape[0]), part.to(tl.int64)
+        member, dim = tl.arange(0, MEMBERS), tl.arange(0, PADDED_DIM)
         is_member = member < GROUP
-        stats = part_stats + number * (2 * GROUP) + member
-        tl.store(stats, top, mask=is_member)
-        tl.store(stats + GROUP, total, mask=is_member)
-        place = part_sums + number * (GROUP * HEAD_DIM) + member[None, :] * HEAD_DIM + dim[:, None]
-        tl.store(place, sums, mask=is_member[None, :] & (dim < HEAD_DIM)[:, None])
-        tl.debug_barrier()  # all threads' parts before the one thread's release
-        pair = row * NUM_KV_HEADS + head
-        if tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-            merge_parts(
-                output, first_part, other_parts, part_step, num_parts, part_sums, part_stats, sinks, HEAD_DIM, PADDED_DIM,
-                GROUP, MEMBERS, PARTS,
-            )  # fmt: skip
-            tl.store(arrivals + pair, 0)  # for the next launch
+        part = tl.where(index == 0, first_part, other_parts + index * PART_STEP)
+        store_part(top, total, sums, part, part_sums, part_stats, HEAD_DIM, GROUP, False)
+        level, part_step = tl.full([], 0, tl.int32), tl.full([], PART_STEP, tl.int32)
+        is_last = num_parts > 1
+        while is_last:
+            first = index // FAN * FAN
+            part = tl.where(first == 0, first_part, other_parts + first * part_step)
+            is_root = num_parts <= FAN
+            size = tl.minimum(num_parts - first, FAN)
+            counter = arrivals + part * LEVELS + level
+            is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == size - 1
+            if is_last:
+                merged_top = tl.full([MEMBERS], NOTHING, tl.float32)
+                merged_total = tl.zeros([MEMBERS], tl.float32)
+                if sinks is not None:
+                    sink = tl.load(sinks + member, mask=is_member, other=0.0).to(tl.float32) * LOG2E
+                    merged_top = tl.where(is_root, sink, merged_top)
+                    merged_total = tl.where(is_root, 1.0, merged_total)
+                merged_top, merged_total, merged = merge_parts(
+                    part, other_parts + first * part_step, part_step, size, merged_top, merged_total, part_sums,
+                    part_stats, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
+                )  # fmt: skip
+                tl.store(counter, 0)  # for the next launch
+                if is_root:
+                    result = (merged / merged_total[:, None]).to(output.dtype.element_ty)
+                    mask = is_member[:, None] & (dim < HEAD_DIM)[None, :]
+                    tl.store(output + member[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+                else:
+                    tl.debug_barrier()  # it goes where part `first` was read
+                    store_part(merged_top, merged_total, merged, part, part_sums, part_stats, HEAD_DIM, GROUP, True)
+            is_last = is_last & (is_root == 0)
+            index, num_parts, part_step = first // FAN, (num_parts + FAN - 1) // FAN, part_step * FAN
+            level += 1
