@@ -10,17 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.triton.attention.cascade import cascade_attention, pays
-from pelton_backends.triton.attention.decode import DecodeAttention, NewTokens, PartBuffers
+from pelton_backends.triton.attention.decode import (
+    DecodeAttention,
+    LaunchShape,
+    NewTokens,
+    PartBuffers,
+    deal_rows,
+    launch_shape,
+    row_bytes,
+)
 from pelton_backends.triton.attention.prefill import bind_hopper, is_short, prefill_attention
-from pelton_backends.triton.runtime import has_pdl
+from pelton_backends.triton.runtime import has_pdl, num_sms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import Tensor
 
     from pelton.attention.layer import AttentionLayer
@@ -38,6 +47,7 @@ class TritonMetadata:
     first_prefill_row: int  # the prefill kernel's: from here on
     is_mixed: bool  # rows of unknown kinds: both kernels have all rows and look at each one's number of tokens
     prefix_len: int | Tensor | None = None  # tokens that all decode rows share, read once; on the device when captured
+    decode_shape: LaunchShape | None = None  # of the decode kernel's launches, whose rows are dealt out; None: no launches
 
     @property
     def is_decode(self) -> bool:
@@ -93,8 +103,14 @@ class TritonBackend(AttentionBackend):
         self._part_buffers(max_key.num_reqs)
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> TritonMetadata:
+        metadata = self._divide(common, key)
+        if metadata.decode_rows and metadata.prefix_len is None:
+            metadata.decode_shape = self._deal(metadata)
+        return metadata
+
+    def _divide(self, common: CommonMetadata, key: BatchDescriptor | None) -> TritonMetadata:
+        """Which rows are whose."""
         rows = common.num_reqs
-        self._part_buffers(rows)
         if key is not None and key.is_prompt:
             return TritonMetadata(common, decode_rows=0, first_prefill_row=0, is_mixed=False)
         query_len = common.max_query_len if key is None else key.uniform_query_len
@@ -107,6 +123,22 @@ class TritonBackend(AttentionBackend):
             )
         decodes = common.num_decode_rows if key is None else 0
         return TritonMetadata(common, decode_rows=decodes, first_prefill_row=decodes, is_mixed=False)
+
+    def _deal(self, metadata: TritonMetadata) -> LaunchShape:
+        """How the decode kernel's programs are shared out, told them where the lengths say it."""
+        needs, common, rows = self.needs, metadata.common, metadata.decode_rows
+        parts, group = self._part_buffers(common.num_reqs), needs.num_heads // needs.num_kv_heads
+        # A bound that is the same for all steps: programs of a row follow from it, and a kernel is compiled for each number.
+        shape = launch_shape(
+            rows, needs.num_kv_heads, group, self.max_model_len, row_bytes(needs.head_dim, getattr(torch, needs.dtype)),
+            num_sms(self.device),
+        )  # fmt: skip
+        if shape.is_dealt:
+            deal_rows(
+                common.seq_lens, parts, shape, num_rows=rows, sliding_window=needs.sliding_window,
+                query_start_loc=common.query_start_loc if metadata.is_mixed else None, pdl=self.pdl,
+            )  # fmt: skip
+        return shape
 
     def _prefix_len(self, common: CommonMetadata, key: BatchDescriptor | None) -> int | Tensor | None:
         if key is not None:
@@ -184,9 +216,9 @@ class TritonBackend(AttentionBackend):
 
     def _decode(self, decode: DecodeAttention, metadata: TritonMetadata) -> None:
         common = metadata.common
-        # A bound that is the same for all steps: programs of a row follow from it, and a kernel is compiled for each number.
+        assert metadata.decode_shape is not None, "rows that the decode kernel has are dealt out by `build`"
         decode(
-            common.seq_lens, common.block_table, num_rows=metadata.decode_rows, max_seq_len=self.max_model_len,
+            common.seq_lens, common.block_table, metadata.decode_shape, num_rows=metadata.decode_rows,
             query_start_loc=common.query_start_loc if metadata.is_mixed else None,
         )  # fmt: skip
 

@@ -149,31 +149,35 @@ class BlockPool:
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Hold found blocks, free or not."""
+        blocks, sampler, num_taken = self.blocks, self._sampler, 0
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
-            block = self.blocks[block_id]
-            if block.ref_cnt == 0:
-                block.prev.next, block.next.prev = block.next, block.prev
+            block = blocks[block_id]
+            if not block.ref_cnt:
+                before, after = block.prev, block.next
+                before.next, after.prev = after, before
                 block.prev = block.next = block
-                self.num_free -= 1
+                num_taken += 1
             block.ref_cnt += 1
-            if self._sampler is not None:
-                self._sampler.touched(block)
+            if sampler is not None:
+                sampler.touched(block)
+        self.num_free -= num_taken
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Let go of blocks, in the order in which they shall be reused. Null blocks are skipped."""
-        ends = self._ends
+        blocks, ends, index = self.blocks, self._ends, self._index
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
-            block = self.blocks[block_id]
-            assert block.ref_cnt > 0, f"block {block_id} is freed twice"
-            block.ref_cnt -= 1
-            if block.ref_cnt:
+            block = blocks[block_id]
+            count = block.ref_cnt
+            assert count > 0, f"block {block_id} is freed twice"
+            block.ref_cnt = count - 1
+            if count > 1:
                 continue
-            before = ends.prev
-            if block.block_hash is not None and self._has_duplicate(block):
+            before, block_hash = ends.prev, block.block_hash
+            if block_hash is not None and type(index[block.group_id][block_hash]) is dict:  # it has a duplicate
                 self._unindex(block)
                 before = ends  # nothing is lost by reusing it: to the front
             after = before.next
@@ -181,10 +185,10 @@ class BlockPool:
             before.next = after.prev = block
             self.num_free += 1
 
-    def num_free_among(self, block_ids: Iterable[int]) -> int:
+    def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of these are free now: touching them takes so many from the free list."""
         blocks = self.blocks
-        return sum(1 for block_id in block_ids if block_id != NULL_BLOCK and blocks[block_id].ref_cnt == 0)
+        return [blocks[block_id].ref_cnt for block_id in block_ids].count(0) - block_ids.count(NULL_BLOCK)
 
     def num_held_once(self, block_ids: Iterable[int]) -> int:
         """How many of these one `free` would make free."""
@@ -197,6 +201,17 @@ class BlockPool:
         if entry is None:
             return None
         return (entry if isinstance(entry, Block) else next(iter(entry.values()))).block_id
+
+    def find_first(self, block_hashes: Iterable[bytes], group_id: int) -> list[int]:
+        """`find` of each, up to the first that is not there."""
+        get = self._index[group_id].get
+        found = []
+        for block_hash in block_hashes:
+            entry = get(block_hash)
+            if entry is None:
+                break
+            found.append(entry.block_id if type(entry) is Block else next(iter(entry)))  # type: ignore[arg-type]
+        return found
 
     def cache_full_blocks(self, block_id: int, block_hash: bytes, group_id: int) -> None:
         """Put a held, full block into the index. A block that is there already stays as it is."""
@@ -258,10 +273,6 @@ class BlockPool:
         self._unindex(block)
         if self._sampler is not None:
             self._sampler.evicted(block)
-
-    def _has_duplicate(self, block: Block) -> bool:
-        assert block.block_hash is not None
-        return not isinstance(self._index[block.group_id][block.block_hash], Block)
 
     def _unindex(self, block: Block) -> None:
         assert block.block_hash is not None

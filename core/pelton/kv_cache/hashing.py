@@ -104,12 +104,17 @@ def _extend_plain(
     """`extend_block_hashes` with `encode_binary` and no extras: all tokens are packed at once."""
     first, last = len(hashes), len(token_ids) // block_size
     count = (last - first) * block_size
-    tokens = memoryview(_packer(count - 1)(*token_ids[first * block_size : last * block_size]))
+    size = 8 * block_size
+    tokens = _packer(count - 1)(*token_ids[first * block_size : last * block_size])
     length = _packer(0)(block_size)
-    parent = hashes[-1] if hashes else b""
-    for start in range(0, 8 * count, 8 * block_size):
-        head = (_VERSION, bytes((len(parent),)), parent, length, tokens[start : start + 8 * block_size])
-        parent = digest(b"".join(head))
+    start = 0
+    if not hashes:  # without a parent
+        hashes.append(digest(_VERSION + b"\0" + length + tokens[:size]))
+        start = size
+    parent = hashes[-1]
+    head = _VERSION + bytes((len(parent),))
+    for place in range(start, size * (last - first), size):
+        parent = digest(head + parent + length + tokens[place : place + size])
         hashes.append(parent)
 
 

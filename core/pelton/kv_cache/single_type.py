@@ -149,14 +149,11 @@ class FullAttentionManager(SingleTypeManager):
     def longest_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int
     ) -> tuple[list[list[int]], int]:
-        tables: list[list[int]] = [[] for _ in self.group_ids]
-        for place in range(self._num_full_places(block_hashes, max_tokens)):
-            found = self._find(block_hashes, place)
-            if found is None:
-                break
-            for table, block_id in zip(tables, found, strict=True):
-                table.append(block_id)
-        num_tokens = len(tables[0]) * self.block_size // alignment * alignment
+        per_block = self._hashes_per_block
+        end = self._num_full_places(block_hashes, max_tokens) * per_block
+        hashes = block_hashes[per_block - 1 : end : per_block]
+        tables = [self.pool.find_first(hashes, group_id) for group_id in self.group_ids]
+        num_tokens = min(map(len, tables)) * self.block_size // alignment * alignment
         return [table[: num_tokens // self.block_size] for table in tables], num_tokens
 
 

@@ -9,7 +9,7 @@ S = max_num_seqs. Row S belongs to no request: padding rows of a step point at i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -97,11 +97,12 @@ class BatchState:
             self.token_ids[sample_slots, place] = next_token_ids.to(torch.int32)
 
     def add(self, new: list[NewRequest]) -> None:
-        """One scatter for the columns and one for each table, whatever the number of requests. A slot that was freed needed
-        nothing: its new owner overwrites it."""
+        """One scatter for the columns and one for each table, whatever the number of requests; long rows are copied one by one.
+        A slot that was freed needed nothing: its new owner overwrites it."""
         slots = [request.slot for request in new]
-        for request in new:
-            self.host.add(request)
+        token_ids = [np.fromiter(request.token_ids, np.int64, len(request.token_ids)) for request in new]
+        for request, ids in zip(new, token_ids, strict=True):
+            self.host.add(request, ids)
         with_side = [request for request in new if request.side_slot >= 0]
         if with_side:
             self.side.add(*with_side)
@@ -116,26 +117,24 @@ class BatchState:
             host.top_k[slots].tolist(),
         ]
         floats = np.concatenate([host.temperature[slots], host.top_p[slots], host.min_p[slots]]).astype(np.float64)
-        lengths = np.array([len(request.token_ids) for request in new])
-        flat = np.fromiter(chain.from_iterable(request.token_ids for request in new), np.int64, int(lengths.sum()))
-        places = [_places(np.array(slots), lengths, self.token_ids.shape[1])]
-        values = [flat.clip(0, self.vocab_size - 1)]
+        cells = [_Cells(self.token_ids, slots, [ids.clip(0, self.vocab_size - 1) for ids in token_ids])]
         for group, table in enumerate(self.block_tables):
-            counts = np.array([len(request.block_ids[group]) for request in new])
-            places.append(_places(np.array(slots), counts, table.shape[1]))
-            ids = chain.from_iterable(request.block_ids[group] for request in new)
-            values.append(np.fromiter(ids, np.int64, int(counts.sum())))
-        rows, own_integers, own_floats, *cells = self._staging.stage(
-            [slots, list(chain.from_iterable(integers)), floats.view(np.int64), *places, *values]
-        )
+            block_ids = [request.block_ids[group] for request in new]
+            cells.append(_Cells(table, slots, [np.fromiter(ids, np.int64, len(ids)) for ids in block_ids]))
+        rows, own_integers, own_floats, *staged = self._staging.stage(
+            [
+                slots, list(chain.from_iterable(integers)), floats.view(np.int64),
+                *chain.from_iterable(own.columns for own in cells),
+            ]
+        )  # fmt: skip
         left = [table[rows].unbind() for table in self.block_tables]
         for index, owner in enumerate(host.change_owners(slots)):
             owner.blocks = [blocks[index] for blocks in left]
         self._integers.index_copy_(1, rows, own_integers.view(-1, len(new)))
         self._floats.index_copy_(1, rows, own_floats.view(torch.float64).float().view(-1, len(new)))
-        half = len(places)
-        for table, at, numbers in zip((self.token_ids, *self.block_tables), cells[:half], cells[half:], strict=True):
-            table.view(-1)[at] = numbers.to(torch.int32)
+        columns = iter(staged)
+        for own in cells:
+            own.write(columns)
 
     def blocks_of(self, owner: SlotOwner) -> list[Tensor]:
         """For each group its row of the block table, whoever has the slot now."""
@@ -152,6 +151,30 @@ class BatchState:
         staged = iter(self._staging.stage([column for pair in by_group for column in pair]))
         for table, at, values in zip(self.block_tables, staged, staged, strict=True):
             table.view(-1)[at] = values.to(torch.int32)
+
+
+_LONG = 2048
+"""Values of a row that are copied by themselves: for fewer a launch costs more than their places do."""
+
+
+class _Cells:
+    """What new rows of a table begin with: its columns to be staged, and then written."""
+
+    def __init__(self, table: Tensor, slots: Sequence[int], values: Sequence[npt.NDArray[np.int64]]) -> None:
+        self._table = table
+        self._long = [(slot, len(row)) for slot, row in zip(slots, values, strict=True) if len(row) >= _LONG]
+        short = [(slot, row) for slot, row in zip(slots, values, strict=True) if len(row) < _LONG]
+        counts = np.array([len(row) for _, row in short], dtype=np.int64)
+        places = _places(np.array([slot for slot, _ in short], dtype=np.int64), counts, table.shape[1])
+        flat = np.concatenate([row for _, row in short]) if short else places
+        self.columns = [places, flat, *(row for row in values if len(row) >= _LONG)]
+
+    def write(self, staged: Iterator[Tensor]) -> None:
+        places, flat = next(staged), next(staged)
+        if len(places):
+            self._table.view(-1)[places] = flat.to(torch.int32)
+        for slot, count in self._long:
+            self._table[slot, :count] = next(staged)
 
 
 def _places(slots: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
@@ -180,7 +203,7 @@ class HostColumns:
         # Replaced, never written to: a step in flight holds the list of its time.
         self.owners = [SlotOwner(slot) for slot in range(rows)]
 
-    def add(self, request: NewRequest) -> None:
+    def add(self, request: NewRequest, token_ids: npt.NDArray[np.int64]) -> None:
         slot, params = request.slot, request.sampling_params
         self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
         self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
@@ -193,9 +216,7 @@ class HostColumns:
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = request.num_computed_tokens
         self.errors.pop(slot, None)
-        wrong = [
-            token_id for token_id in (min(request.token_ids), max(request.token_ids)) if not self._exists(token_id)
-        ]
+        wrong = [token_id for token_id in (int(token_ids.min()), int(token_ids.max())) if not self._exists(token_id)]
         if wrong:
             self.errors[slot] = f"Token id {wrong[0]} is not in the vocabulary of {self.vocab_size}."
 

@@ -333,14 +333,14 @@ def test_rows_with_another_number_of_tokens_are_left_out(device: torch.device, s
 def test_launch_shapes_fit_the_buffers_and_the_work() -> None:
     for rows in (1, 2, 3, 8, 16, 32, 33, 64, 100, 256, 1024):
         for kv_heads in (1, 2, 8, 32):
-            shape = launch_shape(rows, kv_heads, 40960, 256, num_sms(torch.device("meta")))
+            shape = launch_shape(rows, kv_heads, 32 // kv_heads, 40960, 256, num_sms(torch.device("meta")))
             parts = PartBuffers.allocate(
                 torch.device("meta"), max_rows=1024, num_heads=32, num_kv_heads=kv_heads, head_dim=128
             )
             if shape.splits != 1:
                 pairs = kv_heads if shape.is_dealt else rows * kv_heads
                 assert parts.sums.shape[0] >= (pairs * shape.splits or 2 * shape.programs)
-    assert launch_shape(1, 8, 20, 256, 132).splits == 1, "no more programs than chunks"
+    assert launch_shape(1, 8, 2, 20, 256, 132).splits == 1, "no more programs than chunks"
 
 
 # On the GPU: the shapes that count, with the schedule that a launch of theirs takes.

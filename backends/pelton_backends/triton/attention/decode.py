@@ -24,7 +24,6 @@ from pelton_backends.triton.attention.decode_pieces import (
     angles_at,
     attend,
     blocks_of,
-    fetch_chunk,
     finish,
     load_chunk,
     load_heads,
@@ -57,17 +56,6 @@ def chunks_of_row(seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.cons
 
 
 @triton.jit
-def lengths_of(rows, seq_lens, query_start_loc, num_rows, CACHE: tl.constexpr):
-    """Of rows with one token; 0 for those with another number, which belong to another kernel, and for those that are none."""
-    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0, cache_modifier=CACHE)
-    if query_start_loc is not None:
-        starts = tl.load(query_start_loc + rows, mask=rows < num_rows, other=0)
-        ends = tl.load(query_start_loc + rows + 1, mask=rows < num_rows, other=0)
-        lengths = tl.where(ends - starts == 1, lengths, 0)
-    return lengths
-
-
-@triton.jit
 def share_of_row(
     seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
 ):
@@ -77,31 +65,58 @@ def share_of_row(
     return tl.where(seq_len > 0, num_splits, 0)
 
 
-@triton.jit
-def deal(
-    lengths, place, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
+@triton.jit(do_not_specialize=["num_rows"])
+def deal_kernel(
+    seq_lens,
+    query_start_loc,
+    shares,
+    num_rows,
+    WINDOW: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The row of program `place` of SPLITS that all rows share, its length, the row's first program, and how many it has.
+    """Program p writes shares[p] = row, its length, the row's first program, how many it has: SPLITS programs of a kv head, for
+    all rows. Arguments: see `deal_rows`.
 
-    All programs get equally many pieces of LEAST chunks, or less where a row ends. A place behind the last row's programs
-    belongs to that row, and is past its splits.
+    All programs get equally many pieces of LEAST chunks, or less where a row ends. One behind the last row's programs belongs to
+    that row, and is past its splits.
     """
-    rows = tl.arange(0, lengths.shape[0])
-    _, _, first_chunk, last_chunk = chunks_of_row(lengths, FUSED, WINDOW, N)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    rows = tl.arange(0, ROWS)
+    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
+    if query_start_loc is not None:  # rows with another number of tokens belong to another kernel
+        starts = tl.load(query_start_loc + rows, mask=rows < num_rows, other=0)
+        ends = tl.load(query_start_loc + rows + 1, mask=rows < num_rows, other=0)
+        lengths = tl.where(ends - starts == 1, lengths, 0)
+    _, _, first_chunk, last_chunk = chunks_of_row(lengths, True, WINDOW, N)
     pieces = tl.maximum((last_chunk - first_chunk + LEAST - 1) // LEAST, 1)
     pieces = tl.where(lengths > 0, pieces, 0)
     num_pieces = tl.sum(pieces, 0)
     each = tl.maximum((num_pieces + SPLITS - 1) // SPLITS, 1)
     splits = (pieces + each - 1) // each
     if tl.sum(splits, 0) > SPLITS:  # each row rounds up; by this number they fit for certain
-        each = (num_pieces + SPLITS - lengths.shape[0] - 1) // (SPLITS - lengths.shape[0])
+        each = (num_pieces + SPLITS - ROWS - 1) // (SPLITS - ROWS)
         splits = (pieces + each - 1) // each
     ends = tl.cumsum(splits, 0)
-    row = tl.minimum(tl.sum((ends <= place).to(tl.int32), 0), lengths.shape[0] - 1)
+    program = tl.program_id(0)
+    row = tl.minimum(tl.sum((ends <= program).to(tl.int32), 0), num_rows - 1)
     is_row = rows == row
-    num_splits = tl.sum(tl.where(is_row, splits, 0), 0)
-    first = tl.sum(tl.where(is_row, ends - splits, 0), 0)
-    return row, tl.sum(tl.where(is_row, lengths, 0), 0), first, num_splits
+    tl.store(shares + program * 4, row)
+    tl.store(shares + program * 4 + 1, tl.sum(tl.where(is_row, lengths, 0), 0))
+    tl.store(shares + program * 4 + 2, tl.sum(tl.where(is_row, ends - splits, 0), 0))
+    tl.store(shares + program * 4 + 3, tl.sum(tl.where(is_row, splits, 0), 0))
+
+
+@triton.jit
+def share_at(shares, program, CACHE: tl.constexpr):
+    """What `deal_kernel` wrote."""
+    share = shares + program * 4
+    row, length = tl.load(share, cache_modifier=CACHE), tl.load(share + 1, cache_modifier=CACHE)
+    return row, length, tl.load(share + 2, cache_modifier=CACHE), tl.load(share + 3, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -157,6 +172,7 @@ def decode_kernel(
     query_start_loc,
     seq_lens,
     block_table,
+    shares,
     cos_sin,
     q_norm,
     k_norm,
@@ -191,18 +207,15 @@ def decode_kernel(
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
-    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     IS_EARLY: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    FETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Of s splits in use, each takes every s-th chunk of the row. Arguments: see `decode_attention`.
 
-    With ROWS 0 a program is a (kv head, row, split), and a row uses as many splits as leave each LEAST chunks or more, SPLITS at
-    most. Else it is a (kv head, place): all rows, ROWS at most, share SPLITS places of a kv head by their lengths.
+    A program is a (kv head, row, split), and a row uses as many splits as leave each LEAST chunks or more, SPLITS at most; or,
+    with `shares`, it is one of a kv head's SPLITS programs, which all rows share by their lengths.
     """
     head = tl.program_id(0)
     let_next_start(PDL)
@@ -216,16 +229,14 @@ def decode_kernel(
     # Before the kernels before have finished: keys and values are of earlier steps, with which no launch of this step overlaps;
     # lengths and tables may not be written yet, so what rests on them is used only if they are the same later.
     key, value, cos, sin = own, own, own, own
-    early_length, early_block, early_lengths = 0, 0, 0
+    early_length, early_block = 0, 0
     is_idle = False
     row, first_split, split = tl.program_id(1), 0, tl.program_id(2)
     if IS_EARLY:
-        if ROWS > 0:
-            early_lengths = lengths_of(tl.arange(0, ROWS), seq_lens, query_start_loc, num_rows, ".cg")
-            row, early_length, first_split, num_splits = deal(
-                early_lengths, tl.program_id(1), FUSED, WINDOW, N, SPLITS, LEAST
-            )
-            split = tl.program_id(1) - first_split
+        if shares is not None:
+            # Of another step, with more rows, they may be: what is read by them has to exist.
+            row, early_length, first_split, num_splits = share_at(shares, tl.program_id(1), ".cg")
+            row, split = tl.minimum(row, num_rows - 1), tl.maximum(tl.program_id(1) - first_split, 0)
         else:
             early_length = tl.load(seq_lens + row, cache_modifier=".cg")
             num_splits = share_of_row(early_length, FUSED, WINDOW, N, SPLITS, LEAST)
@@ -233,41 +244,32 @@ def decode_kernel(
         is_idle = split >= num_splits
         table = block_table + row.to(tl.int64) * stride_table
         token = (first_chunk + split) * N + local
-        is_entry = (token < stride_table * BLOCK_SIZE) & (row < num_rows)
+        is_entry = token < stride_table * BLOCK_SIZE
         early_block = tl.load(table + token // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
         is_seen = (token >= first_key) & (token < last_key) & (early_block >= 0) & (early_block < num_blocks)
         key, value = load_chunk(
             keys, values, early_block, token, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE, HEAD_DIM,
             PADDED_DIM,
         )  # fmt: skip
-        if AHEAD > 0:  # noqa: SIM102
-            if first_chunk + split + num_splits < last_chunk:
-                for ahead in tl.static_range(1, AHEAD + 1):
-                    later = token + ahead * num_splits * N
-                    is_entry = (later < stride_table * BLOCK_SIZE) & (row < num_rows)
-                    block = tl.load(table + later // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
-                    is_seen = (later < last_key) & (block >= 0) & (block < num_blocks)
-                    fetch_chunk(
-                        keys, values, block, later, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE,
-                        HEAD_DIM, FETCHED,
-                    )  # fmt: skip
         if FUSED and ROTARY_DIM > 0:
             cos, sin = angles_at(cos_sin, tl.maximum(early_length - 1, 0).to(tl.int64), dim, ROTARY_DIM, Q)
     wait_for_inputs(PDL)
 
     is_dealt_anew = False
-    if ROWS > 0:
-        lengths = lengths_of(tl.arange(0, ROWS), seq_lens, query_start_loc, num_rows, "")
-        seq_len = early_length
+    if shares is not None:
+        new_row, new_length, new_first_split, new_num_splits = share_at(shares, tl.program_id(1), "")
         if IS_EARLY:
-            is_dealt_anew = tl.max((lengths != early_lengths).to(tl.int32), 0) > 0
+            seq_len = early_length
+            is_dealt_anew = (new_row != row) | (new_length != seq_len) | (new_first_split != first_split)
+            is_dealt_anew = is_dealt_anew | (new_num_splits != num_splits)
         else:
-            row, seq_len, first_split, num_splits = deal(lengths, tl.program_id(1), FUSED, WINDOW, N, SPLITS, LEAST)
+            row, seq_len, first_split, num_splits = new_row, new_length, new_first_split, new_num_splits
             split = tl.program_id(1) - first_split
     else:
         seq_len = tl.load(seq_lens + row)
-        if query_start_loc is not None:
-            seq_len = tl.sum(lengths_of(row + tl.arange(0, 1), seq_lens, query_start_loc, num_rows, ""), 0)
+        if query_start_loc is not None:  # rows with another number of tokens belong to another kernel
+            if tl.load(query_start_loc + row + 1) - tl.load(query_start_loc + row) != 1:
+                seq_len = 0
         num_splits = share_of_row(seq_len, FUSED, WINDOW, N, SPLITS, LEAST)
     # A program that seems to have work goes on to its loads before it knows: a way out here would wait for the lengths.
     if is_idle or not IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
@@ -277,19 +279,17 @@ def decode_kernel(
     if WINDOW > 0:
         _, _, first_chunk, _ = chunks_of_row(seq_len, FUSED, WINDOW, N)
     token_index, x, other, new_value, block, next_block, slot, position = load_row(
-        tl.minimum(row, num_rows - 1), first_chunk + split, num_splits, head, query, positions, slot_mapping, query_start_loc,
-        block_table, stride_query, stride_table, FUSED, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP,
-        Q, N,
+        row, first_chunk + split, num_splits, head, query, positions, slot_mapping, query_start_loc, block_table, stride_query,
+        stride_table, FUSED, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q, N,
     )  # fmt: skip
-    if ROWS > 0 and IS_EARLY:  # noqa: SIM102
+    if shares is not None and IS_EARLY:  # noqa: SIM102
         if is_dealt_anew:
-            row, seq_len, first_split, num_splits = deal(lengths, tl.program_id(1), FUSED, WINDOW, N, SPLITS, LEAST)
+            row, seq_len, first_split, num_splits = new_row, new_length, new_first_split, new_num_splits
             split = tl.program_id(1) - first_split
             _, _, first_chunk, _ = chunks_of_row(seq_len, FUSED, WINDOW, N)
             token_index, x, other, new_value, block, next_block, slot, position = load_row(
-                tl.minimum(row, num_rows - 1), first_chunk + split, num_splits, head, query, positions, slot_mapping,
-                query_start_loc, block_table, stride_query, stride_table, FUSED, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
-                ROTARY_DIM, NUM_KV_HEADS, GROUP, Q, N,
+                row, first_chunk + split, num_splits, head, query, positions, slot_mapping, query_start_loc, block_table,
+                stride_query, stride_table, FUSED, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q, N,
             )  # fmt: skip
     first_key, last_key, first_chunk, last_chunk = chunks_of_row(seq_len, FUSED, WINDOW, N)
     if FUSED and ROTARY_DIM > 0:
@@ -320,11 +320,11 @@ def decode_kernel(
         x, new_value, new_logit, split == 0, head, first_chunk + split, last_chunk, num_splits, first_key, last_key,
         seq_len - 1, key, value, is_loaded, block, next_block, block_table + row.to(tl.int64) * stride_table, k_cache, v_cache,
         alibi_slopes, stride_table, stride_block, stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
-        PADDED_DIM, GROUP, Q, M, N, IS_EARLY, STAGES, AHEAD, FETCHED,
+        PADDED_DIM, GROUP, Q, M, N, IS_EARLY, STAGES,
     )  # fmt: skip
 
     first_part = (row * NUM_KV_HEADS + head) * SPLITS
-    if ROWS > 0:
+    if shares is not None:
         first_part = head * SPLITS + first_split
     finish(
         output + token_index.to(tl.int64) * stride_output, top, total, sums, head, split, num_splits, first_part, first_part,
@@ -332,7 +332,7 @@ def decode_kernel(
     )  # fmt: skip
 
 
-_launch, _launch_streamed = Launcher(decode_kernel), Launcher(streamed_decode_kernel)
+_launch, _launch_streamed, _launch_deal = map(Launcher, (decode_kernel, streamed_decode_kernel, deal_kernel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,6 @@ class LaunchShape:
     least: int = 1  # chunks of a split
     is_early: bool = False
     is_dealt: bool = False
-    ahead: int = 0  # chunks that a program has fetched into L2 ahead of the one it reads
 
 
 @dataclass(slots=True)
@@ -356,6 +355,7 @@ class PartBuffers:
     sums: Tensor  # [places, GROUP * HEAD_DIM] float32
     stats: Tensor  # [places, 2 * GROUP] float32
     arrivals: Tensor  # [places, LEVELS] int32
+    shares: Tensor  # [places, 4] int32, of `deal_rows`
 
     @staticmethod
     def allocate(
@@ -369,6 +369,7 @@ class PartBuffers:
             torch.empty(places, group * head_dim, dtype=torch.float32, device=device),
             torch.empty(places, 2 * group, dtype=torch.float32, device=device),
             torch.zeros(places, LEVELS.value, dtype=torch.int32, device=device),
+            torch.zeros(places, 4, dtype=torch.int32, device=device),
         )
 
 
@@ -393,8 +394,20 @@ _FEW_PAIRS, _STREAMED_UP_TO = 256, 1024  # pairs of row and kv head
 _PARTS = 16384  # of a split launch, at most
 
 
+def padded(head_dim: int) -> int:
+    """Numbers of a head in the kernels' tiles."""
+    return int(max(16, triton.next_power_of_2(head_dim)))
+
+
+def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Of a padded head's numbers in the model's dtype."""
+    return padded(head_dim) * dtype.itemsize
+
+
 @lru_cache(maxsize=4096)
-def launch_shape(num_rows: int, num_kv_heads: int, max_seq_len: int, row_bytes: int, num_sms: int) -> LaunchShape:
+def launch_shape(
+    num_rows: int, num_kv_heads: int, group: int, max_seq_len: int, row_bytes: int, num_sms: int
+) -> LaunchShape:
     """Measured on an H200 in captured chains, 8 kv heads of 128 numbers, blocks of 16.
 
     Few pairs of row and kv head are latency: as many programs as are useful and run at once, the first chunk loaded early (4.3 us
@@ -404,18 +417,41 @@ def launch_shape(num_rows: int, num_kv_heads: int, max_seq_len: int, row_bytes: 
     60 to 77; 64 rows of 100 to 1024: 73 %, split 77). Above, splits of 256 tokens or more (256 rows of 100 to 1024 tokens: 93 %,
     even shares 88).
 
-    row_bytes: of a padded head's numbers in the model's dtype. More than 256 leave no registers for an early chunk.
+    row_bytes: more than 256 leave no registers for an early chunk.
     """
     num_pairs, programs = num_rows * num_kv_heads, PROGRAMS_PER_SM * num_sms
     if num_pairs <= _FEW_PAIRS:
         is_narrow = row_bytes <= 256
-        keys = 32 if is_narrow else 16
+        keys = 32 if is_narrow and (group <= 2 or num_rows > 1) else 16
         splits = min(max(programs // num_kv_heads, 2 * num_rows), num_rows * -(-max_seq_len // keys))
         return LaunchShape(splits, 0, keys, 2, is_early=is_narrow, is_dealt=num_rows > 1)
     if num_pairs <= _STREAMED_UP_TO:
         return LaunchShape(0, programs, 16, 2)
     splits = next((splits for splits in (8, 4, 2) if splits * num_pairs <= _PARTS), 1)
     return LaunchShape(splits, 0, 16, 3, least=16)
+
+
+def deal_rows(
+    seq_lens: Tensor,
+    parts: PartBuffers,
+    shape: LaunchShape,
+    *,
+    num_rows: int,
+    sliding_window: int | None = None,
+    query_start_loc: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Into `parts.shares`: which row each program of a dealt launch serves. Once for all layers of a step; rows, lengths and
+    `query_start_loc` as in `decode_attention`."""
+    constants = {
+        "WINDOW": sliding_window or 0, "N": shape.keys, "SPLITS": shape.splits, "LEAST": shape.least,
+        "ROWS": triton.next_power_of_2(num_rows), "PDL": pdl,
+    }  # fmt: skip
+    key = (
+        *constants.values(), seq_lens.device, query_start_loc is None, alignment(seq_lens, query_start_loc, parts.shares)
+    )  # fmt: skip
+    arguments = seq_lens, query_start_loc, parts.shares, num_rows
+    _launch_deal(key, (shape.splits,), arguments, constants, num_warps=1, **launch_options(pdl))
 
 
 def decode_attention(
@@ -467,9 +503,12 @@ def decode_attention(
         query, k_cache, v_cache, output, parts, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
         alibi_slopes=alibi_slopes, new=new, pdl=pdl,
     )  # fmt: skip
-    bound(
-        seq_lens, block_table, num_rows=num_rows, max_seq_len=max_seq_len, query_start_loc=query_start_loc, shape=shape
-    )
+    shape = shape or bound.shape_of(num_rows, max_seq_len)
+    if shape.is_dealt:
+        deal_rows(
+            seq_lens, parts, shape, num_rows=num_rows, sliding_window=sliding_window, query_start_loc=query_start_loc, pdl=pdl
+        )  # fmt: skip
+    bound(seq_lens, block_table, shape, num_rows=num_rows, query_start_loc=query_start_loc)
 
 
 class _Plan(NamedTuple):
@@ -501,10 +540,10 @@ class DecodeAttention:
         pdl: bool,
     ) -> None:
         self._num_blocks, block_size, self._num_kv_heads, head_dim = k_cache.shape
-        self._num_sms, self._is_fused, self._scale = num_sms(output.device), new is not None, scale
+        self._num_sms, self._is_fused, self._scale, self._shares = num_sms(output.device), new is not None, scale, parts.shares
         group = output.shape[1] // self._num_kv_heads
-        padded_dim = max(16, triton.next_power_of_2(head_dim))
-        self._row_bytes = padded_dim * output.element_size()
+        padded_dim = padded(head_dim)
+        self._row_bytes = row_bytes(head_dim, output.dtype)
         spec = new.norm_spec if new else None
         heads_of_tile, members = triton.next_power_of_2(group + 1), triton.next_power_of_2(group)
         self._constants = {
@@ -522,7 +561,6 @@ class DecodeAttention:
             "Q": heads_of_tile,
             "M": max(heads_of_tile, 8),
             "MEMBERS": members,
-            "FETCHED": 16 if k_cache.stride(1) == head_dim else 1,
             "PARTS": max(2, min(16, 4096 // (members * padded_dim))),
             "PDL": pdl,
         }
@@ -533,6 +571,7 @@ class DecodeAttention:
             new.cos_sin if new else None, new.q_norm if new else None, new.k_norm if new else None, sinks, alibi_slopes,
             parts.sums, parts.stats, parts.arrivals,
         )  # fmt: skip
+        self._group = group
         self._strides, self._cache_strides = (query.stride(0), output.stride(0)), k_cache.stride()[:3]
         self._key = (  # constants come with the launch's own
             query.dtype, k_cache.dtype, query.device, self._strides, self._cache_strides,
@@ -540,31 +579,31 @@ class DecodeAttention:
             alignment(*self._first, *self._last),
         )  # fmt: skip
         self._options = launch_options(pdl)
-        # An instruction of compute capability 9.0, which has dependent launch too; pieces of 16 bytes.
-        self._can_fetch = pdl and k_cache.stride(1) == head_dim
         self._plans: dict[tuple[LaunchShape, int], _Plan] = {}
+
+    def shape_of(self, num_rows: int, max_seq_len: int) -> LaunchShape:
+        return launch_shape(num_rows, self._num_kv_heads, self._group, max_seq_len, self._row_bytes, self._num_sms)
 
     def __call__(
         self,
         seq_lens: Tensor,
         block_table: Tensor,
+        shape: LaunchShape,
         *,
         num_rows: int,
-        max_seq_len: int,
         query_start_loc: Tensor | None = None,
-        shape: LaunchShape | None = None,
     ) -> None:
+        """For a dealt shape `deal_rows` has dealt this step's rows."""
         num_kv_heads, num_blocks = self._num_kv_heads, self._num_blocks
-        if shape is None:
-            shape = launch_shape(num_rows, num_kv_heads, max_seq_len, self._row_bytes, self._num_sms)
         is_streamed, power = shape.splits == 0, (num_rows - 1).bit_length()
         plan = self._plans.get((shape, power))
         if plan is None:
             plan = self._plans[shape, power] = self._plan(shape, 1 << power)
         table_stride = block_table.stride(0)
         key = plan.key, table_stride, query_start_loc is None, alignment(query_start_loc, seq_lens, block_table)
+        shares = () if is_streamed else (self._shares if shape.is_dealt else None,)
         arguments = (
-            *self._first, query_start_loc, seq_lens, block_table, *self._last, *self._strides, table_stride,
+            *self._first, query_start_loc, seq_lens, block_table, *shares, *self._last, *self._strides, table_stride,
             *self._cache_strides, *(() if is_streamed else (num_blocks,)), num_rows, self._scale,
         )  # fmt: skip
         if is_streamed:
@@ -577,10 +616,8 @@ class DecodeAttention:
         constants = {**self._constants, "N": shape.keys, "STAGES": shape.num_stages}
         if shape.splits == 0:
             launch, own = _launch_streamed, {"ROWS": most_rows, "START": STREAMED_START}
-            del constants["FETCHED"]
         else:
             is_early = shape.is_early and self._is_fused
-            rows, ahead = most_rows if shape.is_dealt else 0, shape.ahead if self._can_fetch else 0
-            launch, own = _launch, {"SPLITS": shape.splits, "LEAST": shape.least, "ROWS": rows, "IS_EARLY": is_early, "AHEAD": ahead}
+            launch, own = _launch, {"SPLITS": shape.splits, "LEAST": shape.least, "IS_EARLY": is_early}
         constants |= own
-        return _Plan(launch, constants, (self._key, *constants.values()))
+        return _Plan(launch, constants, (self._key, shape.is_dealt, *constants.values()))

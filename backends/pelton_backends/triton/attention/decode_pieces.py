@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.ops.pieces import normed, to_cache
-from pelton_backends.triton.runtime import INTERPRETED, dot
+from pelton_backends.triton.runtime import dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
 """The running maximum before the first key: finite, so that differences are never NaN."""
-_INTERPRETED = tl.constexpr(INTERPRETED)
 FAN, LEVELS = tl.constexpr(16), tl.constexpr(3)
 """Parts that one program merges, and how often parts are merged at most: 4,096 parts."""
 
@@ -148,35 +147,6 @@ def load_chunk(
 
 
 @triton.jit
-def fetch_chunk(
-    keys,
-    values,
-    block,  # of each token of the chunk
-    token,
-    is_seen,
-    stride_block,
-    stride_token,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    FETCHED: tl.constexpr,  # tokens of a block that lie side by side, and that one instruction fetches
-):
-    """Have a chunk's keys and values on their way to the L2 cache. It costs no registers and no shared memory, so that more bytes
-    are on their way than a multiprocessor has room for."""
-    place = block.to(tl.int64) * stride_block + (token % BLOCK_SIZE) * stride_token
-    is_first = is_seen & (token % FETCHED == 0)
-    ITEM: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
-    # A warp has 32 lanes: with keys and values side by side none does another's work again.
-    address = tl.join((keys + place).to(tl.int64, bitcast=True), (values + place).to(tl.int64, bitcast=True))
-    is_wanted = tl.join(is_first, is_first).to(tl.int32)
-    size = tl.full(address.shape, FETCHED * HEAD_DIM * ITEM, tl.int32)
-    if not _INTERPRETED:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r,r", [address, size, is_wanted], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def one_chunk(tile, top, total, sums, key, value, is_seen, distance, slopes, scale, SOFT_CAP: tl.constexpr):
     """The running softmax takes N keys. Keys are rows of the products, heads are columns: tile [D, M], sums [D, M]."""
     products = dot(key.to(tile.dtype), tile, tl.zeros([key.shape[0], tile.shape[1]], tl.float32))
@@ -278,14 +248,11 @@ def attend(
     N: tl.constexpr,
     IS_EARLY: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    FETCHED: tl.constexpr,
 ):
     """Chunks `chunk`, chunk + step, .. < last_chunk of one (row, kv head): of them the keys first_key <= key < last_key.
 
     Returns maximum, sum and weighted values [M], [M], [D, M] in float32; columns from GROUP on are of no use. Fused, the owner of
     the new token has seen it too. The M columns are the Q heads over and over: a tensor core's tile has 8 at least.
-    With AHEAD the chunks so many steps ahead are fetched into L2; the caller has done so with those before.
     """
     local = tl.arange(0, N)
     keys, values = k_cache + head * stride_head, v_cache + head * stride_head
@@ -306,22 +273,11 @@ def attend(
             )
             chunk += step
             block = next_block
-    far_block = block
-    if AHEAD > 0:
-        far_block = blocks_of(table, (chunk + AHEAD * step) * N + local, stride_table, BLOCK_SIZE)
     for i in tl.range(chunk, last_chunk, step, num_stages=STAGES):
         token = i * N + local
         is_seen = (token >= first_key) & (token < last_key)
         this_block = block
         block = blocks_of(table, token + step * N, stride_table, BLOCK_SIZE)
-        if AHEAD > 0:
-            far = token + AHEAD * step * N
-            this_far_block = far_block
-            far_block = blocks_of(table, far + step * N, stride_table, BLOCK_SIZE)
-            fetch_chunk(
-                keys, values, this_far_block, far, (far >= first_key) & (far < last_key), stride_block, stride_token,
-                BLOCK_SIZE, HEAD_DIM, FETCHED,
-            )  # fmt: skip
         key, value = load_chunk(
             keys, values, this_block, token, is_seen, stride_block, stride_token, BLOCK_SIZE, HEAD_DIM, PADDED_DIM
         )

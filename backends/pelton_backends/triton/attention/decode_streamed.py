@@ -216,7 +216,7 @@ def streamed_decode_kernel(
                 x, cached_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
                 seq_len - 1, x, x, False, block, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
                 stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N,
-                False, STAGES, 0, 1,
+                False, STAGES,
             )  # fmt: skip
 
             finish(
