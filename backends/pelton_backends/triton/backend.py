@@ -135,7 +135,8 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
         if shape.is_dealt:
             deal_rows(
-                common.seq_lens, parts, shape, num_rows=rows, sliding_window=needs.sliding_window,
+                common.seq_lens, common.block_table, parts, shape, num_rows=rows, block_size=needs.block_size,
+                sliding_window=needs.sliding_window,
                 query_start_loc=common.query_start_loc if metadata.is_mixed else None, pdl=self.pdl,
             )  # fmt: skip
         return shape

@@ -104,6 +104,7 @@ class BlockPool:
         self._sampler = sampler
         # One dict per group: the key is (hash, group id) without a tuple made per look-up.
         self._index: list[dict[bytes, Block | dict[int, Block]]] = [{} for _ in range(num_groups)]
+        self._num_duplicated = 0  # entries of several blocks
         self._ends = Block(-1)  # before the first and after the last free block
         previous = self._ends
         for block in self.blocks[1:]:
@@ -177,7 +178,7 @@ class BlockPool:
             if count > 1:
                 continue
             before, block_hash = ends.prev, block.block_hash
-            if block_hash is not None and type(index[block.group_id][block_hash]) is dict:  # it has a duplicate
+            if self._num_duplicated and block_hash is not None and type(index[block.group_id][block_hash]) is dict:
                 self._unindex(block)
                 before = ends  # nothing is lost by reusing it: to the front
             after = before.next
@@ -226,6 +227,7 @@ class BlockPool:
             index[block_hash] = block
         elif isinstance(entry, Block):
             index[block_hash] = {entry.block_id: entry, block_id: block}
+            self._num_duplicated += 1
         else:
             entry[block_id] = block
 
@@ -249,6 +251,7 @@ class BlockPool:
             return False
         for index in self._index:
             index.clear()
+        self._num_duplicated = 0
         for block in self.blocks:
             block.block_hash = None
             block.sample = None
@@ -284,4 +287,5 @@ class BlockPool:
             del entry[block.block_id]
             if len(entry) == 1:
                 index[block.block_hash] = next(iter(entry.values()))
+                self._num_duplicated -= 1
         block.block_hash = None

@@ -19,6 +19,7 @@ from pelton_backends.triton.attention.decode import (
     LaunchShape,
     NewTokens,
     PartBuffers,
+    deal_rows,
     decode_attention,
     launch_shape,
 )
@@ -310,6 +311,42 @@ def test_what_8_bits_cannot_hold_becomes_their_largest(device: torch.device, kv_
     assert (step.output[0] == -largest).all(), "the row's own value is the cache's"
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize(
+    "shape",
+    [LaunchShape(40, 0, 16, 2), LaunchShape(45, 0, 16, 2, is_dealt=True), LaunchShape(0, 90, 16, 2)],
+    ids=["direct", "dealt", "streamed"],
+)
+def test_many_parts_are_merged_by_several_programs(device: torch.device, shape: LaunchShape, sinks: bool) -> None:
+    case = Case(lengths=(640, 0, 17), num_heads=2, num_kv_heads=1, head_dim=16, sinks=sinks)
+    check_decode(case, device, shape, repeats=2)
+
+
+@pytest.mark.parametrize("lengths", [(700, 20, 1, 0, 90), (33, 33, 33), (1, 1, 1, 1, 1, 1, 1), (0, 0), (900, 1)])
+@pytest.mark.parametrize("splits", [9, 16, 40])
+def test_rows_are_dealt_out_by_their_lengths(device: torch.device, lengths: tuple[int, ...], splits: int) -> None:
+    """Every row has programs that no other has, none has more than it has chunks, and their loads are even."""
+    rows, keys = len(lengths), 16
+    shape = LaunchShape(splits, 0, keys, 2, is_dealt=True)
+    parts = PartBuffers.allocate(device, max_rows=rows, num_heads=1, num_kv_heads=1, head_dim=16)
+    table = torch.arange(rows * 64, dtype=torch.int32, device=device).view(rows, 64)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    deal_rows(seq_lens, table, parts, shape, num_rows=rows, block_size=16)
+    shares = parts.shares[:splits].tolist()
+    held: dict[int, list[int]] = {}
+    for program, (row, length, first, count, block, *_) in enumerate(shares):
+        if program - first < count:
+            held.setdefault(row, []).append(program)
+            assert length == lengths[row] and (length == 1 or block == row * 64 + program - first)
+    chunks = {row: max(-(-(length - 1) // keys), 1) for row, length in enumerate(lengths) if length}
+    assert held.keys() == chunks.keys()
+    for row, programs in held.items():
+        first, count = shares[programs[0]][2:4]
+        assert programs == list(range(first, first + count)) and count <= chunks[row]
+    most = max((-(-chunks[row] // len(programs)) for row, programs in held.items()), default=0)
+    assert most <= -(-sum(chunks.values()) // (splits - triton.next_power_of_2(rows))), "no program has much more than another"
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_launch_after_another_finds_its_counters_ready(device: torch.device, schedule: str) -> None:
     check_decode(Case(lengths=(90, 70)), device, SCHEDULES[schedule], repeats=2)
@@ -353,6 +390,10 @@ LARGE: dict[str, dict[str, Any]] = {
     "qwen-300": {"lengths": tuple(1 + i * 37 % 330 for i in range(300))},
     "llama-12": {"num_heads": 32, "lengths": tuple(range(5, 1300, 110)), "norms": False},
     "llama-90": {"num_heads": 32, "lengths": tuple(1 + i * 97 % 700 for i in range(90)), "norms": False},
+    "qwen-16000": {"lengths": (16_000,)},
+    "qwen-16000-among-short": {"lengths": (300, 0, 16_000, 1, 33)},
+    "llama-16000": {"num_heads": 32, "lengths": (16_000,), "norms": False},
+    "llama-8000-and-16000": {"num_heads": 32, "lengths": (8001, 15_999), "norms": False},
     "groups-of-8": {"num_heads": 16, "num_kv_heads": 2, "lengths": (900, 40)},
     "groups-of-7-heads-of-80": {
         "num_heads": 14,
@@ -398,7 +439,10 @@ def write_late(zeros, new, target, count, SIZE: tl.constexpr, PDL: tl.constexpr)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("late", ["lengths", "tables"])
-def test_what_was_loaded_before_the_kernels_before_had_finished_is_checked(device: torch.device, late: str) -> None:
+@pytest.mark.parametrize("is_dealt", [False, True], ids=["fixed", "dealt"])
+def test_what_was_loaded_before_the_kernels_before_had_finished_is_checked(
+    device: torch.device, late: str, is_dealt: bool
+) -> None:
     case = Case(lengths=(60, 130, 200), head_dim=128, rotary_dim=0, norms=False, dtype="bfloat16")
     step = Step(case, device)
     rows, width = len(case.lengths), case.num_heads + 2 * case.num_kv_heads
@@ -426,6 +470,6 @@ def test_what_was_loaded_before_the_kernels_before_had_finished_is_checked(devic
     decode_attention(
         on_device, step.k_cache, step.v_cache, step.output, old_lengths if late == "lengths" else lengths,
         old_tables if late == "tables" else tables, step.parts, num_rows=rows, max_seq_len=200, scale=step.scale,
-        new=new, pdl=pdl, shape=LaunchShape(8, 0, 32, 2, is_early=True),
+        new=new, pdl=pdl, shape=LaunchShape(8, 0, 32, 2, is_early=True, is_dealt=is_dealt),
     )  # fmt: skip
     step.check(qkv.view(rows, width, case.head_dim)[:, : case.num_heads])

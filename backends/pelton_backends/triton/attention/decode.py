@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from pelton.ops.interface import NormSpec
 
 
+SHARE = tl.constexpr(8)  # numbers that `deal_kernel` writes for a program
+
+
 @triton.jit
 def chunks_of_row(seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
     """First key and the one past the last, the same of chunks."""
@@ -69,17 +72,20 @@ def share_of_row(
 def deal_kernel(
     seq_lens,
     query_start_loc,
+    block_table,
     shares,
+    stride_table,
     num_rows,
     WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program p writes shares[p] = row, its length, the row's first program, how many it has: SPLITS programs of a kv head, for
-    all rows. Arguments: see `deal_rows`.
+    """Program p writes shares[p] = row, its length, the row's first program, how many it has, and the blocks of the first chunk,
+    one for each 16 tokens: SPLITS programs of a kv head, for all rows. Arguments: see `deal_rows`.
 
     All programs get equally many pieces of LEAST chunks, or less where a row ends. One behind the last row's programs belongs to
     that row, and is past its splits.
@@ -105,16 +111,24 @@ def deal_kernel(
     program = tl.program_id(0)
     row = tl.minimum(tl.sum((ends <= program).to(tl.int32), 0), num_rows - 1)
     is_row = rows == row
-    tl.store(shares + program * 4, row)
-    tl.store(shares + program * 4 + 1, tl.sum(tl.where(is_row, lengths, 0), 0))
-    tl.store(shares + program * 4 + 2, tl.sum(tl.where(is_row, ends - splits, 0), 0))
-    tl.store(shares + program * 4 + 3, tl.sum(tl.where(is_row, splits, 0), 0))
+    length, first = tl.sum(tl.where(is_row, lengths, 0), 0), tl.sum(tl.where(is_row, ends - splits, 0), 0)
+    share = shares + program * SHARE
+    tl.store(share, row)
+    tl.store(share + 1, length)
+    tl.store(share + 2, first)
+    tl.store(share + 3, tl.sum(tl.where(is_row, splits, 0), 0))
+    _, last_key, first_chunk, _ = chunks_of_row(length, True, WINDOW, N)
+    piece = tl.arange(0, N // 16)
+    token = (first_chunk + program - first) * N + piece * 16
+    is_entry = token < tl.minimum(last_key, stride_table * BLOCK_SIZE)
+    block = tl.load(block_table + row.to(tl.int64) * stride_table + token // BLOCK_SIZE, mask=is_entry, other=0)
+    tl.store(share + 4 + piece, block)
 
 
 @triton.jit
 def share_at(shares, program, CACHE: tl.constexpr):
-    """What `deal_kernel` wrote."""
-    share = shares + program * 4
+    """What `deal_kernel` wrote, but for the blocks."""
+    share = shares + program * SHARE
     row, length = tl.load(share, cache_modifier=CACHE), tl.load(share + 1, cache_modifier=CACHE)
     return row, length, tl.load(share + 2, cache_modifier=CACHE), tl.load(share + 3, cache_modifier=CACHE)
 
@@ -244,8 +258,11 @@ def decode_kernel(
         is_idle = split >= num_splits
         table = block_table + row.to(tl.int64) * stride_table
         token = (first_chunk + split) * N + local
-        is_entry = token < stride_table * BLOCK_SIZE
-        early_block = tl.load(table + token // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
+        if shares is not None:  # beside the rest: after the row it would be one more way to memory and back
+            early_block = tl.load(shares + tl.program_id(1) * SHARE + 4 + local // 16, cache_modifier=".cg")
+        else:
+            is_entry = token < stride_table * BLOCK_SIZE
+            early_block = tl.load(table + token // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
         is_seen = (token >= first_key) & (token < last_key) & (early_block >= 0) & (early_block < num_blocks)
         key, value = load_chunk(
             keys, values, early_block, token, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE, HEAD_DIM,
@@ -355,21 +372,21 @@ class PartBuffers:
     sums: Tensor  # [places, GROUP * HEAD_DIM] float32
     stats: Tensor  # [places, 2 * GROUP] float32
     arrivals: Tensor  # [places, LEVELS] int32
-    shares: Tensor  # [places, 4] int32, of `deal_rows`
+    shares: Tensor  # [places, SHARE] int32, of `deal_rows`
 
     @staticmethod
     def allocate(
         device: torch.device, *, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> PartBuffers:
         group, pairs = num_heads // num_kv_heads, max_rows * num_kv_heads
-        places = 2 * max(PROGRAMS_PER_SM * num_sms(device), _FEW_PAIRS)
+        places = 2 * max(PROGRAMS_PER_SM * num_sms(device), 2 * _FEW_PAIRS)
         if pairs > _STREAMED_UP_TO:
             places = max(places, _PARTS)
         return PartBuffers(
             torch.empty(places, group * head_dim, dtype=torch.float32, device=device),
             torch.empty(places, 2 * group, dtype=torch.float32, device=device),
             torch.zeros(places, LEVELS.value, dtype=torch.int32, device=device),
-            torch.zeros(places, 4, dtype=torch.int32, device=device),
+            torch.zeros(places, SHARE.value, dtype=torch.int32, device=device),
         )
 
 
@@ -422,8 +439,9 @@ def launch_shape(
     num_pairs, programs = num_rows * num_kv_heads, PROGRAMS_PER_SM * num_sms
     if num_pairs <= _FEW_PAIRS:
         is_narrow = row_bytes <= 256
-        keys = 32 if is_narrow and (group <= 2 or num_rows > 1) else 16
-        splits = min(max(programs // num_kv_heads, 2 * num_rows), num_rows * -(-max_seq_len // keys))
+        keys = 32 if is_narrow and (group <= 2 or num_rows > 2) else 16
+        most_rows = triton.next_power_of_2(num_rows)  # a kernel is compiled for each number of splits
+        splits = min(max(programs // num_kv_heads, 2 * most_rows), most_rows * -(-max_seq_len // keys))
         return LaunchShape(splits, 0, keys, 2, is_early=is_narrow, is_dealt=num_rows > 1)
     if num_pairs <= _STREAMED_UP_TO:
         return LaunchShape(0, programs, 16, 2)
@@ -433,24 +451,28 @@ def launch_shape(
 
 def deal_rows(
     seq_lens: Tensor,
+    block_table: Tensor,
     parts: PartBuffers,
     shape: LaunchShape,
     *,
     num_rows: int,
+    block_size: int,
     sliding_window: int | None = None,
     query_start_loc: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Into `parts.shares`: which row each program of a dealt launch serves. Once for all layers of a step; rows, lengths and
-    `query_start_loc` as in `decode_attention`."""
+    """Into `parts.shares`: which row each program of a dealt launch serves. Once for all layers of a step; rows, lengths, table
+    and `query_start_loc` as in `decode_attention`."""
+    assert shape.keys in (16, 32), "a share has room for so many blocks"
     constants = {
-        "WINDOW": sliding_window or 0, "N": shape.keys, "SPLITS": shape.splits, "LEAST": shape.least,
+        "WINDOW": sliding_window or 0, "BLOCK_SIZE": block_size, "N": shape.keys, "SPLITS": shape.splits, "LEAST": shape.least,
         "ROWS": triton.next_power_of_2(num_rows), "PDL": pdl,
     }  # fmt: skip
     key = (
-        *constants.values(), seq_lens.device, query_start_loc is None, alignment(seq_lens, query_start_loc, parts.shares)
+        *constants.values(), seq_lens.device, query_start_loc is None, block_table.stride(0),
+        alignment(seq_lens, query_start_loc, block_table, parts.shares),
     )  # fmt: skip
-    arguments = seq_lens, query_start_loc, parts.shares, num_rows
+    arguments = seq_lens, query_start_loc, block_table, parts.shares, block_table.stride(0), num_rows
     _launch_deal(key, (shape.splits,), arguments, constants, num_warps=1, **launch_options(pdl))
 
 
@@ -506,7 +528,8 @@ def decode_attention(
     shape = shape or bound.shape_of(num_rows, max_seq_len)
     if shape.is_dealt:
         deal_rows(
-            seq_lens, parts, shape, num_rows=num_rows, sliding_window=sliding_window, query_start_loc=query_start_loc, pdl=pdl
+            seq_lens, block_table, parts, shape, num_rows=num_rows, block_size=k_cache.shape[1],
+            sliding_window=sliding_window, query_start_loc=query_start_loc, pdl=pdl,
         )  # fmt: skip
     bound(seq_lens, block_table, shape, num_rows=num_rows, query_start_loc=query_start_loc)
 
