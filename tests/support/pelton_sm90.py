@@ -46,6 +46,7 @@ ROWS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 8, 128, 16, 2
 VOCAB = 151_936
 SHAPES = {
     "early": LaunchShape(8, 0, 32, 2, is_early=True),
+    "dealt": LaunchShape(132, 0, 32, 2, is_early=True, is_dealt=True),
     "split": LaunchShape(4, 0, 16, 3, least=16),
     "streamed": LaunchShape(0, 1056, 16, 2),
 }

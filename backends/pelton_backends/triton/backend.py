@@ -47,7 +47,9 @@ class TritonMetadata:
     first_prefill_row: int  # the prefill kernel's: from here on
     is_mixed: bool  # rows of unknown kinds: both kernels have all rows and look at each one's number of tokens
     prefix_len: int | Tensor | None = None  # tokens that all decode rows share, read once; on the device when captured
-    decode_shape: LaunchShape | None = None  # of the decode kernel's launches, whose rows are dealt out; None: no launches
+    decode_shape: LaunchShape | None = (
+        None  # of the decode kernel's launches, whose rows are dealt out; None: no launches
+    )
 
     @property
     def is_decode(self) -> bool:

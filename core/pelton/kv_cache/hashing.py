@@ -106,9 +106,7 @@ class BlockHasher:
             adapter_id=adapter_id, extra_hashes=block_extra_hashes, cache_salt=cache_salt,
         )  # fmt: skip
 
-    def _extend_plain(
-        self, hashes: list[bytes], token_ids: Sequence[int], digest: Callable[[bytes], bytes]
-    ) -> None:
+    def _extend_plain(self, hashes: list[bytes], token_ids: Sequence[int], digest: Callable[[bytes], bytes]) -> None:
         """`extend_block_hashes` with `encode_binary` and no extras: all tokens are packed at once."""
         block_size, first = self.block_size, len(hashes)
         count = len(token_ids) // block_size - first
@@ -122,9 +120,7 @@ class BlockHasher:
                 _hash_plain(hashes, tokens, done, end, block_size, digest)
             done = end
 
-    def _extend_by_run(
-        self, hashes: list[bytes], tokens: bytes, first: int, digest: Callable[[bytes], bytes]
-    ) -> None:
+    def _extend_by_run(self, hashes: list[bytes], tokens: bytes, first: int, digest: Callable[[bytes], bytes]) -> None:
         size = 8 * self.block_size
         key = hashes[-1] if hashes else b"", tokens[first * size : (first + _RUN) * size]
         run = self._runs.pop(key, None)

@@ -344,7 +344,9 @@ def test_rows_are_dealt_out_by_their_lengths(device: torch.device, lengths: tupl
         first, count = shares[programs[0]][2:4]
         assert programs == list(range(first, first + count)) and count <= chunks[row]
     most = max((-(-chunks[row] // len(programs)) for row, programs in held.items()), default=0)
-    assert most <= -(-sum(chunks.values()) // (splits - triton.next_power_of_2(rows))), "no program has much more than another"
+    assert most <= -(-sum(chunks.values()) // (splits - triton.next_power_of_2(rows))), (
+        "no program has much more than another"
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

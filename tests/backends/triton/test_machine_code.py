@@ -25,7 +25,7 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "dtype, kv_dtype, names",
     [
-        ("bfloat16", "fp8_e4m3", (*DECODE, "prefill", "cascade", "write")),
+        ("bfloat16", "fp8_e4m3", (*DECODE, "dealt", "prefill", "cascade", "write")),
         ("bfloat16", "fp8_e5m2", (*DECODE, "write")),
         ("float16", "bfloat16", ("streamed",)),
     ],
@@ -52,6 +52,17 @@ def test_nothing_is_written_before_the_wait(chain: list[dict[str, Any]]) -> None
         assert "ACQBULK" in code, f"{name}: it never waits for the kernels before"
         assert not WRITES & set(code[: code.index("ACQBULK")]), f"{name}: it writes before the wait"
         assert WRITES & set(code), f"{name}: the list of writing instructions knows none of this kernel's"
+
+
+def test_rows_are_dealt_out_by_a_kernel_that_waits_too() -> None:
+    deal, decode = compiled("bfloat16", "bfloat16", "dealt")
+    assert (deal["kernel"], decode["kernel"]) == ("deal_kernel", "decode_kernel")
+    for kernel in (deal, decode):
+        code = kernel["instructions"]
+        assert kernel["stack"] == 0 and "PREEXIT" in code
+        assert not WRITES & set(code[: code.index("ACQBULK")])
+    code = decode["instructions"]
+    assert LOADS & set(code[: code.index("ACQBULK")]), "the first chunk is loaded early"
 
 
 def test_loads_are_on_their_way_before_the_wait(chain: list[dict[str, Any]]) -> None:

@@ -5,8 +5,10 @@ Three stages of one kernel, so that a decode layer has no kernel but this betwee
   2. flash attention over chunks of the context, the work of one kv head shared out to several programs;
   3. the last program to finish a (row, kv head) merges their partial results.
 
-`decode_kernel` gives every (row, kv head) its programs: nothing to look up, or little, so the shortest way for few rows. `streamed_decode_kernel`, in a file of its own, deals all chunks of all rows evenly to a fixed number of programs: for many
-rows, and for lengths that differ. Both are memory bound.
+`decode_kernel` gives each row and kv head programs of its own: all rows equally many, or, where rows are few, `deal_kernel`
+deals them out once a step by the rows' lengths, so that one row of 120,000 tokens has them all. Nothing to look up, or little, so
+the shortest way for few rows. `streamed_decode_kernel`, in a file of its own, deals all chunks of all rows evenly to a fixed
+number of programs: for many rows, and for lengths that differ. All are memory bound.
 """
 
 from __future__ import annotations
@@ -284,7 +286,7 @@ def decode_kernel(
             split = tl.program_id(1) - first_split
     else:
         seq_len = tl.load(seq_lens + row)
-        if query_start_loc is not None:  # rows with another number of tokens belong to another kernel
+        if query_start_loc is not None:  # noqa: SIM102 rows with another number of tokens belong to another kernel
             if tl.load(query_start_loc + row + 1) - tl.load(query_start_loc + row) != 1:
                 seq_len = 0
         num_splits = share_of_row(seq_len, FUSED, WINDOW, N, SPLITS, LEAST)
@@ -427,8 +429,13 @@ def launch_shape(
 ) -> LaunchShape:
     """Measured on an H200 in captured chains, 8 kv heads of 128 numbers, blocks of 16.
 
-    Few pairs of row and kv head are latency: as many programs as are useful and run at once, the first chunk loaded early (4.3 us
-    at one row of 256 tokens, 6.1 loaded late; 11.2 and 16 us at 32 rows; programs without work cost, 13.8 us with twice as many).
+    Few pairs of row and kv head are latency while they are short: the first chunk is loaded early (4.3 us at one row of 256 tokens,
+    6.1 loaded late; 11.2 and 16 us at 32 rows). One row has as many programs as run at once: at 120,000 tokens 115 us, with 16 a
+    kv head 372; at 8,000 tokens 13.6 and 28.6; at 256 a layer takes no longer (16.3 and 16.7 us), although most have no work then.
+    Several rows share them by their lengths (8 rows, one of 32,000 tokens: 37 us, with 16 for each row 113). Chunks of 32 keys,
+    but of 16 for one or two rows of larger groups: there the shared memory of programs without work keeps the next product's
+    weights out (a layer of the 8B at 128 tokens: 115 and 110 us).
+
     Then come even shares: split programs that start before the kernel before has ended crowd on the multiprocessors that it leaves
     free (128 rows of 256 tokens: 85 % of the copy bandwidth; split 63, and 80 without dependent launch; 64 rows of 512: 81 %, split
     60 to 77; 64 rows of 100 to 1024: 73 %, split 77). Above, splits of 256 tokens or more (256 rows of 100 to 1024 tokens: 93 %,
@@ -563,7 +570,12 @@ class DecodeAttention:
         pdl: bool,
     ) -> None:
         self._num_blocks, block_size, self._num_kv_heads, head_dim = k_cache.shape
-        self._num_sms, self._is_fused, self._scale, self._shares = num_sms(output.device), new is not None, scale, parts.shares
+        self._num_sms, self._is_fused, self._scale, self._shares = (
+            num_sms(output.device),
+            new is not None,
+            scale,
+            parts.shares,
+        )
         group = output.shape[1] // self._num_kv_heads
         padded_dim = padded(head_dim)
         self._row_bytes = row_bytes(head_dim, output.dtype)
