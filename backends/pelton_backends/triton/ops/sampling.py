@@ -14,10 +14,12 @@ where u * total lies within about 1e-6 of the total of a token's border, or a to
 logits give the same token again, whatever the batch: chunks and orders of summation do not depend on n.
 
 Work: greedy reads the logits once, in one launch. Full reads them once, in a launch, then one program a row picks: some 20 to
-50 KB more where there are filters. A top_k or nucleus of more than about 150 tokens costs several passes by one program.
-H200, V = 151,936, microseconds in a captured chain at 1 / 32 / 256 rows, the least of 11 replays beside other work on the
-GPU (one read of the logits at 4.29 TB/s: 0.1 / 4.5 / 36):
-greedy 2.8 / 6.5 / 40; full without filters 13 / 18 / 65; top_k 50: 23 / 31 / 93; top_k 50 and top_p 0.9: 29 / 38 / 106.
+50 KB more where there are filters. A nucleus of more than a few hundred tokens takes three more passes by many programs a
+row; a top_k of more than about 150 tokens, or several filters that keep more, several by one program.
+H200, V = 151,936, microseconds in a captured chain at 1 / 32 / 256 rows, the least of 6 replays (one read of the logits at
+4.29 TB/s: 0.1 / 4.5 / 36): greedy 4 / 8 / 44; full without filters 16 / 29 / 119; top_k 50 and top_p 0.9: 33 / 50 / 170;
+a bias 19 / 34 / 147; five logprobs 25 / 38 / 147; top_p 0.9 over a flat distribution 47 / 94 / 483, with penalties 55 / 115 /
+603; penalties, top_k, top_p and logprobs 58 / 102 / 354; top_k 5,000: 355 / 369 / 925.
 Sizes there: chunks of 8,192 tokens for greedy (4,096 take 45 at 256 rows, 2,048 take 46); 4,096 where each chunk also has
 groups to write.
 """
@@ -25,6 +27,7 @@ groups to write.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -43,7 +46,9 @@ from pelton_backends.triton.runtime import has_pdl, launch_options
 _GROUP = 32
 _GREEDY_CHUNK, _GREEDY_WARPS = 8192, 8
 _CHUNK_GROUPS, _SCAN_WARPS = 128, 4
-_SCAN_REGISTERS = 128  # a thread: four programs an SM; the compiler would take 237 where side tables may be
+# A thread's, four programs an SM; the compiler would take 237 where side tables may be. H200, 256 rows with top_k and top_p, or
+# with all: 170, 354 us; without the bound 210, 423; with 8 warps and 64 registers 175, 351.
+_SCAN_REGISTERS = 128
 _GATHER_WARPS = 8
 _PICK_WARPS = 8
 _ROOM = 256  # groups whose tokens one program of 8 warps holds, 32 a thread
@@ -120,6 +125,10 @@ class _Scratch:
         self.sums = zeros(2, CUTS, self.chunks, dtype=torch.float64)
 
 
+_scratch_of: WeakKeyDictionary[BatchState, _Scratch] = WeakKeyDictionary()
+"""All variants of one state share it: its steps come one after the other."""
+
+
 class _Full:
     """Two launches, five more that end at once where no row's filters keep many tokens, and one for logprobs."""
 
@@ -128,7 +137,9 @@ class _Full:
         self._state, self._vocab_size = tensors.state, needs.vocab_size
         self._mask = tensors.mask
         self._logprobs, self._num_logprobs = tensors.logprobs, needs.num_logprobs
-        self._scratch = _Scratch(needs.max_num_seqs, needs.vocab_size, device)
+        if tensors.state not in _scratch_of:
+            _scratch_of[tensors.state] = _Scratch(needs.max_num_seqs, needs.vocab_size, device)
+        self._scratch = _scratch_of[tensors.state]
         self._raw = RawStatistics(
             needs.max_num_seqs if tensors.logprobs is not None else 1, needs.vocab_size, _CHUNK_GROUPS, device
         )
