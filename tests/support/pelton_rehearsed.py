@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import random
 import sys
@@ -34,7 +35,8 @@ from pelton.worker.model_runner import ModelRunner
 from pelton.worker.rehearsal import rehearsal
 from pelton.worker.worker import DeviceWorker
 from pelton_platforms.cpu.platform import CPUPlatform
-from pelton_platforms.cuda.compiler import compile_ahead
+from pelton_platforms.cuda.compile_client import CompileServer
+from pelton_platforms.cuda.compiler import FirstStart, compile_ahead
 
 MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 96, 2048, 4096
 
@@ -45,9 +47,20 @@ class HopperPlatform(CPUPlatform):
     device_type = "cuda"
     pads_graphs = True
     supported_graph_modes = tuple(CUDAGraphMode)
+    has_processes = True
 
     def graph_recorder(self) -> FakeGraphRecorder:
         return FakeGraphRecorder()
+
+    first_start: FirstStart | None = None
+
+    def compile_soon(self, run: Callable[[], None]) -> bool:
+        """With processes, where nothing is compiled yet."""
+        if any(Path(os.environ["TRITON_CACHE_DIR"]).glob("*")) or not self.has_processes:
+            return False
+        self.first_start = FirstStart(CompileServer(2), 0)
+        self.first_start.compile_soon(run)
+        return True
 
     def capability(self, local_rank: int = 0) -> tuple[int, int]:
         return 9, 0
@@ -76,7 +89,9 @@ def start(family: str, mode: CUDAGraphMode, kv_dtype: str, folder: Path) -> Devi
     )  # fmt: skip
     plugins = load_plugins()
     model = resolve_model(config, plugins)
-    worker = DeviceWorker(config, model, HopperPlatform(), plugins)
+    platform = HopperPlatform()
+    platform.has_processes = mode is not CUDAGraphMode.NONE
+    worker = DeviceWorker(config, model, platform, plugins)
     worker.init_device()
     worker.load_model()
     plan = plan_kv_cache(worker.kv_cache_specs(), 2**40, num_blocks_override=2000, max_model_len=MAX_MODEL_LEN)
@@ -112,9 +127,15 @@ def main(family: str, mode: str, kv_dtype: str = "auto") -> None:
         for step in steps:
             step()
 
-    told = {
-        "of_the_last_two": compile_ahead(lambda: run(steps[-2:])),
-        "of_all": compile_ahead(lambda: run(steps)),
+    first_start = worker.platform.first_start
+    told = {}
+    if first_start is not None:
+        first_start.close()
+        told["early"] = len(first_start.compiled)
+    told |= {
+        "of_the_last_two": compile_ahead(lambda: worker._run_few_layers(steps[-2:])),
+        "of_all": compile_ahead(lambda: worker._run_few_layers(steps)),
+        "of_all_layers": compile_ahead(lambda: run(steps[::5])),
         "of_odd_steps": compile_ahead(lambda: odd_steps(runner)),
     }
     print(json.dumps(told))

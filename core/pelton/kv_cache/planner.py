@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from pelton.errors import ConfigError
 from pelton.kv_cache.spec import KVCacheGroup, KVCachePlan, KVCacheSpec, KVCacheTensor
@@ -53,6 +54,14 @@ def plan_kv_cache(
     plan = KVCachePlan(num_blocks=num_blocks, tensors=tensors, groups=groups)
     _check_fit(plan, bytes_per_block, max_model_len, max_num_batched_tokens)
     return plan
+
+
+def with_num_blocks(plan: KVCachePlan, num_blocks: int) -> KVCachePlan:
+    """The same groups over a pool of another size, whether a request fits in it or not."""
+    tensors = tuple(
+        replace(tensor, size_bytes=tensor.size_bytes // plan.num_blocks * num_blocks) for tensor in plan.tensors
+    )
+    return replace(plan, num_blocks=num_blocks, tensors=tensors)
 
 
 def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:

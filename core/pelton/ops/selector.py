@@ -8,6 +8,7 @@ dispatches by name in forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,12 @@ class OpSelector:
         if choice not in self.choices:
             self.choices.append(choice)
         return parts[0].call if len(parts) == 1 else _by_batch_size(parts)
+
+    def fork(self) -> OpSelector:
+        """One that chooses the same, and whose calls are nobody's concern here: they end with what they were bound to."""
+        fork = copy(self)
+        fork._bound = []
+        return fork
 
     def unrecordable(self) -> list[str]:
         """Entries in use that a tape may not see all of: strangers' that do not say otherwise."""

@@ -64,6 +64,15 @@ class Platform(ABC):
         them, where kernels come compiled."""
         return 0
 
+    def compile_soon(self, run: Callable[[], None]) -> bool:
+        """Called before weights are loaded: as `compile_ahead`, but wait for nothing. What is launched later waits for its own
+        kernels, and `compile_ahead` for all. False, without running anything, where that is not worth it: nothing is compiled, or
+        an earlier start has compiled it."""
+        return False
+
+    def worker_ready(self) -> None:  # noqa: B027
+        """Called once, when the worker can run steps: what only a start needs may go."""
+
     def graph_recorder(self) -> GraphRecorder | None:
         """What captures work on this device, on the current stream; None where nothing can. Asked once per worker, in its
         thread, when `supported_graph_modes` has more than NONE."""

@@ -21,7 +21,7 @@ from pelton.errors import ConfigError
 from pelton.executor.interface import DeviceReport
 from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
-from pelton.kv_cache.planner import group_layers
+from pelton.kv_cache.planner import group_layers, plan_kv_cache, with_num_blocks
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.kv_transfer.select import find_connector
 from pelton.layers.embedding import VocabMatrix
@@ -31,6 +31,7 @@ from pelton.model.build import BuildConfig, make_build_config
 from pelton.model.interface import CausalLM
 from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.registry import build_model
+from pelton.ops.selector import OpSelector
 from pelton.sampling.side_tables import side_table_bytes
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.batch_state import BatchState
@@ -39,7 +40,7 @@ from pelton.worker.interface import Worker
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.pending import PendingOutput
-from pelton.worker.rehearsal import rehearsal
+from pelton.worker.rehearsal import few_layers, rehearsal
 from pelton.worker.speed import LEAST_STEP_TOKENS, fitting_tokens, measure_speed
 from pelton.worker.step_graphs import StepGraphs
 from pelton.worker.step_ops import StepOps
@@ -52,6 +53,8 @@ _HIDING_OPERATIONS = 6e11
 """Of a layer's products that hide the launches of a layer without graphs: 0.86 ms at the 700 TFLOP/s that large ones reach on an
 H200. Those launches take a slow host 0.5 to 0.7 ms, one step in ten up to 1 (docs/performance.md)."""
 _MAX_PIECE_TOKENS = 16_384
+
+_PLENTY_BYTES = 2**50  # nothing of it is allocated
 
 _ATTENTION_BYTES = 64 << 20
 """Of partial results of long contexts, which a backend keeps for a KV group: 8 kv heads of 128 numbers take about half."""
@@ -95,6 +98,7 @@ class DeviceWorker(Worker):
                 capability=self.platform.capability(self.rank),
             )
             self.model = build_model(self.build, self.model_info.architecture, self.plugins)
+        self._is_first_start = self.platform.compile_soon(self._run_early)
         loader = self._make_loader()
         expected = self.build.weights.expected()
         loader.expect(expected)
@@ -112,7 +116,10 @@ class DeviceWorker(Worker):
     def available_kv_cache_bytes(self) -> int:
         """After the largest step has run, where the platform can say what it took; else after an estimate of it."""
         with phase("profile", self.phase_s):
-            self._is_first_start = self.platform.compile_ahead(self._run_largest_step) > 0
+            if not self._is_first_start:
+                self._is_first_start = (
+                    self.platform.compile_ahead(partial(self._run_few_layers, [self._run_largest_step])) > 0
+                )
             peak = self.platform.measure_peak_bytes(self._run_largest_step)
             if peak is None:
                 peak = self._estimate_peak_bytes()
@@ -127,36 +134,14 @@ class DeviceWorker(Worker):
     def initialize_kv_cache(self, plan: KVCachePlan) -> None:
         with phase("allocate KV cache", self.phase_s):
             try:
-                backends = bind_kv_cache(plan, self.build)
+                self.runner = self._make_runner(plan, self.build.ops)
             except MemoryError as error:
                 raise ConfigError(self._too_large(plan, error)) from error
-            layers = self.build.attention_layers
-            pool = KVPool(
-                plan.num_blocks,
-                [LayerCache(name, layer.group_id, layer.k_cache, layer.v_cache) for name, layer in layers.items()],
-            )
-            block_sizes = [group.spec.block_size for group in plan.groups]
-            kernel_sizes = [layers[group.layer_names[0]].k_cache.shape[1] for group in plan.groups]
-            try:
-                state = BatchState(
-                    max_num_seqs=self.max_num_seqs,
-                    max_model_len=self.model_info.max_model_len,
-                    vocab_size=self.model_info.vocab_size,
-                    block_sizes=block_sizes,
-                    num_side_slots=self.config.scheduler.num_side_slots(self.max_num_seqs),
-                    device=self.device,
-                    num_parts=self._num_parts(),
-                )
-                buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=kernel_sizes)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"The state of {self.max_num_seqs} requests takes about {self._state_bytes()} bytes, which are not left beside "
                     "the KV cache. Set num_gpu_blocks_override, kv_cache_memory_bytes, max_num_seqs or max_side_table_seqs lower."
                 ) from error
-            ops = StepOps(self.build.ops, state, buffers)
-            self.runner = ModelRunner(
-                self.model, state, buffers, backends, pool, ops, num_staging_parts=4 * self._num_parts()
-            )
             self._add_connector(plan)
 
     def _add_connector(self, plan: KVCachePlan) -> None:
@@ -164,6 +149,30 @@ class DeviceWorker(Worker):
         if found is not None:
             connector, context = found
             self.runner.add_connector(context.name, connector.for_worker(context))
+
+    def _make_runner(self, plan: KVCachePlan, ops: OpSelector) -> ModelRunner:
+        """With the pool that `plan` says."""
+        backends = bind_kv_cache(plan, self.build)
+        layers = self.build.attention_layers
+        pool = KVPool(
+            plan.num_blocks,
+            [LayerCache(name, layer.group_id, layer.k_cache, layer.v_cache) for name, layer in layers.items()],
+        )
+        state = BatchState(
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.model_info.max_model_len,
+            vocab_size=self.model_info.vocab_size,
+            block_sizes=[group.spec.block_size for group in plan.groups],
+            num_side_slots=self.config.scheduler.num_side_slots(self.max_num_seqs),
+            device=self.device,
+            num_parts=self._num_parts(),
+        )
+        kernel_sizes = [layers[group.layer_names[0]].k_cache.shape[1] for group in plan.groups]
+        buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=kernel_sizes)
+        step_ops = StepOps(ops, state, buffers)
+        return ModelRunner(
+            self.model, state, buffers, backends, pool, step_ops, num_staging_parts=4 * self._num_parts()
+        )
 
     def _too_large(self, plan: KVCachePlan, error: MemoryError) -> str:
         kv_cache, num_bytes = self.config.kv_cache, sum(tensor.size_bytes for tensor in plan.tensors)
@@ -197,6 +206,32 @@ class DeviceWorker(Worker):
         self._take_step_memory()
         if graphs is not None:
             self._capture(graphs)
+        self.platform.worker_ready()
+
+    def _run_early(self) -> None:
+        """The largest step and all others, over a pool of two blocks, before there are weights."""
+        notes = list(self.notes)
+        kv_cache, scheduler = self.config.kv_cache, self.config.scheduler
+        plan = plan_kv_cache(
+            self.kv_cache_specs(), _PLENTY_BYTES, max_model_len=self.model_info.max_model_len,
+            disable_hybrid=kv_cache.disable_hybrid_kv_cache_manager, max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        )  # fmt: skip
+        with phase("list kernels", self.phase_s):
+            self._run_few_layers([self._run_largest_step])
+            self.runner = self._make_runner(with_num_blocks(plan, 2), self.build.ops.fork())
+            try:
+                mode = self._graph_mode()
+                if mode is not CUDAGraphMode.NONE:
+                    self._make_graphs(mode)
+                self._run_few_layers(rehearsal(self.runner)[::-1])  # long prompts first: their kernels take longest
+            finally:
+                del self.runner
+                self.notes[:] = notes
+
+    def _run_few_layers(self, steps: Sequence[Callable[[], None]]) -> None:
+        with few_layers(self.model):
+            for step in steps:
+                step()
 
     @torch.inference_mode()
     def fit_step(self) -> int | None:
@@ -223,14 +258,9 @@ class DeviceWorker(Worker):
         """What steps will launch, on a first start. Otherwise the first request of each kind waits seconds for a compiler, and
         all others with it."""
         steps = rehearsal(self.runner)
-
-        def run(steps: Sequence[Callable[[], None]]) -> None:
-            for step in steps:
-                step()
-
-        if self._is_first_start or self.platform.compile_ahead(partial(run, steps[-2:])):
+        if self._is_first_start or self.platform.compile_ahead(partial(self._run_few_layers, steps[-2:])):
             with phase("compile kernels", self.phase_s):
-                self.platform.compile_ahead(partial(run, steps))
+                self.platform.compile_ahead(partial(self._run_few_layers, steps))
 
     def _make_room(self, graphs: StepGraphs) -> None:
         """For what all captures compute in."""

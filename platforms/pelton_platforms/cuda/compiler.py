@@ -5,10 +5,9 @@ steps that are to come are compiled together, without running them.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +15,16 @@ import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton import knobs
-from triton.runtime.jit import JITCallable
+from triton.runtime._async_compile import FutureKernel
 
 from pelton.logging import get_logger
 from pelton.platform.compiling import compile_only
+from pelton_platforms.cuda.compile_client import COMPILED, FAILED, CompileServer, num_compilers
+from pelton_platforms.cuda.function_hashes import hash_functions
+from pelton_platforms.cuda.kernel_messages import encode_kernel
 
 logger = get_logger(__name__)
 
-_MOST_THREADS = 16  # each has a compiler in memory, and they share Python's lock
 _UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 
 
@@ -36,73 +37,116 @@ class _Filled(TorchFunctionMode):
 
 
 class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Kernels are loaded as well, and the C functions that launch them compiled."""
+    """Kernels are loaded as well, and the C functions that launch them compiled. Whoever leaves this waits for all."""
+
+    def __init__(self, threads: Executor, server: CompileServer | None, compiled: list[str]) -> None:
+        super().__init__(threads, ignore_errors=True)
+        self._server, self._compiled = server, compiled
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         known = self.future_kernels.get(key)
         if known is not None and known.future.done():
             known.result(ignore_errors=True)  # from now on the kernel is found without a look at its source
+        if known is not None:
+            return known
+        message = None if self._server is None else encode_kernel(compile_fn)
+        return super().submit(key, partial(self._compile, compile_fn, message), finalize_fn)
 
-        def compile_and_load() -> Any:
-            kernel = compile_fn()
-            with contextlib.suppress(Exception):  # a launch tries again, and says why
-                _ = kernel.run
-            return kernel
+    def _compile(self, compile_fn: Callable[[], Any], message: bytes | None) -> Any:
+        answer = FAILED if self._server is None or message is None else self._server.compile(message)
+        kernel = compile_fn()  # found where a process has compiled it
+        if answer == COMPILED:
+            self._compiled.append(kernel.name)
+        with contextlib.suppress(Exception):  # a launch tries again, and says why
+            _ = kernel.run
+        return kernel
 
-        return super().submit(key, compile_and_load, finalize_fn)
+
+class _Soon(_Ahead):
+    """Nobody waits but who launches a kernel that is not there yet."""
+
+    def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        message = encode_kernel(compile_fn)
+        if message is None:  # left to `_Ahead`
+            return None
+        known = self.future_kernels.get(key)
+        future = self.executor.submit(self._compile, compile_fn, message) if known is None else known.future
+        kernel = self.future_kernels[key] = FutureKernel(finalize_fn, future)
+        finalize_fn(kernel)  # a launch finds it, and waits for it
+        return kernel
 
 
-def compile_ahead(run: Callable[[], None], local_rank: int = 0) -> int:
+class FirstStart:
+    """Processes that compile kernels, and threads that wait for them and load what they have compiled: from `compile_soon` until
+    `close`."""
+
+    def __init__(self, server: CompileServer, local_rank: int) -> None:
+        self.server = server
+        self.compiled: list[str] = []
+        self.threads = ThreadPoolExecutor(server.num_processes, initializer=_select, initargs=(local_rank,))
+        self._kernels: list[Any] = []
+
+    def compile_soon(self, run: Callable[[], None]) -> None:
+        """See `Platform.compile_soon`."""
+        mode = _Soon(self.threads, self.server, self.compiled)
+        try:
+            with _compiling_only(), mode:
+                run()
+        except Exception:  # said by `compile_ahead`
+            logger.debug("Not all steps could be gone through early", exc_info=True)
+        self._kernels += mode.future_kernels.values()
+
+    def wait(self) -> None:
+        for kernel in self._kernels:
+            kernel.result(ignore_errors=True)
+        self._kernels.clear()
+
+    def close(self) -> None:
+        self.wait()
+        self.threads.shutdown()
+        self.server.close()
+
+
+def compile_ahead(run: Callable[[], None], local_rank: int = 0, first_start: FirstStart | None = None) -> int:
     """See `Platform.compile_ahead`; what is compiled later is said in the log. A kernel that cannot be compiled is left out: its
-    launch says why."""
-    compiled: list[str] = []
+    launch says why. Without processes, threads compile."""
+    compiled: list[str] = [] if first_start is None else first_start.compiled
 
     def note(*, src: Any, cache_hit: bool, **rest: Any) -> None:
         if not cache_hit:
             compiled.append(src.name)
 
-    _hash_functions()
     listener = knobs.compilation.listener
-    is_compile_only = compile_only.set(True)
+    server = None if first_start is None else first_start.server
     try:
         knobs.compilation.listener = note
         with (
-            ThreadPoolExecutor(_num_threads(), initializer=_select, initargs=(local_rank,)) as pool,
-            _Ahead(pool, ignore_errors=True),
-            _Filled(),
+            ThreadPoolExecutor(num_compilers(), initializer=_select, initargs=(local_rank,)) as threads,
+            _Ahead(threads, server, compiled),
+            _compiling_only(),
         ):
             run()
+        if first_start is not None:
+            first_start.wait()
     except Exception as error:
         logger.info(
             "Not all kernels could be compiled ahead (%s: %s); steps compile them.", type(error).__name__, error
         )
     finally:
         knobs.compilation.listener = listener or _tell
-        compile_only.reset(is_compile_only)
     logger.debug("compiled ahead: %s", ", ".join(compiled) or "nothing")
     return len(compiled)
 
 
-def _hash_functions() -> None:
-    """Those that are loaded, called ones before their callers. Triton 3.6 makes the key of a compiled kernel of its functions' global
-    values, but leaves out those of a function that it has not hashed yet: the key would depend on what was launched before."""
-    for _, module in sorted(list(sys.modules.items()), key=lambda item: (not item[0].startswith("triton"), item[0])):
-        for value in list(getattr(module, "__dict__", {}).values()):
-            if issubclass(type(value), JITCallable):  # not `isinstance`, which wakes up what others load lazily
-                _hash_function(value, set())
-
-
-def _hash_function(function: Any, callers: set[Any]) -> None:
-    if function.hash is not None or id(function) in callers:
-        return
+@contextlib.contextmanager
+def _compiling_only() -> Iterator[None]:
+    hash_functions()
+    is_compile_only = compile_only.set(True)
     try:
-        for name in function.fn.__code__.co_names:
-            called = function.__globals__.get(name)
-            if isinstance(called, JITCallable):
-                _hash_function(called, callers | {id(function)})
-        _ = function.cache_key
-    except Exception:  # somebody's function that nobody may launch; a key that is half made is not kept
-        function.hash = None
+        with _Filled():
+            yield
+    finally:
+        compile_only.reset(is_compile_only)
 
 
 def _tell(*, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
@@ -114,8 +158,3 @@ def _tell(*, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
 def _select(local_rank: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
-
-
-def _num_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_THREADS)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
+import importlib.util
 import os
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pelton.cache_folder import cache_folder
@@ -12,12 +17,14 @@ from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
 from pelton.graphs.modes import requested_mode
 from pelton.platform.interface import Platform
+from pelton_platforms.cuda.compile_client import CompileServer, num_compilers
 from pelton_platforms.cuda.driver import torch_cuda_version
 
 if TYPE_CHECKING:
     import torch
 
     from pelton.graphs.recorder import GraphRecorder
+    from pelton_platforms.cuda.compiler import FirstStart
 
 LARGE_DEVICE_BYTES = 70 * 2**30
 GRAPHS_BYTES = 2**30
@@ -54,6 +61,8 @@ class CUDAPlatform(Platform):
         self._local_rank = 0
         self._stream: torch.cuda.Stream | None = None
         self._debug_dump_path: str | None = None
+        self._first_start: FirstStart | None = None
+        self._marker: Path | None = None  # to be written by a first start
 
     @property
     def default_max_num_batched_tokens(self) -> int:  # type: ignore[override]
@@ -73,7 +82,27 @@ class CUDAPlatform(Platform):
     def init_device(self, config: EngineConfig, local_rank: int) -> None:
         """Selects the device and makes the worker's stream current, in the calling thread. float32 products stay float32
         (no TF32) in the whole process: rounding inputs to 10 bits is not what a float32 model asks for."""
-        _set_triton_cache()
+        server = self._start_compilers(config)
+        try:
+            self._init_cuda(config, local_rank)
+        except BaseException:
+            if server is not None:
+                server.close()
+            raise
+        if server is not None:
+            from pelton_platforms.cuda.compiler import FirstStart
+
+            self._first_start = FirstStart(server, local_rank)
+
+    def _start_compilers(self, config: EngineConfig) -> CompileServer | None:
+        """At a first start, before anything else that takes long."""
+        marker = _marker(_set_triton_cache(), config)
+        if self._first_start is not None or marker.exists() or importlib.util.find_spec("triton") is None:
+            return None
+        self._marker = marker
+        return CompileServer(num_compilers())
+
+    def _init_cuda(self, config: EngineConfig, local_rank: int) -> None:
         import torch
 
         self._debug_dump_path = config.compilation.debug_dump_path
@@ -164,10 +193,27 @@ class CUDAPlatform(Platform):
             return 0
         import torch
 
-        num_compiled = compile_ahead(run, self._local_rank)
+        num_compiled = compile_ahead(run, self._local_rank, self._first_start)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # of the largest steps: the KV cache was planned without what they leave
         return num_compiled
+
+    def compile_soon(self, run: Callable[[], None]) -> bool:
+        if self._first_start is None:
+            return False
+        import torch
+
+        self._first_start.compile_soon(run)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # weights come next: nothing shall lie between them
+        return True
+
+    def worker_ready(self) -> None:
+        if self._first_start is not None and self._marker is not None:
+            self._first_start.close()
+            self._first_start = None
+            with contextlib.suppress(OSError):  # then the next start looks whether there is something to compile
+                self._marker.touch()
 
     def graph_recorder(self) -> GraphRecorder:
         from pelton_platforms.cuda.graphs import CUDAGraphRecorder
@@ -194,11 +240,23 @@ def graph_bytes(config: EngineConfig, peak_activation_bytes: int) -> int:
     return GRAPHS_BYTES + min(peak_activation_bytes, MOST_GRAPH_POOL_BYTES)
 
 
-def _set_triton_cache() -> None:
+def _set_triton_cache() -> Path:
     """Kernels compiled once are found by the next start, under a key that Triton makes of source, options and device.
     Where the user chose a folder, that one. Read by Triton when it compiles, so set before."""
     if not os.environ.get("TRITON_CACHE_DIR") and not os.environ.get("TRITON_HOME"):
         os.environ["TRITON_CACHE_DIR"] = str(cache_folder("triton"))
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(os.environ["TRITON_HOME"], ".triton", "cache"))
+
+
+def _marker(folder: Path, config: EngineConfig) -> Path:
+    """A file among the compiled kernels that says that a start with these settings has been there. Where it is missing, most
+    kernels probably are."""
+    versions = []
+    for name in ("pelton", "torch", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name} {metadata.version(name)}")
+    digest = hashlib.sha256(repr((config, versions)).encode())
+    return folder / f"pelton-{digest.hexdigest()[:24]}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -8,7 +8,7 @@ from pelton_worker_fakes import Driver, make_worker
 
 from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_greedy
 from pelton.worker.inputs import padding_shape
-from pelton.worker.rehearsal import rehearsal
+from pelton.worker.rehearsal import few_layers, rehearsal
 from pelton_platforms.cpu.platform import CPUPlatform
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73))]
@@ -110,4 +110,37 @@ def test_without_graphs_it_has_rows_of_one_token_of_all_sizes_with_a_common_pref
     found = [(shape.num_padded_reqs, *shape.common_prefix_blocks[:1]) for shape in decodes]
     width = runner.state.block_tables[0].shape[1]
     assert found == [(1,), (2,), (4,), (8,), (8, width), (8, width // 2), (12,), (12, width), (12, width // 2)]
+    worker.shutdown()
+
+
+def test_of_layers_that_launch_the_same_kernels_one_is_gone_through_and_the_first(tmp_path):
+    path = make_tiny_checkpoint(tmp_path / "gemma3", "gemma3", num_hidden_layers=6)
+    worker = make_worker(path)
+    layers = worker.model.layers
+    windows = [layer.attn.sliding_window for layer in layers]
+    with few_layers(worker.model):
+        few = [list(layers).index(layer) for layer in worker.model.layers]
+    assert worker.model.layers is layers and len(layers) == 6
+    assert few == sorted({0, 1, *(windows.index(window, 1) for window in windows[1:])}) and len(few) == 3
+    worker.shutdown()
+
+
+@torch.inference_mode()
+def test_an_early_rehearsal_leaves_no_trace(model, monkeypatch):
+    ran = []
+
+    def compile_soon(self, run):
+        run()
+        return ran.append(run) is None
+
+    monkeypatch.setattr(CPUPlatform, "compile_soon", compile_soon)
+    monkeypatch.setattr(CPUPlatform, "compile_ahead", lambda self, run: 0)
+    worker = make_worker(model[0], cudagraph_mode="FULL_AND_PIECEWISE")
+    assert len(ran) == 1 and "list kernels" in worker.report().phase_s
+    assert len(worker.report().notes) == len(set(worker.report().notes))
+    driver = Driver(worker.runner)
+    requests = [driver.add(slot, prompt) for slot, prompt in enumerate(PROMPTS)]
+    driver.step([(r, len(r.token_ids)) for r in requests])
+    driver.decode(requests, COUNT - 1)
+    assert [request.output for request in requests] == model[1]
     worker.shutdown()

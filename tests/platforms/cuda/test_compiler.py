@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pelton_programs import run_program
 
-from pelton_platforms.cuda import compiler
+from pelton_platforms.cuda import compile_client, compiler
 
 
 def first_start(cache: Path, *arguments: str) -> dict[str, Any]:
@@ -58,3 +58,17 @@ def test_what_a_step_compiles_is_said(caplog):
     assert [record.message for record in caplog.records if "compiled" in record.message] == [
         "compiled some_kernel: 1.2 s"
     ]
+
+
+def test_processes_answer_for_what_is_no_kernel_and_end_when_they_are_told():
+    server = compile_client.CompileServer(2)
+    assert [server.compile(b"no kernel"), server.compile(b"[1]")] == [compile_client.FAILED] * 2
+    server.close()
+    assert server._process.returncode is not None
+
+
+def test_processes_that_do_not_come_up_fail_what_they_are_asked(monkeypatch):
+    monkeypatch.setattr(compile_client.sys, "executable", "/bin/false")
+    server = compile_client.CompileServer(1)
+    assert [server.compile(b"no kernel") for _ in range(2)] == [compile_client.FAILED] * 2
+    server.close()

@@ -26,7 +26,7 @@ PEAK = 3 * GIB
 def fake(monkeypatch):
     """A device of 100 GiB, 60 free, that torch's functions tell of."""
     device = SimpleNamespace(
-        free=60 * GIB, total=100 * GIB, reserved=10 * GIB, peak=10 * GIB, calls=[], count=1, init_error=None
+        free=60 * GIB, total=100 * GIB, reserved=10 * GIB, peak=10 * GIB, calls=[], servers=[], count=1, init_error=None
     )
 
     def init():
@@ -51,8 +51,20 @@ def fake(monkeypatch):
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(cuda, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr(cuda, "CompileServer", lambda count: FakeServer(device.servers))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
     return device
+
+
+class FakeServer:
+    num_processes = 2
+
+    def __init__(self, servers):
+        self.is_open = True
+        servers.append(self)
+
+    def close(self):
+        self.is_open = False
 
 
 def kv_bytes(**flat) -> int:
@@ -103,9 +115,35 @@ def test_a_rank_without_a_device_is_the_operators_error(fake):
 
 
 def test_kernels_are_compiled_ahead_and_what_steps_took_is_given_back(fake, monkeypatch):
-    monkeypatch.setattr(compiler, "compile_ahead", lambda run, local_rank: fake.calls.append(("ran", run())) or 3)
+    monkeypatch.setattr(compiler, "compile_ahead", lambda run, rank, first: fake.calls.append(("ran", run())) or 3)
     assert CUDAPlatform().compile_ahead(lambda: "all steps") == 3
     assert fake.calls == [("ran", "all steps"), ("synchronize",), ("empty_cache",)]
+
+
+def test_a_first_start_has_compilers_until_the_worker_is_ready_and_a_second_one_none(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config, other = EngineConfig(), EngineConfig.from_flat(max_num_seqs=7)
+    ran = []
+    platform = CUDAPlatform()
+    for _ in range(2):
+        platform.init_device(config, 0)
+    assert platform.compile_soon(lambda: ran.append("early")) and ran == ["early"]
+    assert [server.is_open for server in fake.servers] == [True]
+    platform.worker_ready()
+    assert not fake.servers[0].is_open
+    second = CUDAPlatform()
+    second.init_device(config, 0)
+    assert not second.compile_soon(lambda: ran.append("again")) and ran == ["early"]
+    CUDAPlatform().init_device(other, 0)
+    assert len(fake.servers) == 2, "other settings have kernels of their own"
+
+
+def test_a_device_that_fails_leaves_no_compilers(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fake.init_error = "no driver"
+    with pytest.raises(ConfigError, match="no driver"):
+        CUDAPlatform().init_device(EngineConfig(), 0)
+    assert [server.is_open for server in fake.servers] == [False]
 
 
 def test_without_triton_nothing_is_compiled_ahead(fake, monkeypatch):

@@ -177,7 +177,7 @@ def load_row(
     return token_index, x, other, new_value, block, next_block, slot, position
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])  # blocks: others at every start
 def decode_kernel(
     query,
     positions,
