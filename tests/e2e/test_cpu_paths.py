@@ -7,15 +7,28 @@ own in bfloat16 do, up to a quarter more in the mean (pelton_precision).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
-from pelton_e2e import FAMILIES, Reference, generate, greedy, make_llm, small_pool
+from pelton_e2e import (
+    FAMILIES,
+    GapReference,
+    Reference,
+    gap_reference,
+    generate,
+    greedy,
+    make_llm,
+    make_prompts,
+    small_pool,
+)
 from pelton_precision import assert_near_float32
 
 from pelton import SamplingParams
+from pelton.testing.models import make_tiny_checkpoint
 from pelton.worker.step_sampler import StepSampler
 from pelton_backends.native import library
+from pelton_backends.native.backend import NativeBackend
 from pelton_backends.native.build import available_sets
 from pelton_backends.native.isa import ISAS
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
@@ -55,6 +68,54 @@ def test_float32_ids_equal_transformers(references: Callable[[str], Reference], 
             output = llm.generate([prompt], greedy(), use_tqdm=False)[0]
             assert list(output.outputs[0].token_ids) == reference.outputs[longest]
             assert output.num_cached_tokens or not is_again
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+    },  # SmolLM2's heads
+    "gemma3": {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GapReference]:
+    """Ten prompts that start with the same 96 tokens, and one so long that its keys are cut into spans."""
+
+    @cache
+    def get(family: str) -> GapReference:
+        path = str(
+            make_tiny_checkpoint(
+                tmp_path_factory.mktemp(family), family, max_position_embeddings=1280, **SHAPES[family]
+            )
+        )
+        start, *tails, long = make_prompts(320, (96, *range(1, 11), 1100))
+        return gap_reference(family, path, [*(start + tail for tail in tails), long], 16, "cpu")
+
+    return get
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_shared_prefixes_and_long_rows_give_transformers_ids(
+    sharing: Callable[[str], GapReference], family: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, is_used = sharing(family), []
+    plain = NativeBackend._common_prefix
+
+    def watched(*arguments: Any) -> Any:
+        is_used.append((prefix := plain(*arguments)) is not None)
+        return prefix
+
+    monkeypatch.setattr(NativeBackend, "_common_prefix", watched)
+    with make_llm(reference.path, device="cpu", max_model_len=1280, max_num_batched_tokens=256) as llm:
+        alone = [generate(llm, [prompt], greedy(16))[0] for prompt in (reference.prompts[0], reference.prompts[-1])]
+        batched = generate(llm, reference.prompts[:-1], greedy(16))
+    reference.check([*batched, alone[1]])
+    assert alone[0] == batched[0] and any(is_used) == (path != TORCH)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
