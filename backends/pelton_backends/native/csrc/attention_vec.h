@@ -37,7 +37,7 @@ INLINE vec vec_exp2(vec x) {
     sum = sum * rest + 2.40221197e-1f;
     sum = sum * rest + 6.93146967e-1f;
     sum = sum * rest + 1.00000007f;
-    vec power = (vec)(((ivec)rounded << 23) + 0x3f800000);
+    vec power = (vec)(((uvec)rounded << 23) + 0x3f800000u);
     return (vec)((ivec)(sum * power) & ~is_low);
 }
 
