@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -225,6 +226,33 @@ def test_the_short_way_of_plain_blocks_gives_the_same_hashes(tokens, cuts, block
             found, tokens[:cut], adapter_id=adapter_id, block_extra_hashes=extra, cache_salt=salt
         )
     assert found == expected
+
+
+def test_runs_of_blocks_that_are_remembered_give_the_same_hashes(monkeypatch):
+    monkeypatch.setattr("pelton.kv_cache.hashing._MOST_RUNS", 8)
+    rng, hasher, size = random.Random(0), BlockHasher("sha256", 2), 2 * 64
+    known = [rng.randrange(1000) for _ in range(5 * size)]
+    prompts = [
+        known,
+        known[:300],
+        [1, *known],
+        known[:size] + known[2 * size :],
+        [*known[: 2 * size], 7, *known],
+        known,
+    ]
+    for prompt in prompts:
+        hashes, expected = [], []
+        for end in (size // 3, len(prompt)):
+            hasher.extend(hashes, prompt[:end])
+        extend_block_hashes(expected, prompt, 2, hash_fn=get_hash_fn("sha256"))
+        assert hashes == expected
+    assert len(hasher._runs) == 8
+    hasher.extend([], known)  # in one go: begun in the middle, a run is not remembered
+    digested = []
+    monkeypatch.setattr(hasher, "_digest", lambda data: digested.append(data) or hashlib.sha256(data).digest())
+    again = []
+    hasher.extend(again, known)
+    assert again == hashes and not digested, "what is remembered is not hashed again"
 
 
 def test_the_algorithms_differ():

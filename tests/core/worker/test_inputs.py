@@ -158,6 +158,17 @@ def test_appended_blocks_go_to_their_places():
     assert state.block_tables[1][2, :2].tolist() == [4, 0]
 
 
+def test_long_rows_are_copied_beside_short_ones(monkeypatch):
+    monkeypatch.setattr("pelton.worker.batch_state._LONG", 4)
+    state = make_state()
+    prompts, blocks = [[1, 2], [5, 6, 7, 8, 9], [3] * 4], [[1], [2, 3, 4, 5], [6]]
+    state.add([new(slot, prompt, [ids]) for slot, (prompt, ids) in enumerate(zip(prompts, blocks, strict=True))])
+    for slot, (prompt, ids) in enumerate(zip(prompts, blocks, strict=True)):
+        assert state.token_ids[slot, : len(prompt) + 1].tolist() == [*prompt, 0]
+        assert state.block_tables[0][slot, : len(ids)].tolist() == ids
+        assert not state.block_tables[0][slot, len(ids) :].any()
+
+
 def test_rows_with_one_token_count_as_decodes():
     state = make_state()
     state.add([new(s, [1] * 6, [[s + 1, s + 5]]) for s in range(3)])
