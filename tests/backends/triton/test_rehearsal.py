@@ -25,6 +25,8 @@ def test_steps_of_any_size_find_their_kernels_and_so_does_a_second_start(tmp_pat
     if "NONE" in arguments:
         assert first.pop("of_the_last_two") > 0 and first.pop("of_all") > 20
     else:
-        assert first.pop("early") > 20
+        # The pass before the weights leaves over what attention behind a common prefix launches in eager decode steps (PIECEWISE).
+        # The pass behind them, still before the engine is ready, compiles it.
+        assert first.pop("early") > 20 and first.pop("of_all") <= (3 if "PIECEWISE" in arguments else 0)
     assert first.items() <= nothing.items()
     assert start(tmp_path, *arguments) == nothing
