@@ -32,6 +32,7 @@ BAD = {
     "max_side_table_seqs": (0, r"use at least 1"),
     "stream_interval": (0, r"use at least 1"),
     "long_prefill_token_threshold": (-1, r"use 0"),
+    "max_mixed_prefill_tokens": (-1, r"use 0"),
     "tensor_parallel_size": (0, r"use at least 1"),
     "pipeline_parallel_size": (0, r"use at least 1"),
     "data_parallel_size": (0, r"use at least 1"),

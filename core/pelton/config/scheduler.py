@@ -23,6 +23,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Name of the scheduler; a plugin may replace it."""
     enable_chunked_prefill: bool = True
     """Compute a prompt that exceeds a step's budget in several steps."""
+    max_mixed_prefill_tokens: int | None = None
+    """Most prompt tokens in a step that also gives running requests a token, which bounds the time between two tokens; 0 for no
+    bound but the budget. When unset none; on CPUs, where `max_num_batched_tokens` is unset too, an eighth of it, at least 64."""
     long_prefill_token_threshold: int = 0
     """Most new tokens of one request in one step; 0 for no bound but the budget."""
     async_scheduling: bool = True
@@ -49,10 +52,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("max_steps_in_flight", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(
-                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}; use 0 (off) or a number of tokens."
-            )
+        for name in ("long_prefill_token_threshold", "max_mixed_prefill_tokens"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use 0 (off) or a number of tokens.")
 
     def num_side_slots(self, max_num_seqs: int) -> int:
         """Places in the side tables of an engine that runs `max_num_seqs` requests at once."""

@@ -399,12 +399,21 @@ def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
     return msgspec.structs.replace(config, scheduler=resolved)
 
 
+_MIXED_SHARE, _LEAST_MIXED_TOKENS = 8, 64
+
+
 def with_step_budget(config: EngineConfig, num_tokens: int | None) -> EngineConfig:
-    """With `max_num_batched_tokens` lowered to what an executor has found to fit into a step."""
-    resolved = config.scheduler.max_num_batched_tokens
-    if num_tokens is None or resolved is None or num_tokens >= resolved:
+    """With `max_num_batched_tokens` lowered to what an executor has found to fit into a step, and fewer prompt tokens beside
+    rows that decode, unless a setting says how many."""
+    resolved, num_mixed = config.scheduler.max_num_batched_tokens, config.scheduler.max_mixed_prefill_tokens
+    if num_tokens is None or resolved is None:
         return config
-    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=num_tokens)
+    num_tokens = min(num_tokens, resolved)
+    if num_mixed is None:
+        num_mixed = max(num_tokens // _MIXED_SHARE, _LEAST_MIXED_TOKENS)
+    scheduler = msgspec.structs.replace(
+        config.scheduler, max_num_batched_tokens=num_tokens, max_mixed_prefill_tokens=num_mixed
+    )
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 

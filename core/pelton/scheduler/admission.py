@@ -56,7 +56,12 @@ class Admission:
     def admit(self, step: StepBuilder) -> None:
         """Take requests from the head of the queue while the step has budget. The first that does not fit ends it."""
         table = self._table
-        while step.budget > 0 and self._allocations.slots.num_free and len(table.running) < self._max_num_seqs:
+        while (
+            step.budget > 0
+            and step.prefill_budget > 0
+            and self._allocations.slots.num_free
+            and len(table.running) < self._max_num_seqs
+        ):
             request = table.waiting.peek()
             if request is None:
                 return
@@ -129,7 +134,7 @@ class Admission:
         # One that was preempted may have outgrown a whole step, and is then cut even without chunked prefill.
         if not self._config.enable_chunked_prefill and num_new <= self._max_num_batched_tokens:
             return num_new if num_new <= step.budget else 0
-        return min(share(request, num_new, self._config, self._policy), step.budget)
+        return min(share(request, num_new, self._config, self._policy), step.budget, step.prefill_budget)
 
     def _count_found(self, request: ScheduledRequest, start: int, num_external: int) -> None:
         """The first `start` tokens need not be computed: some were found here, some a connector brings."""

@@ -133,6 +133,11 @@ class ScheduledRequest:
         return len(self.token_ids)
 
     @property
+    def is_in_decode(self) -> bool:
+        """Its next row is one token."""
+        return self.num_tokens_with_pending - self.num_computed_tokens == 1
+
+    @property
     def num_pending(self) -> int:
         """Sampled by open steps: an upper bound."""
         return self.num_tokens_with_pending - len(self.token_ids)

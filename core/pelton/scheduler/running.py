@@ -41,6 +41,9 @@ class RunningRows:
     def serve(self, step: StepBuilder) -> None:
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""
         running = self._table.running
+        num_mixed = self._config.max_mixed_prefill_tokens
+        if num_mixed and self._config.enable_chunked_prefill and any(request.is_in_decode for request in running):
+            step.prefill_budget = num_mixed
         is_plain = step.is_ordered and not self._drafts.is_on
         step_id, ones, max_seq_len = step.step_id, step.ones, 0
         index = 0
@@ -107,7 +110,9 @@ class RunningRows:
         if num_new > 1:
             # Every running request behind this one still gets its token in this step.
             left = max(step.budget - (len(self._table.running) - index - 1), 1)
-            num_new = min(share(request, num_new, self._config, self._policy), left)
+            num_new = min(share(request, num_new, self._config, self._policy), left, step.prefill_budget)
+            if num_new <= 0:
+                return False
         elif self._drafts.is_on:
             if self._drafts.must_wait(request):
                 return False

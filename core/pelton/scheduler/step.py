@@ -72,12 +72,13 @@ class StepBuilder:
 
     __slots__ = (
         "appends", "budget", "first_blocks", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
-        "many_samples", "many_tokens", "max_seq_len", "new", "ones", "ones_samples", "step_id",
+        "many_samples", "many_tokens", "max_seq_len", "new", "ones", "ones_samples", "prefill_budget", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int, budget: int, *, is_ordered: bool) -> None:
         self.step_id = step_id
         self.budget = budget
+        self.prefill_budget = budget  # of it, for tokens of rows with more than one
         self.is_ordered = is_ordered
         self.has_preempted = False
         self.max_seq_len = 0
@@ -120,6 +121,8 @@ class StepBuilder:
             self.ones.append(request)
             self.ones_samples.append(samples)
             return
+        if num_new > 1:
+            self.prefill_budget -= num_new
         self.many.append(request)
         self.many_tokens.append(total)
         self.many_samples.append(samples)

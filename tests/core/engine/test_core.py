@@ -97,6 +97,18 @@ def test_a_budget_that_nobody_set_follows_the_speed(make_core, monkeypatch, sett
     assert bool(asked) == is_asked
 
 
+@pytest.mark.parametrize(
+    "setting, fitting, expected", [(None, 1024, 128), (None, 16, 64), (None, 10**6, 256), (5, 1024, 5), (0, 1024, 0)]
+)
+def test_a_share_of_the_budget_goes_to_prompts_beside_rows_that_decode(
+    make_core, monkeypatch, setting, fitting, expected
+):
+    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: fitting)
+    core, _ = make_core(max_num_batched_tokens=None, max_mixed_prefill_tokens=setting)
+    assert core.config.scheduler.max_mixed_prefill_tokens == expected
+    core.shutdown()
+
+
 def test_a_budget_is_never_raised(make_core, monkeypatch):
     monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: 10**6)
     assert make_core(max_num_batched_tokens=None)[0].info.max_num_batched_tokens == 2048

@@ -91,6 +91,7 @@ class Campaign:
             policy=rng.choice([FCFSPolicy, PriorityPolicy])(),
             config=SchedulerConfig(
                 long_prefill_token_threshold=rng.choice([0, 0, 3]),
+                max_mixed_prefill_tokens=rng.choice([None, 0, 3]),
                 max_side_table_seqs=rng.choice([1, 64]),
             ),
             **arguments,

@@ -76,6 +76,31 @@ def test_chunks_of_a_prompt_are_cut_by_the_threshold_and_only_the_last_samples()
 
 
 @OVERLAPS
+def test_few_prompt_tokens_ride_along_with_rows_that_decode(overlap):
+    config = SchedulerConfig(max_mixed_prefill_tokens=4)
+    harness = Harness(config=config, max_num_batched_tokens=16, max_steps_in_flight=overlap)
+    harness.add(make_request("long", 20, 12))
+    for _ in range(3):
+        harness.step()
+    assert [output.num_scheduled for output in harness.executor.outputs][:3] == [[16], [4], [1]]  # alone: no bound
+    harness.add(make_request("a", 6, 2))
+    harness.add(make_request("b", 7, 1))
+    harness.run_and_check()
+    later = [output.num_scheduled for output in harness.executor.outputs[2:]]
+    assert [counts for counts in later if sum(counts) > 3] == [[1, 4], [1, 2, 2], [1, 1, 4]]
+
+
+def test_prompts_run_whole_beside_rows_that_decode_where_none_may_be_cut():
+    config = SchedulerConfig(max_mixed_prefill_tokens=4, enable_chunked_prefill=False)
+    harness = Harness(config=config, max_num_batched_tokens=16)
+    harness.add(make_request("a", 6, 9))
+    harness.step()
+    harness.add(make_request("b", 12, 1))
+    harness.run_and_check()
+    assert [1, 12] in [output.num_scheduled for output in harness.executor.outputs]
+
+
+@OVERLAPS
 def test_running_requests_get_a_token_each_step_while_a_long_prompt_is_chunked(overlap):
     harness = Harness(max_num_batched_tokens=8, max_steps_in_flight=overlap)
     harness.add(make_request("a", 2, 30))
