@@ -62,21 +62,12 @@ def pelton_model_formats() -> Sequence[Entry]:
 @hookimpl
 def pelton_ops() -> Sequence[OpEntry]:
     """The torch references, on every device."""
-    classes = {
-        "embed": "reference:ReferenceEmbed",
-        "add_norm_linear": "reference:ReferenceAddNormLinear",
-        "qk_norm_rope_write_kv": "reference:ReferenceQkNormRopeWriteKv",
-        "linear": "reference:ReferenceLinear",
-        "add_norm_gated_linear": "reference:ReferenceAddNormGatedLinear",
-        "add_norm_logits": "reference:ReferenceAddNormLogits",
-        "all_reduce": "reference:ReferenceAllReduce",
-        "prepare_inputs": "reference_step:ReferencePrepareInputs",
-        "sample": "reference_step:ReferenceSample",
-        "logprobs": "reference_step:ReferenceLogprobs",
-    }
+    from pelton.ops.interface import FUSED_OPS
+
     return [
-        OpEntry(name=f"reference.{seam}", seam=seam, load=f"pelton.ops.{target}", priority=10, doc="plain torch")
-        for seam, target in classes.items()
+        OpEntry(name=f"reference.{op.name}", op=op.name, load=op.reference, priority=10, doc="plain torch")
+        for op in FUSED_OPS.values()
+        if op.reference is not None
     ]
 
 

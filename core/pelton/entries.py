@@ -62,10 +62,18 @@ class BackendEntry(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpEntry(Entry):
-    """A fused seam's implementation: `load` gives a factory, see `pelton.ops.interface`."""
+    """A fused op's implementation: `load` gives a `pelton.ops.interface.OpImplementation`."""
 
-    seam: str
+    op: str = ""
+    seam: str = ""  # the old name of `op`, kept for plugins
     device_types: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        name = self.op or self.seam
+        if not name:
+            raise PluginError(f"OpEntry {self.name!r} does not say which op it is for. Give it `op`.")
+        object.__setattr__(self, "op", name)
+        object.__setattr__(self, "seam", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

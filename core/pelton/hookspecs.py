@@ -97,7 +97,14 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
 
 @hookspec(since="1.0")
 def pelton_ops(device_type: str) -> Sequence[OpEntry]:
-    """Offer implementations of fused seams for `device_type`. Called once per worker, before the model is built."""
+    """Offer implementations of fused ops for `device_type`. Called once per worker, before the model is built."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
+def pelton_fused_ops() -> Sequence[Entry]:
+    """Declare fused ops of your own, which your layers then bind: `load` gives a `pelton.ops.interface.FusedOp`, with its needs,
+    its tensors and a reference. Implementations of them come through `pelton_ops`. Called once per worker, before that."""
     raise NotImplementedError
 
 

@@ -11,7 +11,7 @@ from pelton.ops.interface import Embed, EmbedNeeds, EmbedTensors
 from pelton_backends.native import library
 from pelton_backends.native.library import DTYPES
 from pelton_backends.native.linear import PANELS
-from pelton_backends.native.seams import refusals
+from pelton_backends.native.seams import HANDLES, refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 class NativeEmbed:
+    handles = HANDLES
     is_recordable: ClassVar[bool] = True
 
     @staticmethod
@@ -31,13 +32,7 @@ class NativeEmbed:
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
         op = library.Embed(tensors.weight.data_ptr(), needs.hidden_size, scale_of(needs), DTYPES[needs.dtype], False)
-
-        def follow() -> None:
-            op.is_packed = True
-
-        if tensors.linear is not None:
-            tensors.linear.followers.setdefault(PANELS, []).append(follow)
-        return EmbeddingRows(needs, tensors, library.kernels().embed, op)
+        return PlainRows(needs, tensors, library.kernels().embed, op)
 
 
 class EmbeddingRows:
@@ -46,7 +41,7 @@ class EmbeddingRows:
     def __init__(self, needs: EmbedNeeds, tensors: EmbedTensors, run: Callable[..., int], op: Structure) -> None:
         self.dtype, self.hidden_size = getattr(torch, needs.dtype), needs.hidden_size
         self.weight = tensors.weight  # the struct has its address
-        self.run, self.struct = run, byref(op)
+        self.run, self.op, self.struct = run, op, byref(op)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         input_ids = input_ids.contiguous()
@@ -54,6 +49,18 @@ class EmbeddingRows:
         output = torch.empty(num_ids, self.hidden_size, dtype=self.dtype)
         self.run(self.struct, input_ids.data_ptr(), num_ids, output.data_ptr())
         return output
+
+
+class PlainRows(EmbeddingRows):
+    """In panels once a tied head has packed them."""
+
+    orders = (PANELS,)
+
+    def pack(self, order: str) -> bool:
+        return False
+
+    def packed(self, order: str) -> None:
+        self.op.is_packed = True
 
 
 def scale_of(needs: EmbedNeeds) -> float:

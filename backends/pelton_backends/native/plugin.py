@@ -1,4 +1,4 @@
-"""Paged attention and fused seams in C, for CPUs."""
+"""Paged attention and fused ops in C, for CPUs."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def pelton_ops(device_type: str) -> Sequence[OpEntry]:
         return []
     return [
         OpEntry(
-            name=f"{name}.{seam}",
-            seam=seam,
+            name=f"{name}.{op}",
+            op=op,
             load=f"pelton_backends.native.{target}",
             priority=50,
             device_types=("cpu",),
         )
         for name, entries in (("native", _ENTRIES), ("native_packed", _PACKED_ENTRIES))
-        for seam, target in entries
+        for op, target in entries
     ]

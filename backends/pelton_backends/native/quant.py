@@ -14,7 +14,7 @@ from pelton.quantization.blocks import KINDS, kinds_of
 from pelton_backends.native import library
 from pelton_backends.native.embed import EmbeddingRows, scale_of
 from pelton_backends.native.library import DTYPES
-from pelton_backends.native.seams import AddNormSeam, LinearSeam, LogitsSeam, Product, Seam, refusals
+from pelton_backends.native.seams import HANDLES, AddNormSeam, LinearSeam, LogitsSeam, Product, Seam, refusals
 
 KIND_NUMBERS = {"q8_0": 0, "q4_0": 1, "q4_1": 2}
 MOST_PARTS = 3
@@ -54,6 +54,8 @@ def _format_refusals(weight_format: str) -> list[str]:
 
 
 class _Blocks(Seam):
+    handles = HANDLES
+
     @staticmethod
     def unsupported(needs: Any) -> list[str]:
         reasons, parts = _format_refusals(needs.linear.weight_format), needs.linear.parts
@@ -81,6 +83,7 @@ class QuantAddNormLogits(LogitsSeam, _Blocks):
 
 
 class QuantEmbedding:
+    handles = HANDLES
     is_recordable: ClassVar[bool] = True
 
     @staticmethod

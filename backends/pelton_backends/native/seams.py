@@ -1,6 +1,6 @@
-"""The seams around a product in C, whatever form its weight has: what is left to each form is its own product.
+"""The fused ops around a product in C, whatever form its weight has: what is left to each form is its own product.
 
-A seam's class is what `OpImplementation` asks for; an instance is the bound callable.
+An op's class is what `OpImplementation` asks for; an instance is the bound callable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from pelton_backends.native import library
 from pelton_backends.native.library import ACTIVATIONS, DTYPES, NO_ACTIVATION
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+
+HANDLES = frozenset(["unit_offset", "has_bias", "post_norm", "soft_cap", "weight_format", "tp_size", "scale"])
 
 
 def refusals(needs: Any) -> list[str]:
@@ -64,8 +69,15 @@ class Product:
         """A thread that was held up may still read the weight, for a product that is done without it."""
         self._rest()
 
-    def weights_loaded(self) -> None:
-        """The weight is in place."""
+    orders: ClassVar[Sequence[str]] = ()
+
+    def pack(self, order: str) -> bool:
+        """As `OpImplementation` says; for products with `orders`."""
+        raise NotImplementedError
+
+    def packed(self, order: str) -> None:
+        """As `pack`."""
+        raise NotImplementedError
 
     def result(
         self,
@@ -92,7 +104,7 @@ class Seam(ABC):
 
     def __init__(self, needs: Any, tensors: Any) -> None:
         product = self.product(needs, tensors)
-        self.result, self.weights_loaded = product.result, product.weights_loaded
+        self.result, self.orders, self.pack, self.packed = product.result, product.orders, product.pack, product.packed
 
     @staticmethod
     @abstractmethod

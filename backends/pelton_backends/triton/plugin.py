@@ -1,4 +1,4 @@
-"""Paged attention and fused seams in Triton, for CUDA devices."""
+"""Paged attention and fused ops in Triton, for CUDA devices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ PELTON_API = ">=1,<2"
 
 _OPS = "pelton_backends.triton.ops"
 
-# seam, name, priority, what to load. Priorities order the implementations of one seam by the batch sizes they serve.
+# op, name, priority, what to load. Priorities order the implementations of one op by the batch sizes they serve.
 _ENTRIES = (
     ("embed", "triton", 50, "embed:TritonEmbed"),
+    ("add_norm", "triton", 50, "large_batch:TritonAddNorm"),
+    ("gated", "triton", 50, "large_batch:TritonGated"),
     ("add_norm_linear", "triton_gemv", 60, "gemv:GemvAddNormLinear"),
     ("add_norm_linear", "triton_small_batch", 55, "small_batch:SmallBatchAddNormLinear"),
     ("add_norm_linear", "triton_cublas", 50, "large_batch:LargeBatchAddNormLinear"),
@@ -23,6 +25,9 @@ _ENTRIES = (
     ("add_norm_gated_linear", "triton_gemv", 60, "gemv:GemvAddNormGatedLinear"),
     ("add_norm_gated_linear", "triton_small_batch", 55, "small_batch:SmallBatchAddNormGatedLinear"),
     ("add_norm_gated_linear", "triton_cublas", 50, "large_batch:LargeBatchAddNormGatedLinear"),
+    ("linear", "triton_fp8", 50, "fp8:Fp8Linear"),
+    ("add_norm_linear", "triton_fp8", 50, "fp8:Fp8AddNormLinear"),
+    ("add_norm_gated_linear", "triton_fp8", 50, "fp8:Fp8AddNormGatedLinear"),
     ("add_norm_logits", "triton", 50, "logits:TritonAddNormLogits"),
     ("qk_norm_rope_write_kv", "triton", 50, "qk_rope:TritonQkNormRopeWriteKv"),
     ("sample", "triton", 50, "sampling:TritonSample"),
@@ -52,6 +57,6 @@ def pelton_ops(device_type: str) -> Sequence[OpEntry]:
     if device_type != "cuda":
         return []
     return [
-        OpEntry(name=f"{name}.{seam}", seam=seam, load=f"{_OPS}.{target}", priority=priority, device_types=("cuda",))
-        for seam, name, priority, target in _ENTRIES
+        OpEntry(name=f"{name}.{op}", op=op, load=f"{_OPS}.{target}", priority=priority, device_types=("cuda",))
+        for op, name, priority, target in _ENTRIES
     ]

@@ -169,7 +169,7 @@ def _shown_value(value: Any) -> str:
 
 def _op_row(choice: Any) -> dict[str, Any]:
     return {
-        "seam": choice.seam,
+        "seam": choice.op,
         "chosen": " + ".join(choice.names),
         "needs": _shown_needs(choice.needs),
         "refused": "; ".join(f"{name}: {why}" for name, why in choice.refused),

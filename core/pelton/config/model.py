@@ -43,7 +43,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template: str | None = None
     """File with a Jinja chat template, or the template itself; the tokenizer's own when unset."""
     quantization: str | None = None
-    """How weights are kept: gguf (a .gguf file's own blocks), q8_0, q4_1, q4_0 (quantized while they load), or another
+    """How weights are kept: gguf (a .gguf file's own blocks), q8_0, q4_1, q4_0, fp8 (quantized while they load), or another
     method that a plugin offers; from the checkpoint when unset."""
 
     def __post_init__(self) -> None:

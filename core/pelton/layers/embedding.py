@@ -82,7 +82,6 @@ class LMHead(nn.Module):
             self.matrix = matrix = VocabMatrix(vocab_size, hidden_size, config=config, prefix=prefix)
         parallel = config.parallel
         weights = matrix.linear_weights
-        weights.num_readers += tied
         needs = AddNormLogitsNeeds(
             dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, vocab_size=vocab_size, soft_cap=soft_cap,
             post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,

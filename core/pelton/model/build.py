@@ -122,7 +122,7 @@ def make_build_config(
         dtype=getattr(torch, model.dtype),
         device=device,
         max_model_len=model.max_model_len,
-        ops=OpSelector(plugins.entries("pelton_ops", device_type=device_type)),
+        ops=OpSelector(plugins.entries("pelton_ops", device_type=device_type), plugins.entries("pelton_fused_ops")),
         attention=AttentionSelector(
             plugins.entries("pelton_attention_backends", device_type=device_type),
             named=config.attention.backend,

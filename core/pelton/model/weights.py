@@ -30,7 +30,7 @@ Fill = Callable[[LazyWeight, "Tensor"], None]
 class WeightTarget:
     """One checkpoint tensor's place."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...] | None  # of the whole tensor; None: `fill` takes any
     target: Tensor | None  # a view of a parameter, shaped as the slice; None: this rank keeps nothing of it
     dim: int | None  # axis of the slice; None: the whole tensor
     start: int
@@ -48,7 +48,7 @@ class WeightMap:
     def expect(
         self,
         name: str,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...] | None,
         target: Tensor | None,
         *,
         dim: int | None = None,
@@ -65,8 +65,8 @@ class WeightMap:
         self._ignored.append(re.compile(pattern))
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Every checkpoint name with the shape it must have."""
-        return {name: target.shape for name, target in self._targets.items()}
+        """Every checkpoint name with the shape it must have; () where it may have any."""
+        return {name: target.shape or () for name, target in self._targets.items()}
 
     def load(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         """Read each weight once, in the order given. Raises `ConfigError` naming what is missing, unexpected or misshapen."""
@@ -105,7 +105,7 @@ class WeightMap:
 
 
 def _check_shape(name: str, weight: LazyWeight, target: WeightTarget) -> None:
-    if tuple(weight.shape) != target.shape:
+    if target.shape is not None and tuple(weight.shape) != target.shape:
         raise ConfigError(
             f"Weight {name} is {list(weight.shape)}; config.json makes it {list(target.shape)}. "
             "Check that config.json belongs to these weights."

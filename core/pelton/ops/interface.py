@@ -1,4 +1,4 @@
-"""The fused seams: where a model's step may be served by a kernel instead of torch.
+"""The fused ops: what a kernel may compute in a model's step instead of torch.
 
 A sub-layer returns its bare output, partial over ranks; the op that reads it reduces it, norms it
 (models with post-norms) and adds the residual. So a decode step is five calls a layer:
@@ -6,16 +6,20 @@ A sub-layer returns its bare output, partial over ranks; the op that reads it re
     add_norm_linear (QKV) -> qk_norm_rope_write_kv and attention (`AttentionBackend.forward_qkv`) -> linear (O)
     -> add_norm_gated_linear -> linear (down)
 
-For each seam there is a needs dataclass (what an implementation may refuse), a tensors dataclass (what it is
+The three that begin with `add_norm_` are optional: where no kernel fits, each is composed of `add_norm`, `linear` and
+`gated`, which are chosen like any other. A weight format is thus one `linear`, a reduction one `add_norm`.
+
+For each op there is a needs dataclass (what an implementation may refuse), a tensors dataclass (what it is
 bound to) and a protocol of the bound callable. Shapes: T tokens, H hidden size, D head_dim.
 An op must be free of host synchronisation, and must do the same work for the same shapes.
+The residual between two layers belongs to the ops: a model hands it on and does not compute with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -26,20 +30,26 @@ if TYPE_CHECKING:
     from pelton.worker.batch_state import BatchState
     from pelton.worker.inputs import InputBuffers, StepShape
 
-SEAMS = (
-    "embed", "add_norm_linear", "qk_norm_rope_write_kv", "linear", "add_norm_gated_linear", "add_norm_logits",
-    "sample", "logprobs", "moe", "lora", "all_reduce", "prepare_inputs",
-)  # fmt: skip
+T = TypeVar("T")
 
 
 class OpImplementation(Protocol):
     """What the `load` of an `OpEntry` gives: a module or class with these two functions.
 
-    Optional: `token_range(needs) -> (least, most or None)`, when it serves only some batch sizes; the next fitting
-    entry serves the others. A bound callable may have `weights_loaded()`: called once when the weights are in place,
-    for packing them; it may bring those of a `LinearWeights` into an order of its own, where all their readers follow.
+    Optional:
+    `handles`: names of the optional needs that it has read about (`optional`), those of specs inside its needs too. It is refused
+    for any other that differs from its default.
+    `token_range(needs) -> (least, most or None)`, when it serves only some batch sizes; the next fitting entry serves the others.
+    `compose(needs, tensors, bind)` in place of `bind`: a callable made of other ops, each from `bind(op, needs, tensors)`.
     `is_recordable = True`: on devices that compute in the calling process, it computes with torch's ops and with functions
     that it calls by `pelton.graphs.tape.launch` only, so that a step can be recorded and replayed. Without it none is there.
+
+    A bound callable may have `weights_loaded()`: called once when the weights are in place. One that can read `LinearWeights` in
+    another order than they are loaded in has
+    `orders`: the names of those orders, the best first;
+    `pack(order) -> bool`: bring the tensors into the order, in their memory; False: left as they are;
+    `packed(order)`: from now on they are in it.
+    The selector asks one to pack when every reader of the tensors knows the order, and tells all of them.
     """
 
     def unsupported(self, needs: Any) -> list[str]:
@@ -51,7 +61,37 @@ class OpImplementation(Protocol):
         ...
 
 
-# What several seams share.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedOp:
+    """One op that implementations may be offered for: core's are `FUSED_OPS`, plugins declare theirs by `pelton_fused_ops`."""
+
+    name: str
+    needs: type
+    """A frozen dataclass; fields made by `optional` are refused by implementations that do not name them."""
+    tensors: type
+    reference: str | None = None
+    """"module:attribute" of the implementation that serves all needs on every device, and that others are tested against."""
+
+
+def optional(default: T) -> T:
+    """The default of a need that an implementation must name in its `handles`, or is refused for."""
+    made: T = field(default=default, metadata={"optional": True})
+    return made
+
+
+def optional_needs(needs: Any, *, nested: bool = True) -> dict[str, Any]:
+    """The optional needs that differ from their defaults; with `nested` those of specs inside too."""
+    found: dict[str, Any] = {}
+    for one in fields(needs) if is_dataclass(needs) else ():
+        value = getattr(needs, one.name)
+        if "optional" in one.metadata and value != one.default:
+            found[one.name] = value
+        if nested:
+            found |= optional_needs(value)
+    return found
+
+
+# What several ops share.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +100,18 @@ class NormSpec:
 
     size: int
     eps: float
-    unit_offset: bool = False
+    unit_offset: bool = optional(False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRounding:
+    """How a product's inputs are rounded before it: to `dtype`, after the division by a scale."""
+
+    dtype: str  # torch's name of an 8-bit type
+    is_dynamic: bool = (
+        True  # a scale for each token, from its largest number; False: `tensors["input_scale"]`, float32 []
+    )
+    bound: float | None = None  # the largest number that a dynamic scale is made for; larger ones saturate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +120,12 @@ class LinearSpec:
 
     in_features: int
     out_features: int
-    weight_format: str = "plain"
+    weight_format: str = optional("plain")
     """plain: `weight` [out, in] of the model's dtype. q8_0, q4_0, q4_1, or one a part, joined by "+": blocks as in
-    `pelton.quantization.blocks`, a tensor `part0`, `part1`, ... for each part. Others by quantization plugins."""
-    has_bias: bool = False
+    `pelton.quantization.blocks`, a tensor `part0`, `part1`, ... for each part. fp8_e4m3: `weight` [out, in] float8_e4m3fn times
+    `weight_scale` [out] float32. Others by quantization plugins."""
+    has_bias: bool = optional(False)
+    inputs: InputRounding | None = optional(None)  # None: as they are
     parts: tuple[int, ...] = ()  # rows of each part, in formats that keep the parts of a merged matrix apart
 
 
@@ -83,9 +136,7 @@ class LinearWeights:
     spec: LinearSpec
     tensors: Mapping[str, Tensor]  # plain: {"weight": [out, in]}
     bias: Tensor | None = None  # [out]
-    num_readers: int = 1  # ops bound to the tensors: more of a tied embedding's, and of those for some batch sizes
-    followers: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
-    """By the name of an order: readers to be called once another reader has brought the tensors into it."""
+    finish: Callable[[], None] | None = None  # called once when all parts are loaded, before any op reads the tensors
 
 
 class AllReduce(Protocol):
@@ -102,9 +153,9 @@ class EmbedNeeds:
     dtype: str
     num_rows: int  # of this rank
     hidden_size: int
-    scale: float | None = None
-    tp_size: int = 1
-    weight_format: str = "plain"  # as in `LinearSpec`
+    scale: float | None = optional(None)
+    tp_size: int = optional(1)
+    weight_format: str = optional("plain")  # as in `LinearSpec`
 
 
 @dataclass(slots=True)
@@ -120,6 +171,33 @@ class Embed(Protocol):
         ...
 
 
+# add_norm: the end of a sub-layer, and the norm of the one that reads it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddNormNeeds:
+    dtype: str
+    norm: NormSpec
+    post_norm: NormSpec | None = optional(None)
+    tp_size: int = optional(1)
+
+
+@dataclass(slots=True)
+class AddNormTensors:
+    norm: Tensor  # [H]
+    post_norm: Tensor | None = None  # [H] normalises the sub-layer's output before it is added
+    reduce: AllReduce | None = None  # None with one rank
+
+
+class AddNorm(Protocol):
+    def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """residual' = post_norm(reduce(hidden)) + residual; returns (norm(residual'), residual').
+
+        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten.
+        """
+        ...
+
+
 # add_norm_linear: the norm before attention, and QKV.
 
 
@@ -128,8 +206,8 @@ class AddNormLinearNeeds:
     dtype: str
     norm: NormSpec
     linear: LinearSpec
-    post_norm: NormSpec | None = None
-    tp_size: int = 1
+    post_norm: NormSpec | None = optional(None)
+    tp_size: int = optional(1)
 
 
 @dataclass(slots=True)
@@ -160,9 +238,9 @@ class QkNormRopeWriteKvNeeds:
     num_kv_heads: int
     head_dim: int
     rotary_dim: int  # 0: no rotation
-    q_norm: NormSpec | None = None
-    k_norm: NormSpec | None = None
-    writes_kv: bool = True
+    q_norm: NormSpec | None = optional(None)
+    k_norm: NormSpec | None = optional(None)
+    writes_kv: bool = optional(True)
 
 
 @dataclass(slots=True)
@@ -204,6 +282,27 @@ class Linear(Protocol):
         ...
 
 
+# gated: the activation between the matrices of an MLP.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedNeeds:
+    dtype: str
+    size: int  # I
+    activation: str  # silu, gelu, gelu_tanh
+
+
+@dataclass(slots=True)
+class GatedTensors:
+    device: torch.device
+
+
+class Gated(Protocol):
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I], gate and up -> activation(gate) * up [T, I]."""
+        ...
+
+
 # add_norm_gated_linear: the norm before the MLP, gate and up, activation.
 
 
@@ -213,8 +312,8 @@ class AddNormGatedLinearNeeds:
     norm: NormSpec
     linear: LinearSpec  # out_features = 2 I: gate rows, then up rows
     activation: str  # silu, gelu, gelu_tanh
-    post_norm: NormSpec | None = None
-    tp_size: int = 1
+    post_norm: NormSpec | None = optional(None)
+    tp_size: int = optional(1)
 
 
 @dataclass(slots=True)
@@ -240,9 +339,9 @@ class AddNormLogitsNeeds:
     norm: NormSpec
     linear: LinearSpec  # out_features: this rank's vocabulary rows
     vocab_size: int  # columns kept of the gathered logits
-    post_norm: NormSpec | None = None
-    soft_cap: float | None = None
-    tp_size: int = 1
+    post_norm: NormSpec | None = optional(None)
+    soft_cap: float | None = optional(None)
+    tp_size: int = optional(1)
 
 
 @dataclass(slots=True)
@@ -273,43 +372,6 @@ class AllReduceNeeds:
 @dataclass(slots=True)
 class AllReduceTensors:
     parallel: Any  # pelton.parallel.context.ParallelContext
-
-
-# Seams without a reference in core's layers yet: mixture of experts and LoRA come with their plugins.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeNeeds:
-    dtype: str
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int  # of this rank
-    activation: str = "silu"
-    weight_format: str = "plain"
-    renormalize: bool = True
-    tp_size: int = 1
-
-
-class Moe(Protocol):
-    def __call__(self, hidden: Tensor, router_logits: Tensor) -> Tensor:
-        """hidden [T, H], router_logits [T, num_experts] -> [T, H], partial over ranks."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraNeeds:
-    dtype: str
-    in_features: int
-    out_features: tuple[int, ...]  # of each part of a merged matrix
-    max_rank: int
-    max_adapters: int
-
-
-class Lora(Protocol):
-    def __call__(self, x: Tensor, adapter: Any, output: Tensor) -> None:
-        """Add each row's adapter product to `output` [T, sum(out_features)] in place; x [T, in]."""
-        ...
 
 
 # sample: the tail of a step in which every row of logits gives its request one token.
@@ -398,3 +460,43 @@ class PrepareInputs(Protocol):
         Of a row's block table only the blocks that hold its tokens need be written.
         """
         ...
+
+
+# All of them.
+
+_REFERENCE, _STEP = "pelton.ops.reference:Reference", "pelton.ops.reference_step:Reference"
+
+FUSED_OPS = {
+    op.name: op
+    for op in (
+        FusedOp(name="embed", needs=EmbedNeeds, tensors=EmbedTensors, reference=f"{_REFERENCE}Embed"),
+        FusedOp(name="add_norm", needs=AddNormNeeds, tensors=AddNormTensors, reference=f"{_REFERENCE}AddNorm"),
+        FusedOp(name="linear", needs=LinearNeeds, tensors=LinearTensors, reference=f"{_REFERENCE}Linear"),
+        FusedOp(name="gated", needs=GatedNeeds, tensors=GatedTensors, reference=f"{_REFERENCE}Gated"),
+        FusedOp(
+            name="add_norm_linear", needs=AddNormLinearNeeds, tensors=AddNormLinearTensors,
+            reference=f"{_REFERENCE}AddNormLinear",
+        ),
+        FusedOp(
+            name="add_norm_gated_linear", needs=AddNormGatedLinearNeeds, tensors=AddNormGatedLinearTensors,
+            reference=f"{_REFERENCE}AddNormGatedLinear",
+        ),
+        FusedOp(
+            name="add_norm_logits", needs=AddNormLogitsNeeds, tensors=AddNormLogitsTensors,
+            reference=f"{_REFERENCE}AddNormLogits",
+        ),
+        FusedOp(
+            name="qk_norm_rope_write_kv", needs=QkNormRopeWriteKvNeeds, tensors=QkNormRopeWriteKvTensors,
+            reference=f"{_REFERENCE}QkNormRopeWriteKv",
+        ),
+        FusedOp(name="all_reduce", needs=AllReduceNeeds, tensors=AllReduceTensors, reference=f"{_REFERENCE}AllReduce"),
+        FusedOp(
+            name="prepare_inputs", needs=PrepareInputsNeeds, tensors=PrepareInputsTensors,
+            reference=f"{_STEP}PrepareInputs",
+        ),
+        FusedOp(name="sample", needs=SampleNeeds, tensors=SampleTensors, reference=f"{_STEP}Sample"),
+        FusedOp(name="logprobs", needs=LogprobsNeeds, tensors=LogprobsTensors, reference=f"{_STEP}Logprobs"),
+    )
+}  # fmt: skip
+SEAMS = tuple(FUSED_OPS)
+"""The old name, kept for plugins."""

@@ -1,4 +1,4 @@
-"""Plain torch implementations of the fused seams: the reference that kernels are tested against.
+"""Plain torch implementations of the fused ops: the reference that kernels are tested against.
 
 Composed of small pure functions. Rounding follows transformers' modules: norms are computed in float32 and
 rounded to the model's dtype, residuals are added in the model's dtype, rotation and logits in float32.
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from pelton.ops.interface import (
+    AddNorm,
     AddNormGatedLinear,
     AddNormGatedLinearNeeds,
     AddNormGatedLinearTensors,
@@ -23,12 +24,17 @@ from pelton.ops.interface import (
     AddNormLogits,
     AddNormLogitsNeeds,
     AddNormLogitsTensors,
+    AddNormNeeds,
+    AddNormTensors,
     AllReduce,
     AllReduceNeeds,
     AllReduceTensors,
     Embed,
     EmbedNeeds,
     EmbedTensors,
+    Gated,
+    GatedNeeds,
+    GatedTensors,
     Linear,
     LinearNeeds,
     LinearTensors,
@@ -42,6 +48,9 @@ from pelton.quantization.blocks import KINDS, PANEL_ROWS, dense, dequantize, kin
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Bind = Callable[[str, Any, Any], Callable[..., Any]]
+"""`OpSelector.bind`."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -139,7 +148,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         cache[blocks, offsets] = torch.where(is_kept, new.to(cache.dtype), cache[blocks, offsets])
 
 
-# Implementations, one a seam: `unsupported` and `bind`, as the interface says.
+# Implementations, one an op: `unsupported` and `bind`, as the interface says.
 
 
 def _unknown_format(weight_format: str) -> list[str]:
@@ -149,6 +158,8 @@ def _unknown_format(weight_format: str) -> list[str]:
 
 
 class ReferenceEmbed:
+    handles = frozenset(["scale", "tp_size", "weight_format"])
+
     @staticmethod
     def unsupported(needs: EmbedNeeds) -> list[str]:
         return _unknown_format(needs.weight_format)
@@ -177,21 +188,38 @@ class ReferenceEmbed:
         return embed if needs.tp_size == 1 else embed_shard
 
 
-class ReferenceAddNormLinear:
-    @staticmethod
-    def unsupported(needs: AddNormLinearNeeds) -> list[str]:
-        return _unknown_format(needs.linear.weight_format)
+class ReferenceAddNorm:
+    handles = frozenset(["post_norm", "tp_size", "unit_offset"])
 
     @staticmethod
-    def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def unsupported(needs: AddNormNeeds) -> list[str]:
+        return []
+
+    @staticmethod
+    def bind(needs: AddNormNeeds, tensors: AddNormTensors) -> AddNorm:
+        def add_norm(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual = add_residual(hidden, residual, tensors.post_norm, needs.post_norm, tensors.reduce)
-            return linear(rms_norm(residual, tensors.norm, needs.norm), tensors.linear), residual
+            return rms_norm(residual, tensors.norm, needs.norm), residual
 
-        return add_norm_linear
+        return add_norm
+
+
+class ReferenceGated:
+    @staticmethod
+    def unsupported(needs: GatedNeeds) -> list[str]:
+        return [] if needs.activation in ACTIVATIONS else [f"activation {needs.activation!r}"]
+
+    @staticmethod
+    def bind(needs: GatedNeeds, tensors: GatedTensors) -> Gated:
+        def call(gate_up: Tensor) -> Tensor:
+            return gated(gate_up, needs.activation)
+
+        return call
 
 
 class ReferenceQkNormRopeWriteKv:
+    handles = frozenset(["q_norm", "k_norm", "writes_kv", "unit_offset"])
+
     @staticmethod
     def unsupported(needs: QkNormRopeWriteKvNeeds) -> list[str]:
         return [f"kv dtype {needs.kv_dtype}"] if needs.kv_dtype.startswith("fp8") else []
@@ -222,6 +250,8 @@ class ReferenceQkNormRopeWriteKv:
 
 
 class ReferenceLinear:
+    handles = frozenset(["weight_format", "has_bias"])
+
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
         return _unknown_format(needs.linear.weight_format)
@@ -236,34 +266,68 @@ class ReferenceLinear:
         return call
 
 
-class ReferenceAddNormGatedLinear:
-    @staticmethod
-    def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
-        known = needs.activation in ACTIVATIONS
-        return _unknown_format(needs.linear.weight_format) + ([] if known else [f"activation {needs.activation!r}"])
+class Composed:
+    """An op made of others: those that the selector chooses, or with `bind` the references."""
+
+    handles = frozenset(["post_norm", "tp_size", "soft_cap"])
 
     @staticmethod
-    def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
+    def unsupported(needs: Any) -> list[str]:
+        return []  # the parts say
+
+    @classmethod
+    def bind(cls, needs: Any, tensors: Any) -> Callable[..., Any]:
+        compose: Callable[..., Callable[..., Any]] = cls.compose  # type: ignore[attr-defined]
+        return compose(needs, tensors, _bind_reference)
+
+
+def _bind_reference(op: str, needs: Any, tensors: Any) -> Callable[..., Any]:
+    parts: dict[str, Any] = {"add_norm": ReferenceAddNorm, "linear": ReferenceLinear, "gated": ReferenceGated}
+    bound: Callable[..., Any] = parts[op].bind(needs, tensors)
+    return bound
+
+
+def _parts(needs: Any, tensors: Any, bind: Bind) -> tuple[AddNorm, Linear]:
+    norm = AddNormNeeds(dtype=needs.dtype, norm=needs.norm, post_norm=needs.post_norm, tp_size=needs.tp_size)
+    add_norm = bind("add_norm", norm, AddNormTensors(tensors.norm, tensors.post_norm, tensors.reduce))
+    return add_norm, bind("linear", LinearNeeds(dtype=needs.dtype, linear=needs.linear), LinearTensors(tensors.linear))
+
+
+class ReferenceAddNormLinear(Composed):
+    @staticmethod
+    def compose(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors, bind: Bind) -> AddNormLinear:
+        add_norm, product = _parts(needs, tensors, bind)
+
+        def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            rows, residual = add_norm(hidden, residual)
+            return product(rows), residual
+
+        return add_norm_linear
+
+
+class ReferenceAddNormGatedLinear(Composed):
+    @staticmethod
+    def compose(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors, bind: Bind) -> AddNormGatedLinear:
+        add_norm, product = _parts(needs, tensors, bind)
+        gate = GatedNeeds(dtype=needs.dtype, size=needs.linear.out_features // 2, activation=needs.activation)
+        activate: Gated = bind("gated", gate, GatedTensors(tensors.norm.device))
+
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            residual = add_residual(hidden, residual, tensors.post_norm, needs.post_norm, tensors.reduce)
-            gate_up = linear(rms_norm(residual, tensors.norm, needs.norm), tensors.linear)
-            return gated(gate_up, needs.activation), residual
+            rows, residual = add_norm(hidden, residual)
+            return activate(product(rows)), residual
 
         return add_norm_gated_linear
 
 
-class ReferenceAddNormLogits:
+class ReferenceAddNormLogits(Composed):
     @staticmethod
-    def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
-        return _unknown_format(needs.linear.weight_format)
+    def compose(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors, bind: Bind) -> AddNormLogits:
+        add_norm, product = _parts(needs, tensors, bind)
 
-    @staticmethod
-    def bind(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:
         def add_norm_logits(hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
-            hidden = hidden[rows]  # a copy, which reduce may overwrite
-            residual = None if residual is None else residual[rows]
-            final = add_residual(hidden, residual, tensors.post_norm, needs.post_norm, tensors.reduce)
-            logits = linear(rms_norm(final, tensors.norm, needs.norm), tensors.linear)
+            # Copies, which `add_norm` may overwrite.
+            final, _ = add_norm(hidden[rows], None if residual is None else residual[rows])
+            logits = product(final)
             if tensors.gather is not None:
                 logits = tensors.gather(logits)
             logits = logits[:, : needs.vocab_size].float()

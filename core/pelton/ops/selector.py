@@ -1,27 +1,27 @@
-"""Choose an implementation of each fused seam, when a layer is built.
+"""Choose an implementation of each fused op, when a layer is built.
 
-The first entry by (-priority, name) whose `unsupported(needs)` is empty wins; one that serves only some
-batch sizes leaves the others to the next that fits. What is returned is a plain callable: nothing
-dispatches by name in forward.
+The first entry by (-priority, name) that handles the optional needs, and whose `unsupported(needs)` is empty, wins; one
+that serves only some batch sizes leaves the others to the next that fits. What is returned is a plain callable: nothing
+dispatches by name in forward. Once weights are loaded, the selector also decides which of them are packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from pelton.entries import OpEntry
+from pelton.entries import Entry, OpEntry
 from pelton.errors import ConfigError, PluginError
-from pelton.ops.interface import SEAMS, LinearWeights, OpImplementation
+from pelton.ops.interface import FUSED_OPS, FusedOp, LinearWeights, OpImplementation, optional_needs
 
 
 @dataclass(frozen=True, slots=True)
 class OpChoice:
     """One choice, for `pelton backends`."""
 
-    seam: str
+    op: str
     needs: Any
     names: tuple[str, ...]  # more than one when they share the batch sizes
     refused: tuple[tuple[str, str], ...] = ()  # (entry, reasons), of those with a better place
@@ -35,51 +35,68 @@ class _Ranged:
 
 
 class OpSelector:
-    """Made once per worker from `plugins.entries("pelton_ops", device_type=...)`."""
+    """Made once per worker from `plugins.entries("pelton_ops", device_type=...)` and `plugins.entries("pelton_fused_ops")`."""
 
-    def __init__(self, entries: Iterable[OpEntry]) -> None:
+    def __init__(self, entries: Iterable[OpEntry], declared: Iterable[Entry] = ()) -> None:
         self.choices: list[OpChoice] = []  # distinct ones, in the order in which layers asked
-        self._entries: dict[str, list[OpEntry]] = {seam: [] for seam in SEAMS}
+        self._ops = dict(FUSED_OPS)
         self._loaded: dict[str, OpImplementation] = {}
         self._bound: list[Callable[..., Any]] = []
-        for entry in sorted(entries, key=lambda e: (-e.priority, e.name)):
-            if entry.seam not in self._entries:
-                raise PluginError(f"Op {entry.name!r} offers seam {entry.seam!r}; the seams are {', '.join(SEAMS)}.")
-            self._entries[entry.seam].append(entry)
+        self._readers: dict[int, tuple[LinearWeights, list[Callable[..., Any]]]] = {}
+        offered = list(entries)
+        for declaration in declared:
+            op: FusedOp = declaration.resolve()
+            if self._ops.setdefault(op.name, op) is not op:
+                raise PluginError(f"Fused op {op.name!r} is declared twice. Give yours a name of its own.")
+            if op.reference is not None:
+                offered.append(OpEntry(name=f"reference.{op.name}", op=op.name, load=op.reference, priority=10))
+        self._entries: dict[str, list[OpEntry]] = {name: [] for name in self._ops}
+        for entry in sorted(offered, key=lambda e: (-e.priority, e.name)):
+            if entry.op not in self._entries:
+                raise PluginError(f"Op {entry.name!r} is offered for {entry.op!r}; there are {', '.join(self._ops)}.")
+            self._entries[entry.op].append(entry)
 
-    def bind(self, seam: str, needs: Any, tensors: Any) -> Callable[..., Any]:
+    def bind(self, op: str, needs: Any, tensors: Any) -> Callable[..., Any]:
         """The callable for one layer. Raises `ConfigError` that lists every entry with its reasons."""
+        assert isinstance(needs, self._ops[op].needs), f"needs of {op} are a {self._ops[op].needs.__name__}"
         parts: list[_Ranged] = []
         names: list[str] = []
         refused: list[tuple[str, str]] = []
-        for entry in self._entries[seam]:
+        for entry in self._entries[op]:
             implementation = self._load(entry)
-            reasons = implementation.unsupported(needs)
+            reasons = _reasons_against(implementation, needs)
             if reasons:
                 refused.append((entry.name, ", ".join(reasons)))
                 continue
             least, most = getattr(implementation, "token_range", _all_sizes)(needs)
-            call = implementation.bind(needs, tensors)
-            self._bound.append(call)
-            parts.append(_Ranged(least, most, call))
+            parts.append(_Ranged(least, most, self._bind(implementation, needs, tensors)))
             names.append(entry.name)
             if least <= 0 and most is None:
                 break
         else:
             tried = "; ".join(f"{name}: {why}" for name, why in refused) or "none is offered"
             partly = f" {', '.join(names)} fit for some batch sizes only." if names else ""
-            raise ConfigError(f"No op for seam {seam!r} fits {needs}. Tried: {tried}.{partly}")
-        if isinstance(weights := getattr(tensors, "linear", None), LinearWeights):
-            weights.num_readers += len(parts) - 1
-        choice = OpChoice(seam, needs, tuple(names), tuple(refused))
+            raise ConfigError(f"No op for {op!r} fits {needs}. Tried: {tried}.{partly}")
+        choice = OpChoice(op, needs, tuple(names), tuple(refused))
         if choice not in self.choices:
             self.choices.append(choice)
         return parts[0].call if len(parts) == 1 else _by_batch_size(parts)
 
+    def _bind(self, implementation: OpImplementation, needs: Any, tensors: Any) -> Callable[..., Any]:
+        compose = getattr(implementation, "compose", None)
+        if compose is not None:
+            composed: Callable[..., Any] = compose(needs, tensors, self.bind)
+            return composed
+        call = implementation.bind(needs, tensors)
+        self._bound.append(call)
+        if isinstance(weights := getattr(tensors, "linear", None), LinearWeights):
+            self._readers.setdefault(id(weights), (weights, []))[1].append(call)
+        return call
+
     def fork(self) -> OpSelector:
         """One that chooses the same, and whose calls are nobody's concern here: they end with what they were bound to."""
         fork = copy(self)
-        fork._bound = []
+        fork._bound, fork._readers = [], {}
         return fork
 
     def unrecordable(self) -> list[str]:
@@ -88,7 +105,11 @@ class OpSelector:
         return sorted(name for name in used if not _is_recordable(self._loaded[name]))
 
     def weights_loaded(self) -> None:
-        """Tell the bound ops that their weights are in place, so that they may pack them."""
+        """Finish the weights, which are all in place; pack those whose readers agree on an order; tell the bound ops."""
+        for weights, readers in self._readers.values():
+            if weights.finish is not None:
+                weights.finish()
+            pack_weights(readers)
         for call in self._bound:
             prepare = getattr(call, "weights_loaded", None)
             if prepare is not None:
@@ -104,6 +125,23 @@ def _is_recordable(implementation: OpImplementation) -> bool:
     module = str(getattr(implementation, "__module__", None) or getattr(implementation, "__name__", ""))
     is_reference = module.startswith("pelton.")  # torch's ops only
     return bool(getattr(implementation, "is_recordable", is_reference))
+
+
+def _reasons_against(implementation: OpImplementation, needs: Any) -> list[str]:
+    handles: Collection[str] = getattr(implementation, "handles", ())
+    asked = optional_needs(needs, nested=not hasattr(implementation, "compose"))  # parts look into specs themselves
+    reasons = [f"does not handle {name}={value}" for name, value in asked.items() if name not in handles]
+    return reasons + implementation.unsupported(needs)
+
+
+def pack_weights(readers: Sequence[Any]) -> None:
+    """The weights of all these bound ops, in the first order that all readers know and one of them can make."""
+    first, *others = (getattr(reader, "orders", ()) for reader in readers)
+    for order in first:
+        if all(order in known for known in others) and any(reader.pack(order) for reader in readers):
+            for reader in readers:
+                reader.packed(order)
+            return
 
 
 def _all_sizes(needs: Any) -> tuple[int, int | None]:

@@ -57,7 +57,8 @@ def make_test_build(
     """A `BuildConfig` on the CPU, without engine settings; `fields` replace its own."""
     plugins = plugins or load_plugins(only=[])
     fields.setdefault("max_model_len", hf_config.get("max_position_embeddings", 512))
-    fields.setdefault("ops", OpSelector(plugins.entries("pelton_ops", device_type="cpu")))
+    ops = plugins.entries("pelton_ops", device_type="cpu")
+    fields.setdefault("ops", OpSelector(ops, plugins.entries("pelton_fused_ops")))
     fields.setdefault("attention", AttentionSelector(plugins.entries("pelton_attention_backends", device_type="cpu")))
     return BuildConfig(hf=HFConfig(hf_config), dtype=dtype, device=torch.device("cpu"), **fields)
 

@@ -216,7 +216,7 @@ def chosen_ops(worker: DeviceWorker) -> dict[str, str]:
     """Seam to the entries that serve it: several share the batch sizes, those of few rows first."""
     names: dict[str, str] = {}
     for choice in worker.build.ops.choices:
-        names.setdefault(choice.seam, ", ".join(name.removesuffix(f".{choice.seam}") for name in choice.names))
+        names.setdefault(choice.op, ", ".join(name.removesuffix(f".{choice.op}") for name in choice.names))
     names["attention"] = ", ".join(dict.fromkeys(one.name for one in worker.build.attention.selections()))
     return names
 

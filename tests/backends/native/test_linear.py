@@ -19,6 +19,7 @@ from pelton.ops.interface import (
     NormSpec,
 )
 from pelton.ops.reference import ReferenceAddNormLogits, ReferenceEmbed
+from pelton.ops.selector import pack_weights
 from pelton_backends.native.embed import NativeEmbed
 from pelton_backends.native.linear import (
     NativeAddNormLinear,
@@ -37,7 +38,7 @@ class Loaded:
     def bind(self, needs, tensors):
         copies = {name: tensor.clone() for name, tensor in tensors.linear.tensors.items()}
         op = self.implementation.bind(needs, replace(tensors, linear=replace(tensors.linear, tensors=copies)))
-        op.weights_loaded()
+        pack_weights([op])
         return op
 
 
@@ -92,13 +93,13 @@ def test_rows_of_an_embedding_equal_the_reference(isa, num_ids, dtype, scale, is
     weight = torch.randn(96, 70).to(dtype)
     given, spec = weight.clone(), LinearSpec(in_features=70, out_features=96)
     needs = EmbedNeeds(dtype=str(dtype).removeprefix("torch."), num_rows=96, hidden_size=70, scale=scale)
-    weights = LinearWeights(spec, {"weight": given}, num_readers=2)
+    weights = LinearWeights(spec, {"weight": given})
     embed = NativeEmbed.bind(needs, EmbedTensors(given, 0, weights))
     if is_tied:
         product = NativeLinear.bind(LinearNeeds(dtype=needs.dtype, linear=spec), LinearTensors(weights))
         x = torch.randn(3, 70).to(dtype)
         before = product(x)
-        product.weights_loaded()
+        pack_weights([embed, product])
         assert not torch.equal(given, weight)
         torch.testing.assert_close(product(x), before, atol=3e-2, rtol=3e-2)
     ids = torch.randint(0, 96, (2 * num_ids,))[::2]
@@ -112,12 +113,12 @@ def test_a_loaded_weight_keeps_its_memory_and_its_order_where_a_reader_does_not_
     weight = torch.randn(96, 64).to(dtype)
     for is_shared in (True, False):
         given = weight.clone()
-        weights = LinearWeights(spec, {"weight": given}, num_readers=1 + is_shared)
+        weights = LinearWeights(spec, {"weight": given})
         op = NativeLinear.bind(LinearNeeds(dtype=name, linear=spec), LinearTensors(weights))
         x = torch.randn(3, 64).to(dtype)
         before = op(x)
-        op.weights_loaded()
-        op.weights_loaded()  # once is enough
+        for _ in range(2):  # once is enough
+            pack_weights([op, lambda x: x] if is_shared else [op])
         assert torch.equal(op(x), before) or not is_shared
         torch.testing.assert_close(op(x), before, atol=2e-2, rtol=2e-2)
         assert torch.equal(given, weight) == is_shared

@@ -6,7 +6,10 @@ import pytest
 import torch
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case, rms_norm
 
+from pelton.errors import ConfigError
 from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
+from pelton.ops.reference import ReferenceAddNormGatedLinear, ReferenceAddNormLinear
+from pelton.ops.selector import OpSelector
 from pelton_backends.triton.ops.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.large_batch import (
     MAX_HIDDEN_SIZE,
@@ -16,6 +19,7 @@ from pelton_backends.triton.ops.large_batch import (
     add_norm,
     gated,
 )
+from pelton_backends.triton.plugin import pelton_ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -135,10 +139,30 @@ def test_no_rows(device):
 
 
 def test_reduces_before_it_adds(device):
+    """Over ranks the sum is `add_norm`'s, and the products behind it are those of one rank."""
     case = make_case(3, 64, 32, torch.float32, device)
+    needs = replace(case.needs, tp_size=2)
+    assert LargeBatchAddNormLinear.unsupported(needs) == ["tp_size 2: the sum over ranks is `add_norm`'s"]
     tensors = replace(case.tensors, reduce=lambda partial: partial.mul_(2))
-    out, total = case.call(LargeBatchAddNormLinear.bind(replace(case.needs, tp_size=2), tensors))
+    selector = OpSelector(pelton_ops("cuda"), [])
+    with pytest.raises(ConfigError, match="No op for 'add_norm_linear' fits"):
+        selector.bind("add_norm_linear", needs, tensors)
+    out, total = case.call(ReferenceAddNormLinear.compose(needs, tensors, selector.bind))
     wanted, wanted_total = replace(case, hidden=case.hidden * 2).expected()
+    assert_close(total, wanted_total, "residual'")
+    assert_close(out, wanted, "result")
+    assert [choice.names for choice in selector.choices] == [
+        ("triton.add_norm",), ("triton_gemv.linear", "triton_cublas.linear"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"post_norm": True}, {"residual": False}], ids=["plain", "post", "first"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_composed_of_its_parts_equals_float64(dtype, options, device):
+    case = make_case(5, 64, 48, dtype, device, activation="silu", **options)
+    selector = OpSelector(pelton_ops("cuda"))
+    out, total = case.call(ReferenceAddNormGatedLinear.compose(case.needs, case.tensors, selector.bind))
+    wanted, wanted_total = case.expected()
     assert_close(total, wanted_total, "residual'")
     assert_close(out, wanted, "result")
 

@@ -43,8 +43,9 @@ def test_settings_reach_the_layers():
     layer = build.attention_layers["model.layers.1.self_attn.attn"]
     assert (layer.kv_spec().block_size, layer.kv_spec().dtype, layer.needs.dtype) == (8, "float32", "bfloat16")
     assert (layer.num_kv_heads, layer.head_dim, layer.selection.reason) == (4, 8, "named in the settings")
-    assert {choice.seam for choice in build.ops.choices} == {
+    assert {choice.op for choice in build.ops.choices} == {
         "embed", "add_norm_linear", "qk_norm_rope_write_kv", "linear", "add_norm_gated_linear", "add_norm_logits",
+        "add_norm", "gated",
     }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from pelton.builtin import pelton_ops
+from pelton.errors import ConfigError
 from pelton.ops import reference
 from pelton.ops.interface import (
     AddNormGatedLinearNeeds,
@@ -15,6 +17,7 @@ from pelton.ops.interface import (
     AddNormLogitsTensors,
     EmbedNeeds,
     EmbedTensors,
+    LinearNeeds,
     LinearSpec,
     LinearWeights,
     NormSpec,
@@ -26,11 +29,13 @@ from pelton.ops.reference import (
     ReferenceAddNormLinear,
     ReferenceAddNormLogits,
     ReferenceEmbed,
+    ReferenceLinear,
     ReferenceQkNormRopeWriteKv,
     rms_norm,
     rotate,
     write_kv,
 )
+from pelton.ops.selector import OpSelector
 
 H, OUT = 8, 6
 
@@ -140,13 +145,14 @@ def test_add_norm_gated_linear_refuses_an_activation_it_does_not_have():
         linear=LinearSpec(in_features=H, out_features=4),
         activation="relu2",
     )
-    assert ReferenceAddNormGatedLinear.unsupported(needs) == ["activation 'relu2'"]
+    with pytest.raises(ConfigError, match=r"No op for 'gated' fits .*activation 'relu2'"):
+        OpSelector(pelton_ops()).bind("add_norm_gated_linear", needs, AddNormGatedLinearTensors(torch.ones(H), None))
 
 
 def test_references_refuse_a_weight_format_that_they_do_not_know():
     spec = LinearSpec(in_features=H, out_features=4, weight_format="awq")
-    needs = AddNormLinearNeeds(dtype="float32", norm=NormSpec(size=H, eps=0), linear=spec)
-    assert ReferenceAddNormLinear.unsupported(needs) == ["weight format 'awq', only 'plain' and q8_0, q4_0, q4_1"]
+    needs = LinearNeeds(dtype="float32", linear=spec)
+    assert ReferenceLinear.unsupported(needs) == ["weight format 'awq', only 'plain' and q8_0, q4_0, q4_1"]
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])

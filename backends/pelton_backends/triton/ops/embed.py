@@ -59,6 +59,8 @@ def embed(input_ids: Tensor, weight: Tensor, scale: float | None, *, pdl: bool) 
 
 
 class TritonEmbed:
+    handles = frozenset(["scale", "tp_size", "weight_format"])
+
     @staticmethod
     def unsupported(needs: EmbedNeeds) -> list[str]:
         reasons = [] if needs.dtype in DTYPES else [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 8
 DTYPES = ("bfloat16", "float16", "float32")
-
+HANDLES = frozenset(["unit_offset", "has_bias", "post_norm", "tp_size", "weight_format"])
+"""Optional needs that products with plain weights have read about."""
 
 LARGE_BYTES = 24 << 20  # from here on a matrix is streamed: it takes more than one wave of programs
 
@@ -164,6 +165,8 @@ def _refusals(needs: Any) -> list[str]:
 class GemvAddNormLinear:
     """residual' = [post_norm](hidden) + residual; linear(norm(residual')): `add_norm_linear_kernel`."""
 
+    handles = HANDLES
+
     @staticmethod
     def unsupported(needs: AddNormLinearNeeds) -> list[str]:
         return _refusals(needs)
@@ -185,6 +188,8 @@ class GemvAddNormLinear:
 
 class GemvAddNormGatedLinear:
     """As `GemvAddNormLinear`, with activation(gate) * up: `add_norm_gated_linear_kernel`."""
+
+    handles = HANDLES
 
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
@@ -210,6 +215,8 @@ class GemvAddNormGatedLinear:
 
 class GemvLinear:
     """x @ weight.T + bias: `linear_kernel`."""
+
+    handles = HANDLES
 
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:

@@ -15,12 +15,18 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import (
+    AddNorm,
     AddNormGatedLinear,
     AddNormGatedLinearNeeds,
     AddNormGatedLinearTensors,
     AddNormLinear,
     AddNormLinearNeeds,
     AddNormLinearTensors,
+    AddNormNeeds,
+    AddNormTensors,
+    Gated,
+    GatedNeeds,
+    GatedTensors,
     Linear,
     LinearNeeds,
     LinearTensors,
@@ -28,7 +34,7 @@ from pelton.ops.interface import (
     NormSpec,
 )
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.gemv import DTYPES
+from pelton_backends.triton.ops.gemv import DTYPES, HANDLES
 from pelton_backends.triton.ops.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows, normed
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
@@ -175,11 +181,19 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def _refusals(needs: Any) -> list[str]:
+    reasons = _row_refusals(needs)
+    if needs.linear.weight_format != "plain":
+        reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
+    if getattr(needs, "tp_size", 1) > 1:
+        reasons.append(f"tp_size {needs.tp_size}: the sum over ranks is `add_norm`'s")
+    return reasons
+
+
+def _row_refusals(needs: Any) -> list[str]:
+    """Of what is done to rows before and behind the product."""
     reasons = []
     if needs.dtype not in DTYPES:
         reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-    if needs.linear.weight_format != "plain":
-        reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
     if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:
         reasons.append(f"hidden size {needs.norm.size}, at most {MAX_HIDDEN_SIZE}")
     if hasattr(needs, "activation") and needs.activation not in ACTIVATIONS:
@@ -210,7 +224,44 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
     return product
 
 
+class TritonAddNorm:
+    handles = frozenset(["post_norm", "tp_size", "unit_offset"])
+
+    @staticmethod
+    def unsupported(needs: AddNormNeeds) -> list[str]:
+        return _row_refusals(needs)
+
+    @staticmethod
+    def bind(needs: AddNormNeeds, tensors: AddNormTensors) -> AddNorm:
+        reduce = tensors.reduce
+
+        def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            if reduce is not None:
+                hidden = reduce(hidden)
+            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            return rows, residual
+
+        return call
+
+
+class TritonGated:
+    @staticmethod
+    def unsupported(needs: GatedNeeds) -> list[str]:
+        return _row_refusals(needs)
+
+    @staticmethod
+    def bind(needs: GatedNeeds, tensors: GatedTensors) -> Gated:
+        activation = needs.activation
+
+        def call(gate_up: Tensor) -> Tensor:
+            return gated(gate_up.contiguous(), activation)
+
+        return call
+
+
 class LargeBatchLinear:
+    handles = HANDLES
+
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
         return _refusals(needs)
@@ -221,17 +272,17 @@ class LargeBatchLinear:
 
 
 class LargeBatchAddNormLinear:
+    handles = HANDLES
+
     @staticmethod
     def unsupported(needs: AddNormLinearNeeds) -> list[str]:
         return _refusals(needs)
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        product, reduce = _product(tensors.linear), tensors.reduce
+        product = _product(tensors.linear)
 
         def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            if reduce is not None:
-                hidden = reduce(hidden)
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
             return product(rows), residual
 
@@ -239,17 +290,17 @@ class LargeBatchAddNormLinear:
 
 
 class LargeBatchAddNormGatedLinear:
+    handles = HANDLES
+
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
         return _refusals(needs)
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        product, reduce = _product(tensors.linear, needs.activation), tensors.reduce
+        product = _product(tensors.linear, needs.activation)
 
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            if reduce is not None:
-                hidden = reduce(hidden)
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
             return product(rows), residual
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pelton.ops.interface import AddNormLogits, AddNormLogitsNeeds, AddNormLogitsTensors
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.ops.gemv import DTYPES, inner_contiguous, padded_rows, tiles_by_rows
+from pelton_backends.triton.ops.gemv import DTYPES, HANDLES, inner_contiguous, padded_rows, tiles_by_rows
 from pelton_backends.triton.ops.gemv_kernels import add_norm_logits_kernel, added, load_rows, normed_rows, store_rows
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
@@ -108,6 +108,8 @@ def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
 
 class TritonAddNormLogits:
     """See `AddNormLogits`. The products are float32, where the reference rounds them to the model's dtype first."""
+
+    handles = HANDLES | {"soft_cap"}
 
     @staticmethod
     def unsupported(needs: AddNormLogitsNeeds) -> list[str]:

@@ -52,6 +52,14 @@ def to_cache(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def e4m3_scale(largest, BOUND: tl.constexpr):
+    """Which makes the largest number 448; with BOUND, numbers beyond it saturate. Of zeros it is tiny, not zero."""
+    if BOUND is not None:
+        largest = tl.minimum(largest, BOUND)
+    return tl.div_rn(tl.maximum(largest, 1e-30), 448.0)
+
+
+@triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     """activation(gate) * up in `dtype`; gate and up float32 that hold numbers of `dtype`. Rounded before the product
     and after it."""

@@ -188,6 +188,8 @@ def qk_norm_rope_kernel(
 
 
 class TritonQkNormRopeWriteKv:
+    handles = frozenset(["q_norm", "k_norm", "writes_kv", "unit_offset"])
+
     """Norm and rotate query and key, write key and value; the query is returned in place.
 
     Math   q = rope(norm(qkv[t, :H])), k = rope(norm(qkv[t, H:H+N])), v = qkv[t, H+N:];

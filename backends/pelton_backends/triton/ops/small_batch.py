@@ -24,6 +24,7 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
+from pelton_backends.triton.ops.gemv import HANDLES
 from pelton_backends.triton.ops.hopper_mid_batch import SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
 from pelton_backends.triton.ops.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
@@ -89,6 +90,7 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Callable[
 
 
 class SmallBatchLinear:
+    handles = HANDLES
     unsupported = staticmethod(_refusals)
     token_range = staticmethod(_token_range)
 
@@ -98,6 +100,7 @@ class SmallBatchLinear:
 
 
 class SmallBatchAddNormLinear:
+    handles = HANDLES
     unsupported = staticmethod(_refusals)
     token_range = staticmethod(_token_range)
 
@@ -113,6 +116,7 @@ class SmallBatchAddNormLinear:
 
 
 class SmallBatchAddNormGatedLinear:
+    handles = HANDLES
     unsupported = staticmethod(_refusals)
     token_range = staticmethod(_token_range)
 

@@ -42,7 +42,7 @@ def tile_rows(tile, N: tl.constexpr, ACTIVATION: tl.constexpr, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def multiply_kernel(
-    x, weight, bias, out, partials, counters, num_tokens, stride,
+    x, weight, bias, out, partials, counters, num_tokens, stride, weight_scale, x_scale,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -83,18 +83,21 @@ def multiply_kernel(
             total = tl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
             for i in tl.static_range(1, SPLIT):
                 total += tl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
-            store_result(total, bias, out, rows, tile, tokens, num_tokens, N, ACTIVATION, M, R)
+            store_result(total, weight_scale, x_scale, bias, out, rows, tile, tokens, num_tokens, N, ACTIVATION, M, R)
     else:
-        store_result(total, bias, out, rows, tile, tokens, num_tokens, N, ACTIVATION, M, R)
+        store_result(total, weight_scale, x_scale, bias, out, rows, tile, tokens, num_tokens, N, ACTIVATION, M, R)
 
 
 @triton.jit
 def store_result(
-    total, bias, out, rows, tile, tokens, num_tokens,
+    total, weight_scale, x_scale, bias, out, rows, tile, tokens, num_tokens,
     N: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]."""
+    """Scales, bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]."""
     dtype = out.dtype.element_ty
+    if weight_scale is not None:
+        scale = tl.load(x_scale + tl.minimum(tokens, num_tokens - 1))
+        total = total * tl.load(weight_scale + rows)[:, None] * scale[None, :]
     if bias is not None:
         total += tl.load(bias + rows).to(tl.float32)[:, None]
     is_token = tokens[:, None] < num_tokens
@@ -127,7 +130,9 @@ class Tiling(NamedTuple):
 
 
 @cache
-def choose_tiling(num_tokens: int, out_features: int, in_features: int, memory: int = H200_MEMORY) -> Tiling:
+def choose_tiling(
+    num_tokens: int, out_features: int, in_features: int, memory: int = H200_MEMORY, element_size: int = 2
+) -> Tiling:
     """By measurement on an H200 (132 multiprocessors with 227 KB of shared memory each); for others only made to fit.
 
     Best are about 64 programs with all of a multiprocessor's memory as buffers: enough bytes are on their way, and each
@@ -143,10 +148,10 @@ def choose_tiling(num_tokens: int, out_features: int, in_features: int, memory: 
     wanted = 96 if in_features >= (8192 if tokens < 64 else 4096) else 64
     while programs * split < wanted and in_features >= 512 * split:
         split *= 2
-    columns = 64 if tokens == 128 else 128
+    columns = (64 if tokens == 128 else 128) * 2 // element_size
     memory = memory * (88 if programs * split <= 132 else 48) // 100
     steps = triton.cdiv(in_features, columns * split)
-    stages = max(min(8, memory // ((rows + tokens) * columns * 2), steps + 1), 2)
+    stages = max(min(8, memory // ((rows + tokens) * columns * element_size), steps + 1), 2)
     return Tiling(rows, columns, split, stages, 4, tokens)
 
 
@@ -157,6 +162,9 @@ def multiply(
     activation: str | None,
     counters: Tensor,
     tiling: Tiling | None = None,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x @ weight.T + bias, and, with an activation, activation(gate) * up of its halves.
 
@@ -165,7 +173,8 @@ def multiply(
       weight    [N, K]  dtype of x, contiguous; with an activation gate's rows, then up's
       bias      [N]     or None
       counters  [at least ceil(N / 32) ceil(T / 32)] int32, zeros; zeros again when the kernel is done
-    -> [T, N] or [T, N / 2], contiguous
+      scales    of 8-bit x and weight: [N] of weight's rows, [T] of x's, float32
+    -> [T, N] or [T, N / 2], contiguous, of `dtype` or x's
 
     A program multiplies `Tiling.rows` rows of the weight with all rows of x over one part of K. The weight is the left
     operand of the dot, so that 64 of its rows fill Hopper's wgmma whatever T is. The parts of K are added by the program that
@@ -176,12 +185,13 @@ def multiply(
     num_tokens, in_features = x.shape
     out_features = weight.shape[0]
     is_gated = activation is not None
-    tiling = tiling or choose_tiling(num_tokens, out_features, in_features, shared_memory(x.device))
+    tiling = tiling or choose_tiling(num_tokens, out_features, in_features, shared_memory(x.device), x.element_size())
     num_columns = out_features // 2 if is_gated else out_features
     num_tiles = triton.cdiv(out_features, tiling.rows)
     if is_gated:
         num_tiles = triton.cdiv(num_columns, tiling.rows // 2)
-    out = torch.empty((num_tokens, num_columns), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_tokens, num_columns), dtype=dtype or x.dtype, device=x.device)
+    weight_scale, x_scale = scales or (None, None)
     block = min(max(triton.next_power_of_2(num_tokens), 16), tiling.tokens)
     num_blocks = triton.cdiv(num_tokens, block)
     partials = None
@@ -191,7 +201,7 @@ def multiply(
     pdl = has_pdl(x.device)
     launch(
         multiply_kernel, (num_tiles, tiling.split, num_blocks),
-        x, weight, bias, out, partials, counters, num_tokens, x.stride(0),
+        x, weight, bias, out, partials, counters, num_tokens, x.stride(0), weight_scale, x_scale,
         N=out_features, K=in_features, ACTIVATION=activation,
         M=block, R=tiling.rows, C=tiling.columns, SPLIT=tiling.split, STAGES=tiling.stages,
         PDL=pdl, num_warps=tiling.num_warps, **launch_options(pdl),

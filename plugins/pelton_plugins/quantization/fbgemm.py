@@ -1,0 +1,32 @@
+"""FBGEMM's checkpoints: e4m3 weights with a scale for each row, inputs with one for each token up to a bound."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pelton.ops.interface import InputRounding
+from pelton_plugins.quantization.fp8 import StoredFp8, is_part_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.config import EngineConfig
+    from pelton.layers.linear import LinearShard
+    from pelton.model.build import BuildConfig
+    from pelton.model.resolved import ResolvedModel
+
+
+class FBGEMMWeights(StoredFp8):
+    name: ClassVar[str] = "fbgemm_fp8"
+
+    def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
+        settings = model.hf_config.get("quantization_config") or {}
+        self._inputs = InputRounding(dtype="float8_e4m3fn", bound=settings.get("activation_scale_ub"))
+        self._left_out = tuple(settings.get("modules_to_not_convert") or ())
+
+    def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
+        return not is_part_of(shard.name, self._left_out), self._inputs
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        super().expect(config, shard, weight, scale)
+        config.weights.ignore(rf"{shard.name}\.input_scale_ub")  # the bound again, for each matrix

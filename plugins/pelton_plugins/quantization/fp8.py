@@ -1,0 +1,187 @@
+"""Weights in e4m3 with a scale for each row of a matrix: the allocation that all methods share, and the method `fp8`.
+
+A scale for a whole matrix is kept as one for each of its rows, so that the parts of a merged matrix (q, k and v) may have
+scales of their own, and one op reads all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from pelton.errors import ConfigError
+from pelton.layers.linear import PlainWeights, make_bias
+from pelton.ops.interface import InputRounding, LinearSpec, LinearWeights
+from pelton_plugins.quantization.numbers import E4M3, round_rows, row_scales
+from pelton_plugins.quantization.reference import FORMAT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.config import EngineConfig
+    from pelton.layers.linear import LinearShard, QuantizationMethod
+    from pelton.model.build import BuildConfig
+    from pelton.model.loading import LazyWeight
+    from pelton.model.resolved import ResolvedModel
+
+NUMBERS_AT_ONCE = 2**22
+"""While weights are rounded: little is held beside the result."""
+DYNAMIC = InputRounding(dtype="float8_e4m3fn")
+STATIC = InputRounding(dtype="float8_e4m3fn", is_dynamic=False)
+
+
+class Fp8Weights(ABC):
+    """A `QuantizationMethod` whose weights are e4m3."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
+        """Whether the matrix is kept in e4m3, and how its inputs are rounded."""
+
+    @abstractmethod
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        """Tell `config.weights` what fills this rank's rows of the matrix and their scales."""
+
+    def create(
+        self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
+    ) -> LinearWeights:
+        found = [self.inputs_of(shard) for shard in shards]
+        if is_vocabulary or not any(is_kept for is_kept, _ in found):
+            return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+        if found.count(found[0]) < len(found):
+            raise ConfigError(
+                f"quantization is {self.name!r}, and the parts of one merged matrix differ in it: "
+                f"{', '.join(shard.name for shard in shards)}. Take a checkpoint that treats them alike."
+            )
+        inputs = found[0][1]
+        counts = [shard.rows[1] - shard.rows[0] for shard in shards]
+        num_cols = shards[0].cols[1] - shards[0].cols[0]
+        weight = config.empty(sum(counts), num_cols, dtype=E4M3)
+        tensors = {"weight": weight, "weight_scale": config.empty(sum(counts), dtype=torch.float32)}
+        finish = None
+        if inputs is not None and not inputs.is_dynamic:
+            tensors["input_scale"] = torch.zeros((), dtype=torch.float32, device=config.device)
+            finish = partial(self._expect_input_scales(config, shards), tensors["input_scale"])
+        first = 0
+        for shard, count in zip(shards, counts, strict=True):
+            rows = slice(first, first + count)
+            self.expect(config, shard, weight[rows], tensors["weight_scale"][rows])
+            first += count
+        vector = make_bias(config, shards) if bias else None
+        spec = LinearSpec(
+            in_features=num_cols,
+            out_features=sum(counts),
+            weight_format=FORMAT,
+            has_bias=vector is not None,
+            inputs=inputs,
+        )
+        return LinearWeights(spec, tensors, vector, finish)
+
+    def _expect_input_scales(self, config: BuildConfig, shards: Sequence[LinearShard]) -> Any:
+        """Merged parts have one input: the largest of their scales serves all."""
+        scales = torch.zeros(len(shards))
+
+        def fill(weight: LazyWeight, place: Tensor) -> None:
+            place.copy_(weight.read().float().amax())
+
+        for index, shard in enumerate(shards):
+            config.weights.expect(f"{shard.name}.input_scale", None, scales[index], fill=fill)
+
+        def finish(place: Tensor) -> None:
+            place.copy_(scales.amax())
+
+        return finish
+
+
+class StoredFp8(Fp8Weights):
+    """A checkpoint that has e4m3 weights, each with one scale or one for each of its rows (`weight_scale`)."""
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        shape = (shard.num_rows, shard.num_cols)
+        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(self._take_weight, shard))
+        config.weights.expect(f"{shard.name}.weight_scale", None, scale, fill=partial(self._take_scale, shard))
+
+    def _take_weight(self, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
+        is_row_parallel = place.shape[1] < shard.num_cols
+        numbers = weight.read(1, *shard.cols) if is_row_parallel else weight.read(0, *shard.rows)
+        if numbers.dtype != E4M3:
+            raise ConfigError(
+                f"{shard.name}.weight is {str(numbers.dtype).removeprefix('torch.')}, and config.json's quantization_config "
+                f"({self.name}) says it is float8_e4m3fn. Check that config.json belongs to these weights."
+            )
+        place.copy_(numbers)
+
+    def _take_scale(self, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
+        scales = weight.read().float().flatten()
+        if len(scales) not in (1, shard.num_rows):
+            raise ConfigError(
+                f"{shard.name}.weight_scale is {list(weight.shape)}; expected one number, or {shard.num_rows}, one for each "
+                "row of the weight. Check that config.json belongs to these weights."
+            )
+        place.copy_(scales[slice(*shard.rows)] if len(scales) > 1 else scales.expand(len(place)))
+
+
+class Fp8AtLoad(Fp8Weights):
+    """Any checkpoint: a scale for each row, from its largest number; inputs with a scale for each token."""
+
+    name: ClassVar[str] = "fp8"
+
+    def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
+        return True, DYNAMIC
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        shape = (shard.num_rows, shard.num_cols)
+        fill = partial(self._round, shard, config.dtype, scale)
+        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=fill)
+
+    @staticmethod
+    def _round(shard: LinearShard, dtype: torch.dtype, scale: Tensor, weight: LazyWeight, place: Tensor) -> None:
+        (first, last), columns = shard.rows, slice(*shard.cols)
+        whole = torch.empty(weight.shape, dtype=dtype, device=place.device) if place.is_cuda else None
+        if whole is not None and not weight.fill(whole):
+            whole = None
+        step = max(NUMBERS_AT_ONCE // shard.num_cols, 1)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            part = weight.read(0, start, stop) if whole is None else whole[start:stop]
+            numbers = part[:, columns].to(place.device).to(dtype)
+            rows = slice(start - first, stop - first)
+            scale[rows] = row_scales(numbers)
+            place[rows] = round_rows(numbers, scale[rows])
+
+
+class SerializedFp8(StoredFp8):
+    """A checkpoint whose quant_method is 'fp8': a scale for each matrix, inputs with a scale for each token or a fixed one."""
+
+    name: ClassVar[str] = "fp8"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        if settings.get("weight_block_size"):
+            raise ConfigError(
+                f"config.json's quantization_config has weight_block_size {settings['weight_block_size']}; weights have one scale "
+                "for a matrix or a row here. Take a checkpoint of that kind, or one that is not quantized with quantization 'fp8'."
+            )
+        scheme = settings.get("activation_scheme", "dynamic")
+        if scheme not in ("dynamic", "static"):
+            raise ConfigError(f"quantization_config.activation_scheme is {scheme!r}; use dynamic or static.")
+        self._inputs = DYNAMIC if scheme == "dynamic" else STATIC
+        self._left_out = tuple(settings.get("ignored_layers") or settings.get("modules_to_not_convert") or ())
+
+    def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
+        return not is_part_of(shard.name, self._left_out), self._inputs
+
+
+def is_part_of(name: str, modules: Sequence[str]) -> bool:
+    """Whether the matrix is one of these modules, or inside one; a module may be named by its last parts."""
+    return any(f".{module}." in f".{name}." for module in modules)
+
+
+def make_fp8(config: EngineConfig, model: ResolvedModel) -> QuantizationMethod:
+    """What `quantization: fp8` means for this checkpoint."""
+    settings = model.hf_config.get("quantization_config") or {}
+    return SerializedFp8(settings) if settings.get("quant_method") == "fp8" else Fp8AtLoad()

@@ -1,0 +1,29 @@
+"""Hook functions of the quantization methods, and of the ops that read their weights on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton.entries import Entry, OpEntry
+from pelton.hookspecs import hookimpl
+
+PELTON_API = ">=1,<2"
+
+_PACKAGE = "pelton_plugins.quantization"
+
+
+@hookimpl
+def pelton_quantization_methods() -> Sequence[Entry]:
+    return [
+        Entry(name="fp8", load=f"{_PACKAGE}.fp8:make_fp8",
+              doc="e4m3 weights and inputs, rounded while they load, or of a checkpoint that says 'fp8'"),
+        Entry(name="compressed-tensors", load=f"{_PACKAGE}.compressed_tensors:CompressedTensors",
+              doc="compressed-tensors checkpoints in 8-bit floating point"),
+        Entry(name="fbgemm_fp8", load=f"{_PACKAGE}.fbgemm:FBGEMMWeights", doc="FBGEMM's checkpoints: a scale for each row"),
+    ]  # fmt: skip
+
+
+@hookimpl
+def pelton_ops() -> Sequence[OpEntry]:
+    return [OpEntry(name="reference.fp8_linear", op="linear", load=f"{_PACKAGE}.reference:Fp8LinearReference", priority=10,
+                    doc="plain torch, for e4m3 weights")]  # fmt: skip

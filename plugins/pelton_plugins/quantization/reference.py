@@ -1,0 +1,62 @@
+"""The product with e4m3 weights in torch, on every device: what kernels are tested against, and slow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+
+from pelton.ops.interface import Linear, LinearNeeds, LinearTensors
+from pelton_plugins.quantization.numbers import round_rows, row_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = "fp8_e4m3"
+NUMBERS_AT_ONCE = 2**22
+"""Of a weight, widened at once."""
+
+
+class Fp8LinearReference:
+    """Products and sums in float32, rounded once to the model's dtype, after the bias."""
+
+    handles = frozenset(["weight_format", "has_bias", "inputs"])
+    is_recordable = True
+
+    @staticmethod
+    def unsupported(needs: LinearNeeds) -> list[str]:
+        spec = needs.linear
+        reasons = []
+        if spec.weight_format != FORMAT:
+            reasons.append(f"weight format {spec.weight_format!r}, only {FORMAT!r}")
+        if spec.inputs is not None and spec.inputs.dtype != "float8_e4m3fn":
+            reasons.append(f"inputs rounded to {spec.inputs.dtype}, only float8_e4m3fn")
+        return reasons
+
+    @staticmethod
+    def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
+        weights, inputs = tensors.linear, needs.linear.inputs
+        weight, scale, bias = weights.tensors["weight"], weights.tensors["weight_scale"], weights.bias
+        step = max(NUMBERS_AT_ONCE // needs.linear.in_features, 1)
+
+        def call(x: Tensor) -> Tensor:
+            rows = x.float()
+            input_scales = None
+            if inputs is not None:
+                is_dynamic = inputs.is_dynamic
+                input_scales = (
+                    row_scales(x, inputs.bound) if is_dynamic else weights.tensors["input_scale"].expand(x.shape[0])
+                )
+                rows = round_rows(x, input_scales).float()
+            result = rows.new_empty(x.shape[0], weight.shape[0])
+            for first in range(0, weight.shape[0], step):
+                part = slice(first, first + step)
+                result[:, part] = F.linear(rows, weight[part].float())
+            result *= scale
+            if input_scales is not None:
+                result *= input_scales[:, None]
+            if bias is not None:
+                result += bias.float()
+            return result.to(x.dtype)
+
+        return call

@@ -1,0 +1,118 @@
+"""Products of rows and weights in e4m3 against the torch reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pelton_linear_oracle import Case, make_case
+
+from pelton.ops.interface import InputRounding, LinearWeights
+from pelton.ops.reference import ReferenceAddNorm, ReferenceAddNormGatedLinear, ReferenceAddNormLinear, ReferenceGated
+from pelton_backends.triton.ops import fp8
+from pelton_backends.triton.ops.fp8 import Fp8AddNormGatedLinear, Fp8AddNormLinear, Fp8Linear
+from pelton_plugins.quantization.numbers import round_rows, row_scales
+from pelton_plugins.quantization.reference import Fp8LinearReference
+
+DYNAMIC = InputRounding(dtype="float8_e4m3fn")
+OPS = {
+    "linear": (Fp8Linear, {"norm": False}),
+    "add_norm_linear": (Fp8AddNormLinear, {}),
+    "add_norm_gated_linear": (Fp8AddNormGatedLinear, {"activation": "silu"}),
+}
+
+
+def make(num_rows, in_features, out_features, device, inputs=DYNAMIC, dtype=torch.float16, **options) -> Case:
+    case = make_case(num_rows, in_features, out_features, dtype, device, **options)
+    scales = row_scales(case.weight)
+    tensors = {"weight": round_rows(case.weight, scales), "weight_scale": scales}
+    if not inputs.is_dynamic:
+        tensors["input_scale"] = torch.tensor(0.005, device=device)
+    spec = replace(case.needs.linear, weight_format="fp8_e4m3", inputs=inputs)
+    case.packed = LinearWeights(spec, tensors, case.bias)
+    return case
+
+
+def bind_reference(op, needs, tensors):
+    return {"add_norm": ReferenceAddNorm, "linear": Fp8LinearReference, "gated": ReferenceGated}[op].bind(
+        needs, tensors
+    )
+
+
+def check(case: Case, implementation) -> None:
+    """An input between two numbers of e4m3 may fall either way, as norms are summed in another order."""
+    needs, tensors = case.needs, case.tensors
+    if case.norm is None:
+        want, total = Fp8LinearReference.bind(needs, tensors)(case.hidden), None
+    else:
+        composed = ReferenceAddNormLinear if case.activation is None else ReferenceAddNormGatedLinear
+        want, total = case.call(composed.compose(needs, tensors, bind_reference))
+    got, got_total = case.run(implementation)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert (got.double() - want.double()).norm() <= 6e-3 * want.double().norm()
+    torch.testing.assert_close(got, want, atol=0.1, rtol=0)
+    if total is not None:
+        torch.testing.assert_close(got_total, total, atol=3e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 19])
+def test_follows_the_reference(op, num_rows, device):
+    implementation, kind = OPS[op]
+    check(make(num_rows, 96, 64, device, **kind), implementation)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"residual": False}, id="first-layer"),
+        pytest.param({"bias": True, "inputs": replace(DYNAMIC, is_dynamic=False)}, id="one-scale-bias"),
+        pytest.param({"post_norm": True, "unit_offset": True, "inputs": replace(DYNAMIC, bound=1.0)}, id="norms-bound"),
+        pytest.param({"post_norm": True, "residual": False}, id="post-norm-first-layer"),
+    ],
+)
+def test_options(options, num_rows, device):
+    for op in ("add_norm_linear", "add_norm_gated_linear"):
+        implementation, kind = OPS[op]
+        check(make(num_rows, 160, 48, device, **kind, **options), implementation)
+
+
+def test_several_pieces_of_a_long_row_and_strided_rows(device):
+    check(make(1, 2304, 48, device, norm=False), Fp8Linear)
+    check(make(3, 96, 48, device, norm=False, bias=True, row_gap=8), Fp8Linear)
+
+
+@pytest.mark.parametrize("inputs", [DYNAMIC, replace(DYNAMIC, bound=1.5)], ids=["dynamic", "bound"])
+def test_rows_are_rounded_as_the_reference_does(inputs, device):
+    x = torch.randn(7, 200, device=device).half() * torch.logspace(-3, 3, 7, device=device)[:, None].half()
+    x[2] = 0
+    rows, scales = fp8.rounded(x, None, inputs.bound)
+    wanted = row_scales(x, inputs.bound)
+    assert torch.equal(scales, wanted)
+    assert torch.equal(rows.view(torch.uint8), round_rows(x, wanted).view(torch.uint8))
+    fixed, _ = fp8.rounded(x, torch.tensor(0.01, device=device))
+    assert torch.equal(fixed.view(torch.uint8), round_rows(x, torch.full((7,), 0.01, device=device)).view(torch.uint8))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_nan_stays_in_its_row_and_is_not_lost(num_rows, device):
+    case = make(num_rows, 96, 48, device, norm=False)
+    case.hidden[0, 5] = torch.nan
+    result, _ = case.run(Fp8Linear)
+    assert result[0].isnan().all() and not result[1:].isnan().any()
+
+
+def test_refuses_with_reasons(device):
+    needs = make(1, 96, 64, device, norm=False).needs
+    linear = needs.linear
+
+    def why(**changes):
+        return Fp8Linear.unsupported(replace(needs, linear=replace(linear, **changes)))
+
+    assert why() == []
+    assert why(weight_format="plain") == ["weight format 'plain', only 'fp8_e4m3'"]
+    assert why(inputs=None) == ["inputs that are not rounded to float8_e4m3fn"]
+    assert why(in_features=40) == ["64 x 40 numbers, only multiples of 16"]
+    assert Fp8Linear.unsupported(replace(needs, dtype="float32")) == ["dtype float32, only bfloat16, float16"]
