@@ -11,6 +11,8 @@ from pathlib import Path
 
 from pelton.logging import get_logger
 
+_private: list[Path] = []
+
 
 def user_cache() -> Path:
     """`$XDG_CACHE_HOME/pelton`, else `~/.cache/pelton`; not made, not checked."""
@@ -29,7 +31,7 @@ def cache_folder(owner: str) -> Path:
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         private = Path(tempfile.mkdtemp(prefix=f"pelton-{owner}-"))
-        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        _private.append(private)
         get_logger(__name__).warning(
             "the cache folder cannot be written (%s): using %s, which is lost at the end. Set XDG_CACHE_HOME.",
             error,
@@ -37,3 +39,10 @@ def cache_folder(owner: str) -> Path:
         )
         return private
     return folder
+
+
+@atexit.register
+def remove_private_folders() -> None:
+    """Remove what `cache_folder` made for this process alone; a process that ends by `os._exit` calls it before."""
+    for private in _private:
+        shutil.rmtree(private, ignore_errors=True)

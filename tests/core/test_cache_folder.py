@@ -1,6 +1,9 @@
 """Pelton's cache folder: where it is, and what happens where it cannot be written."""
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,21 @@ def test_a_folder_that_cannot_be_made_is_replaced_by_a_private_one(monkeypatch, 
     assert folder.is_dir() and not folder.is_relative_to(tmp_path / "pelton") and folder.stat().st_mode & 0o077 == 0
     assert len(caplog.records) == 1 and str(folder) in caplog.text
     Path(folder).rmdir()
+
+
+def test_an_engine_process_leaves_no_private_folder(tmp_path):
+    (tmp_path / "pelton").write_text("in the way")
+    code = """
+from pelton.cache_folder import cache_folder
+from pelton.engine.process import end_process
+folder = cache_folder("triton")
+print(folder, folder.is_dir(), flush=True)
+end_process(3)
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    folder, was_there = result.stdout.split()
+    assert result.returncode == 3 and was_there == "True" and not Path(folder).exists(), result.stderr
 
 
 def test_one_owner_is_asked_once(monkeypatch, tmp_path):

@@ -20,12 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import zmq
 
 from pelton import limits
+from pelton.cache_folder import remove_private_folders
 from pelton.engine import protocol
 from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
 from pelton.errors import ConfigError, PeltonError, PluginError, RequestError
@@ -182,7 +183,7 @@ class EngineProcess:
             message = self._wire.receive()
             if isinstance(message, protocol.Shutdown):
                 self._is_stopping = True
-                threading.Timer(EXIT_GRACE_S, os._exit, (0,)).start()
+                threading.Timer(EXIT_GRACE_S, end_process, (0,)).start()
             self._inbox.put(message)
 
     def _watch(self) -> None:
@@ -190,7 +191,7 @@ class EngineProcess:
         dumped_for: float | None = None
         while True:
             if is_parent_gone(self._parent_pid, WATCH_INTERVAL_S):
-                os._exit(1)
+                end_process(1)
             now, since = time.monotonic(), self._busy_since
             if since is not None and now - since > self._hang_dump_s and dumped_for != since:
                 dumped_for = since
@@ -292,7 +293,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(0.02)  # lets the I/O thread write what was sent
-    os._exit(status)  # interpreter teardown with torch loaded takes long and frees nothing that the kernel does not
+    end_process(status)
+
+
+def end_process(status: int) -> NoReturn:
+    """Leave at once: interpreter teardown with torch loaded takes long and frees nothing that the kernel does not."""
+    remove_private_folders()
+    os._exit(status)
 
 
 if __name__ == "__main__":
