@@ -127,8 +127,9 @@ static int64_t take(struct part *part) {
             if (place >= share_size(part, part->from))
                 break;
             int64_t task = task_at(part, part->from, place);
-            atomic_store(&pool.slots[part->thread].word, part->run << PLACE_BITS | (uint64_t)(task + 1));
-            if (atomic_compare_exchange_weak(share, &word, word + 1))
+            /* Who finds the share taken finds this as well: the exchange releases it. */
+            atomic_store_explicit(&pool.slots[part->thread].word, part->run << PLACE_BITS | (uint64_t)(task + 1), memory_order_relaxed);
+            if (atomic_compare_exchange_weak_explicit(share, &word, word + 1, memory_order_acq_rel, memory_order_acquire))
                 return task;
         }
         part->from = part->from + 1 < part->threads ? part->from + 1 : 0;

@@ -19,7 +19,7 @@ struct turn {
 
 typedef void (*task_fn)(void *context, int64_t task, struct turn *turn);
 
-enum { MOST_CONTEXT_BYTES = 1024 };
+enum { MOST_CONTEXT_BYTES = 1024, TASKS_EACH = 3 };
 
 struct pool_work {
     task_fn run;
@@ -52,6 +52,17 @@ INLINE void pool_run(int64_t num_tasks, task_fn run, void *context) {
 INLINE void pool_run_repeatable(int64_t num_tasks, task_fn run, void *context, size_t bytes) {
     pool_do((struct pool_work){.run = run, .context = context, .num_tasks = num_tasks, .context_bytes = bytes});
 }
+
+/* Into how many tasks to cut `count` equal pieces of work: up to `together` of them each, and some tasks for every thread. Taking and
+   finishing a task are locked instructions, for which reads from memory wait: with a task for every panel of a weight (36 KiB) one
+   row took 7 % longer (EPYC 9004). */
+INLINE int64_t pool_cut(int64_t count, int64_t together) {
+    int64_t threads = pool_num_threads(), tasks = most((count + together - 1) / together, TASKS_EACH * threads);
+    return least(round_up(tasks, threads), count);
+}
+
+/* The first of `count` pieces that belongs to a task. */
+INLINE int64_t first_piece(int64_t count, int64_t num_tasks, int64_t task) { return count * task / num_tasks; }
 
 /* Whether this thread's results of the task are the ones to keep. Ask once, right before the first write; the writes that follow
    must be short. */

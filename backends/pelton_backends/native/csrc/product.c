@@ -5,7 +5,7 @@
    few rows take dot products, and for more a panel is packed as it is read.
 
    Many rows: threads first norm and pack blocks, then multiply groups of blocks with panels. Few: each thread packs all rows for
-   itself. A task is one panel times one group. */
+   itself. A task is some panels times one group. */
 #include "linear.h"
 
 enum {
@@ -14,6 +14,8 @@ enum {
     MANY_ROWS = 64,
     GROUP_ROWS = 32,         /* of one thread, at least */
     GROUP_BYTES = 512 << 10, /* packed rows that panels are multiplied with before others: half of an L2 cache */
+    TASK_BYTES = 256 << 10,  /* of a weight, that a task reads if its sums take no more than */
+    TASK_SUMS = 16 << 10,    /* bytes */
     SMALL_PRODUCT = 1 << 16, /* multiplications: no more are worth a second thread */
     SMALL_NORMS = 1 << 12,   /* numbers to norm, the same */
     FETCH_NEAR = 512,        /* bytes ahead in a weight; linear_bf16.c has the measurements */
@@ -30,6 +32,7 @@ struct call {
     size_t row_bytes; /* of the output */
     int64_t k, num_blocks, num_groups;
     int64_t line_bytes, packed_bytes, group_rows; /* of a row, plain and packed; rows of the largest group */
+    int64_t num_parts, task_panels;               /* parts of the panels, one of a task; panels of the largest */
     int is_few, is_dots;
     char *rows;   /* few: as the op's dtype has them, normed */
     char *packed; /* many: packed rows */
@@ -44,14 +47,14 @@ INLINE void *cut(char **memory, int64_t bytes) {
 
 /* One thread's memory. */
 struct room {
-    float *sums;               /* [rows of a group][PANEL] */
+    float *sums;                /* [panels of a task][rows of a group][PANEL] */
     char *panel, *rows, *lines; /* packed; packed, where few; of a block */
 };
 
 INLINE int64_t room_bytes(const struct call *call) {
     int64_t numbers = round_up(call->k, PANEL), rows = call->is_few ? call->in.num_rows : 0;
-    return round_up(call->group_rows * PANEL * 4, 64) + round_up(PANEL * call->k * call->engine->weight_bytes, 64) +
-           round_up(rows * numbers * 4, 64) + round_up(call->engine->most_rows * call->line_bytes, 64) + 64;
+    return round_up(call->task_panels * call->group_rows * PANEL * 4, 64) +
+           round_up(PANEL * call->k * call->engine->weight_bytes, 64) + round_up(rows * numbers * 4, 64) + round_up(call->engine->most_rows * call->line_bytes, 64) + 64;
 }
 
 /* 0: no memory. */
@@ -60,7 +63,7 @@ INLINE int take_room(const struct call *call, struct room *room) {
     int64_t numbers = round_up(call->k, PANEL), rows = call->is_few ? call->in.num_rows : 0;
     if (memory == NULL)
         return 0;
-    room->sums = cut(&memory, call->group_rows * PANEL * 4);
+    room->sums = cut(&memory, call->task_panels * call->group_rows * PANEL * 4);
     room->panel = cut(&memory, PANEL * call->k * call->engine->weight_bytes);
     room->rows = cut(&memory, rows * numbers * 4);
     room->lines = memory;
@@ -111,18 +114,22 @@ static void pack_rows(const struct call *call, const struct room *room) {
     }
 }
 
-/* Sums of all rows with the columns of a plain weight. */
-static void add_dots(const struct call *call, int64_t column, int64_t count, const struct room *room) {
+/* Columns of the output that panel `index` has. */
+INLINE int64_t columns_of(const struct shape *shape, int64_t index) { return least(shape->width, shape->columns - index * shape->width); }
+
+/* Sums of all rows with panel `index` of a plain weight. */
+static void add_dots(const struct call *call, int64_t index, const struct room *room, float *sums) {
     const struct shape *shape = &call->shape;
-    const char *weight = (const char *)call->op->weight + column * call->line_bytes;
-    call->engine->dots(weight, room->rows, shape->k, count, room->sums, call->in.num_rows);
+    int64_t count = columns_of(shape, index);
+    const char *weight = (const char *)call->op->weight + index * shape->width * call->line_bytes;
+    call->engine->dots(weight, room->rows, shape->k, count, sums, call->in.num_rows);
     if (shape->width < PANEL)
-        call->engine->dots(weight + shape->columns * call->line_bytes, room->rows, shape->k, count, room->sums + PANEL / 2,
+        call->engine->dots(weight + shape->columns * call->line_bytes, room->rows, shape->k, count, sums + PANEL / 2,
                            call->in.num_rows);
 }
 
 /* Sums of a group's rows with panel `index`. */
-static void add_blocks(const struct call *call, int64_t index, int64_t group, const struct room *room) {
+static void add_blocks(const struct call *call, int64_t index, int64_t group, const struct room *room, float *sums) {
     const struct engine *engine = call->engine;
     int64_t panel_bytes = PANEL * call->k * engine->weight_bytes;
     const char *weight = (const char *)call->op->weight + index * panel_bytes, *panel = weight;
@@ -141,8 +148,7 @@ static void add_blocks(const struct call *call, int64_t index, int64_t group, co
     const char *rows = call->is_few ? room->rows : call->packed, *fetch = weight + ahead;
     for (int64_t block = first; block < last; block++) {
         int64_t row = block_start(call, block), m = block_start(call, block + 1) - row;
-        float *sums = room->sums + (row - start) * PANEL;
-        engine->multiply(rows + row * call->packed_bytes, panel, call->k, sums, fetch, part, m);
+        engine->multiply(rows + row * call->packed_bytes, panel, call->k, sums + (row - start) * PANEL, fetch, part, m);
         fetch += part;
     }
 }
@@ -150,9 +156,9 @@ static void add_blocks(const struct call *call, int64_t index, int64_t group, co
 static void run_task(void *context, int64_t task, struct turn *turn) {
     const struct call *call = context;
     const struct shape *shape = &call->shape;
-    int64_t index = task % shape->num_panels, group = task / shape->num_panels, column = index * shape->width;
-    int64_t count = least(shape->width, shape->columns - column);
-    int64_t first = block_start(call, group_start(call, group)), last = block_start(call, group_start(call, group + 1));
+    int64_t part = task % call->num_parts, group = task / call->num_parts;
+    int64_t begin = first_piece(shape->num_panels, call->num_parts, part), end = first_piece(shape->num_panels, call->num_parts, part + 1);
+    int64_t first = block_start(call, group_start(call, group)), m = block_start(call, group_start(call, group + 1)) - first;
     struct room room;
     if (!take_room(call, &room)) {
         if (turn->run == 0) /* otherwise the caller's thread does it */
@@ -161,13 +167,19 @@ static void run_task(void *context, int64_t task, struct turn *turn) {
     }
     if (call->is_few && turn->is_first)
         pack_rows(call, &room);
-    if (call->is_dots)
-        add_dots(call, column, count, &room);
-    else
-        add_blocks(call, index, group, &room);
-    if (may_write(turn))
-        call->engine->finish(call->op, room.sums, last - first, column, count, call->output + (size_t)first * call->row_bytes,
-                             call->row_bytes);
+    for (int64_t index = begin; index < end; index++) {
+        float *sums = room.sums + (index - begin) * m * PANEL;
+        if (call->is_dots)
+            add_dots(call, index, &room, sums);
+        else
+            add_blocks(call, index, group, &room, sums);
+    }
+    if (!may_write(turn))
+        return;
+    char *output = call->output + (size_t)first * call->row_bytes;
+    for (int64_t index = begin; index < end; index++)
+        call->engine->finish(call->op, room.sums + (index - begin) * m * PANEL, m, index * shape->width, columns_of(shape, index),
+                             output, call->row_bytes);
 }
 
 /* Cut rows into blocks, and blocks into groups. */
@@ -186,6 +198,14 @@ static void cut_rows(struct call *call) {
         int64_t first = block_start(call, group_start(call, group)), last = block_start(call, group_start(call, group + 1));
         call->group_rows = most(call->group_rows, last - first);
     }
+}
+
+/* Cut panels into parts. */
+static void cut_panels(struct call *call) {
+    int64_t panel_bytes = PANEL * call->k * call->engine->weight_bytes, num_panels = call->shape.num_panels;
+    int64_t together = most(least(TASK_BYTES / most(panel_bytes, 1), TASK_SUMS / (call->group_rows * PANEL * 4)), 1);
+    call->num_parts = pool_cut(num_panels, together);
+    call->task_panels = (num_panels + call->num_parts - 1) / call->num_parts;
 }
 
 /* Norm and pack, as far as it is done once for all threads. */
@@ -219,6 +239,7 @@ int pelton_product(const struct linear *op, const struct rows *in, void *output,
     if (source != NULL)
         call.source = *source;
     cut_rows(&call);
+    cut_panels(&call);
     int64_t row_bytes = call.is_few ? call.line_bytes : call.packed_bytes;
     char *memory = pelton_shared((size_t)(64 + in->num_rows * row_bytes));
     struct room room;
@@ -228,7 +249,7 @@ int pelton_product(const struct linear *op, const struct rows *in, void *output,
     call.rows = call.packed = memory + 64;
     prepare(&call);
     pool_do((struct pool_work){.run = run_task, .context = &call, .context_bytes = sizeof call, .has_shares = 1,
-                          .num_tasks = call.shape.num_panels * call.num_groups,
+                          .num_tasks = call.num_parts * call.num_groups,
                           .is_small = in->num_rows * op->out_features * call.shape.k <= SMALL_PRODUCT});
     return *call.failed;
 }

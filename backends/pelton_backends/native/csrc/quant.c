@@ -21,7 +21,7 @@
 /* Products in 16 bits, where there are none. */
 #define HAS_WORDS (PELTON_ISA >= ISA_AVX2 && !HAS_DOT_BYTES)
 
-enum { LOW_STEPS = 254, TILE = 8, SPAN = 2 * QUANT_ROWS, BLOCK_OF_ROWS = 128, MANY_ROWS = 9 };
+enum { LOW_STEPS = 254, TILE = 8, SPAN = 2 * QUANT_ROWS, BLOCK_OF_ROWS = 128, MANY_ROWS = 9, TASK_SPANS = 8 };
 
 /* Rows of inputs: high and low parts [n, in], and for each block of them scale / 254 and, of q = 254 high + low,
    scale / 254 * sum(q) and -8 * sum(q). */
@@ -478,10 +478,9 @@ INLINE struct span find_span(const struct quant *op, int64_t index) {
     return (struct span){part, first, least(width, part->num_rows - first), column + first};
 }
 
-static void span_rows(const struct quant *op, const struct inputs *x, struct span span, int64_t first_row, int64_t last_row,
-                      char *output, struct turn *turn) {
+/* Sums of a span with rows [row, row + m), m at most TILE. */
+static void add_span(const struct quant *op, const struct inputs *x, struct span span, int64_t row, int64_t m, float *sums) {
     const struct quant_part *part = span.part;
-    const struct engine *engine = pelton_engine(&op->op);
     int is_gated = op->op.activation != ACTIVATION_NONE;
     int64_t panel_bytes = x->num_blocks * record_bytes(part->kind), panel = span.first / QUANT_ROWS;
     const uint8_t *panels[2] = {part->panels + panel * panel_bytes, part->panels + (panel + 1) * panel_bytes};
@@ -490,17 +489,14 @@ static void span_rows(const struct quant *op, const struct inputs *x, struct spa
         panels[1] = part[1].panels + panel * x->num_blocks * record_bytes(part[1].kind);
         together = part[0].kind == part[1].kind ? 2 : 1;
     }
+    multiply_panels(panels, together, part->kind, x, row, m, sums);
+    if (is_gated && together == 1)
+        multiply_panels(panels + 1, 1, part[1].kind, x, row, m, sums + QUANT_ROWS);
+}
+
+static void finish_span(const struct quant *op, struct span span, int64_t row, int64_t m, float *sums, char *output) {
     size_t row_bytes = (size_t)op->op.output_stride * (op->op.is_logits ? sizeof(float) : size_of(op->op.dtype));
-    float sums[TILE * SPAN];
-    for (int64_t row = first_row; row < last_row; row += TILE) {
-        int64_t m = least(TILE, last_row - row);
-        multiply_panels(panels, together, part->kind, x, row, m, sums);
-        if (is_gated && together == 1)
-            multiply_panels(panels + 1, 1, part[1].kind, x, row, m, sums + QUANT_ROWS);
-        if (!may_write(turn)) /* not asked twice: repeatable tasks have one tile */
-            return;
-        engine->finish(&op->op, sums, m, span.column, span.count, output + (size_t)row * row_bytes, row_bytes);
-    }
+    pelton_engine(&op->op)->finish(&op->op, sums, m, span.column, span.count, output + (size_t)row * row_bytes, row_bytes);
 }
 
 /* For `pelton_product`, whose panels are the spans here. */
@@ -545,7 +541,7 @@ struct quant_call {
     const struct quant *op;
     struct rows in;
     struct inputs x;
-    int64_t spans;
+    int64_t spans, parts; /* of which a task has one */
     char *output;
 };
 
@@ -555,11 +551,32 @@ static void run_round(void *context, int64_t row, struct turn *turn) {
     round_inputs(&call->op->op, &call->in, row, &call->x);
 }
 
-static void run_span(void *context, int64_t index, struct turn *turn) {
+/* Few rows: some spans, written together. */
+static void run_spans(void *context, int64_t task, struct turn *turn) {
     const struct quant_call *call = context;
-    int64_t row = index / call->spans * BLOCK_OF_ROWS;
+    int64_t begin = first_piece(call->spans, call->parts, task), end = first_piece(call->spans, call->parts, task + 1);
+    int64_t m = call->in.num_rows;
+    float sums[TASK_SPANS][TILE * SPAN];
+    for (int64_t index = begin; index < end; index++)
+        add_span(call->op, &call->x, find_span(call->op, index), 0, m, sums[index - begin]);
+    if (!may_write(turn))
+        return;
+    for (int64_t index = begin; index < end; index++)
+        finish_span(call->op, find_span(call->op, index), 0, m, sums[index - begin], call->output);
+}
+
+/* More of them: a span for a block of rows. */
+static void run_rows(void *context, int64_t index, struct turn *turn) {
+    const struct quant_call *call = context;
+    int64_t first = index / call->spans * BLOCK_OF_ROWS, last = least(first + BLOCK_OF_ROWS, call->in.num_rows);
     struct span span = find_span(call->op, index % call->spans);
-    span_rows(call->op, &call->x, span, row, least(row + BLOCK_OF_ROWS, call->in.num_rows), call->output, turn);
+    float sums[TILE * SPAN];
+    (void)turn;
+    for (int64_t row = first; row < last; row += TILE) {
+        int64_t m = least(TILE, last - row);
+        add_span(call->op, &call->x, span, row, m, sums);
+        finish_span(call->op, span, row, m, sums, call->output);
+    }
 }
 
 /* Rows -> output [num_rows, output_stride]; `rows` only with a norm. 1: no memory. */
@@ -582,11 +599,13 @@ EXPORT int pelton_quant(const struct quant *op, const void *hidden, const void *
     x.minus_8_sums = (int32_t *)(x.scaled_sum + blocks);
     x.high = (int8_t *)(x.minus_8_sums + blocks);
     x.low = x.high + numbers;
-    struct quant_call call = {op, in, x, num_spans(op), output};
-    int64_t row_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
+    int64_t spans = num_spans(op), row_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
+    struct quant_call call = {op, in, x, spans, pool_cut(spans, TASK_SPANS), output};
     pool_do((struct pool_work){.run = run_round, .context = &call, .num_tasks = num_rows, .has_shares = 1});
-    pool_do((struct pool_work){.run = run_span, .context = &call, .context_bytes = num_rows <= TILE ? sizeof call : 0,
-                               .num_tasks = call.spans * row_blocks, .has_shares = 1});
+    if (num_rows <= TILE)
+        pool_do((struct pool_work){.run = run_spans, .context = &call, .context_bytes = sizeof call, .num_tasks = call.parts, .has_shares = 1});
+    else
+        pool_do((struct pool_work){.run = run_rows, .context = &call, .num_tasks = spans * row_blocks, .has_shares = 1});
     return 0;
 }
 

@@ -48,7 +48,28 @@ static void turn_head(const struct rope *op, int is_key, int64_t position, float
         turn_pairs(line, op->rotary_dim / 2, op->cos_sin + position * op->rotary_dim);
 }
 
+/* A head without a norm, half of whose pairs fill vectors: nothing is put down in between. */
+INLINE void turn_vectors(const struct rope *op, const void *from, int64_t position, void *to, int dtype) {
+    int64_t half = op->rotary_dim / 2;
+    const float *cos_sin = op->cos_sin + position * op->rotary_dim;
+    for (int64_t i = 0; i < half; i += LANES) {
+        vec first = load_lanes(from, i, dtype), second = load_lanes(from, half + i, dtype);
+        vec cos = vec_load(cos_sin + i), sin = vec_load(cos_sin + half + i);
+        store_lanes(to, i, first * cos - second * sin, dtype);
+        store_lanes(to, half + i, second * cos + first * sin, dtype);
+    }
+    size_t item = size_of(dtype), turned = (size_t)op->rotary_dim * item;
+    memcpy((char *)to + turned, (const char *)from + turned, (size_t)op->head_dim * item - turned);
+}
+
 static void move_head(const struct rope *op, int is_key, const void *from, int64_t position, void *to) {
+    if ((is_key ? op->k_norm : op->q_norm) == NULL && op->rotary_dim % (2 * LANES) == 0) {
+        if (op->dtype == DTYPE_BF16)
+            turn_vectors(op, from, position, to, DTYPE_BF16);
+        else
+            turn_vectors(op, from, position, to, DTYPE_F32);
+        return;
+    }
     float line[op->head_dim];
     widen_line(from, line, op->head_dim, op->head_dim, op->dtype);
     turn_head(op, is_key, position, line);
