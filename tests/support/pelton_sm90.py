@@ -38,6 +38,7 @@ from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
 from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, PartBuffers, decode_attention
+from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.ops import gemv, hopper_split_k, sampling, sampling_logprobs, small_batch
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
@@ -126,6 +127,14 @@ class Attention:
         cascade_attention(
             self.query, *self.caches, self.query, self.lengths, self.table, num_rows=ROWS, prefix_len=1024,
             max_seq_len=8192, scale=1.0, pdl=True,
+        )  # fmt: skip
+
+    def latent(self) -> None:
+        heads, latent_dim, rope_dim = 16, 512, 64
+        cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, latent_dim + rope_dim, dtype=getattr(torch, self.kv_dtype))
+        latent_attention(
+            self._empty(2, heads, latent_dim + rope_dim), cache, self._empty(2, heads, latent_dim), self.starts[:3],
+            self.lengths[:2], self.table, scale=1.0, latent_dim=latent_dim, max_seq_len=8192,
         )  # fmt: skip
 
     def write(self) -> None:

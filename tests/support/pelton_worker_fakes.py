@@ -56,6 +56,9 @@ def oracle_greedy(prompt: Sequence[int], count: int) -> list[int]:
 class PassBackend:
     """Metadata is the common metadata itself."""
 
+    def __init__(self, group_id: int) -> None:
+        self.group_id = group_id
+
     def reserve(self, max_key: Any) -> None:
         pass
 
@@ -123,12 +126,12 @@ def make_runner(
     layers = []
     for group, (size, small) in enumerate(zip(block_sizes, kernel, strict=True)):
         memory = torch.zeros(num_blocks * (size // small), 2, small, 1, 1)
-        layers.append(LayerCache(f"layer.{group}", group, *memory.unbind(1)))
-    model = ContextModel([layer.k_cache[:, :, 0, 0] for layer in layers], block_sizes)
-    model.caches = [_Flat(layer.k_cache) for layer in layers]  # type: ignore[misc]
+        layers.append(LayerCache(f"layer.{group}", group, memory.unbind(1)))
+    model = ContextModel([layer.views[0][:, :, 0, 0] for layer in layers], block_sizes)
+    model.caches = [_Flat(layer.views[0]) for layer in layers]  # type: ignore[misc]
     buffers = InputBuffers(state, max_num_tokens=max_num_tokens, kernel_block_sizes=kernel)
     ops = StepOps(OpSelector(pelton_ops()), state, buffers)
-    backends = [PassBackend() for _ in block_sizes]
+    backends = [PassBackend(group) for group in range(len(block_sizes))]
     return ModelRunner(model, state, buffers, backends, KVPool(num_blocks, layers), ops)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def fits_kernel(needs: QkNormRopeWriteKvNeeds) -> bool:
-    return needs.dtype in DTYPES and needs.kv_dtype == needs.dtype
+    return needs.dtype in DTYPES and needs.kv_dtype == needs.dtype and needs.writes_kv
 
 
 def make_rope(needs: QkNormRopeWriteKvNeeds, tensors: QkNormRopeWriteKvTensors) -> library.Rope:
@@ -46,6 +46,8 @@ class NativeQkNormRopeWriteKv:
             return [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
         if needs.kv_dtype != needs.dtype:
             return [f"kv dtype {needs.kv_dtype}, only that of the model"]
+        if not needs.writes_kv:
+            return ["rows of queries alone"]
         why = library.reason_against()
         return [why] if why else []
 

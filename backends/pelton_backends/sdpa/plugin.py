@@ -22,5 +22,12 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             device_types=("cpu",),
             aliases=("TORCH_SDPA", "CPU_ATTN"),
             doc="torch's scaled_dot_product_attention over gathered blocks",
-        )
+        ),
+        BackendEntry(
+            name="sdpa_mla",
+            load="pelton_backends.sdpa.mla:SDPAMLABackend",
+            priority=10,
+            device_types=("cpu",),
+            doc="attention over gathered latents (MLA), in torch",
+        ),
     ]

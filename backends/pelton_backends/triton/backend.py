@@ -199,7 +199,10 @@ class TritonBackend(AttentionBackend):
         self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: TritonMetadata, output: Tensor
     ) -> Tensor:
         needs, tensors = layer.write_needs, layer.write_tensors
-        if not metadata.is_decode or metadata.prefix_len is not None or needs.q_norm != needs.k_norm:
+        if (
+            not metadata.is_decode or metadata.prefix_len is not None or needs.q_norm != needs.k_norm
+            or not needs.writes_kv
+        ):  # fmt: skip
             return super().forward_qkv(layer, qkv, positions, metadata, output)
         new = NewTokens(
             positions, metadata.common.slot_mapping, needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm,

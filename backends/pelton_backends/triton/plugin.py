@@ -48,7 +48,15 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             device_types=("cuda",),
             aliases=("TRITON_ATTN",),
             doc="paged prefill and split-KV decode kernels",
-        )
+        ),
+        BackendEntry(
+            name="triton_mla",
+            load="pelton_backends.triton.mla:TritonMLABackend",
+            priority=50,
+            device_types=("cuda",),
+            aliases=("TRITON_MLA",),
+            doc="attention over latents (MLA)",
+        ),
     ]
 
 

@@ -9,12 +9,13 @@ where it did and fails closed where it cannot.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.attention.support import GraphSupport
+from pelton.kv_cache.views import KVLayout
 
 __all__ = ["AttentionBackend", "AttentionNeeds", "GraphSupport", "KVLayout"]
 
@@ -42,10 +43,11 @@ class AttentionNeeds:
     has_sinks: bool = False
     has_alibi: bool = False
     attention_type: str = "decoder"  # decoder, encoder, cross
-    is_mla: bool = False
+    is_mla: bool = False  # keys are latents [head_dim] that all heads read, values their first `latent_dim` numbers
     is_sparse: bool = False
     has_mm_prefix: bool = False
     decode_context_parallel: int = 1
+    latent_dim: int = 0  # with is_mla
 
     def optional(self) -> list[str]:
         """Names of the optional needs that differ from their defaults."""
@@ -69,22 +71,12 @@ OPTIONAL_NEEDS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """How a backend wants one layer's page pool: axes in memory order, and the view it is handed.
-
-    Memory of one layer is contiguous. `heads_first=False`: [num_blocks, 2, block_size, num_kv_heads, head_dim];
-    `heads_first=True`: [num_blocks, 2, num_kv_heads, block_size, head_dim]. Either way the layer is handed
-    `k_cache, v_cache` views of logical shape [num_blocks, block_size, num_kv_heads, head_dim].
-    """
-
-    heads_first: bool = False
-    kernel_block_size: int | None = None  # None: the manager's
-
-
 class AttentionBackend(ABC):
-    """Lifecycle: `unsupported` before weights load; one instance per KV group; `build` once a step; `forward` once a layer, or
-    what `bind_forward` gave for it."""
+    """Lifecycle: `unsupported` before weights load; one instance for the layers of a KV group that have equal `builder_needs`;
+    `build` once a step; `forward` once a layer, or what `bind_forward` gave for it."""
+
+    group_id: int = 0
+    """The KV group whose steps it describes; set when the pool is bound."""
 
     name: ClassVar[str]
     handles: ClassVar[frozenset[str]] = frozenset()  # optional needs this backend has read about
@@ -100,11 +92,16 @@ class AttentionBackend(ABC):
     def kv_layout(cls, needs: AttentionNeeds) -> KVLayout:
         return KVLayout()
 
+    @classmethod
+    def builder_needs(cls, needs: AttentionNeeds) -> Hashable:
+        """What `build` and `reserve` read of a layer's needs. Layers of a group for which it is equal share an instance, and
+        with it each step's metadata."""
+        return needs
+
     def __init__(
         self, needs: AttentionNeeds, device: torch.device, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int
     ) -> None:
-        """For one KV group. needs: of its layers, with a window when any of them has one; each layer's own is its
-        `sliding_window`."""
+        """needs: of the first layer that it serves; the others' differ from them in what `builder_needs` leaves out."""
         self.needs = needs
         self.device = device
         self.max_num_seqs = max_num_seqs
@@ -121,10 +118,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> Any:
-        """Describe one step of one KV group; with `key`, only into the reserved buffers, sizes taken from the key."""
+        """Describe one step of the group; with `key`, only into the reserved buffers, sizes taken from the key."""
 
     @abstractmethod
-    def forward(self, layer: AttentionLayer, query: Tensor, metadata: Any, output: Tensor) -> Tensor:
+    def forward(self, layer: Any, query: Tensor, metadata: Any, output: Tensor) -> Tensor:
         """Attend. The step's keys and values of *all* rows are in `layer.k_cache` / `layer.v_cache` already.
 
         query, output [T, num_heads, head_dim]; k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim] views.

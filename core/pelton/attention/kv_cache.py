@@ -1,43 +1,144 @@
-"""Allocate the KV pool's memory and hand each attention layer its views and its group's backend."""
+"""Allocate the KV pool's memory; hand each layer with a cache its views and the backend that describes steps to it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from pelton.attention.interface import AttentionBackend, KVLayout
 from pelton.errors import ConfigError
-from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan
+from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan, KVCacheSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.attention.layer import AttentionLayer
+    from pelton.attention.cache_layer import CacheLayer
     from pelton.model.build import BuildConfig
 
-_TORCH_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+def cache_specs(build: BuildConfig) -> dict[str, KVCacheSpec]:
+    """The need of every layer with a cache of its own, by name. Raises `ConfigError` where a layer gives something else."""
+    specs = {}
+    for name, layer in build.cache_layers.items():
+        if layer.shares is not None:
+            continue
+        spec = layer.cache_spec()
+        if not isinstance(spec, KVCacheSpec):
+            raise ConfigError(
+                f"Layer {name!r} ({type(layer).__name__}) gives {spec!r} as its cache_spec(); expected a KVCacheSpec."
+            )
+        specs[name] = spec
+    return specs
+
+
+@dataclass(slots=True)
+class BoundCaches:
+    """What came of a plan: backends, and what each layer with a cache of its own was given."""
+
+    backends: list[AttentionBackend]
+    """One for each set of metadata: a KV group, a class of backends, and what its builder reads of the layers' needs. Groups
+    come in their order; `group_id` names each one's."""
+    layers: list[BoundLayer]
+    kernel_block_sizes: list[int]  # tokens of a block as the backends of each group count
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLayer:
+    name: str
+    group_id: int
+    spec: KVCacheSpec
+    views: tuple[Tensor, ...]
 
 
 def bind_kv_cache(plan: KVCachePlan, build: BuildConfig) -> list[AttentionBackend]:
-    """Allocate `plan`'s buffers (zeroed: the null block must be finite), bind every layer; one backend per group.
+    """`bind_caches`, for callers that need its backends alone."""
+    return bind_caches(plan, build).backends
 
-    Raises `MemoryError` when there is no room for them.
+
+def bind_caches(plan: KVCachePlan, build: BuildConfig) -> BoundCaches:
+    """Allocate `plan`'s buffers (zeroed: the null block must be finite) and bind every layer with a cache.
+
+    Raises `MemoryError` when there is no room for them, `ConfigError` where a layer's kind or backend does not fit.
     """
-    backends = [
-        _group_backend([build.attention_layers[name] for name in group.layer_names], group.spec.block_size, build)
-        for group in plan.groups
-    ]
-    place = {name: index for index, group in enumerate(plan.groups) for name in group.layer_names}
-    for tensor in plan.tensors:
-        memory = _zeros(tensor.size_bytes, build)
-        for name in tensor.shared_by:
-            layer, spec = build.attention_layers[name], plan.groups[place[name]].spec
-            assert isinstance(spec, FullAttentionSpec), f"{name} has no attention spec"
-            k_cache, v_cache = page_views(memory, plan.num_blocks, spec, layer.selection.backend.kv_layout(layer.needs))
-            layer.bind_cache(backends[place[name]], place[name], k_cache, v_cache)
-    return backends
+    return _Binder(plan, build).bind()
+
+
+class _Binder:
+    def __init__(self, plan: KVCachePlan, build: BuildConfig) -> None:
+        self._plan, self._build = plan, build
+        self._backends: list[AttentionBackend] = []
+        self._indices: dict[Hashable, int] = {}  # of a set of metadata, in `_backends`
+
+    def bind(self) -> BoundCaches:
+        plan, layers = self._plan, self._build.cache_layers
+        memory = {}
+        for tensor in plan.tensors:
+            buffer = _zeros(tensor.size_bytes, self._build)
+            memory.update(dict.fromkeys(tensor.shared_by, buffer))
+        kernel_sizes = [self._kernel_size(group_id) for group_id in range(len(plan.groups))]
+        bound = {}
+        for group_id, group in enumerate(plan.groups):
+            for name in group.layer_names:
+                spec = group.spec_of(name)
+                views = _views(name, spec, memory[name], plan.num_blocks, _layout(layers[name], spec.block_size))
+                bound[name] = BoundLayer(name, group_id, spec, views)
+                self._bind_layer(layers[name], bound[name])
+        for layer in layers.values():
+            if layer.shares is not None:
+                self._bind_layer(layer, bound[layer.shares])
+        return BoundCaches(self._backends, list(bound.values()), kernel_sizes)
+
+    def _bind_layer(self, layer: CacheLayer, bound: BoundLayer) -> None:
+        build, backend_class, group_id = self._build, layer.selection.backend, bound.group_id
+        needs = replace(layer.needs, block_size=self._plan.groups[group_id].spec.block_size)
+        key = (group_id, backend_class, backend_class.builder_needs(needs))
+        index = self._indices.setdefault(key, len(self._backends))
+        if index == len(self._backends):
+            backend = backend_class(
+                needs, build.device, max_num_seqs=build.max_num_seqs, max_num_tokens=build.max_num_batched_tokens,
+                max_model_len=build.max_model_len,
+            )  # fmt: skip
+            backend.group_id = group_id
+            self._backends.append(backend)
+        layer.bind_cache(bound.views, index, self._backends[index])
+
+    def _kernel_size(self, group_id: int) -> int:
+        """A step's block table counts in kernel blocks of one size, for the whole group."""
+        group, layers = self._plan.groups[group_id], self._build.cache_layers
+        sizes: dict[int, str] = {}
+        for name in group.layer_names:
+            layout = _layout(layers[name], group.spec.block_size)
+            sizes.setdefault(layout.kernel_block_size or group.spec.block_size, name)
+        if len(sizes) > 1:
+            (one, first), (other, second), *_ = sizes.items()
+            raise ConfigError(
+                f"Layers {first} and {second} share a KV group, and their backends ({layers[first].selection.name}, "
+                f"{layers[second].selection.name}) want kernel blocks of {one} and of {other} tokens. Name one backend for "
+                "both with --attention-backend, or set block_size to the smaller number."
+            )
+        return next(iter(sizes))
+
+
+def _layout(layer: CacheLayer, block_size: int) -> KVLayout:
+    return layer.selection.backend.kv_layout(replace(layer.needs, block_size=block_size))
+
+
+def _views(name: str, spec: KVCacheSpec, memory: Tensor, num_blocks: int, layout: KVLayout) -> tuple[Tensor, ...]:
+    views = spec.views(memory, num_blocks, layout)
+    if not isinstance(views, tuple) or not all(isinstance(view, torch.Tensor) for view in views):
+        raise ConfigError(
+            f"{type(spec).__name__}.views of layer {name!r} gives {type(views).__name__}; expected tensors."
+        )
+    for view in views:
+        if view.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+            raise ConfigError(
+                f"{type(spec).__name__}.views of layer {name!r} gives a tensor with memory of its own; expected views of the "
+                "memory that it is given."
+            )
+    return views
 
 
 def _zeros(num_bytes: int, build: BuildConfig) -> Tensor:
@@ -50,40 +151,6 @@ def _zeros(num_bytes: int, build: BuildConfig) -> Tensor:
 
 
 def page_views(memory: Tensor, num_blocks: int, spec: FullAttentionSpec, layout: KVLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim], as `layout` lays them.
-
-    With kernel blocks, a manager block is `ratio` of them one after the other, each with its keys and values: the views have
-    num_blocks * ratio blocks, block `b` of the manager is `b * ratio` and on, and a slot keeps its number.
-    """
-    dtype = getattr(torch, _TORCH_NAMES.get(spec.dtype, spec.dtype))
-    block_size = layout.kernel_block_size or spec.block_size
-    if spec.block_size % block_size:
-        raise ConfigError(
-            f"The backend wants kernel blocks of {block_size} tokens, and blocks have {spec.block_size}; "
-            f"set block_size to a multiple of {block_size}."
-        )
-    num_blocks *= spec.block_size // block_size
-    axes = (spec.num_kv_heads, block_size) if layout.heads_first else (block_size, spec.num_kv_heads)
-    pages = memory.view(dtype).view(num_blocks, 2, *axes, spec.head_dim)
-    if layout.heads_first:
-        pages = pages.transpose(2, 3)
-    keys, values = pages.unbind(1)
+    """Keys and values of one layer: see `FullAttentionSpec.views`."""
+    keys, values = spec.views(memory, num_blocks, layout)
     return keys, values
-
-
-def _group_backend(layers: list[AttentionLayer], block_size: int, build: BuildConfig) -> AttentionBackend:
-    first = layers[0]
-    for layer in layers[1:]:
-        if layer.selection.backend is not first.selection.backend:
-            raise ConfigError(
-                f"Layers {first.layer_name} and {layer.layer_name} share a KV group, and their backends are "
-                f"{first.selection.name} and {layer.selection.name}. Name one with --attention-backend."
-            )
-    windows = [layer.needs.sliding_window for layer in layers if layer.needs.sliding_window is not None]
-    return first.selection.backend(
-        replace(first.needs, block_size=block_size, sliding_window=windows[0] if windows else None),
-        build.device,
-        max_num_seqs=build.max_num_seqs,
-        max_num_tokens=build.max_num_batched_tokens,
-        max_model_len=build.max_model_len,
-    )

@@ -1,7 +1,7 @@
 """One attention layer's constants, and its call: from QKV's rows to attention's output.
 
-Scale, window, soft cap, norms and rope are bound when the layer is made; cache views, backend and group when
-the KV pool is. The step's shape comes with the batch.
+Scale, window, soft cap, norms and rope are bound when the layer is made; cache views and backend when the KV pool is. The
+step's shape comes with the batch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pelton.attention.cache_layer import register
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
-from pelton.errors import ConfigError
 from pelton.graphs.captures import attending
 from pelton.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from pelton.layers.norm import RMSNorm
@@ -29,7 +29,7 @@ _FEW_TOKENS = 256
 
 
 class AttentionLayer(nn.Module):
-    """Decoder self-attention over the paged cache. Registers itself in `config.attention_layers` under `prefix`."""
+    """Decoder self-attention over the paged cache: a `CacheLayer`. Registers itself in `config.cache_layers` under `prefix`."""
 
     k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], a view of the pool
     v_cache: Tensor
@@ -51,19 +51,21 @@ class AttentionLayer(nn.Module):
         k_norm: RMSNorm | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        shares: str | None = None,
     ) -> None:
         """num_heads, num_kv_heads: of this rank (`QKVLinear` says). scale: 1 / sqrt(head_dim) when None.
 
+        shares: prefix of the layer whose keys and values it reads; it is called with the rows of its queries alone.
         sinks [num_heads]: logits of a key without a value. alibi_slopes [num_heads]: a logit gets slope * (key - query position).
         """
         super().__init__()
-        self.layer_name = prefix
+        self.layer_name, self.shares = prefix, shares
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
         self.sinks, self.alibi_slopes = sinks, alibi_slopes
-        self.group_id = -1
+        self.metadata_index = self.group_id = -1
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.needs = AttentionNeeds(
@@ -73,9 +75,7 @@ class AttentionLayer(nn.Module):
         )  # fmt: skip
         self.selection = config.attention.select(self.needs)
         self._write = self._bind_write(config, rope, q_norm, k_norm)
-        if prefix in config.attention_layers:
-            raise ConfigError(f"Two attention layers are named {prefix!r}; give each its own prefix.")
-        config.attention_layers[prefix] = self
+        register(self, config)
 
     def _bind_write(
         self, config: BuildConfig, rope: Rope | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
@@ -85,6 +85,7 @@ class AttentionLayer(nn.Module):
             dtype=config.dtype_name, kv_dtype=self.kv_dtype, num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary_dim=rope.rotary_dim if rope else 0,
             q_norm=q_norm.spec if q_norm else None, k_norm=k_norm.spec if k_norm else None,
+            writes_kv=self.shares is None,
         )  # fmt: skip
         self.write_tensors = QkNormRopeWriteKvTensors(
             rope.cos_sin if rope else None, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None
@@ -92,8 +93,8 @@ class AttentionLayer(nn.Module):
         bound: QkNormRopeWriteKv = config.ops.bind("qk_norm_rope_write_kv", self.write_needs, self.write_tensors)
         return bound
 
-    def kv_spec(self) -> KVCacheSpec:
-        """What this layer needs of the cache."""
+    def cache_spec(self) -> KVCacheSpec:
+        """Keys and values of every token, or of a window's."""
         if self.sliding_window is not None:
             return SlidingWindowSpec(
                 block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
@@ -103,16 +104,21 @@ class AttentionLayer(nn.Module):
             block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.kv_dtype
         )
 
-    def bind_cache(self, backend: AttentionBackend, group_id: int, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Called once, when the pool has been allocated."""
-        self.backend, self.group_id, self.k_cache, self.v_cache = backend, group_id, k_cache, v_cache
+    def kv_spec(self) -> KVCacheSpec:
+        """The old name of `cache_spec`."""
+        return self.cache_spec()
+
+    def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
+        self.k_cache, self.v_cache = views
+        self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
 
     def qk_norm_rope_write_kv(self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
         """The fused seam on this layer's cache: [T, num_heads, head_dim]."""
         return self._write(qkv, positions, slot_mapping, self.k_cache, self.v_cache)
 
     def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        """[T, (num_heads + 2 num_kv_heads) head_dim] -> [T, num_heads head_dim]"""
+        """[T, (num_heads + 2 num_kv_heads) head_dim], or [T, num_heads head_dim] of a layer that shares another's cache
+        -> [T, num_heads head_dim]"""
         num_tokens = qkv.shape[0]
         # The product that reads it takes tiles of rows: memory goes on to a power of two of them where that is little.
         held = 1 << (num_tokens - 1).bit_length() if 0 < num_tokens <= _FEW_TOKENS else num_tokens
@@ -121,7 +127,7 @@ class AttentionLayer(nn.Module):
             output = output[:num_tokens]
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return output.zero_().flatten(1)
-        metadata = batch.attention[self.group_id]
+        metadata = batch.attention[self.metadata_index]
         attend = attending.get()
         if attend is None:
             return self.backend.forward_qkv(self, qkv, batch.positions, metadata, output).flatten(1)

@@ -52,7 +52,7 @@ class ForwardBatch:
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    attention: tuple[Any, ...]  # per KV group: the backend's Metadata, from `build`
+    attention: tuple[Any, ...]  # per set of metadata (`CacheLayer.bind_cache`): what its backend's `build` gave
     num_tokens: int
     adapter: Any = None  # LoRA metadata
     slot_mappings: tuple[Tensor, ...] = ()  # per KV group [T] int64, at fixed addresses: read by captured pieces

@@ -90,7 +90,7 @@ class EngineCore:
         factory = plugins.find("pelton_schedulers", config.scheduler.scheduler, setting="scheduler").resolve()
         kv_cache = config.kv_cache
         hasher = None
-        if kv_cache.enable_prefix_caching:
+        if kv_cache.enable_prefix_caching and self.plan.groups:
             hasher = BlockHasher(kv_cache.prefix_caching_hash_algo, self.plan.hash_block_size)
         max_num_seqs, max_num_batched_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         assert max_num_seqs is not None and max_num_batched_tokens is not None  # resolved

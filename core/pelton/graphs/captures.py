@@ -125,12 +125,12 @@ class FullGraphs:
 @dataclass(slots=True)
 class _Pieces:
     graphs: list[Graph] = field(default_factory=list)
-    group_ids: list[int] = field(default_factory=list)  # of the attention calls between them
-    calls: list[Callable[[Any], Any]] = field(default_factory=list)  # with a group's metadata
+    indices: list[int] = field(default_factory=list)  # of the attention calls' metadata
+    calls: list[Callable[[Any], Any]] = field(default_factory=list)  # between the pieces, with their metadata
     outputs: Any = None
 
 
-Attend = Callable[["AttentionLayer", Tensor, Tensor], None]
+Attend = Callable[[Any, Tensor, Tensor], None]
 """Called with a layer, its query and the output to fill. The step's keys and values have been written."""
 
 attending: ContextVar[Attend | None] = ContextVar("pelton_attending", default=None)
@@ -161,9 +161,9 @@ class PieceGraphs:
             outputs = run_apart(call, batch)
             self._refusals.attempt(key, lambda: self._capture(key, call, batch))
             return outputs
-        for graph, group_id, attend in zip(pieces.graphs, pieces.group_ids, pieces.calls, strict=False):
+        for graph, index, attend in zip(pieces.graphs, pieces.indices, pieces.calls, strict=False):
             graph.replay()
-            attend(batch.attention[group_id])
+            attend(batch.attention[index])
         pieces.graphs[-1].replay()
         return pieces.outputs  # type: ignore[no-any-return]
 
@@ -186,7 +186,7 @@ class PieceGraphs:
         pieces.graphs.append(recorder.end())
         # Read before the next piece runs: every layer's, of every size, may lie in the same memory.
         query, output = recorder.unowned(query), recorder.unowned(output)
-        pieces.group_ids.append(layer.group_id)
+        pieces.indices.append(layer.metadata_index)
         pieces.calls.append(layer.backend.bind_forward(layer, query, output))
         recorder.begin()
 
@@ -205,4 +205,4 @@ def _attending(attend: Attend, call: Callable[[ForwardBatch], T], batch: Forward
 
 
 def _attend(batch: ForwardBatch, layer: AttentionLayer, query: Tensor, output: Tensor) -> None:
-    layer.backend.forward(layer, query, batch.attention[layer.group_id], output)
+    layer.backend.forward(layer, query, batch.attention[layer.metadata_index], output)

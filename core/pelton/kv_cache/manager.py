@@ -14,8 +14,15 @@ from pelton.config.kv_cache import KVCacheConfig
 from pelton.kv_cache.block_pool import NULL_BLOCK, BlockPool, ResidencySampler
 from pelton.kv_cache.coordinator import make_coordinator
 from pelton.kv_cache.interface import BlockIds, CacheableRequest, KVCacheManager
-from pelton.kv_cache.single_type import NEVER, ManagerEntry, SingleTypeManager, TypeBlocks, make_managers
-from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan
+from pelton.kv_cache.single_type import (
+    NEVER,
+    FullAttentionManager,
+    ManagerEntry,
+    SingleTypeManager,
+    TypeBlocks,
+    make_managers,
+)
+from pelton.kv_cache.spec import KVCachePlan
 
 
 class _Held:
@@ -59,7 +66,7 @@ class PagedKVCacheManager(KVCacheManager):
         self._held: dict[str, _Held] = {}
         self._nothing: BlockIds = tuple([] for _ in specs)
         # Of most models: one group that keeps every token. A request then grows by a block now and then, and that is all.
-        is_simple = len(specs) == 1 and type(specs[0]) is FullAttentionSpec
+        is_simple = len(specs) == 1 and type(self._managers[0]) is FullAttentionManager
         self._simple_block_size = specs[0].block_size if is_simple else 0
 
     def lookup(self, request: CacheableRequest) -> tuple[BlockIds, int]:

@@ -1,7 +1,11 @@
 """From the needs of layers to groups, buffers and a number of blocks.
 
-All groups share one pool, so all have one page size: bytes of a block of one layer, times layers of a group. Layers of equal
-need are cut into groups of m layers; m buffers result, each shared by one layer of every group.
+Layers whose block tables are alike (`KVCacheSpec.block_tables_alike`) share a group, whatever their pages hold. A model of
+such layers alone is one group, and each layer has a buffer of pages of its own size.
+
+Otherwise all groups share one pool, so all have one page size: bytes of a block of one layer, times layers of a group. Layers
+of equal need are cut into groups of m layers; m buffers result, each shared by one layer of every group. Few layers whose
+pages differ ride along with a group of their kind, in buffers that the other groups leave unused.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ MAX_REGULAR_GROUPS = 8
 """Host work a step grows with the number of groups: an unpadded division may cost so many, more only if padding has more."""
 MAX_BLOCK_SIZE = 65_536
 """Tokens; a block size raised above this wastes most of it."""
+MAX_RIDING_SHARE = 0.25
+"""Of a block's bytes: what layers that ride along may take in blocks of groups which have no use for it."""
 
 
 def plan_kv_cache(
@@ -38,22 +44,89 @@ def plan_kv_cache(
         return KVCachePlan(num_blocks=1, tensors=(), groups=())
     if disable_hybrid:
         specs = {name: spec.without_window() for name, spec in specs.items()}
-    specs = unify_page_sizes(specs)
-    groups = group_layers(specs)
-    page_size = next(iter(specs.values())).page_size_bytes
-    group_size = max(len(group.layer_names) for group in groups)
-    bytes_per_block = page_size * group_size
+    groups, buffers = plan_groups(specs)
+    bytes_per_block = sum(page_size for page_size, _ in buffers)
     num_blocks = num_blocks_override if num_blocks_override is not None else available_bytes // bytes_per_block
-    tensors = tuple(
-        KVCacheTensor(
-            size_bytes=page_size * num_blocks,
-            shared_by=tuple(group.layer_names[i] for group in groups if i < len(group.layer_names)),
-        )
-        for i in range(group_size)
-    )
+    tensors = tuple(KVCacheTensor(page_size * num_blocks, shared_by) for page_size, shared_by in buffers)
     plan = KVCachePlan(num_blocks=num_blocks, tensors=tensors, groups=groups)
     _check_fit(plan, bytes_per_block, max_model_len, max_num_batched_tokens)
     return plan
+
+
+Buffers = list[tuple[int, tuple[str, ...]]]
+"""Bytes of a page, and the layers that share the buffer."""
+
+
+def plan_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[tuple[KVCacheGroup, ...], Buffers]:
+    """Which layers share a block table, and which share memory. Raises `ConfigError`."""
+    if all(_is_alike(spec) for spec in specs.values()) and len({spec.block_size for spec in specs.values()}) == 1:
+        return (_mixed_group(specs),), [(spec.page_size_bytes, (name,)) for name, spec in specs.items()]
+    riders = find_riders(specs)
+    groups, buffers = _shared_buffers(
+        unify_page_sizes({name: spec for name, spec in specs.items() if name not in riders})
+    )
+    return _with_riders(groups, buffers, riders) if riders else (groups, buffers)
+
+
+def _shared_buffers(specs: Mapping[str, KVCacheSpec]) -> tuple[tuple[KVCacheGroup, ...], Buffers]:
+    """Groups of one size over layers whose pages have one size: buffer i is shared by each group's layer i."""
+    groups = group_layers(specs)
+    page_size = next(iter(specs.values())).page_size_bytes
+    names = [group.layer_names for group in groups]
+    group_size = max(map(len, names))
+    return groups, [(page_size, tuple(own[i] for own in names if i < len(own))) for i in range(group_size)]
+
+
+def find_riders(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Layers that differ from most of the layers of their kind in their pages alone, where they are few enough to ride along.
+
+    A draft head with half the kv heads is one. Without this its page size would be unified with the others', and one odd
+    layer would make a group of each layer.
+    """
+    counts: dict[KVCacheSpec, int] = {}
+    for spec in specs.values():
+        counts[spec] = counts.get(spec, 0) + 1
+    alike = [spec for spec in counts if _is_alike(spec)]
+    if not alike or len(alike) == len(counts):
+        return {}
+    main = max(alike, key=lambda spec: counts[spec])
+    odd = {name: spec for name, spec in specs.items() if spec != main and _is_alike(spec)}
+    if any(spec.block_size != main.block_size for spec in odd.values()):
+        return {}
+    rest = {name: spec for name, spec in specs.items() if name not in odd}
+    try:
+        _, buffers = _shared_buffers(unify_page_sizes(rest))
+    except ConfigError:
+        return {}
+    most = MAX_RIDING_SHARE * sum(page_size for page_size, _ in buffers)
+    return odd if sum(spec.page_size_bytes for spec in odd.values()) <= most else {}
+
+
+def _is_alike(spec: KVCacheSpec) -> bool:
+    """Its own class says so: a subclass may hold other blocks than its parent."""
+    return bool(vars(type(spec)).get("block_tables_alike", False))
+
+
+def _mixed_group(specs: Mapping[str, KVCacheSpec]) -> KVCacheGroup:
+    """One group of layers with pages of different sizes."""
+    kinds = dict.fromkeys(specs.values())
+    first, *others = kinds
+    return KVCacheGroup(tuple(specs), first, layer_specs=tuple(specs.values()) if others else ())
+
+
+def _with_riders(
+    groups: tuple[KVCacheGroup, ...], buffers: Buffers, riders: Mapping[str, KVCacheSpec]
+) -> tuple[tuple[KVCacheGroup, ...], Buffers]:
+    """The riders belong to the first group, which keeps every token as they do. Its blocks are theirs, so these have as many
+    tokens."""
+    first, *others = groups
+    raised = {name: spec.with_block_size(first.spec.block_size) for name, spec in riders.items()}
+    with_riders = replace(
+        first,
+        layer_names=(*first.layer_names, *raised),
+        layer_specs=(*(first.spec for _ in first.layer_names), *raised.values()),
+    )
+    return (with_riders, *others), [*buffers, *((spec.page_size_bytes, (name,)) for name, spec in raised.items())]
 
 
 def with_num_blocks(plan: KVCachePlan, num_blocks: int) -> KVCachePlan:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, PluginError
 from pelton.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from pelton.kv_cache.spec import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, MLASpec, SlidingWindowSpec
 
@@ -251,7 +251,7 @@ def make_managers(
 
     The exact class decides: a subclass has rules that its parent's manager does not know. Raises `ConfigError`.
     """
-    known = {**BUILT_IN_MANAGERS, **dict(extra_managers)}
+    known = {**BUILT_IN_MANAGERS, **dict(map(_checked, extra_managers))}
     groups: dict[KVCacheSpec, list[int]] = {}
     for group_id, spec in enumerate(specs):
         groups.setdefault(spec, []).append(group_id)
@@ -266,3 +266,15 @@ def make_managers(
             )
         managers.append(manager(spec, group_ids, pool, hash_block_size))
     return managers
+
+
+def _checked(entry: Any) -> ManagerEntry:
+    """What a plugin's `pelton_kv_cache_specs` entry has loaded."""
+    match entry:
+        case (type() as spec, type() as manager) if issubclass(spec, KVCacheSpec) and issubclass(
+            manager, SingleTypeManager
+        ):
+            return spec, manager
+    raise PluginError(
+        f"An entry of pelton_kv_cache_specs loads {entry!r}; expected a pair of a KVCacheSpec class and a SingleTypeManager class."
+    )

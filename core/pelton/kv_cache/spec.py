@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from pelton.kv_cache.views import KVLayout, keys_and_values, state_views, token_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 IN_FLIGHT_TOKENS = 32
@@ -14,10 +19,13 @@ IN_FLIGHT_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec(ABC):
-    """One layer's need. Layers with equal specs may share a group."""
+    """One layer's need. Layers with equal specs share a group; so do those of kinds that are `block_tables_alike`."""
 
     has_fixed_page: ClassVar[bool] = False  # the page does not grow with block_size: a state, not tokens
     keeps_all_tokens: ClassVar[bool] = True  # False: blocks are given back while the request runs
+    block_tables_alike: ClassVar[bool] = False
+    """A block is held from its first token to the request's end, and found again, as full attention's is: such layers share
+    one block table whatever their pages hold. A class says so for itself, not for its subclasses."""
 
     block_size: int  # tokens a block
 
@@ -25,6 +33,11 @@ class KVCacheSpec(ABC):
     @abstractmethod
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer."""
+
+    def views(self, memory: Tensor, num_blocks: int, layout: KVLayout) -> tuple[Tensor, ...]:
+        """What a layer is handed of its memory, [num_blocks * page_size_bytes] uint8. Without one of its own, a kind has the
+        bytes of each page: [num_blocks, page_size_bytes]."""
+        return (memory.view(num_blocks, self.page_size_bytes),)
 
     def with_block_size(self, block_size: int) -> Self:
         return replace(self, block_size=block_size)
@@ -57,9 +70,17 @@ class KVCacheSpec(ABC):
 class FullAttentionSpec(KVCacheSpec):
     """Every token attends to all before it: blocks held = ceil(tokens / block_size)."""
 
+    block_tables_alike: ClassVar[bool] = True
+
     num_kv_heads: int
     head_dim: int
     dtype: str  # a key of DTYPE_BYTES
+
+    def views(self, memory: Tensor, num_blocks: int, layout: KVLayout) -> tuple[Tensor, ...]:
+        """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+        return keys_and_values(
+            memory, num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.dtype, layout
+        )
 
     @property
     def page_size_bytes(self) -> int:
@@ -100,8 +121,14 @@ class ChunkedLocalSpec(FullAttentionSpec):
 class MLASpec(KVCacheSpec):
     """Multi-head latent attention: one latent vector a token (with its rotary part), no separate K and V."""
 
+    block_tables_alike: ClassVar[bool] = True
+
     latent_dim: int  # kv_lora_rank + rope head_dim
     dtype: str
+
+    def views(self, memory: Tensor, num_blocks: int, layout: KVLayout) -> tuple[Tensor, ...]:
+        """The latents, [num_blocks, block_size, latent_dim]."""
+        return (token_rows(memory, num_blocks, self.block_size, [self.latent_dim], self.dtype, layout),)
 
     @property
     def page_size_bytes(self) -> int:
@@ -127,6 +154,12 @@ class MambaSpec(KVCacheSpec):
 
     state_bytes: int
     page_size_padded: int | None = None
+    states: tuple[tuple[tuple[int, ...], str], ...] = ()  # (shape, dtype) of each; none: the layer takes the bytes
+
+    def views(self, memory: Tensor, num_blocks: int, layout: KVLayout) -> tuple[Tensor, ...]:
+        """One tensor [num_blocks, *shape] for each state."""
+        shapes = self.states or (((self.state_bytes,), "uint8"),)
+        return state_views(memory, num_blocks, self.page_size_bytes, shapes)
 
     @property
     def page_size_bytes(self) -> int:
@@ -158,8 +191,12 @@ class KVCacheGroup:
     """Layers that share one block table."""
 
     layer_names: tuple[str, ...]
-    spec: KVCacheSpec
+    spec: KVCacheSpec  # whose kind decides which blocks are held
     num_padding_layers: int = 0  # places of the group that no layer fills
+    layer_specs: tuple[KVCacheSpec, ...] = ()  # of each layer, where their pages differ; none: all have `spec`
+
+    def spec_of(self, layer_name: str) -> KVCacheSpec:
+        return self.layer_specs[self.layer_names.index(layer_name)] if self.layer_specs else self.spec
 
 
 @dataclass(frozen=True, slots=True)

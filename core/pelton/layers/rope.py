@@ -1,7 +1,7 @@
 """Rotary position embedding: one table of cosines and sines per set of parameters, shared by layers.
 
 Reads both forms of config.json: `rope_theta` and `rope_scaling`, and transformers 5's `rope_parameters`, which may
-be one set or one per layer type. Scalings: linear, dynamic, llama3, yarn.
+be one set or one per layer type. Scalings: linear, dynamic, llama3, yarn, proportional.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pelton.model.build import BuildConfig, HFConfig
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class RopeParameters:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    share: float = 1.0  # proportional: of all frequencies, those that turn anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +103,14 @@ def rope_parameters(
     original = int(original or max_positions)
     factor = given.get("factor")
     if factor is None:
-        if rope_type not in ("default", "yarn"):
+        if rope_type not in ("default", "yarn", "proportional"):
             raise ConfigError(f"rope_type {rope_type!r} needs a factor in rope_parameters {dict(given)}; add one.")
-        factor = max_positions / original
+        factor = 1.0 if rope_type == "proportional" else max_positions / original
     share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     return RopeParameters(
         rope_type=rope_type,
         theta=float(given.get("rope_theta") or theta or hf.get("rope_theta") or 10000.0),
-        rotary_dim=int(head_dim * share),
+        rotary_dim=head_dim if rope_type == "proportional" else int(head_dim * share),
         max_position_embeddings=max_positions,
         factor=float(factor),
         original_max_position_embeddings=original,
@@ -121,6 +122,7 @@ def rope_parameters(
         mscale=float(given.get("mscale") or 0.0),
         mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
         truncate=bool(given.get("truncate", True)),
+        share=float(share) if rope_type == "proportional" else 1.0,
     )
 
 
@@ -147,6 +149,14 @@ def _default(parameters: RopeParameters) -> tuple[Tensor, float]:
 
 def _linear(parameters: RopeParameters) -> tuple[Tensor, float]:
     return _default(parameters)[0] / parameters.factor, 1.0
+
+
+def _proportional(parameters: RopeParameters) -> tuple[Tensor, float]:
+    """The first frequencies of a head as they would be without scaling; the others turn nothing, so that pairs stay half a head
+    apart (Gemma 4)."""
+    frequencies = _default(parameters)[0] / parameters.factor
+    frequencies[int(parameters.share * parameters.rotary_dim // 2) :] = 0.0
+    return frequencies, 1.0
 
 
 def _dynamic_frequencies(parameters: RopeParameters, positions: Tensor) -> Tensor:
@@ -202,4 +212,10 @@ def _yarn_scale(parameters: RopeParameters) -> float:
     return scale(1.0)
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_FREQUENCIES = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "proportional": _proportional,
+}

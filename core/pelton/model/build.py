@@ -24,7 +24,7 @@ from pelton.parallel.context import ParallelContext
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.attention.layer import AttentionLayer
+    from pelton.attention.cache_layer import CacheLayer
     from pelton.config import EngineConfig
     from pelton.layers.rope import Rope, RopeParameters
     from pelton.model.resolved import ResolvedModel
@@ -78,9 +78,14 @@ class BuildConfig:
     quantization: QuantizationMethod = field(default_factory=PlainWeights)
     # Left by layers.
     weights: WeightMap = field(default_factory=WeightMap)
-    attention_layers: dict[str, AttentionLayer] = field(default_factory=dict)
+    cache_layers: dict[str, CacheLayer] = field(default_factory=dict)
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
     large_pages: LargePages = field(default_factory=LargePages)
+
+    @property
+    def attention_layers(self) -> dict[str, Any]:
+        """The old name of `cache_layers`."""
+        return self.cache_layers
 
     @property
     def dtype_name(self) -> str:

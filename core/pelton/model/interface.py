@@ -2,8 +2,8 @@
 
 A model is a `torch.nn.Module` made as `Model(*, config, prefix="")`, where `config` is a
 `pelton.model.build.BuildConfig`: dtype, device, parallel ranks, quantization, chosen ops and attention
-backends, and `config.hf`, config.json's fields as attributes. Layers register their attention in
-`config.attention_layers` (name -> `AttentionLayer`), from which the worker reads KV specs.
+backends, and `config.hf`, config.json's fields as attributes. Layers with a cache register themselves in
+`config.cache_layers` (name -> `pelton.attention.cache_layer.CacheLayer`), from which the worker reads what they need of it.
 """
 
 from __future__ import annotations

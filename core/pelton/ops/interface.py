@@ -240,7 +240,7 @@ class QkNormRopeWriteKvNeeds:
     rotary_dim: int  # 0: no rotation
     q_norm: NormSpec | None = optional(None)
     k_norm: NormSpec | None = optional(None)
-    writes_kv: bool = optional(True)
+    writes_kv: bool = optional(True)  # False: another layer's keys and values are read; rows may be the queries' alone
 
 
 @dataclass(slots=True)
@@ -256,8 +256,9 @@ class QkNormRopeWriteKv(Protocol):
     ) -> Tensor:
         """Norm and rotate query and key, write key and value of *all* rows, return the query [T, num_heads, D].
 
-        qkv [T, (num_heads + 2 num_kv_heads) D], may be overwritten; positions [T] int64; slot_mapping [T] int64, -1 skips
-        the row; k_cache, v_cache [num_blocks, block_size, num_kv_heads, D] views with a contiguous last axis.
+        qkv [T, (num_heads + 2 num_kv_heads) D], may be overwritten; without writes_kv [T, num_heads D] will do. positions [T]
+        int64; slot_mapping [T] int64, -1 skips the row; k_cache, v_cache [num_blocks, block_size, num_kv_heads, D] views with
+        a contiguous last axis.
         """
         ...
 

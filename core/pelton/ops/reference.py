@@ -140,12 +140,17 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     key, value [T, N, D]; k_cache, v_cache [P, S, N, D] views; slot_mapping [T] int64. No host synchronisation: a row
     to skip writes back what the null block's first slot holds.
     """
-    block_size = k_cache.shape[1]
-    is_kept = (slot_mapping >= 0)[:, None, None]
+    write_rows(key, k_cache, slot_mapping)
+    write_rows(value, v_cache, slot_mapping)
+
+
+def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """cache[slot // S, slot % S] = rows[t], as `write_kv`; rows [T, ...], cache [P, S, ...]."""
+    block_size = cache.shape[1]
+    is_kept = (slot_mapping >= 0).view(-1, *[1] * (rows.dim() - 1))
     slots = slot_mapping.clamp(min=0)
     blocks, offsets = slots // block_size, slots % block_size
-    for new, cache in ((key, k_cache), (value, v_cache)):
-        cache[blocks, offsets] = torch.where(is_kept, new.to(cache.dtype), cache[blocks, offsets])
+    cache[blocks, offsets] = torch.where(is_kept, rows.to(cache.dtype), cache[blocks, offsets])
 
 
 # Implementations, one an op: `unsupported` and `bind`, as the interface says.
@@ -229,22 +234,23 @@ class ReferenceQkNormRopeWriteKv:
         heads, kv_heads, head_dim = needs.num_heads, needs.num_kv_heads, needs.head_dim
         q_size, kv_size = heads * head_dim, kv_heads * head_dim
 
+        def turned(x: Tensor, norm: Tensor | None, spec: NormSpec | None, positions: Tensor) -> Tensor:
+            if norm is not None and spec is not None:
+                x = rms_norm(x, norm, spec)
+            if tensors.cos_sin is None:
+                return x
+            cos, sin = tensors.cos_sin[positions][:, None, :].chunk(2, dim=-1)
+            return rotate(x, cos, sin)
+
         def qk_norm_rope_write_kv(
             qkv: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
         ) -> Tensor:
-            query = qkv[:, :q_size].reshape(-1, heads, head_dim)
-            key = qkv[:, q_size : q_size + kv_size].reshape(-1, kv_heads, head_dim)
-            value = qkv[:, q_size + kv_size :].reshape(-1, kv_heads, head_dim)
-            if needs.q_norm is not None and tensors.q_norm is not None:
-                query = rms_norm(query, tensors.q_norm, needs.q_norm)
-            if needs.k_norm is not None and tensors.k_norm is not None:
-                key = rms_norm(key, tensors.k_norm, needs.k_norm)
-            if tensors.cos_sin is not None:
-                cos, sin = tensors.cos_sin[positions][:, None, :].chunk(2, dim=-1)
-                query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             if needs.writes_kv:
-                write_kv(key, value, k_cache, v_cache, slot_mapping)
-            return query
+                key = qkv[:, q_size : q_size + kv_size].reshape(-1, kv_heads, head_dim)
+                value = qkv[:, q_size + kv_size :].reshape(-1, kv_heads, head_dim)
+                write_kv(turned(key, tensors.k_norm, needs.k_norm, positions), value, k_cache, v_cache, slot_mapping)
+            query = qkv[:, :q_size].reshape(-1, heads, head_dim)
+            return turned(query, tensors.q_norm, needs.q_norm, positions)
 
         return qk_norm_rope_write_kv
 

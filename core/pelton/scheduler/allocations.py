@@ -8,6 +8,7 @@ gives something up, and when, is decided elsewhere.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
@@ -85,7 +86,8 @@ class Allocations:
             size = self.block_sizes[0]
             request.capacity = -(-num_tokens // size) * size
         else:
-            request.capacity = min(-(-num_tokens // size) * size for size in self.block_sizes)
+            capacities = (-(-num_tokens // size) * size for size in self.block_sizes)
+            request.capacity = min(capacities, default=sys.maxsize)  # without a cache nothing runs out
 
     def _note_cached(self, request: ScheduledRequest, num_computed: int) -> None:
         """`allocate` has made the full blocks of known tokens findable."""

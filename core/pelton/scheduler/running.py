@@ -36,7 +36,7 @@ class RunningRows:
         self._allocations = allocations
         self._preemption = preemption
         self._drafts = drafts
-        self._block_size = allocations.block_sizes[0]
+        self._block_size = allocations.block_sizes[0] if allocations.block_sizes else 0  # asked with one group only
 
     def serve(self, step: StepBuilder) -> None:
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""

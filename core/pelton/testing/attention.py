@@ -126,7 +126,7 @@ class AttentionStep:
         instance = backend(
             self.layer.needs, self.device, max_num_seqs=64, max_num_tokens=4096, max_model_len=max(self.lengths)
         )
-        self.layer.bind_cache(instance, 0, k_cache, v_cache)
+        self.layer.bind_cache((k_cache, v_cache), 0, instance)
         self.backend = instance
 
     def slots(self, row: int) -> Tensor:

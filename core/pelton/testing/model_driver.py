@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pelton.attention.kv_cache import bind_kv_cache
+from pelton.attention.kv_cache import bind_caches, cache_specs
 from pelton.attention.metadata import ForwardBatch
 from pelton.attention.selector import AttentionSelector
 from pelton.kv_cache.spec import KVCacheGroup, KVCachePlan, KVCacheTensor
@@ -95,7 +95,8 @@ class ModelDriver:
         self.build.ops.weights_loaded()
         self.block_size = block_size
         self.plan = plan_one_group_per_spec(self.build, num_blocks)
-        self.backends = bind_kv_cache(self.plan, self.build)
+        bound = bind_caches(self.plan, self.build)
+        self.backends, self.caches = bound.backends, bound.layers
         self._free = list(range(num_blocks - 1, 0, -1))
         self._tables: dict[str, list[list[int]]] = {}
         self._computed: dict[str, int] = {}
@@ -114,10 +115,10 @@ class ModelDriver:
             self._computed[name] = start + len(work[name])
             self._grow(name)
         counts = [(len(work[name]), self._computed[name] - len(work[name])) for name in rows]  # new, before
-        tables = [[self._tables[name][group] for name in rows] for group in range(len(self.backends))]
+        tables = [[self._tables[name][group] for name in rows] for group in range(len(self.plan.groups))]
         attention = tuple(
-            backend.build(step_metadata(counts, tables[group], self.block_size, num_padding=num_padding))
-            for group, backend in enumerate(self.backends)
+            backend.build(step_metadata(counts, tables[backend.group_id], self.block_size, num_padding=num_padding))
+            for backend in self.backends
         )
         batch = ForwardBatch(
             input_ids=torch.tensor(token_ids),
@@ -146,8 +147,8 @@ class ModelDriver:
 def plan_one_group_per_spec(build: BuildConfig, num_blocks: int) -> KVCachePlan:
     """A plan for tests: layers of equal spec form a group, every layer has memory of its own."""
     groups: dict[Any, list[str]] = {}
-    for name, layer in build.attention_layers.items():
-        groups.setdefault(layer.kv_spec(), []).append(name)
+    for name, spec in cache_specs(build).items():
+        groups.setdefault(spec, []).append(name)
     tensors = [
         KVCacheTensor(num_blocks * spec.page_size_bytes, (name,)) for spec, names in groups.items() for name in names
     ]

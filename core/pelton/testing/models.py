@@ -36,6 +36,15 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20,
+    "head_dim": 16, "first_k_dense_replace": 4, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1,
+    },
+}  # fmt: skip
+"""DeepSeek's attention over latents, with dense MLPs; yarn's scale enters the logits as well as the rope."""
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     # family: (config class, model class, fields that differ from _COMMON)
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -47,8 +56,25 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma3ForCausalLM",
         {"num_hidden_layers": 6, "sliding_window": 32, "query_pre_attn_scalar": 24},
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "sliding_window": 32,
+            "num_kv_shared_layers": 4,
+            "global_head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "use_double_wide_mlp": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**_LATENT, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "q_lora_rank": 40}),
 }
-SEEDS = {"llama": 4, "mistral": 3, "qwen2": 1, "qwen3": 5, "gemma3": 1}
+SEEDS = {"llama": 4, "mistral": 3, "qwen2": 1, "qwen3": 5, "gemma3": 1, "gemma4": 1, "deepseek_v2": 1, "deepseek_v3": 1}
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5."""
 ROPE_VARIANTS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,12 @@ class LayerCache:
 
     name: str
     group: int
-    k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], blocks as the backend counts them
-    v_cache: Tensor
+    views: tuple[Tensor, ...]  # by block first, blocks as the backend counts them: keys and values, latents, states
+    kind: str = ""  # what they hold: the name of the spec's class
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self.views[0].untyped_storage()
 
 
 class KVPool:
@@ -27,9 +31,9 @@ class KVPool:
         self.layers = list(layers)
         buffers: dict[int, Tensor] = {}
         for layer in self.layers:
-            storage = layer.k_cache.untyped_storage()
+            storage = layer.storage
             if storage.data_ptr() not in buffers:
-                memory = torch.empty(0, dtype=torch.uint8, device=layer.k_cache.device).set_(storage)
+                memory = torch.empty(0, dtype=torch.uint8, device=layer.views[0].device).set_(storage)
                 buffers[storage.data_ptr()] = memory.view(num_blocks, -1)
         self.pages = list(buffers.values())  # each [num_blocks, bytes a page]
 
@@ -40,18 +44,18 @@ class KVPool:
     def caches(self) -> dict[str, Tensor]:
         """Layer name to its page buffer, for KV connectors."""
         by_address = {page.data_ptr(): page for page in self.pages}
-        return {layer.name: by_address[layer.k_cache.untyped_storage().data_ptr()] for layer in self.layers}
+        return {layer.name: by_address[layer.storage.data_ptr()] for layer in self.layers}
 
     def layout(self) -> str:
-        """What a page's bytes are: by layer, dtype, shape, strides and place of keys and values within a block."""
+        """What a page's bytes are: by layer, dtype, shape, strides and place of each view within a block."""
         described = []
         for layer in self.layers:
-            per_block = layer.k_cache.shape[0] // self.num_blocks
             views = [
-                f"{tuple(view.shape[1:])}x{per_block} strides {view.stride()} at {view.storage_offset()}"
-                for view in (layer.k_cache, layer.v_cache)
+                f"{view.dtype} {tuple(view.shape[1:])}x{view.shape[0] // self.num_blocks} strides {view.stride()} at "
+                f"{view.storage_offset()}"
+                for view in layer.views
             ]
-            described.append(f"{layer.name}: {layer.k_cache.dtype} keys {views[0]} values {views[1]}")
+            described.append(f"{layer.name}: {layer.kind} {', '.join(views)}")
         return "; ".join(described)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -74,7 +78,9 @@ class KVPool:
         for layer in self.layers:
             if layer.group != group:
                 continue
-            for cache in (layer.k_cache, layer.v_cache):
+            for cache in layer.views:
+                if not cache.is_floating_point():
+                    continue
                 per_block = cache.shape[0] // self.num_blocks
                 parts = torch.arange(per_block, device=cache.device)
                 ids = (block_ids.unsqueeze(-1) * per_block + parts).flatten()

@@ -65,7 +65,7 @@ def _settings(module: nn.Module) -> Hashable:
     return tuple(
         (name, value)
         for name, value in sorted(vars(module).items())
-        if name != "group_id"  # groups of one kind differ in their tables alone
+        if name not in ("group_id", "metadata_index")  # groups of one kind differ in their tables alone
         and (isinstance(value, int | float | None) or (is_dataclass(value) and not _has_tensors(value)))
     )
 
@@ -123,10 +123,8 @@ def _powers(most: int) -> list[int]:
 
 def _shares_prefix(runner: ModelRunner, num_rows: int) -> bool:
     """Whether some group's attention reads a prefix of the longest kind once for so many rows."""
-    lengths = (width * size for width, size in zip(_widths(runner), runner.state.block_sizes, strict=True))
-    return any(
-        backend.uses_common_prefix(num_rows, length) for backend, length in zip(runner.backends, lengths, strict=True)
-    )
+    lengths = [width * size for width, size in zip(_widths(runner), runner.state.block_sizes, strict=True)]
+    return any(backend.uses_common_prefix(num_rows, lengths[backend.group_id]) for backend in runner.backends)
 
 
 def _widths(runner: ModelRunner) -> tuple[int, ...]:

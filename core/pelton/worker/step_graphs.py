@@ -115,12 +115,14 @@ class StepGraphs:
         return any(self._prefix_lens(num_rows, common_prefix_blocks))
 
     def _prefix_lens(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> list[int]:
-        """Per group, in tokens; 0 where its backend does not want it."""
-        found = zip(self._backends, common_prefix_blocks, self._state.block_sizes, strict=True)
-        return [
-            count * size if count and backend.uses_common_prefix(num_rows, count * size) else 0
-            for backend, count, size in found
-        ]
+        """Per group, in tokens; 0 where none of its backends wants it."""
+        sizes = self._state.block_sizes
+        lengths = [count * size for count, size in zip(common_prefix_blocks, sizes, strict=True)]
+        wanted = {
+            backend.group_id for backend in self._backends
+            if lengths[backend.group_id] and backend.uses_common_prefix(num_rows, lengths[backend.group_id])
+        }  # fmt: skip
+        return [length if group in wanted else 0 for group, length in enumerate(lengths)]
 
     def decode(
         self,

@@ -64,7 +64,7 @@ class StepOps:
         key: BatchDescriptor | None = None,
         prefix_lens: Tensor | None = None,
     ) -> ForwardBatch:
-        """Prepare a step's inputs and describe it to `backends`, one a KV group. slots, num_scheduled [R] int64; key: of the
+        """Prepare a step's inputs and describe it to `backends`, one a set of metadata. slots, num_scheduled [R] int64; key: of the
         step when it is captured; prefix_lens [groups] int32: where such a step finds its common prefixes, in tokens."""
         groups = self.prepare_inputs(slots, num_scheduled, shape)
         if prefix_lens is not None:
@@ -74,7 +74,7 @@ class StepOps:
         return ForwardBatch(
             input_ids=self._buffers.input_ids[:num_tokens],
             positions=self._buffers.positions[:num_tokens],
-            attention=tuple(backend.build(common, key) for backend, common in zip(backends, groups, strict=True)),
+            attention=tuple(backend.build(groups[backend.group_id], key) for backend in backends),
             num_tokens=num_tokens,
             slot_mappings=tuple(common.slot_mapping for common in groups),
         )

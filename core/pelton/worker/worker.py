@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from pelton.attention.kv_cache import bind_kv_cache
-from pelton.attention.layer import AttentionLayer
+from pelton.attention.kv_cache import bind_caches, cache_specs
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
@@ -21,7 +20,7 @@ from pelton.errors import ConfigError
 from pelton.executor.interface import DeviceReport
 from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
-from pelton.kv_cache.planner import group_layers, plan_kv_cache, with_num_blocks
+from pelton.kv_cache.planner import plan_groups, plan_kv_cache, with_num_blocks
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.kv_transfer.select import find_connector
 from pelton.layers.embedding import VocabMatrix
@@ -110,7 +109,7 @@ class DeviceWorker(Worker):
         self.weights_bytes = module_bytes(self.model)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        return {name: layer.kv_spec() for name, layer in self.build.attention_layers.items()}
+        return cache_specs(self.build)
 
     @torch.inference_mode()
     def available_kv_cache_bytes(self) -> int:
@@ -152,12 +151,9 @@ class DeviceWorker(Worker):
 
     def _make_runner(self, plan: KVCachePlan, ops: OpSelector) -> ModelRunner:
         """With the pool that `plan` says."""
-        backends = bind_kv_cache(plan, self.build)
-        layers = self.build.attention_layers
-        pool = KVPool(
-            plan.num_blocks,
-            [LayerCache(name, layer.group_id, layer.k_cache, layer.v_cache) for name, layer in layers.items()],
-        )
+        bound = bind_caches(plan, self.build)
+        caches = [LayerCache(one.name, one.group_id, one.views, type(one.spec).__name__) for one in bound.layers]
+        pool = KVPool(plan.num_blocks, caches)
         state = BatchState(
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.model_info.max_model_len,
@@ -167,11 +163,10 @@ class DeviceWorker(Worker):
             device=self.device,
             num_parts=self._num_parts(),
         )
-        kernel_sizes = [layers[group.layer_names[0]].k_cache.shape[1] for group in plan.groups]
-        buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=kernel_sizes)
+        buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=bound.kernel_block_sizes)
         step_ops = StepOps(ops, state, buffers)
         return ModelRunner(
-            self.model, state, buffers, backends, pool, step_ops, num_staging_parts=4 * self._num_parts()
+            self.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * self._num_parts()
         )
 
     def _too_large(self, plan: KVCachePlan, error: MemoryError) -> str:
@@ -328,7 +323,7 @@ class DeviceWorker(Worker):
             mode = whole
         dispatcher = GraphDispatcher(
             mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens, sizes=self._graph_sizes(),
-            max_piece_tokens=max_piece_tokens(self.model),
+            max_piece_tokens=max_piece_tokens(self.model, len(self.build.cache_layers)),
             captures_prompts=not recorder.runs_calls and self.build.attention.graph_support() is GraphSupport.ALWAYS,
         )  # fmt: skip
         keys = dispatcher.valid_keys()
@@ -441,7 +436,7 @@ class DeviceWorker(Worker):
         row, side tables, and attention's scratch."""
         specs, max_model_len = self.kv_cache_specs(), self.model_info.max_model_len
         side = side_table_bytes(self.config.scheduler.num_side_slots(self.max_num_seqs), self.model_info.vocab_size)
-        num_groups = len(group_layers(specs)) if specs else 0
+        num_groups = len(plan_groups(specs)[0]) if specs else 0
         blocks = 2 * num_groups * -(-max_model_len // self.config.kv_cache.block_size)  # of the state, and of a step
         return self.max_num_seqs * (max_model_len + blocks) * 4 + side + num_groups * _ATTENTION_BYTES
 
@@ -465,14 +460,13 @@ def _watched(
         progress.advance(math.prod(weight.shape) * item_bytes)
 
 
-def max_piece_tokens(model: Any) -> int:
+def max_piece_tokens(model: Any, num_layers: int) -> int:
     """Tokens up to which a step is worth capturing in pieces: with more, a layer's products take the device longer than all
     launches of a layer take the host. All experts of a layer count."""
     layers = [
         module for module in model.modules() if isinstance(module, LinearModule) and not isinstance(module, VocabMatrix)
     ]
     operations = 2 * sum(layer.spec.in_features * layer.spec.out_features for layer in layers)
-    num_layers = sum(isinstance(module, AttentionLayer) for module in model.modules())
     if not operations:
         return MAX_MIXED_TOKENS
     tokens = int(_HIDING_OPERATIONS * num_layers / operations)

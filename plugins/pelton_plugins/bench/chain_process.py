@@ -135,7 +135,7 @@ class DecodeStep:
         return ForwardBatch(
             input_ids=buffers.input_ids[: self.rows],
             positions=buffers.positions[: self.rows],
-            attention=tuple(one.build(common, self.key) for one, common in zip(backends, groups, strict=True)),
+            attention=tuple(one.build(groups[one.group_id], self.key) for one in backends),
             num_tokens=self.rows,
         )
 

@@ -17,7 +17,14 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry("mistral", "MistralForCausalLM", "Llama's shape with a sliding window"),
         _entry("qwen2", "Qwen2ForCausalLM", "Llama's shape with QKV biases"),
         _entry("qwen3", "Qwen3ForCausalLM", "Llama's shape with query and key norms"),
+        ModelEntry(
+            name="deepseek",
+            load="pelton_plugins.models.deepseek:DeepseekForCausalLM",
+            architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+            doc="DeepSeek V2 and V3 with dense MLPs: attention over latents (MLA)",
+        ),
         _entry("gemma3", "Gemma3ForCausalLM", "Gemma 3, text: local and global layers, norms around each sub-layer"),
+        _entry("gemma4", "Gemma4ForCausalLM", "Gemma 4, text, dense: the last layers read the cache of earlier ones"),
     ]
 
 

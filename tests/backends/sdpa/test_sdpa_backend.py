@@ -6,6 +6,7 @@ import torch
 from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionStep
 from pelton_backends.sdpa.backend import SDPABackend
+from pelton_backends.sdpa.mla import SDPAMLABackend
 from pelton_backends.sdpa.plugin import pelton_attention_backends
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
@@ -54,8 +55,8 @@ def test_says_why_it_refuses(change, reason):
 
 
 def test_is_offered_on_cpu_only_as_the_reference():
-    (entry,) = pelton_attention_backends("cpu")
-    assert (entry.name, entry.priority, entry.resolve()) == ("sdpa", 10, SDPABackend)
+    offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cpu")]
+    assert offered == [("sdpa", 10, SDPABackend), ("sdpa_mla", 10, SDPAMLABackend)]
     assert not pelton_attention_backends("cuda")
     assert SDPABackend.graph_support is GraphSupport.NEVER
 

@@ -18,6 +18,7 @@ from pelton.testing.attention import CASES, MIXED, AttentionBackendConformance, 
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.plugins import plugins_of
 from pelton_backends.triton.backend import TritonBackend
+from pelton_backends.triton.mla import TritonMLABackend
 from pelton_backends.triton.plugin import pelton_attention_backends
 from pelton_backends.triton.runtime import INTERPRETED
 
@@ -69,8 +70,8 @@ def test_refuses_cards_whose_compiler_lacks_the_caches_dtype(kv_dtype: str) -> N
 
 
 def test_is_offered_on_cuda_only_and_can_be_captured_whole() -> None:
-    (entry,) = pelton_attention_backends("cuda")
-    assert (entry.name, entry.priority, entry.resolve()) == ("triton", 50, TritonBackend)
+    offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cuda")]
+    assert offered == [("triton", 50, TritonBackend), ("triton_mla", 50, TritonMLABackend)]
     assert not pelton_attention_backends("cpu")
     assert TritonBackend.graph_support is GraphSupport.ALWAYS
 
@@ -130,7 +131,7 @@ def qwen_like_layer(step: AttentionStep, kv_dtype: str = "auto", **options: obje
         case.num_heads, case.num_kv_heads, case.head_dim, config=build, prefix="norms_and_rope",
         rope=get_rope(build, case.head_dim), q_norm=norms[0], k_norm=norms[1], **options,
     )  # fmt: skip
-    layer.bind_cache(step.backend, 0, step.layer.k_cache, step.layer.v_cache)
+    layer.bind_cache((step.layer.k_cache, step.layer.v_cache), 0, step.backend)
     return layer
 
 

@@ -34,6 +34,13 @@ def test_caches_of_another_dtype_have_kernels(dtype: str, kv_dtype: str, names: 
     assert {kernel["of"] for kernel in compiled(dtype, kv_dtype, *names)} == set(names)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_latents_of_deepseeks_size_have_kernels(dtype: str) -> None:
+    attend, merge = compiled(dtype, dtype, "latent")
+    assert (attend["kernel"], merge["kernel"]) == ("latent_attention_kernel", "merge_kernel")
+    assert attend["stack"] == merge["stack"] == 0
+
+
 @pytest.fixture(scope="module")
 def chain() -> list[dict[str, Any]]:
     kernels = compiled("bfloat16", "bfloat16", *CHAIN)

@@ -124,7 +124,7 @@ class TwoLayers:
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[Tensor]] = []
-        self.layer: Any = SimpleNamespace(group_id=1, backend=DoublingBackend)
+        self.layer: Any = SimpleNamespace(metadata_index=1, backend=DoublingBackend)
         self.x = torch.zeros(3)
         self.batch: Any = SimpleNamespace(attention=(None, 3.0))
 

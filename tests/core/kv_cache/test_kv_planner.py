@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pelton.errors import ConfigError
-from pelton.kv_cache.planner import bytes_per_block, bytes_per_token, plan_kv_cache
+from pelton.kv_cache.planner import bytes_per_block, bytes_per_token, plan_kv_cache, with_num_blocks
 from pelton.kv_cache.spec import (
     ChunkedLocalSpec,
     CrossAttentionSpec,
@@ -139,7 +141,72 @@ def test_different_kv_sizes_get_block_sizes_of_one_page():
 def test_sizes_without_a_common_page_are_refused_with_the_layer():
     odd = FullAttentionSpec(block_size=16, num_kv_heads=7919, head_dim=8, dtype="float32")
     with pytest.raises(ConfigError, match=r"Layer narrow would need block_size 126704 \(at most 65536\)"):
-        plan_for({"wide": odd, "narrow": FULL})
+        plan_for({"wide": odd, "narrow": WINDOW})
+
+
+HALF = FullAttentionSpec(block_size=16, num_kv_heads=4, head_dim=128, dtype="bfloat16")
+LATENT = MLASpec(block_size=16, latent_dim=576, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        pytest.param(layers(target=(36, LLAMA_8B), draft=(1, HALF)), id="a-draft-head-with-half-the-kv-heads"),
+        pytest.param(
+            layers(target=(36, LLAMA_8B), draft=(28, replace(LLAMA_8B, head_dim=80))), id="a-draft-model-of-other-size"
+        ),
+        pytest.param(
+            layers(mla=(61, LATENT), indexer=(61, MLASpec(block_size=16, latent_dim=132, dtype="fp8"))),
+            id="latents-and-indexer-keys",
+        ),
+    ],
+)
+def test_layers_that_keep_every_token_are_one_group_whatever_their_pages_hold(specs):
+    plan = plan_for(specs, num_blocks=10)
+    (group,) = plan.groups
+    assert group.spec.block_size == 16 and group.num_padding_layers == 0
+    assert {name: group.spec_of(name) for name in group.layer_names} == specs
+    assert {tensor.shared_by: tensor.size_bytes for tensor in plan.tensors} == {
+        (name,): 10 * spec.page_size_bytes for name, spec in specs.items()
+    }
+    assert plan.bytes_per_block == bytes_per_block(specs.values())
+    assert with_num_blocks(plan, 3).tensors[-1].size_bytes == 3 * list(specs.values())[-1].page_size_bytes
+
+
+def test_an_odd_layer_rides_along_with_the_full_layers_of_a_hybrid_model():
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16", sliding_window=1024)
+    specs = layers(sw=(52, window), full=(10, LLAMA_8B), draft=(1, HALF))
+    plan, without = plan_for(specs), plan_for(layers(sw=(52, window), full=(10, LLAMA_8B)))
+    assert shape(plan) == [(11, 0), *shape(without)[1:]]
+    assert plan.groups[0].spec_of("draft.0") == HALF and plan.groups[0].spec_of("full.3") == LLAMA_8B
+    assert plan.tensors[-1].shared_by == ("draft.0",)
+    assert plan.bytes_per_block == without.bytes_per_block + HALF.page_size_bytes
+
+
+def test_a_rider_has_blocks_of_as_many_tokens_as_its_group():
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=12, head_dim=128, dtype="bfloat16", sliding_window=1024)
+    plan = plan_for(layers(sw=(5, window), full=(5, LLAMA_8B), draft=(1, HALF)))
+    first = plan.groups[0]
+    assert (first.spec.block_size, first.spec_of("draft.0").block_size, plan.groups[1].spec.block_size) == (48, 48, 32)
+    assert plan.tensors[-1].size_bytes == plan.num_blocks * 3 * HALF.page_size_bytes
+
+
+def test_many_odd_layers_of_a_hybrid_model_get_groups_of_their_own():
+    """Their pages would be paid for in the blocks of every group."""
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16", sliding_window=1024)
+    plan = plan_for(layers(sw=(8, window), full=(4, LLAMA_8B), odd=(4, HALF)))
+    assert shape(plan) == [(4, 0)] * 4
+    assert [group.spec.block_size for group in plan.groups] == [16, 32, 16, 16]
+
+
+def test_a_subclass_is_not_taken_for_its_parent():
+    """Its manager may hold other blocks."""
+
+    class Sink(FullAttentionSpec):
+        pass
+
+    other = Sink(block_size=16, num_kv_heads=1, head_dim=8, dtype="float32")
+    assert shape(plan_for(layers(full=(2, FULL), sink=(2, other)))) == [(2, 0)] * 2
 
 
 def test_the_pool_is_sized_by_the_bytes_there_are():

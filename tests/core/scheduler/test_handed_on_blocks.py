@@ -164,18 +164,18 @@ def test_nan_of_an_aborted_request_does_not_reach_who_gets_its_blocks(monkeypatc
     first = scheduler.schedule()
     unread = runner.execute(first)
     for layer in runner.pool.layers:
-        layer.v_cache[sorted(A_BLOCKS)] = torch.nan  # what such a step leaves there
+        layer.views[1][sorted(A_BLOCKS)] = torch.nan  # what such a step leaves there
     scheduler.finish_requests(["a"], FinishReason.ABORT)
     scheduler.add_request(make_request("b", [7, 9, 3, 1, 4], 3))
     second = scheduler.schedule()
     handed_on = second.new[0].block_ids[0]
     told = runner.execute(second)
     assert set(handed_on) <= A_BLOCKS
-    assert all(bool(layer.v_cache[handed_on].isfinite().all()) for layer in runner.pool.layers)
+    assert all(bool(layer.views[1][handed_on].isfinite().all()) for layer in runner.pool.layers)
     outputs = scheduler.update(first, unread.result()) + scheduler.update(second, told.result())
     assert [output.new_token_ids for output in outputs] == [oracle_greedy([7, 9, 3, 1, 4], 1)]
     runner.execute(SchedulerOutput(step_id=9))  # a's result was NaN: now all of its blocks are mended
-    assert all(bool(layer.v_cache.isfinite().all()) for layer in runner.pool.layers)
+    assert all(bool(layer.views[1].isfinite().all()) for layer in runner.pool.layers)
 
 
 def test_blocks_of_a_request_that_came_back_after_preemption_are_trusted_again():

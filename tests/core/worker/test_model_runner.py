@@ -193,12 +193,12 @@ def test_blocks_of_a_nan_row_are_finite_afterwards():
 
     def spoil(hidden, rows):
         for layer in driver.runner.pool.layers:
-            layer.v_cache[1:3] = torch.nan
+            layer.views[1][1:3] = torch.nan
         return original(hidden, rows)
 
     driver.runner.model.compute_logits = spoil
     driver.step([(bad, 5)])
-    assert all(bool(layer.v_cache.isfinite().all()) for layer in driver.runner.pool.layers)
+    assert all(bool(layer.views[1].isfinite().all()) for layer in driver.runner.pool.layers)
 
 
 @pytest.mark.parametrize("block_sizes", [(4,), (4, 8)])
@@ -211,12 +211,12 @@ def test_blocks_of_a_nan_row_are_mended_though_another_request_has_its_slot(bloc
     bad = driver.add(1, [39, 4, 5, 6, 7])
     first = runner.execute(driver.plan([(bad, 5)]))
     for layer in runner.pool.layers:
-        layer.v_cache[runner.state.block_tables[layer.group][1].long().unique()] = torch.nan
+        layer.views[1][runner.state.block_tables[layer.group][1].long().unique()] = torch.nan
     other = driver.add(1, PROMPTS[1])
     second = runner.execute(driver.plan([(other, 2)]))
     assert "not finite" in first.result().row_errors[0][1]
     runner.execute(SchedulerOutput(step_id=9))
-    assert all(bool(layer.v_cache.isfinite().all()) for layer in runner.pool.layers)
+    assert all(bool(layer.views[1].isfinite().all()) for layer in runner.pool.layers)
     assert second.result().token_ids == [oracle_greedy(PROMPTS[1], 1)]
 
 
@@ -456,14 +456,15 @@ def test_block_copies_come_before_the_step(driver):
     first = driver.add(0, PROMPTS[4])
     driver.step([(first, 4)])
     pool = driver.runner.pool
-    before = [layer.k_cache.clone() for layer in pool.layers]
+    before = [layer.views[0].clone() for layer in pool.layers]
     driver.runner.execute(SchedulerOutput(step_id=7, block_copies=[(1, 50), (0, 51)]))
     for layer, old in zip(pool.layers, before, strict=True):
         ratio = old.shape[0] // pool.num_blocks
-        assert torch.equal(layer.k_cache[50 * ratio : 51 * ratio], old[ratio : 2 * ratio])
+        assert torch.equal(layer.views[0][50 * ratio : 51 * ratio], old[ratio : 2 * ratio])
     driver.runner.execute(SchedulerOutput(step_id=8, zero_block_ids=[50]))
     assert all(
-        float(layer.k_cache[50 * (layer.k_cache.shape[0] // pool.num_blocks)].abs().sum()) == 0 for layer in pool.layers
+        float(layer.views[0][50 * (layer.views[0].shape[0] // pool.num_blocks)].abs().sum()) == 0
+        for layer in pool.layers
     )
 
 

@@ -44,9 +44,9 @@ def test_decodes_prefills_and_padding_in_one_step_do_not_touch_each_other(
 def test_reused_blocks_leave_nothing_behind(checkpoint, reference, make_driver, token_ids):
     driver = make_driver(checkpoint)
     driver.step({"a": token_ids[:100]})
-    for layer in driver.build.attention_layers.values():  # what a failed request may have left
-        layer.k_cache[1:] = float("nan")
-        layer.v_cache[1:] = float("nan")
+    for layer in driver.caches:  # what a failed request may have left
+        for view in layer.views:
+            view[1:] = float("nan")
     driver.finish("a")
     got = [driver.step({"b": token_ids[:21], "c": token_ids[50:54]})["b"]]
     got += [driver.step({"b": [token], "c": [7]})["b"] for token in token_ids[21:60]]

@@ -75,6 +75,13 @@ class KernelPlugin:
         return [BackendEntry(name="fused", load=f"{MODULE}:FusedBackend", priority=100)]
 
 
+FIVE_CALLS = pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"], indirect=True, scope="session"
+)
+"""Families whose layers are keys and values of their own and a gated MLP, and no more."""
+
+
+@FIVE_CALLS
 def test_a_decode_step_is_five_calls_a_layer(calls, family, checkpoint, token_ids):
     plugins = plugins_of(pelton_backends.sdpa.plugin, pelton_plugins.models.plugin, KernelPlugin())
     driver = ModelDriver(checkpoint, plugins=plugins)
@@ -88,6 +95,7 @@ def test_a_decode_step_is_five_calls_a_layer(calls, family, checkpoint, token_id
     assert calls == ["embed", *layer * len(driver.model.layers), "add_norm_logits"]
 
 
+@FIVE_CALLS
 def test_a_layer_runs_no_torch_operator_outside_the_seams(checkpoint, make_driver, token_ids):
     """What a captured step would hold: with the seams replaced by fakes, a layer's own code allocates one output."""
     driver = make_driver(checkpoint)

@@ -8,7 +8,7 @@ import torch
 
 from pelton.errors import ConfigError
 from pelton.parallel.context import ParallelContext
-from pelton.testing.models import make_tiny_checkpoint
+from pelton.testing.models import FAMILIES, make_tiny_checkpoint
 
 
 class ThreadContext(ParallelContext):
@@ -44,6 +44,9 @@ def run_ranks(size, make_driver, path, steps):
         return list(pool.map(run, drivers)), drivers
 
 
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name != "gemma4"], indirect=True, scope="session"
+)  # which runs on one rank
 def test_two_ranks_sum_to_one(checkpoint, make_driver, token_ids):
     steps = [token_ids[:50], token_ids[50:51], token_ids[51:60]]
     driver = make_driver(checkpoint)

@@ -198,7 +198,8 @@ class TritonQkNormRopeWriteKv:
     Paper  Su et al., RoFormer (arXiv:2104.09864); Zhang and Sennrich, RMSNorm (arXiv:1910.07467).
 
     T tokens, H heads, N kv heads, D head_dim, F rotary_dim / 2, P blocks, S block_size
-      qkv               [T, (H + 2N) D]      float32, bfloat16, float16; last axis contiguous; the query part is overwritten
+      qkv               [T, (H + 2N) D]      float32, bfloat16, float16; last axis contiguous; the query part is overwritten;
+                                             [T, H D] will do where nothing is written
       positions         [T]                  int64
       slot_mapping      [T]                  int64
       k_cache, v_cache  [P, S, N, D]         the model's dtype, another float, or fp8 (saturating); any strides, last axis 1

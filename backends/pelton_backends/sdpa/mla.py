@@ -1,0 +1,100 @@
+"""Multi-head latent attention over paged latents in torch, for CPU: gather the context, then two products.
+
+Decode rows (one token each) are one gather and one batched call over the longest context; the other rows are one call each.
+Masked places are never read from a block's stale part: they point at the null block, which is finite.
+
+Shapes: R rows, H heads, D numbers of a latent and its key's rotated part, L context tokens, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.sdpa.backend import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.mla import MLALayer
+
+
+@dataclass(slots=True)
+class Gather:
+    """Rows of one call: their tokens, and where the contexts lie."""
+
+    tokens: slice  # of the step
+    slots: Tensor  # [R, L] int64, the null block's first where masked
+    is_seen: Tensor  # [R, T of a row, L] bool
+
+
+@dataclass(slots=True)
+class SDPAMLAMetadata:
+    """One step of one group; every layer makes the same calls."""
+
+    common: CommonMetadata
+    calls: list[Gather]
+
+
+class SDPAMLABackend(AttentionBackend):
+    """Handles latents of any size in float32, bfloat16 and float16."""
+
+    name: ClassVar[str] = "sdpa_mla"
+    handles: ClassVar[frozenset[str]] = frozenset({"is_mla"})
+    graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
+
+    @classmethod
+    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
+        reasons = [] if needs.is_mla else ["keys and values of their own, only latents"]
+        if needs.dtype not in DTYPES:
+            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+        if needs.kv_dtype not in ("auto", *DTYPES):
+            reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES)}")
+        return reasons
+
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> SDPAMLAMetadata:
+        starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()
+        count = common.num_decode_rows
+        calls = []
+        if count:
+            calls.append(self._gather(common.block_table[:count], [max(length, 1) for length in lengths[:count]], 1, 0))
+        for row in range(count, common.num_reqs):
+            num_tokens = starts[row + 1] - starts[row]
+            if num_tokens:  # others are padding
+                table = common.block_table[row : row + 1]
+                calls.append(self._gather(table, [lengths[row]], num_tokens, starts[row]))
+        return SDPAMLAMetadata(common, calls)
+
+    def _gather(self, table: Tensor, lengths: list[int], num_tokens: int, first_token: int) -> Gather:
+        """Of rows that have `num_tokens` tokens each, from `first_token` on."""
+        size, length = self.needs.block_size, torch.tensor(lengths)[:, None]
+        place = torch.arange(max(lengths)).expand(len(lengths), -1)
+        is_context = place < length
+        place = torch.where(is_context, place, 0)
+        blocks = table.gather(1, place // size).long()
+        slots = torch.where(is_context, blocks * size + place % size, 0)
+        position = length - num_tokens + torch.arange(num_tokens)  # [R, T]
+        is_seen = is_context[:, None] & (place[:, None] <= position[:, :, None])
+        return Gather(slice(first_token, first_token + num_tokens * len(lengths)), slots, is_seen)
+
+    def slot_mapping(self, metadata: SDPAMLAMetadata) -> Tensor:
+        return metadata.common.slot_mapping
+
+    def forward(self, layer: MLALayer, query: Tensor, metadata: SDPAMLAMetadata, output: Tensor) -> Tensor:
+        """query [tokens, H, D] -> output [tokens, H, latent_dim]"""
+        latents = layer.cache.view(-1, layer.head_dim)
+        for call in metadata.calls:
+            rows, num_seen = call.slots.shape
+            context = (
+                latents.index_select(0, call.slots.flatten()).view(rows, num_seen, -1).to(query.dtype)
+            )  # [R, L, D]
+            own = query[call.tokens].view(rows, -1, layer.num_heads, layer.head_dim)  # [R, T, H, D]
+            scores = torch.einsum("rthd,rld->rthl", own, context).float() * layer.scale
+            weights = scores.masked_fill(~call.is_seen[:, :, None], -torch.inf).softmax(dim=-1).to(query.dtype)
+            attended = torch.einsum("rthl,rld->rthd", weights, context[..., : layer.latent_dim])
+            output[call.tokens] = attended.reshape(-1, layer.num_heads, layer.latent_dim)
+        return output

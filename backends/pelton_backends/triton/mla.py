@@ -1,0 +1,55 @@
+"""The Triton backend of multi-head latent attention: one kernel for rows of one token and of many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.triton.attention.latent import latent_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.mla import MLALayer
+
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_LATENT, MAX_ROPE = 512, 128
+"""Numbers: what one tile of the kernel holds."""
+
+
+class TritonMLABackend(AttentionBackend):
+    """Latents of up to 512 numbers with a rotated part of up to 128, any number of heads, any block size."""
+
+    name: ClassVar[str] = "triton_mla"
+    handles: ClassVar[frozenset[str]] = frozenset({"is_mla"})
+    graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
+
+    @classmethod
+    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
+        reasons = [] if needs.is_mla else ["keys and values of their own, only latents"]
+        if needs.dtype not in DTYPES:
+            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+        if needs.kv_dtype not in ("auto", *DTYPES):
+            reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES)}")
+        if needs.is_mla and not (needs.latent_dim <= MAX_LATENT and needs.head_dim - needs.latent_dim <= MAX_ROPE):
+            reasons.append(
+                f"latents of {needs.latent_dim} + {needs.head_dim - needs.latent_dim} numbers, only up to {MAX_LATENT} + {MAX_ROPE}"
+            )
+        if capability is not None and capability < (8, 0):
+            reasons.append(f"compute capability {capability[0]}.{capability[1]}, only 8.0 and later")
+        return reasons
+
+    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> CommonMetadata:
+        return common
+
+    def slot_mapping(self, metadata: CommonMetadata) -> Tensor:
+        return metadata.slot_mapping
+
+    def forward(self, layer: MLALayer, query: Tensor, metadata: CommonMetadata, output: Tensor) -> Tensor:
+        """query [T, H, latent + rope] -> output [T, H, latent]"""
+        latent_attention(
+            query, layer.cache, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+            scale=layer.scale, latent_dim=layer.latent_dim, max_seq_len=metadata.max_seq_len,
+        )  # fmt: skip
+        return output

@@ -1,0 +1,115 @@
+"""Multi-head latent attention: one latent a token in the cache, from which every head's key and value follow.
+
+DeepSeek-AI, DeepSeek-V2 (arXiv:2405.04434), section 2.1. With u_h the rows of `kv_b_proj` that make head h's key from a latent c,
+q . (u_h c) = (u_h^T q) . c: the query is brought to the latents' space once a step instead of each latent to the heads'. So
+attention is that of many query heads over one key head of `latent_dim + rope_dim` numbers, whose first `latent_dim` are the
+value, and what comes out is brought to the heads' values afterwards.
+
+T tokens, H heads of this rank, N `nope_dim`, V `value_dim`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pelton.attention.cache_layer import register
+from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.graphs.captures import attending
+from pelton.kv_cache.spec import KVCacheSpec, MLASpec
+from pelton.layers.norm import RMSNorm
+from pelton.layers.rope import Rope
+from pelton.ops.reference import rotate, write_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+    from pelton.model.build import BuildConfig
+
+
+class MLALayer(nn.Module):
+    """A `CacheLayer` whose cache holds latents. Registers itself in `config.cache_layers` under `prefix`.
+
+    Its backend's `forward` takes the absorbed query [T, H, latent_dim + rope_dim] and fills [T, H, latent_dim].
+    """
+
+    cache: Tensor  # [num_blocks, block_size, latent_dim + rope_dim], a view of the pool
+    backend: AttentionBackend
+
+    def __init__(
+        self,
+        up: Tensor,
+        *,
+        latent_dim: int,
+        rope_dim: int,
+        nope_dim: int,
+        value_dim: int,
+        kv_norm: RMSNorm,
+        rope: Rope,
+        scale: float,
+        config: BuildConfig,
+        prefix: str,
+        is_interleaved: bool = True,
+    ) -> None:
+        """up [H, N + V, latent_dim]: from a latent to each head's key, then its value. kv_norm: of the latent, before it is kept.
+        is_interleaved: rope turns pairs (2i, 2i + 1), not (i, i + rope_dim / 2)."""
+        super().__init__()
+        self.layer_name = prefix
+        self.shares: str | None = None
+        self.num_heads = up.shape[0]
+        self.latent_dim, self.rope_dim, self.nope_dim, self.value_dim = latent_dim, rope_dim, nope_dim, value_dim
+        self.head_dim = latent_dim + rope_dim
+        self.scale, self.is_interleaved = scale, is_interleaved
+        self.metadata_index = self.group_id = -1
+        self.block_size = config.block_size
+        self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
+        self.up, self.kv_norm, self.rope = up, kv_norm, rope
+        self.needs = AttentionNeeds(
+            head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=1, block_size=config.block_size,
+            dtype=config.dtype_name, kv_dtype=config.kv_dtype, is_mla=True, latent_dim=latent_dim,
+        )  # fmt: skip
+        self.selection = config.attention.select(self.needs)
+        register(self, config)
+
+    def cache_spec(self) -> KVCacheSpec:
+        """A latent of every token, with the rotated part of its key."""
+        return MLASpec(block_size=self.block_size, latent_dim=self.head_dim, dtype=self.kv_dtype)
+
+    def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
+        (self.cache,) = views
+        self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
+
+    def forward(self, query: Tensor, latents: Tensor, batch: ForwardBatch) -> Tensor:
+        """query [T, H (N + rope_dim)], latents [T, latent_dim + rope_dim] -> [T, H V]"""
+        num_tokens = query.shape[0]
+        if not batch.attention:  # the pass that measures memory, before there is a cache
+            return query.new_zeros(num_tokens, self.num_heads * self.value_dim)
+        keys, values = self.up[:, : self.nope_dim], self.up[:, self.nope_dim :]
+        absorbed, row = self._rotated(query, latents, batch.positions, keys)
+        metadata, slots = batch.attention[self.metadata_index], batch.slot_mappings
+        write_rows(row, self.cache, slots[self.group_id] if slots else self.backend.slot_mapping(metadata))
+        output = torch.empty(num_tokens, self.num_heads, self.latent_dim, dtype=query.dtype, device=query.device)
+        attend = attending.get()
+        if attend is None:
+            self.backend.forward(self, absorbed, metadata, output)
+        else:
+            attend(self, absorbed, output)
+        attended = torch.bmm(output.transpose(0, 1), values.transpose(1, 2))  # [H, T, V]
+        return attended.transpose(0, 1).reshape(num_tokens, -1)
+
+    def _rotated(self, query: Tensor, latents: Tensor, positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The absorbed query [T, H, latent_dim + rope_dim], and what is kept of each token [T, latent_dim + rope_dim]."""
+        heads = query.view(query.shape[0], self.num_heads, -1)
+        plain, turned = heads[..., : self.nope_dim], heads[..., self.nope_dim :]
+        latent, key = latents[:, : self.latent_dim], latents[:, self.latent_dim :]
+        cos, sin = self.rope.cos_sin[positions][:, None, :].chunk(2, dim=-1)
+        turned, key = rotate(self._halves(turned), cos, sin), rotate(self._halves(key[:, None]), cos, sin)[:, 0]
+        absorbed = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)  # [T, H, latent_dim]
+        return torch.cat([absorbed, turned], dim=-1), torch.cat([self.kv_norm(latent), key], dim=-1)
+
+    def _halves(self, x: Tensor) -> Tensor:
+        """Pairs (2i, 2i + 1) brought to (i, i + rope_dim / 2). Query and key alike, so that no product changes."""
+        return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1) if self.is_interleaved else x

@@ -1,0 +1,46 @@
+"""Matrices of multi-head latent attention that lead from latents up to heads, each rank with its heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from pelton.layers.linear import LinearModule
+from pelton.layers.normed import head_shard
+from pelton.ops.interface import Linear, LinearNeeds, LinearTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.model.build import BuildConfig
+
+
+class HeadsLinear(LinearModule):
+    """This rank's heads of a matrix whose rows are heads' (`linear`)."""
+
+    def __init__(self, in_features: int, num_heads: int, head_rows: int, *, config: BuildConfig, prefix: str) -> None:
+        weights = config.quantization.create(
+            config, [head_shard(prefix, num_heads, head_rows, in_features, config)], bias=False
+        )
+        super().__init__(weights)
+        needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
+        self.linear: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class LatentUp(nn.Module):
+    """From a latent to this rank's heads' keys and values, in the model's dtype: it is multiplied with queries and with what
+    attention gives, not with latents."""
+
+    def __init__(self, latent_dim: int, num_heads: int, head_rows: int, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        shard = head_shard(prefix, num_heads, head_rows, latent_dim, config)
+        start, stop = shard.rows
+        self.weight = nn.Parameter(config.empty(stop - start, latent_dim), requires_grad=False)
+        config.weights.expect(
+            f"{prefix}.weight", (shard.num_rows, latent_dim), self.weight, dim=0, start=start, stop=stop
+        )
+        self.by_head = self.weight.data.view(-1, head_rows, latent_dim)  # [heads, head_rows, latent_dim]

@@ -1,0 +1,47 @@
+"""Matrices below each other that read one norm: for sub-layers whose first product is not keys, values and queries alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pelton.layers.linear import LinearModule, LinearShard, split_heads
+from pelton.layers.norm import RMSNorm
+from pelton.ops.interface import AddNormLinear, AddNormLinearNeeds, AddNormLinearTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.model.build import BuildConfig
+
+
+class NormedLinear(LinearModule):
+    """This rank's rows of some matrices, below each other, and the norm before them (`add_norm_linear`)."""
+
+    def __init__(
+        self, shards: Sequence[LinearShard], *, norm: RMSNorm, config: BuildConfig, bias: bool = False
+    ) -> None:
+        """shards: of whole columns."""
+        weights = config.quantization.create(config, shards, bias=bias)
+        super().__init__(weights)
+        self.sizes = [shard.rows[1] - shard.rows[0] for shard in shards]
+        needs = AddNormLinearNeeds(
+            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, tp_size=config.parallel.size
+        )
+        tensors = AddNormLinearTensors(norm.weight, weights, None, config.all_reduce(shards[0].num_cols))
+        self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-> (products [T, rows of all], residual [T, H]); `sizes` has the rows of each."""
+        return self.add_norm_linear(hidden, residual)
+
+
+def head_shard(name: str, num_heads: int, head_rows: int, num_cols: int, config: BuildConfig) -> LinearShard:
+    """This rank's heads of a matrix whose rows are `num_heads` heads'."""
+    first, last = split_heads(num_heads, config.parallel.rank, config.parallel.size, "num_attention_heads")
+    return LinearShard(name, num_heads * head_rows, num_cols, (first * head_rows, last * head_rows), (0, num_cols))
+
+
+def whole_shard(name: str, num_rows: int, num_cols: int) -> LinearShard:
+    """A matrix that every rank has all of."""
+    return LinearShard(name, num_rows, num_cols, (0, num_rows), (0, num_cols))

@@ -1,0 +1,130 @@
+"""DeepSeek V2 and V3 with dense MLPs: attention over latents (MLA), with or without a latent of the query.
+
+Layers of experts are refused: `first_k_dense_replace` has to leave none.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from pelton.attention.metadata import ForwardBatch
+from pelton.attention.mla import MLALayer
+from pelton.errors import ConfigError
+from pelton.layers.decoder import Decoder
+from pelton.layers.embedding import LMHead, VocabEmbedding
+from pelton.layers.linear import MergedGateUp, RowParallelLinear
+from pelton.layers.mla import HeadsLinear, LatentUp
+from pelton.layers.norm import RMSNorm
+from pelton.layers.normed import NormedLinear, head_shard, whole_shard
+from pelton.layers.rope import Rope, get_rope
+from pelton.model.build import BuildConfig
+
+_LATENT_NORM_EPS = 1e-6  # config.json's rms_norm_eps is of the others
+
+
+class MLAAttention(nn.Module):
+    """Down to latents, up to queries, attention over the latents, and the output product."""
+
+    def __init__(self, norm: RMSNorm, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        hf = config.hf
+        hidden_size, num_heads, query_rank = hf.hidden_size, hf.num_attention_heads, hf.get("q_lora_rank")
+        nope_dim, rope_dim, value_dim = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
+        head_dim, bias = nope_dim + rope_dim, bool(hf.get("attention_bias"))
+        if bias and not query_rank:
+            raise ConfigError(
+                "config.json has attention_bias and no q_lora_rank: then the latent has a bias and the query none, which this "
+                "model's merged matrix cannot hold. Use another checkpoint."
+            )
+        latent = whole_shard(f"{prefix}.kv_a_proj_with_mqa", hf.kv_lora_rank + rope_dim, hidden_size)
+        if query_rank:
+            query = whole_shard(f"{prefix}.q_a_proj", query_rank, hidden_size)
+            self.q_a_layernorm = RMSNorm(
+                query_rank, eps=_LATENT_NORM_EPS, config=config, prefix=f"{prefix}.q_a_layernorm"
+            )
+            self.q_b_proj = HeadsLinear(query_rank, num_heads, head_dim, config=config, prefix=f"{prefix}.q_b_proj")
+        else:
+            query = head_shard(f"{prefix}.q_proj", num_heads, head_dim, hidden_size, config)
+        self.has_query_latent = bool(query_rank)
+        self.down = NormedLinear([query, latent], norm=norm, bias=bias, config=config)
+        self.kv_a_layernorm = RMSNorm(
+            hf.kv_lora_rank, eps=_LATENT_NORM_EPS, config=config, prefix=f"{prefix}.kv_a_layernorm"
+        )
+        self.up = LatentUp(
+            hf.kv_lora_rank, num_heads, nope_dim + value_dim, config=config, prefix=f"{prefix}.kv_b_proj"
+        )
+        rope = get_rope(config, rope_dim)
+        self.attn = MLALayer(
+            self.up.by_head, latent_dim=hf.kv_lora_rank, rope_dim=rope_dim, nope_dim=nope_dim, value_dim=value_dim,
+            kv_norm=self.kv_a_layernorm, rope=rope, scale=head_dim**-0.5 * _scale_of(rope) ** 2,
+            is_interleaved=bool(hf.get("rope_interleave", True)), config=config, prefix=f"{prefix}.attn",
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            num_heads * value_dim, hidden_size, bias=bias, config=config, prefix=f"{prefix}.o_proj"
+        )
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        product, residual = self.down(hidden, residual)
+        query, latent = product.split(self.down.sizes, dim=-1)
+        if self.has_query_latent:
+            query = self.q_b_proj(self.q_a_layernorm(query))
+        return self.o_proj(self.attn(query, latent, batch)), residual
+
+
+class DeepseekDecoderLayer(nn.Module):
+    def __init__(self, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        hf, mlp = config.hf, f"{prefix}.mlp"
+        bias = bool(hf.get("mlp_bias"))
+        self.input_layernorm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
+        self.self_attn = MLAAttention(self.input_layernorm, config=config, prefix=f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(
+            hf.hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm"
+        )
+        self.gate_up_proj = MergedGateUp(
+            hf.hidden_size, hf.intermediate_size, activation=hf.get("hidden_act", "silu"),
+            norm=self.post_attention_layernorm, bias=bias, config=config, prefix=mlp,
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(
+            hf.intermediate_size, hf.hidden_size, bias=bias, config=config, prefix=f"{mlp}.down_proj"
+        )
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        hidden, residual = self.self_attn(hidden, residual, batch)
+        activated, residual = self.gate_up_proj(hidden, residual)
+        return self.down_proj(activated), residual
+
+
+class DeepseekForCausalLM(Decoder):
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__(config=config)
+        hf = config.hf
+        num_layers, num_dense = hf.num_hidden_layers, hf.get("first_k_dense_replace", 0)
+        if hf.get("n_routed_experts") and num_dense < num_layers:
+            raise ConfigError(
+                f"Layers {num_dense} to {num_layers - 1} have experts (first_k_dense_replace is {num_dense}), which this version "
+                "does not compute. Use a checkpoint whose layers are all dense."
+            )
+        for index in range(hf.get("num_nextn_predict_layers", 0)):  # they predict further tokens, and nobody reads them
+            config.weights.ignore(rf"{prefix}model\.layers\.{num_layers + index}\..*")
+        self.embed_tokens = VocabEmbedding(
+            hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}model.embed_tokens"
+        )
+        self.layers = nn.ModuleList(
+            DeepseekDecoderLayer(config=config, prefix=f"{prefix}model.layers.{index}") for index in range(num_layers)
+        )
+        self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
+        self.lm_head = LMHead(
+            norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
+            config=config, prefix=f"{prefix}lm_head",
+        )  # fmt: skip
+
+
+def _scale_of(rope: Rope) -> float:
+    """Yarn's, once for the query and once for the key; 1 without it. Peng et al., YaRN (arXiv:2309.00071), section 3.4."""
+    parameters = rope.parameters
+    if parameters.rope_type == "default" or not parameters.mscale_all_dim or parameters.factor <= 1:
+        return 1.0
+    return 0.1 * parameters.mscale_all_dim * math.log(parameters.factor) + 1.0
