@@ -158,6 +158,7 @@ class InProcessExecutor(Executor):
 
         check_one_device(config)
         platform = select_platform(config, plugins)
+        platform.prepare(config)
         self.max_concurrent_steps = max(config.scheduler.max_steps_in_flight, 1)
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None

@@ -22,14 +22,15 @@ class OutOfBlocksError(EngineError):
 class Block:
     """One block. In the free list exactly when `ref_cnt` is 0 (the null block aside)."""
 
-    __slots__ = ("block_hash", "block_id", "group_id", "next", "prev", "ref_cnt", "sample")
+    __slots__ = ("block_hash", "block_id", "group_id", "is_duplicate", "next", "prev", "ref_cnt", "sample")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None  # set while the block can be found
+        self.is_duplicate = False  # others have this hash too
         self.group_id = 0
-        self.prev: Block = self  # itself: not in the free list
+        self.prev: Block = self  # both mean something while it is in the free list
         self.next: Block = self
         self.sample: Residency | None = None
 
@@ -103,8 +104,7 @@ class BlockPool:
         self.num_free = num_blocks - 1
         self._sampler = sampler
         # One dict per group: the key is (hash, group id) without a tuple made per look-up.
-        self._index: list[dict[bytes, Block | dict[int, Block]]] = [{} for _ in range(num_groups)]
-        self._num_duplicated = 0  # entries of several blocks
+        self._index: list[dict[bytes, int | dict[int, None]]] = [{} for _ in range(num_groups)]  # block ids
         self._ends = Block(-1)  # before the first and after the last free block
         previous = self._ends
         for block in self.blocks[1:]:
@@ -137,9 +137,7 @@ class BlockPool:
                 self._evict(block)
             block.ref_cnt = 1
             taken.append(block.block_id)
-            following = block.next
-            block.prev = block.next = block
-            block = following
+            block = block.next
         self._ends.next = block
         block.prev = self._ends
         self.num_free -= count
@@ -148,43 +146,56 @@ class BlockPool:
                 self._sampler.allocated(self.blocks[block_id])
         return taken
 
-    def touch(self, block_ids: Iterable[int]) -> None:
+    def touch(self, block_ids: Sequence[int]) -> None:
         """Hold found blocks, free or not."""
-        blocks, sampler, num_taken = self.blocks, self._sampler, 0
+        blocks, num_taken = self.blocks, 0
+        # What a request gave back lies in the free list in one run, its last block first: runs are taken out as a whole.
+        first: Block | None = None
+        last = first
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
             block = blocks[block_id]
             if not block.ref_cnt:
-                before, after = block.prev, block.next
-                before.next, after.prev = after, before
-                block.prev = block.next = block
                 num_taken += 1
+                if block.next is not first:
+                    _take_out(first, last)
+                    last = block
+                first = block
             block.ref_cnt += 1
-            if sampler is not None:
-                sampler.touched(block)
+        _take_out(first, last)
         self.num_free -= num_taken
+        if self._sampler is not None:
+            for block_id in block_ids:
+                if block_id != NULL_BLOCK:
+                    self._sampler.touched(blocks[block_id])
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Let go of blocks, in the order in which they shall be reused. Null blocks are skipped."""
-        blocks, ends, index = self.blocks, self._ends, self._index
+        blocks, ends, num_freed = self.blocks, self._ends, 0
+        last = ends.prev  # the list is closed behind it at the end
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
             block = blocks[block_id]
-            count = block.ref_cnt
-            assert count > 0, f"block {block_id} is freed twice"
-            block.ref_cnt = count - 1
-            if count > 1:
+            count = block.ref_cnt - 1
+            assert count >= 0, f"block {block_id} is freed twice"
+            block.ref_cnt = count
+            if count:
                 continue
-            before, block_hash = ends.prev, block.block_hash
-            if self._num_duplicated and block_hash is not None and type(index[block.group_id][block_hash]) is dict:
-                self._unindex(block)
-                before = ends  # nothing is lost by reusing it: to the front
-            after = before.next
-            block.prev, block.next = before, after
-            before.next = after.prev = block
-            self.num_free += 1
+            num_freed += 1
+            if block.is_duplicate:
+                self._unindex(block)  # nothing is lost by reusing it: to the front
+                last.next, ends.prev = ends, last
+                after = ends.next
+                block.prev, block.next = ends, after
+                ends.next = after.prev = block
+                last = ends.prev
+            else:
+                last.next, block.prev = block, last
+                last = block
+        last.next, ends.prev = ends, last
+        self.num_free += num_freed
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of these are free now: touching them takes so many from the free list."""
@@ -201,18 +212,17 @@ class BlockPool:
         entry = self._index[group_id].get(block_hash)
         if entry is None:
             return None
-        return (entry if isinstance(entry, Block) else next(iter(entry.values()))).block_id
+        return entry if isinstance(entry, int) else next(iter(entry))
 
-    def find_first(self, block_hashes: Iterable[bytes], group_id: int) -> list[int]:
+    def find_first(self, block_hashes: Sequence[bytes], group_id: int) -> list[int]:
         """`find` of each, up to the first that is not there."""
-        get = self._index[group_id].get
-        found = []
-        for block_hash in block_hashes:
-            entry = get(block_hash)
-            if entry is None:
-                break
-            found.append(entry.block_id if type(entry) is Block else next(iter(entry)))  # type: ignore[arg-type]
-        return found
+        index = self._index[group_id]
+        if not block_hashes or block_hashes[0] not in index:
+            return []
+        entries = list(map(index.get, block_hashes))
+        if None in entries:
+            del entries[entries.index(None) :]
+        return [entry if isinstance(entry, int) else next(iter(entry)) for entry in entries if entry is not None]
 
     def cache_full_blocks(self, block_id: int, block_hash: bytes, group_id: int) -> None:
         """Put a held, full block into the index. A block that is there already stays as it is."""
@@ -224,12 +234,13 @@ class BlockPool:
         index = self._index[group_id]
         entry = index.get(block_hash)
         if entry is None:
-            index[block_hash] = block
-        elif isinstance(entry, Block):
-            index[block_hash] = {entry.block_id: entry, block_id: block}
-            self._num_duplicated += 1
+            index[block_hash] = block_id
+        elif isinstance(entry, int):
+            index[block_hash] = {entry: None, block_id: None}
+            block.is_duplicate = self.blocks[entry].is_duplicate = True
         else:
-            entry[block_id] = block
+            entry[block_id] = None
+            block.is_duplicate = True
 
     def evict(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the index; holders keep them, free ones stay free."""
@@ -242,7 +253,7 @@ class BlockPool:
         """All blocks of a group that can be found."""
         found: set[int] = set()
         for entry in self._index[group_id].values():
-            found.update((entry.block_id,) if isinstance(entry, Block) else entry)
+            found.update((entry,) if isinstance(entry, int) else entry)
         return found
 
     def reset(self) -> bool:
@@ -251,9 +262,9 @@ class BlockPool:
             return False
         for index in self._index:
             index.clear()
-        self._num_duplicated = 0
         for block in self.blocks:
             block.block_hash = None
+            block.is_duplicate = False
             block.sample = None
         return True
 
@@ -281,11 +292,19 @@ class BlockPool:
         assert block.block_hash is not None
         index = self._index[block.group_id]
         entry = index[block.block_hash]
-        if isinstance(entry, Block):
+        if isinstance(entry, int):
             del index[block.block_hash]
         else:
             del entry[block.block_id]
+            block.is_duplicate = False
             if len(entry) == 1:
-                index[block.block_hash] = next(iter(entry.values()))
-                self._num_duplicated -= 1
+                index[block.block_hash] = last = next(iter(entry))
+                self.blocks[last].is_duplicate = False
         block.block_hash = None
+
+
+def _take_out(first: Block | None, last: Block | None) -> None:
+    """The run from `first` to `last` out of the list; None: there is none."""
+    if first is not None and last is not None:
+        before, after = first.prev, last.next
+        before.next, after.prev = after, before

@@ -118,16 +118,20 @@ class PagedKVCacheManager(KVCacheManager):
 
     def _start(self, held: _Held, reach: int, num_confirmed: int, cached: BlockIds) -> BlockIds | None:
         """A request's first blocks: those that were found, and new ones."""
-        num_missing = num_idle = 0
+        num_missing = 0
         firsts = []
+        needed: list[list[int]] = []
         for manager in self._managers:
             first = manager.first_needed_place(num_confirmed)
             firsts.append(first)
-            tables = [cached[group_id] for group_id in manager.group_ids]
-            num_missing += manager.num_missing(len(tables[0]), manager.num_places(reach), first)
-            num_idle += sum(self.pool.num_free_among(table[first:]) for table in tables)
-        if num_missing + num_idle > self.pool.num_free:
-            return None
+            num_found = len(cached[manager.group_ids[0]])
+            num_missing += manager.num_missing(num_found, manager.num_places(reach), first)
+            needed += (cached[group_id][first:] for group_id in manager.group_ids)
+        num_free = self.pool.num_free
+        if num_missing + sum(map(len, needed)) > num_free:  # not all of them need be free
+            num_missing += sum(map(self.pool.num_free_among, needed))
+            if num_missing > num_free:
+                return None
         for manager, first in zip(self._managers, firsts, strict=True):
             # A copy: tables are ours, and blocks that external tokens push out of a window are not taken.
             blocks = TypeBlocks([list(cached[group_id]) for group_id in manager.group_ids])

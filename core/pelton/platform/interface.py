@@ -37,6 +37,10 @@ class Platform(ABC):
     @abstractmethod
     def device(self, local_rank: int) -> torch.device: ...
 
+    def prepare(self, config: EngineConfig) -> None:  # noqa: B027
+        """Called once before anything else of a start that takes long, the import of torch included: what goes on beside all
+        that may begin. Not called by every executor."""
+
     @abstractmethod
     def init_device(self, config: EngineConfig, local_rank: int) -> None:
         """Select the device, bind threads; called once in the worker's thread before anything is allocated."""

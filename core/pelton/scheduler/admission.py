@@ -92,6 +92,7 @@ class Admission:
         """
         cached: BlockIds | None = None
         num_local = num_external = 0
+        request.pack()
         if self._hasher is not None:  # not when it came: those behind it are hashed while this step runs
             request.extend_hashes(self._hasher)
         if not request.is_remote_ready:
@@ -155,6 +156,7 @@ def _describe(request: ScheduledRequest, block_ids: BlockIds) -> NewRequest:
         request_id=request.request_id,
         slot=request.slot,
         token_ids=list(request.token_ids),  # the worker's own: ours grows while it reads
+        packed_token_ids=request.take_packed(),
         num_prompt_tokens=request.num_prompt_tokens,
         sampling_params=original.sampling_params,
         eos_token_ids=original.eos_token_ids,

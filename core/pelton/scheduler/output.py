@@ -19,6 +19,8 @@ class NewRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Row of every `BatchState` tensor until the slot is in `freed_slots`."""
     token_ids: list[int]
     """All tokens known on the host: prompt, and output so far when it resumes."""
+    packed_token_ids: bytes = b""
+    """The same as little-endian int64, or nothing. An executor whose workers are in other processes may leave them out."""
     num_prompt_tokens: int
     sampling_params: SamplingParams
     eos_token_ids: list[int] = []

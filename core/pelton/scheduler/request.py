@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 from pelton.engine.messages import EngineEvent, PackedLogprobs
-from pelton.kv_cache.hashing import BlockHasher
+from pelton.kv_cache.hashing import BlockHasher, pack_tokens
 from pelton.request import EngineRequest
 
 
@@ -63,6 +63,7 @@ class ScheduledRequest:
         "num_prompt_tokens",
         "num_tokens_with_pending",
         "num_unconfirmed_tokens",
+        "packed_token_ids",
         "prompt_logprobs",
         "request",
         "request_id",
@@ -108,6 +109,7 @@ class ScheduledRequest:
         self.capacity = 0  # tokens that the held blocks have room for
         self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
         self.block_hashes: list[bytes] = []
+        self.packed_token_ids = b""  # `pack_tokens` of the known tokens, while it is admitted
         # The fast paths of decode, written by `plan_decode`, `plan_next_event` and `leave_fast_paths` alone:
         self.fast_decode_until = 0  # with fewer known and pending tokens, a step gives it one token without a new block
         self.next_event_len = (
@@ -199,12 +201,23 @@ class ScheduledRequest:
         self.is_remote_ready = False
         self.connector_tokens = 0
 
+    def pack(self) -> None:
+        """Make `packed_token_ids`, once for all who ask until `take_packed`: turning a long list into numbers takes longest."""
+        if len(self.packed_token_ids) != 8 * len(self.token_ids):
+            self.packed_token_ids = pack_tokens(self.token_ids)
+
+    def take_packed(self) -> bytes:
+        """Hand over `packed_token_ids`."""
+        packed, self.packed_token_ids = self.packed_token_ids, b""
+        return packed
+
     def extend_hashes(self, hasher: BlockHasher) -> None:
         """Hash the known tokens' full blocks that have no hash yet."""
         request = self.request
         hasher.extend(
             self.block_hashes, self.token_ids, adapter_id=request.adapter_id,
             block_extra_hashes=request.block_extra_hashes, cache_salt=request.cache_salt,
+            packed=self.packed_token_ids if len(self.packed_token_ids) == 8 * len(self.token_ids) else None,
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -100,7 +100,7 @@ class BatchState:
         """One scatter for the columns and one for each table, whatever the number of requests; long rows are copied one by one.
         A slot that was freed needed nothing: its new owner overwrites it."""
         slots = [request.slot for request in new]
-        token_ids = [np.fromiter(request.token_ids, np.int64, len(request.token_ids)) for request in new]
+        token_ids = [_token_ids(request) for request in new]
         for request, ids in zip(new, token_ids, strict=True):
             self.host.add(request, ids)
         with_side = [request for request in new if request.side_slot >= 0]
@@ -151,6 +151,13 @@ class BatchState:
         staged = iter(self._staging.stage([column for pair in by_group for column in pair]))
         for table, at, values in zip(self.block_tables, staged, staged, strict=True):
             table.view(-1)[at] = values.to(torch.int32)
+
+
+def _token_ids(request: NewRequest) -> npt.NDArray[np.int64]:
+    """Without a look at each number where they come packed: those of 120,000 tokens take milliseconds."""
+    if request.packed_token_ids:
+        return np.frombuffer(request.packed_token_ids, "<i8")
+    return np.fromiter(request.token_ids, np.int64, len(request.token_ids))
 
 
 _LONG = 2048

@@ -83,7 +83,9 @@ class FirstStart:
     def __init__(self, server: CompileServer, local_rank: int) -> None:
         self.server = server
         self.compiled: list[str] = []
-        self.threads = ThreadPoolExecutor(server.num_processes, initializer=_select, initargs=(local_rank,))
+        # More than processes: while some load a kernel, and compile the function that launches it, no process waits.
+        num_threads = server.num_processes * 3 // 2
+        self.threads = ThreadPoolExecutor(num_threads, initializer=_select, initargs=(local_rank,))
         self._kernels: list[Any] = []
 
     def compile_soon(self, run: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
 """Is there an NVIDIA device, and can the installed torch use it? Answered from files: nothing imports torch, and the driver
-is not initialised, so a process that only asks may fork later and pays milliseconds."""
+is not initialised but for `total_memory`, so a process that only asks may fork later and pays milliseconds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 LIBRARY = "libcuda.so.1"
 _DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/dxg")  # the last one: Windows' subsystem for Linux
@@ -49,3 +50,18 @@ def torch_cuda_version() -> str | None:
         return None
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found[1] if found else None
+
+
+def total_memory(index: int, load: Callable[[str], Any] = ctypes.CDLL) -> int | None:
+    """Bytes of the device's memory, as the driver says, which this initialises; None where it says nothing."""
+    device, total = ctypes.c_int(), ctypes.c_size_t()
+    try:
+        driver = load(LIBRARY)
+        failed = (
+            driver.cuInit(0)
+            or driver.cuDeviceGet(ctypes.byref(device), index)
+            or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+        )
+    except (OSError, AttributeError):
+        return None
+    return None if failed else total.value

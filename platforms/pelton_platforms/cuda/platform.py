@@ -7,6 +7,7 @@ import gc
 import hashlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,7 @@ from pelton.errors import ConfigError
 from pelton.graphs.modes import requested_mode
 from pelton.platform.interface import Platform
 from pelton_platforms.cuda.compile_client import CompileServer, num_compilers
-from pelton_platforms.cuda.driver import torch_cuda_version
+from pelton_platforms.cuda.driver import torch_cuda_version, total_memory
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ class CUDAPlatform(Platform):
         self._local_rank = 0
         self._stream: torch.cuda.Stream | None = None
         self._debug_dump_path: str | None = None
+        self._server: CompileServer | None = None  # until `_first_start` has it
         self._first_start: FirstStart | None = None
         self._marker: Path | None = None  # to be written by a first start
 
@@ -82,7 +84,8 @@ class CUDAPlatform(Platform):
     def init_device(self, config: EngineConfig, local_rank: int) -> None:
         """Selects the device and makes the worker's stream current, in the calling thread. float32 products stay float32
         (no TF32) in the whole process: rounding inputs to 10 bits is not what a float32 model asks for."""
-        server = self._start_compilers(config)
+        self.prepare(config)
+        server, self._server = self._server, None
         try:
             self._init_cuda(config, local_rank)
         except BaseException:
@@ -94,13 +97,13 @@ class CUDAPlatform(Platform):
 
             self._first_start = FirstStart(server, local_rank)
 
-    def _start_compilers(self, config: EngineConfig) -> CompileServer | None:
-        """At a first start, before anything else that takes long."""
+    def prepare(self, config: EngineConfig) -> None:
+        """At a first start processes that compile come up, beside the imports and the driver's start of this one."""
         marker = _marker(_set_triton_cache(), config)
-        if self._first_start is not None or marker.exists() or importlib.util.find_spec("triton") is None:
-            return None
-        self._marker = marker
-        return CompileServer(num_compilers())
+        is_prepared = self._server is not None or self._first_start is not None
+        if not is_prepared and not marker.exists() and importlib.util.find_spec("triton") is not None:
+            self._marker = marker
+            self._server = CompileServer(num_compilers())
 
     def _init_cuda(self, config: EngineConfig, local_rank: int) -> None:
         import torch
@@ -226,9 +229,12 @@ class CUDAPlatform(Platform):
         torch.cuda.synchronize(self._local_rank)
 
     def _is_large(self) -> bool:
-        import torch
+        """Asked before a start's `prepare`, which shall not wait for torch."""
+        total = None if "torch" in sys.modules else total_memory(self._local_rank)
+        if total is None:
+            import torch
 
-        total: int = torch.cuda.get_device_properties(self._local_rank).total_memory
+            total = torch.cuda.get_device_properties(self._local_rank).total_memory
         return total >= LARGE_DEVICE_BYTES
 
 

@@ -70,7 +70,14 @@ class EchoWorker(Worker):
 class FakePlatform:
     name = "fake"
 
+    def __init__(self) -> None:
+        self.prepared: list[EngineConfig] = []
+
+    def prepare(self, config: EngineConfig) -> None:
+        self.prepared.append(config)
+
     def worker_class(self):
+        assert len(self.prepared) == 1, "what takes long may begin before anything else is imported"
         return EchoWorker
 
 

@@ -36,7 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held())
     @rule(data=st.data())
     def free(self, data):
-        block_ids = data.draw(st.lists(st.sampled_from(self.held()), unique=True, max_size=3))
+        block_ids = data.draw(st.lists(st.sampled_from(self.held()), unique=True))
         self.pool.free(block_ids)
         for block_id in block_ids:
             self.refs[block_id] -= 1
@@ -61,6 +61,23 @@ class PoolMachine(RuleBasedStateMachine):
             assert found in candidates
             self.pool.touch([found])
             self.refs[found] += 1
+
+    @rule(block_ids=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True))
+    def touch(self, block_ids):
+        self.pool.touch(block_ids)
+        for block_id in block_ids:
+            if block_id:
+                self.refs[block_id] += 1
+
+    @precondition(lambda self: self.pool.num_free > 1)
+    @rule(data=st.data())
+    def touch_a_run_of_the_free_list(self, data):
+        free = list(self.pool.free_ids())
+        first = data.draw(st.integers(0, len(free) - 2))
+        run = free[first : data.draw(st.integers(first + 2, len(free)))]
+        if data.draw(st.booleans()):
+            run = run[::-1]  # as a request finds again what it gave back
+        self.touch(run)
 
     @rule(block_ids=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=3))
     def evict(self, block_ids):
@@ -94,6 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         for block in self.pool.blocks:
             key = self.keys.get(block.block_id)
             assert block.block_hash == (key[0] if key else None)
+            assert block.is_duplicate == (list(self.keys.values()).count(key) > 1 and key is not None)
 
 
 TestPool = PoolMachine.TestCase

@@ -19,6 +19,7 @@ from pelton.kv_cache.hashing import (
     encode_cbor,
     extend_block_hashes,
     get_hash_fn,
+    pack_tokens,
     placeholder_hashes,
 )
 
@@ -236,6 +237,7 @@ def test_runs_of_blocks_that_are_remembered_give_the_same_hashes(monkeypatch):
         known,
         known[:300],
         [1, *known],
+        [*known[: 3 * size // 2], 8, *known],  # a run that begins like one that is remembered
         known[:size] + known[2 * size :],
         [*known[: 2 * size], 7, *known],
         known,
@@ -245,9 +247,11 @@ def test_runs_of_blocks_that_are_remembered_give_the_same_hashes(monkeypatch):
         for end in (size // 3, len(prompt)):
             hasher.extend(hashes, prompt[:end])
         extend_block_hashes(expected, prompt, 2, hash_fn=get_hash_fn("sha256"))
-        assert hashes == expected
+        in_one_go, from_packed = [], expected[:70]
+        hasher.extend(in_one_go, prompt)
+        hasher.extend(from_packed, prompt, packed=pack_tokens(prompt))
+        assert hashes == expected == in_one_go == from_packed
     assert len(hasher._runs) == 8
-    hasher.extend([], known)  # in one go: begun in the middle, a run is not remembered
     digested = []
     monkeypatch.setattr(hasher, "_digest", lambda data: digested.append(data) or hashlib.sha256(data).digest())
     again = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pelton.kv_cache.hashing import pack_tokens
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.output import NewRequest, SchedulerOutput
 from pelton.worker.batch_state import BatchState
@@ -54,6 +55,15 @@ def worked_example():
         slots=[0, 1, 2], num_scheduled=[5, 7, 3], samples=[True] * 3,
     )  # fmt: skip
     return state, buffers, output
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[1], [1, 60, -3, 2]], ids=["plain", "outside of the vocabulary"])
+def test_packed_tokens_are_taken_as_unpacked_ones_are(prompt):
+    states = make_state(), make_state()
+    states[0].add([new(2, prompt, [BLOCKS[1]])])
+    states[1].add([new(2, prompt, [BLOCKS[1]], packed_token_ids=pack_tokens(prompt))])
+    assert states[0].token_ids.tolist() == states[1].token_ids.tolist()
+    assert states[0].host.errors == states[1].host.errors
 
 
 def test_prefill_of_the_worked_example(worked_example):

@@ -72,3 +72,27 @@ def test_no_torch_has_no_cuda(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert driver.torch_cuda_version() is None
+
+
+class Driver:
+    """The functions of the library that `total_memory` calls."""
+
+    def __init__(self, status=0):
+        self.cuInit = lambda flags: 0
+
+        def get(device, index):
+            device._obj.value = 7 + index
+            return 0
+
+        def total(found, device):
+            found._obj.value = 10**11 + device.value
+            return status
+
+        self.cuDeviceGet, self.cuDeviceTotalMem_v2 = get, total
+
+
+def test_memory_is_what_the_driver_says_or_unknown():
+    assert driver.total_memory(1, lambda name: Driver()) == 10**11 + 8
+    assert driver.total_memory(1, lambda name: Driver(status=100)) is None
+    assert driver.total_memory(1, lambda name: object()) is None, "a library without these functions"
+    assert driver.total_memory(1, lacks) is None

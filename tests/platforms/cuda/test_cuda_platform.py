@@ -138,6 +138,23 @@ def test_a_first_start_has_compilers_until_the_worker_is_ready_and_a_second_one_
     assert len(fake.servers) == 2, "other settings have kernels of their own"
 
 
+def test_compilers_come_up_before_the_device_where_the_executor_lets_them(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    platform = CUDAPlatform()
+    for _ in range(2):
+        platform.prepare(EngineConfig())
+    assert len(fake.servers) == 1 and fake.calls == []
+    platform.init_device(EngineConfig(), 0)
+    assert platform.compile_soon(lambda: None) and len(fake.servers) == 1
+
+
+def test_default_sizes_are_known_without_torch(fake, monkeypatch):
+    monkeypatch.setattr(cuda, "total_memory", lambda index: 80 * GIB)
+    monkeypatch.delitem(sys.modules, "torch")
+    fake.total = 1
+    assert CUDAPlatform().default_max_num_seqs == 1024
+
+
 def test_a_device_that_fails_leaves_no_compilers(fake, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     fake.init_error = "no driver"
