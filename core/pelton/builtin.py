@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import CommandEntry, Entry, LoaderEntry, OpEntry
+from pelton.entries import Entry, OpEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
@@ -37,11 +37,6 @@ def pelton_kv_cache_managers() -> Sequence[Entry]:
 
 
 @hookimpl
-def pelton_model_loaders() -> Sequence[LoaderEntry]:
-    return [LoaderEntry(name="dummy", load="pelton.model.dummy_loader:DummyLoader", priority=10, doc="random weights")]
-
-
-@hookimpl
 def pelton_quantization_methods() -> Sequence[Entry]:
     at_load = "pelton.quantization.at_load"
     return [
@@ -54,12 +49,6 @@ def pelton_quantization_methods() -> Sequence[Entry]:
 
 
 @hookimpl
-def pelton_model_formats() -> Sequence[Entry]:
-    return [Entry(name="hf_folder", load="pelton.model.formats:HFFolderFormat", priority=10,
-                  doc="a folder with config.json, tokenizer.json and *.safetensors")]  # fmt: skip
-
-
-@hookimpl
 def pelton_ops() -> Sequence[OpEntry]:
     """The torch references, on every device."""
     from pelton.ops.interface import FUSED_OPS
@@ -68,20 +57,4 @@ def pelton_ops() -> Sequence[OpEntry]:
         OpEntry(name=f"reference.{op.name}", op=op.name, load=op.reference, priority=10, doc="plain torch")
         for op in FUSED_OPS.values()
         if op.reference is not None
-    ]
-
-
-@hookimpl
-def pelton_cli_commands() -> Sequence[CommandEntry]:
-    commands = {
-        "backends": ("backends", "platforms, attention backends and ops for this machine and model, with the winners"),
-        "chat": ("chat", "talk with a model, in this process or at a server"),
-        "collect-env": ("collect_env", "what a bug report needs to know of this machine"),
-        "generate": ("generate", "complete prompts from arguments, a file or stdin"),
-        "plugins": ("plugins", "loaded plugins: what they offer, and what is chosen"),
-        "version": ("version", "versions of Pelton, its hook API and Python"),
-    }
-    return [
-        CommandEntry(name=name, load=f"pelton.cli.{module}:run", help=text, priority=10)
-        for name, (module, text) in commands.items()
     ]

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pelton.cli.main import main
-from pelton.cli.sampling import SamplingFlags
 from pelton.errors import ConfigError
+from pelton_plugins.commands.sampling import SamplingFlags
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-memory-bytes", "4M", "--log-level", "error"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6"]

@@ -15,12 +15,12 @@ from pelton.entries import Entry, LoaderEntry
 from pelton.errors import ConfigError
 from pelton.executor.in_process import InProcessExecutor
 from pelton.kv_cache.manager import PagedKVCacheManager
-from pelton.model.formats import HFFolderFormat
 from pelton.plugins import Plugins, load_plugins, register
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.scheduler import DefaultScheduler
 from pelton.spec_decode.interface import DraftProposer
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.loaders.hf_folder.format import HFFolderFormat
 
 HERE = "pelton_test_hooks_module"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)

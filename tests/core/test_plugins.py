@@ -304,7 +304,7 @@ def test_loading_plugins_imports_nothing_heavy():
     import subprocess
 
     code = (
-        "import sys; from pelton.plugins import load_plugins; from pelton.cli.plugins import all_offers\n"
+        "import sys; from pelton.plugins import load_plugins; from pelton_plugins.commands.plugins import all_offers\n"
         "all_offers(load_plugins(only=[]))\n"
         "print([m for m in ('torch','transformers','litestar','uvicorn','numpy','zmq','jinja2','huggingface_hub','triton')"
         " if m in sys.modules])"

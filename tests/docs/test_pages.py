@@ -97,10 +97,6 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_and_modules_that_a_page_names_exist(page):
-    from pelton.cli.chat import ChatArguments
-    from pelton.cli.generate import GenerateArguments
-    from pelton.cli.plugins import PluginsArguments
-    from pelton.cli.sampling import SamplingFlags
     from pelton.config.flag_table import make_flags
     from pelton_plugins.bench.busy import BusyArguments
     from pelton_plugins.bench.chain import ChainArguments
@@ -112,6 +108,10 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.bench.soak import SoakArguments
     from pelton_plugins.bench.table import TableArguments
     from pelton_plugins.bench.throughput import ThroughputArguments
+    from pelton_plugins.commands.chat import ChatArguments
+    from pelton_plugins.commands.generate import GenerateArguments
+    from pelton_plugins.commands.plugins import PluginsArguments
+    from pelton_plugins.commands.sampling import SamplingFlags
     from pelton_plugins.server.config import ServerConfig
 
     known = {"--help", "--config", "--plugin-config", "--max_num_seqs", "--flag"}

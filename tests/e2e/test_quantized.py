@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from pelton import LLM, SamplingParams
-from pelton.cli.backends import as_text, describe
 from pelton.config import EngineConfig
 from pelton.model.build import make_build_config
 from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.model_driver import ModelDriver
+from pelton_plugins.commands.backends import as_text, describe
 
 PLUGINS = load_plugins(only=[])
 PROMPT = [1, 504, 3575, 282, 4649, 314, 260, 2240, 282, 260, 1194, 28, 284, 553, 1487, 355, 28, 418, 1928, 1042, 441]

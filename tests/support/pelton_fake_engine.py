@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pelton.testing import fake_engine
-from pelton.tokenizer import Tokenizer
+from pelton_plugins.loaders.text.tokenizer import RustTokenizer
 
 
 @pytest.fixture(scope="session")
@@ -17,10 +17,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(model_folder: Path) -> Tokenizer:
+def tokenizer(model_folder: Path) -> RustTokenizer:
     import tokenizers
 
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json")))
+    return RustTokenizer(tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json")))
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 WORKS_WITHOUT_PLUGINS = ("plugins", "version", "collect-env")
-"""Core's own commands that tell what is wrong when a plugin stops all others."""
+"""Built-in commands that tell what is wrong when a plugin of somebody else's stops all others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,15 +66,13 @@ def _run(argv: list[str]) -> int:
 
 
 def find_commands(wanted: str) -> dict[str, CommandEntry]:
-    """Every plugin's commands by name; core's own when a plugin is broken and `wanted` is one that tells about it."""
+    """Every plugin's commands by name; the built-in ones when a plugin is broken and `wanted` is one that tells about it."""
     try:
         entries = load_plugins().entries("pelton_cli_commands")
     except PeltonError:
         if wanted not in WORKS_WITHOUT_PLUGINS:
             raise
-        from pelton.builtin import pelton_cli_commands
-
-        entries = list(pelton_cli_commands())
+        entries = load_plugins(only=()).entries("pelton_cli_commands")
     return {entry.name: entry for entry in entries}
 
 

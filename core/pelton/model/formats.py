@@ -1,4 +1,4 @@
-"""The promise of a model format, and core's own: a Hugging Face folder.
+"""The interface of a model format, such as a Hugging Face folder or a GGUF file.
 
 A format knows how a model lies on disk: where its config, its tokenizer and its weights are. Reading the
 weights themselves is the loader's part (`loading.py`), in the worker. Imports no torch.
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pelton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pelton.tokenizer.tokenizer import Tokenizer
+    from pelton.tokenizer.interface import Tokenizer
 
 MAX_JSON_BYTES = 256 * 2**20  # of one config, index or tokenizer file
-PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class ModelFormat(ABC):
@@ -41,39 +40,6 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def load_tokenizer(self, path: Path) -> Tokenizer: ...
-
-
-class HFFolderFormat(ModelFormat):
-    """A folder with config.json, tokenizer.json and *.safetensors."""
-
-    def matches(self, path: Path) -> bool:
-        return path.is_dir()
-
-    def read_config(self, path: Path) -> dict[str, Any]:
-        file = path / "config.json"
-        if not file.is_file():
-            raise ConfigError(f"{path} has no config.json; give a folder in Hugging Face form, or a .gguf file.")
-        return read_json(file)
-
-    def weights_format(self, path: Path) -> str:
-        if any(path.glob("*.safetensors")):
-            return "safetensors"
-        pickled = sorted(file.name for file in path.iterdir() if file.suffix in PICKLED_SUFFIXES)
-        if pickled:
-            raise ConfigError(
-                f"{path} has weights only as {pickled[0]}, which Pelton does not read (loading it may run code). "
-                "Convert it to safetensors: load it with transformers where you trust it, and save_pretrained()."
-            )
-        raise ConfigError(f"{path} has no *.safetensors file; download the weights, or use --load-format dummy.")
-
-    def read_generation_config(self, path: Path) -> dict[str, Any]:
-        file = path / "generation_config.json"
-        return read_json(file) if file.is_file() else {}
-
-    def load_tokenizer(self, path: Path) -> Tokenizer:
-        from pelton.tokenizer.hf_folder import load_hf_tokenizer
-
-        return load_hf_tokenizer(path)
 
 
 def read_json(file: Path) -> dict[str, Any]:

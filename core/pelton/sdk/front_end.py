@@ -11,7 +11,7 @@ from pelton import logging as pelton_logging
 from pelton.config import EngineConfig
 from pelton.config.adjust import adjust_config
 from pelton.engine.input_processor import InputProcessor
-from pelton.errors import ConfigError, RequestError
+from pelton.errors import RequestError
 
 if TYPE_CHECKING:
     from pelton.engine.client import EngineInfo
@@ -64,14 +64,7 @@ class FrontEnd:
         """See `AsyncLLM.render_chat`."""
         if self.tokenizer is None:
             raise RequestError("Chat needs a tokenizer, and skip_tokenizer_init is set.", param="messages")
-        if chat_template is not None:
-            from pelton.tokenizer import ChatTemplate
-
-            try:
-                options["chat_template"] = ChatTemplate(chat_template)
-            except ConfigError as error:  # not the operator's: it came with the request
-                raise RequestError(f"The chat template is broken: {error}", param="chat_template") from None
-        text = self.tokenizer.apply_chat_template(messages, **options)
+        text = self.tokenizer.apply_chat_template(messages, chat_template=chat_template, **options)
         # The template writes the special tokens itself.
         return self.tokenizer.encode(text, add_special_tokens=False) if tokenize else text
 

@@ -11,7 +11,7 @@ import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from pelton.tokenizer.tokenizer import REPLACEMENT, Tokenizer
+from pelton.tokenizer.interface import REPLACEMENT, Tokenizer
 
 PROMPT_TAIL = 6
 """Prompt tokens read for context: a character has at most four bytes, hence four tokens."""

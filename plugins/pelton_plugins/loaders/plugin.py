@@ -1,4 +1,4 @@
-"""Hook functions of the built-in weight loaders and the GGUF format."""
+"""Hook functions of the built-in weight loaders and model formats."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def pelton_model_loaders() -> Sequence[LoaderEntry]:
                     doc="single or sharded *.safetensors, memory-mapped"),
         LoaderEntry(name="gguf", load="pelton_plugins.loaders.gguf.loader:GGUFLoader",
                     doc="a .gguf file, dequantized as it is loaded"),
+        LoaderEntry(name="dummy", load="pelton_plugins.loaders.dummy_loader:DummyLoader", priority=10, doc="random weights"),
     ]  # fmt: skip
 
 
@@ -28,5 +29,9 @@ def pelton_quantization_methods() -> Sequence[Entry]:
 
 @hookimpl
 def pelton_model_formats() -> Sequence[Entry]:
-    return [Entry(name="gguf", load="pelton_plugins.loaders.gguf.format:GGUFFormat",
-                  doc="a .gguf file with config, tokenizer and weights")]  # fmt: skip
+    return [
+        Entry(name="hf_folder", load="pelton_plugins.loaders.hf_folder.format:HFFolderFormat", priority=10,
+              doc="a folder with config.json, tokenizer.json and *.safetensors"),
+        Entry(name="gguf", load="pelton_plugins.loaders.gguf.format:GGUFFormat",
+              doc="a .gguf file with config, tokenizer and weights"),
+    ]  # fmt: skip

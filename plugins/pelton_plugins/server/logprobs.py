@@ -14,7 +14,7 @@ from typing import Any
 from pelton.outputs import Logprob, PromptLogprobs, SampleLogprobs
 from pelton.sampling_params import SamplingParams
 from pelton.tokenizer import IncrementalDetokenizer, Tokenizer
-from pelton.tokenizer.tokenizer import REPLACEMENT
+from pelton.tokenizer.interface import REPLACEMENT
 from pelton_plugins.server.protocol import ChatLogprob, ChatLogprobs, ChatTopLogprob, CompletionLogprobs
 
 LOWEST = -9999.0  # JSON has no -inf

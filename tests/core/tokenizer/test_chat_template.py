@@ -7,8 +7,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from pelton import limits
 from pelton.errors import ConfigError, NotSupportedError, RequestError
-from pelton.tokenizer import ChatTemplate
-from pelton.tokenizer.chat_template import read_template
+from pelton_plugins.loaders.text.chat_template import ChatTemplate, read_template
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from pelton.model.source import SourceRequest
-from pelton.tokenizer import IncrementalDetokenizer, Tokenizer
+from pelton.tokenizer import IncrementalDetokenizer
 from pelton_plugins.loaders.gguf.file import GGUFFile
 from pelton_plugins.loaders.gguf.tokenizer import load_gguf_tokenizer
+from pelton_plugins.loaders.text.tokenizer import RustTokenizer
 from pelton_plugins.sources.demo import resolve
 
 TEXTS = [
@@ -53,7 +54,7 @@ def sentencepiece():
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    return RustTokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def stream(tokenizer, ids, sizes=None, **options):
@@ -151,7 +152,7 @@ def test_ten_thousand_tokens_cost_the_same_each(smollm2, sentencepiece):
     """No growing window: the number of ids decoded at once stays bounded."""
     longest = 0
 
-    class Watched(Tokenizer):
+    class Watched(RustTokenizer):
         def decode(self, token_ids, skip_special_tokens=True):
             nonlocal longest
             longest = max(longest, len(token_ids))

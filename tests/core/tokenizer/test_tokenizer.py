@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from pelton.errors import ConfigError, RequestError
-from pelton.tokenizer.hf_folder import load_hf_tokenizer
-from pelton.tokenizer.tokenizer import BYTE_OF_CHARACTER
+from pelton_plugins.loaders.hf_folder.tokenizer import load_hf_tokenizer
+from pelton_plugins.loaders.text.tokenizer import BYTE_OF_CHARACTER
 
 
 def byte_level_backend():
@@ -164,7 +164,7 @@ def test_many_threads_get_the_same_ids(folder):
 
 def test_neither_torch_nor_transformers_is_imported():
     code = (
-        "import sys, pelton.tokenizer, pelton.model.resolve, pelton.tokenizer.hf_folder, pelton_plugins.loaders.plugin\n"
+        "import sys, pelton.tokenizer, pelton.model.resolve, pelton_plugins.loaders.hf_folder.tokenizer, pelton_plugins.loaders.plugin\n"
         "import pelton_plugins.sources.plugin, pelton_plugins.loaders.gguf.format, pelton_plugins.loaders.gguf.tokenizer\n"
         "sys.exit({'torch', 'transformers', 'gguf', 'numpy', 'huggingface_hub'} & set(sys.modules) or None)"
     )

@@ -330,7 +330,7 @@ def write_tokenizer(path, tokens, **fields):
 
 
 def byte_tokens():
-    from pelton.tokenizer.tokenizer import BYTE_OF_CHARACTER
+    from pelton_plugins.loaders.text.tokenizer import BYTE_OF_CHARACTER
 
     return sorted(BYTE_OF_CHARACTER)
 

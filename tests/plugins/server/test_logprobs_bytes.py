@@ -10,15 +10,15 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
 from pelton.sampling_params import RequestOutputKind
-from pelton.tokenizer import IncrementalDetokenizer, Tokenizer
-from pelton.tokenizer.tokenizer import BYTE_OF_CHARACTER
+from pelton.tokenizer import IncrementalDetokenizer
+from pelton_plugins.loaders.text.tokenizer import BYTE_OF_CHARACTER, RustTokenizer
 
 HEAD, TAIL, SPACE_HEAD = 256, 257, 258  # b"\xf0\x9f", b"\x98\x80", b" \xf0"; a byte's id is the byte
 BOS, EOS = 259, 260
 SMILE = [HEAD, TAIL]
 
 
-def byte_level() -> Tokenizer:
+def byte_level() -> RustTokenizer:
     spelt = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
     pieces = [b"\xf0\x9f", b"\x98\x80", b" \xf0"]
     merged = {"".join(spelt[byte] for byte in piece): 256 + index for index, piece in enumerate(pieces)}
@@ -26,10 +26,10 @@ def byte_level() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(backend)
+    return RustTokenizer(backend)
 
 
-def sentencepiece() -> Tokenizer:
+def sentencepiece() -> RustTokenizer:
     pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
@@ -37,7 +37,7 @@ def sentencepiece() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens(["<unk>", "<s>"])
-    return Tokenizer(backend)
+    return RustTokenizer(backend)
 
 
 @pytest.fixture
@@ -107,13 +107,13 @@ def test_parts_of_a_character_are_named_by_their_bytes_and_none_is_lost(say):
 def test_all_bytes_of_a_token_are_escaped_and_a_real_replacement_character_is_not(say):
     tokenizer = byte_level()
     tokenizer.backend.add_tokens(["\ufffd"])
-    tokenizer = Tokenizer(tokenizer.backend)
+    tokenizer = RustTokenizer(tokenizer.backend)
     found = complete(say, [0x61], [SPACE_HEAD, 261], tokenizer=tokenizer)["logprobs"]
     assert found["tokens"] == ["bytes:\\x20\\xf0", "\ufffd"]
 
 
 def test_of_two_tokens_with_one_text_the_likelier_stays_and_the_chosen_always(say):
-    class Same(Tokenizer):
+    class Same(RustTokenizer):
         def token_text(self, token_id):
             return "x" if token_id in (1, 2, 3) else super().token_text(token_id)
 

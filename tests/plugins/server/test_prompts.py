@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from pelton.errors import RequestError
 from pelton.sampling_params import SamplingParams
-from pelton.tokenizer.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from pelton_plugins.loaders.text.tokenizer import BYTE_OF_CHARACTER, RustTokenizer
 from pelton_plugins.server.params import sampling_params
 from pelton_plugins.server.prompts import LONG_TEXT_CHARS, read_prompts, tokenize
 from pelton_plugins.server.protocol import CompletionRequest
@@ -110,12 +110,12 @@ def test_a_text_that_is_truncated_to_too_much_is_refused() -> None:
 BYTES = {character: index for index, character in enumerate(sorted(BYTE_OF_CHARACTER))}
 
 
-def byte_level(vocab: dict[str, int], normalizer: object = None) -> Tokenizer:
+def byte_level(vocab: dict[str, int], normalizer: object = None) -> RustTokenizer:
     backend = tokenizers.Tokenizer(models.BPE(vocab, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     if normalizer is not None:
         backend.normalizer = normalizer
-    return Tokenizer(backend)
+    return RustTokenizer(backend)
 
 
 def test_the_longest_token() -> None:
@@ -127,4 +127,4 @@ def test_the_longest_token() -> None:
     assert byte_level(some).max_token_chars == 5
     assert byte_level({"a": 0}).max_token_chars is None  # other bytes vanish
     words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    assert Tokenizer(words).max_token_chars is None
+    assert RustTokenizer(words).max_token_chars is None

@@ -10,7 +10,7 @@ from pelton_plugins.loaders.gguf.config import hf_config
 from pelton_plugins.loaders.gguf.file import GGUFFile
 
 if TYPE_CHECKING:
-    from pelton.tokenizer.tokenizer import Tokenizer
+    from pelton.tokenizer.interface import Tokenizer
 
 
 class GGUFFormat(ModelFormat):

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from pelton.errors import ConfigError
-from pelton.tokenizer.tokenizer import Tokenizer
 from pelton_plugins.loaders.gguf.file import GGUFFile
+from pelton_plugins.loaders.text.tokenizer import RustTokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 NAMED_IDS = {
@@ -63,7 +63,7 @@ WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3")
 """A word that is a token is taken whole, whatever the merges say; a text begins with BOS unless the file says no."""
 
 
-def load_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
+def load_gguf_tokenizer(file: GGUFFile) -> RustTokenizer:
     """Raises `ConfigError` for a kind that is not known here, or metadata that does not fit together."""
     kind = file.get("tokenizer.ggml.model")
     tokens = file.strings("tokenizer.ggml.tokens")
@@ -81,7 +81,7 @@ def load_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     _add_special(file, backend, tokens, named)
     _add_bos(file, backend, named, default=adds_bos)
     template = file.get("tokenizer.chat_template")
-    return Tokenizer(backend, special_tokens=named, chat_template=template if isinstance(template, str) else None)
+    return RustTokenizer(backend, special_tokens=named, chat_template=template if isinstance(template, str) else None)
 
 
 def _byte_level_bpe(file: GGUFFile, tokens: Sequence[str]) -> tuple[Backend, bool]:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import msgspec
 
 from pelton import env
-from pelton.cli.sampling import SamplingFlags, make_params
 from pelton.config.flags import Parsed, parse_flags
 from pelton.errors import ConfigError, PeltonError, RequestError
 from pelton.sampling_params import RequestOutputKind
+from pelton_plugins.commands.sampling import SamplingFlags, make_params
 
 DOC = """Talk with a model: in this process, or with --url at a running server.
 
@@ -145,7 +145,7 @@ class LocalPartner:
 
 
 def _at_server(url: str, parsed: Parsed) -> Partner:
-    from pelton.cli.server_client import ServerClient
+    from pelton_plugins.commands.server_client import ServerClient
 
     client = ServerClient(url, api_key=env.api_key())
     model = parsed.config.model.model if "model" in parsed.explicit else client.first_model()

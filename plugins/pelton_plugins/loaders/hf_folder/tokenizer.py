@@ -9,16 +9,16 @@ from typing import Any
 import tokenizers
 
 from pelton.errors import ConfigError
-from pelton.limits import MAX_CHAT_TEMPLATE_CHARS
 from pelton.model.formats import MAX_JSON_BYTES, read_json
-from pelton.tokenizer.tokenizer import Tokenizer
+from pelton_plugins.loaders.text.chat_template import read_template_file
+from pelton_plugins.loaders.text.tokenizer import RustTokenizer
 
 NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens",
 )  # fmt: skip
 
 
-def load_hf_tokenizer(folder: Path) -> Tokenizer:
+def load_hf_tokenizer(folder: Path) -> RustTokenizer:
     """Raises `ConfigError` naming the file that is missing or broken."""
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -44,7 +44,7 @@ def load_hf_tokenizer(folder: Path) -> Tokenizer:
     named = {name: text for name in NAMED_TOKENS if (text := _text(tokens.get(name))) is not None}
     _add_missing(backend, config, named, tokens)
     template, others_by_name = _chat_templates(folder, config)
-    return Tokenizer(backend, special_tokens=named, chat_template=template, chat_templates=others_by_name)
+    return RustTokenizer(backend, special_tokens=named, chat_template=template, chat_templates=others_by_name)
 
 
 def _read_optional(file: Path) -> dict[str, Any]:
@@ -110,15 +110,3 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         named[file.stem] = read_template_file(file)
     return named.pop("default", None), named
-
-
-def read_template_file(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The chat template {file} cannot be read: {error}.") from error
-    if len(text) > MAX_CHAT_TEMPLATE_CHARS:
-        raise ConfigError(
-            f"The chat template {file} has {len(text)} characters; at most {MAX_CHAT_TEMPLATE_CHARS} are read."
-        )
-    return text

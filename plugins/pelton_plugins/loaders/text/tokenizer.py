@@ -1,6 +1,5 @@
-"""One tokenizer: ids, text, the bytes of a token, special tokens, the chat template.
+"""The tokenizer of Hugging Face folders and GGUF files: the Rust `tokenizers` package with the chat template.
 
-Wraps the Rust `tokenizers` package; where it comes from (a folder, a GGUF file) is the business of the model formats.
 Safe to use from several threads: the Rust part is not changed after it is made, and the memo below only grows.
 """
 
@@ -13,15 +12,15 @@ from typing import Any
 
 import tokenizers
 
-from pelton.errors import RequestError
-from pelton.tokenizer.chat_template import ChatTemplate
+from pelton.errors import ConfigError, RequestError
+from pelton.tokenizer.interface import Tokenizer
+from pelton_plugins.loaders.text.chat_template import ChatTemplate, read_template
 
-REPLACEMENT = "�"
 _LONG_TEXT_CHARS = 4096
 """From here on a text is encoded as a batch: `tokenizers` holds the GIL while it encodes one, not for a batch."""
 
 
-class Tokenizer:
+class RustTokenizer(Tokenizer):
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -38,7 +37,6 @@ class Tokenizer:
         self.added_token_ids = frozenset(added)
         named = (self.token_id(text) for text in self.special_tokens.values())
         self.skipped_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        """What `skip_special_tokens` leaves out."""
         self.special_token_ids = self.skipped_token_ids | {token_id for token_id in named if token_id is not None}
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
@@ -47,7 +45,6 @@ class Tokenizer:
         # One past the last id: ids of added tokens may lie beyond the model's own, and holes are possible.
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(self.added_token_ids, default=-1) + 1)
         self.is_byte_level = _decodes_bytes(backend)
-        """Each token is a run of bytes, whatever stands beside it."""
         self._token_bytes: dict[int, bytes] = {}
         self.chat_template = None if chat_template is None else ChatTemplate(chat_template)
         self._named_templates = {name: ChatTemplate(text) for name, text in (chat_templates or {}).items()}
@@ -57,16 +54,10 @@ class Tokenizer:
         return None if text is None else self.token_id(text)
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token spelt `text` in the vocabulary; None when there is none."""
         token_id: int | None = self.backend.token_to_id(text)
         return token_id
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self.special_token_ids
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises `RequestError` for what is no text, such as half of a surrogate pair. Other threads go on meanwhile where the
-        text is long."""
         try:
             if len(text) >= _LONG_TEXT_CHARS:
                 return self.encode_batch([text], add_special_tokens)[0]
@@ -84,8 +75,6 @@ class Tokenizer:
         return [encoding.ids for encoding in found]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The whole text at once; for text that grows, see `IncrementalDetokenizer`. Unknown ids are left out; one that
-        can be no id at all (negative) is a `RequestError`."""
         try:
             text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
@@ -94,12 +83,7 @@ class Tokenizer:
             ) from error
         return text
 
-    def token_text(self, token_id: int) -> str:
-        """One token as text, for logprobs: bytes that are no character on their own become U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that this token stands for; empty for an id that is in no vocabulary."""
         known = self._token_bytes.get(token_id)
         if known is None:
             known = self._token_bytes[token_id] = self._bytes_of(token_id)
@@ -123,8 +107,6 @@ class Tokenizer:
 
     @cached_property
     def max_token_chars(self) -> int | None:
-        """Most characters of a text that one token can stand for, but for control characters that have no token and
-        whitespace that a special token swallows. None where a token can stand for any number, as for unknown words."""
         composes = _composes(self.backend)
         spellings = (
             [character for character, byte in BYTE_OF_CHARACTER.items() if byte in _TEXT_BYTES]
@@ -141,9 +123,8 @@ class Tokenizer:
             longest = max(longest, len(token) + odd)
         return longest
 
-    def set_chat_template(self, source: str) -> None:
-        """Replace the template, and all named ones. For the start only, before other threads use this."""
-        self.chat_template = ChatTemplate(source)
+    def set_chat_template(self, given: str) -> None:
+        self.chat_template = ChatTemplate(read_template(given))
         self._named_templates = {}
 
     def apply_chat_template(
@@ -155,10 +136,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        chat_template: ChatTemplate | None = None,
+        chat_template: str | None = None,
     ) -> str:
-        """The prompt text of a conversation. Raises `RequestError` for messages that the template refuses."""
-        template = chat_template or (self._named_templates.get("tool_use") if tools else None) or self.chat_template
+        if chat_template is not None:
+            template: ChatTemplate | None = _from_request(chat_template)
+        else:
+            template = (self._named_templates.get("tool_use") if tools else None) or self.chat_template
         if template is None:
             raise RequestError(
                 "This model has no chat template: use /v1/completions (LLM.generate), or start with --chat-template.",
@@ -173,6 +156,13 @@ class Tokenizer:
             special_tokens=self.special_tokens,
             extra=chat_template_kwargs,
         )
+
+
+def _from_request(source: str) -> ChatTemplate:
+    try:
+        return ChatTemplate(source)
+    except ConfigError as error:  # the caller's, since it came with the request
+        raise RequestError(f"The chat template is broken: {error}", param="chat_template") from None
 
 
 def _no_text_error(text: Any) -> RequestError | None:

@@ -18,7 +18,7 @@ from jinja2 import nodes
 
 from pelton.errors import ConfigError, NotSupportedError, PeltonError, RequestError
 from pelton.limits import MAX_CHAT_TEMPLATE_CHARS, MAX_TEMPLATE_OUTPUT_CHARS
-from pelton.tokenizer.template_guard import GuardedEnvironment, RaisedByTemplate, TemplateLimitError
+from pelton_plugins.loaders.text.template_guard import GuardedEnvironment, RaisedByTemplate, TemplateLimitError
 
 CONTINUE_MARK = "PELTON_CONTINUES_HERE "
 RESERVED = (
@@ -131,8 +131,6 @@ def _environment() -> GuardedEnvironment:
 
 def read_template(given: str) -> str:
     """What --chat-template names: a file, or the template itself."""
-    from pelton.tokenizer.hf_folder import read_template_file
-
     looks_inline = "{{" in given or "{%" in given or "\n" in given
     if looks_inline:
         return given
@@ -141,6 +139,18 @@ def read_template(given: str) -> str:
             f"chat_template is {given!r}: no such file, and no Jinja template (it has neither {{{{ nor {{%)."
         )
     return read_template_file(Path(given))
+
+
+def read_template_file(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The chat template {file} cannot be read: {error}.") from error
+    if len(text) > MAX_CHAT_TEMPLATE_CHARS:
+        raise ConfigError(
+            f"The chat template {file} has {len(text)} characters; at most {MAX_CHAT_TEMPLATE_CHARS} are read."
+        )
+    return text
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
