@@ -1,15 +1,45 @@
-"""Tests marked `gpu` are skipped, with the reason, where there is no CUDA device."""
+"""Tests marked `gpu` are skipped, with the reason, where there is no CUDA device. Grids marked `covering` are thinned."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from pelton_covering import covering
 
 from pelton_platforms.cuda.driver import torch_cuda_version, why_not_here
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("pelton")
+    group.addoption(
+        "--covering", type=int, metavar="N",
+        help="of every grid so many cases that any N values are met together, whatever its marker says; 0: all cases",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
     if marked and reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+    _thin(config, items, config.getoption("--covering"))
+
+
+def _thin(config: pytest.Config, items: list[pytest.Item], wanted: int | None) -> None:
+    """Leave out the cases of a grid that ask for combinations of values which others ask for, too."""
+    grids: dict[tuple[str, int], list[Any]] = {}
+    for item in items:
+        marker = item.get_closest_marker("covering")
+        strength = wanted if wanted is not None else marker.args[0] if marker else 0
+        if strength and hasattr(item, "callspec"):
+            grids.setdefault((item.nodeid.partition("[")[0], strength), []).append(item)
+    left_out: set[int] = set()
+    for (_, strength), grid in grids.items():
+        names = sorted(grid[0].callspec.indices)
+        kept = set(covering([tuple(item.callspec.indices[name] for name in names) for item in grid], strength))
+        left_out |= {id(item) for index, item in enumerate(grid) if index not in kept}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+        items[:] = [item for item in items if id(item) not in left_out]

@@ -16,6 +16,7 @@ def test_reference_has_no_ties(reference: Reference) -> None:
     assert reference.min_top2_gap > 1e-4
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize(
     "settings",

@@ -27,6 +27,8 @@ from pelton_backends.native.linear import (
     NativeLinear,
 )
 
+pytestmark = pytest.mark.covering(3)
+
 
 class Loaded:
     """An implementation whose ops are told that their weights, copies of the case's, are in place."""

@@ -26,6 +26,8 @@ from pelton_backends.native.quant import (
     QuantLinear,
 )
 
+pytestmark = pytest.mark.covering(3)
+
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
 

@@ -7,6 +7,8 @@ from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWri
 from pelton.ops.reference import ReferenceQkNormRopeWriteKv
 from pelton_backends.native.rope import NativeQkNormRopeWriteKv
 
+pytestmark = pytest.mark.covering(3)
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads_first", [True, False])

@@ -1,4 +1,4 @@
-"""The kernels' tests once more, with addresses and undefined behaviour watched, in a process of their own."""
+"""The kernels' tests once more, fewer of each grid, with addresses and undefined behaviour watched, in a process of their own."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ RUN = """
 import sys, pytest
 from pelton_backends.native import library
 library.EXTRA_FLAGS[:] = {flags!r}
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *{tests!r}]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--covering=2", *{tests!r}]))
 """
 
 

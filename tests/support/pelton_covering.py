@@ -1,0 +1,26 @@
+"""Fewer cases of a grid: as many as it takes to meet every pair (or triple) of values once.
+
+Faults of a kernel mostly need two or three values together: a dtype and a number of rows, an instruction set, a size and a
+form. A grid of five parameters asks each of these questions dozens of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+Case = tuple[int, ...]
+
+
+def covering(cases: Sequence[Case], strength: int) -> list[int]:
+    """Indices of `cases` (each a tuple with the index of its value on each axis), in order, that together have every
+    combination of values on any `strength` axes which some case has. Greedy: never the smallest choice, always the same."""
+    axes = list(combinations(range(len(cases[0])), min(strength, len(cases[0])))) if cases else []
+    met_by = [{(places, *(case[place] for place in places)) for places in axes} for case in cases]
+    missing = set().union(*met_by)
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(met_by[index] & missing))
+        missing -= met_by[best]
+        chosen.append(best)
+    return sorted(chosen)
