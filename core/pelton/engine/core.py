@@ -19,7 +19,7 @@ from pelton.config import EngineConfig
 from pelton.engine.client import EngineInfo
 from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
 from pelton.errors import ConfigError, EngineDeadError, EngineError, ErrorInfo, PeltonError, RequestError
-from pelton.executor.interface import Executor, StepHandle
+from pelton.executor.interface import Executor, StepFit, StepHandle
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
 from pelton.kv_cache.planner import plan_kv_cache
@@ -58,6 +58,7 @@ class EngineCore:
         self.error: Exception | None = None
         self._executor = executor or make_executor(config, model, plugins)
         self._is_shut_down = False
+        self._context_tokens = 0
         self._grammars: GrammarManager | None = None
         try:
             # Their parts are timed by the executor, in its report: timed here too they would count twice.
@@ -66,7 +67,9 @@ class EngineCore:
             with phase("allocate KV cache and warm up"):
                 self._executor.initialize_kv_cache(self.plan)
                 if budget_is_open:
-                    self.config = config = with_step_budget(config, self._executor.fit_step())
+                    fit = self._executor.fit_step()
+                    self.config = config = with_step_budget(config, fit)
+                    self._context_tokens = fit.context_tokens if fit else 0
             self._kv = make_kv_manager(config, model, plugins, self.plan)
             self._grammars = make_grammar_manager(model, plugins)
             self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
@@ -110,6 +113,7 @@ class EngineCore:
                 grammar_source=self._grammars,
                 proposer=make_draft_proposer(config, self.model, plugins),
                 connector=self._make_connector(),
+                context_tokens=self._context_tokens,
                 min_acceptance_rate=config.speculative.min_acceptance_rate,
             )
         )
@@ -402,13 +406,13 @@ def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
 _MIXED_SHARE, _LEAST_MIXED_TOKENS = 8, 64
 
 
-def with_step_budget(config: EngineConfig, num_tokens: int | None) -> EngineConfig:
+def with_step_budget(config: EngineConfig, fit: StepFit | None) -> EngineConfig:
     """With `max_num_batched_tokens` lowered to what an executor has found to fit into a step, and fewer prompt tokens beside
     rows that decode, unless a setting says how many."""
     resolved, num_mixed = config.scheduler.max_num_batched_tokens, config.scheduler.max_mixed_prefill_tokens
-    if num_tokens is None or resolved is None:
+    if fit is None or resolved is None:
         return config
-    num_tokens = min(num_tokens, resolved)
+    num_tokens = min(fit.num_tokens, resolved)
     if num_mixed is None:
         num_mixed = max(num_tokens // _MIXED_SHARE, _LEAST_MIXED_TOKENS)
     scheduler = msgspec.structs.replace(

@@ -62,7 +62,7 @@ class Wire:
     def send(self, message: protocol.ToFrontEnd) -> None:
         data = protocol.encode(message)
         with self._lock:
-            self._out.send(data, 0, len(data) < 65_536)
+            self._out.send(data)
 
     def receive(self) -> protocol.ToEngine:
         """The next sound message; others are logged and forgotten."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
-from pelton.executor.interface import DeviceReport, Executor, StepHandle
+from pelton.executor.interface import DeviceReport, Executor, StepFit, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins, blamed
@@ -200,7 +200,7 @@ class InProcessExecutor(Executor):
             )
         return self._run(lambda: target(*args))
 
-    def fit_step(self) -> int | None:
+    def fit_step(self) -> StepFit | None:
         return self._run(self._alive().fit_step)
 
     def prepare_ahead(self) -> bool:

@@ -18,6 +18,15 @@ from pelton.plugins import Plugins
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 
+class StepFit(msgspec.Struct, frozen=True, kw_only=True):
+    """How large a step may be so that it does not last too long."""
+
+    num_tokens: int
+    """Most tokens without context."""
+    context_tokens: int = 0
+    """Tokens of context at which a token's attention takes as long as its products; 0: attention costs nothing beside them."""
+
+
 class DeviceReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What start-up found on the device; one row each of the start table."""
 
@@ -87,8 +96,8 @@ class Executor(ABC):
     @abstractmethod
     def report(self) -> DeviceReport: ...
 
-    def fit_step(self) -> int | None:
-        """Most tokens of a step that does not last too long for the device's platform, as measured; None: it has no opinion.
+    def fit_step(self) -> StepFit | None:
+        """How large a step may be for the device's platform, as measured; None: it has no opinion.
         Asked once, after `initialize_kv_cache`, where no setting says `max_num_batched_tokens`."""
         return None
 

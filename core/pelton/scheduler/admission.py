@@ -109,7 +109,7 @@ class Admission:
                 self._table.defer(request)
                 return True
         start = request.num_computed_tokens + num_local + num_external
-        num_new = self._first_share(request, len(request.token_ids) - start, step)
+        num_new = self._first_share(request, start, step)
         if not num_new:
             return False
         delay_caching = num_external > 0 or is_cached_later(num_new)
@@ -130,12 +130,13 @@ class Admission:
         step.take_row(request, num_new)
         return True
 
-    def _first_share(self, request: ScheduledRequest, num_new: int, step: StepBuilder) -> int:
-        """Tokens of a request's first step; 0 when it has to wait for a step with more room."""
+    def _first_share(self, request: ScheduledRequest, start: int, step: StepBuilder) -> int:
+        """Tokens of a request's first step, behind `start` that are there; 0 when it has to wait for a step with more room."""
+        num_new = len(request.token_ids) - start
         # One that was preempted may have outgrown a whole step, and is then cut even without chunked prefill.
         if not self._config.enable_chunked_prefill and num_new <= self._max_num_batched_tokens:
             return num_new if num_new <= step.budget else 0
-        return min(share(request, num_new, self._config, self._policy), step.budget, step.prefill_budget)
+        return min(share(request, num_new, self._config, self._policy), step.budget, step.prefill_room(start))
 
     def _count_found(self, request: ScheduledRequest, start: int, num_external: int) -> None:
         """The first `start` tokens need not be computed: some were found here, some a connector brings."""

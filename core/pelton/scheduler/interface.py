@@ -42,6 +42,8 @@ class SchedulerContext:
     block_sizes: Sequence[int]
     """Tokens a block, by KV group."""
     vocab_size: int
+    context_tokens: int = 0
+    """Tokens of context that make a prompt's token cost twice: chunks behind a long context are smaller. 0: all cost the same."""
     hasher: BlockHasher | None = None
     """None switches prefix caching off."""
     policy: SchedulingPolicy | None = None

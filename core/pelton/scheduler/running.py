@@ -110,7 +110,8 @@ class RunningRows:
         if num_new > 1:
             # Every running request behind this one still gets its token in this step.
             left = max(step.budget - (len(self._table.running) - index - 1), 1)
-            num_new = min(share(request, num_new, self._config, self._policy), left, step.prefill_budget)
+            num_new = min(share(request, num_new, self._config, self._policy), left)
+            num_new = min(num_new, step.prefill_room(request.num_computed_tokens))
             if num_new <= 0:
                 return False
         elif self._drafts.is_on:

@@ -51,6 +51,7 @@ class DefaultScheduler(Scheduler):
         self.max_steps_in_flight = context.max_steps_in_flight
         self._is_ordered = context.steps_are_ordered
         self._grammar_source = context.grammar_source
+        self._context_tokens = context.context_tokens
         self._clock = context.clock
         self._num_arrivals = 0
 
@@ -174,7 +175,9 @@ class DefaultScheduler(Scheduler):
             return None
         if table.deferred:
             self._admission.requeue_deferred()
-        step = StepBuilder(steps.next_id, self.max_num_batched_tokens, is_ordered=self._is_ordered)
+        step = StepBuilder(
+            steps.next_id, self.max_num_batched_tokens, is_ordered=self._is_ordered, context_tokens=self._context_tokens
+        )
         opened: OpenStep | None = None
         try:
             if table.running:

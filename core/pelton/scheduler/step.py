@@ -8,6 +8,9 @@ from pelton.engine.messages import EngineOutput
 from pelton.scheduler.output import NewRequest, SchedulerOutput
 from pelton.scheduler.request import ScheduledRequest
 
+LEAST_CHUNK_TOKENS = 16
+"""Fewer would read the weights too often, whatever the context costs."""
+
 
 class OpenStep:
     """A step that was handed out, with the requests of its rows: `update` never asks the slot table."""
@@ -71,14 +74,16 @@ class StepBuilder:
     """Columns of one step. Rows with one token are kept apart, so that they come first without a sort."""
 
     __slots__ = (
-        "appends", "budget", "first_blocks", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
+        "appends", "budget", "context_tokens", "first_blocks", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
         "many_samples", "many_tokens", "max_seq_len", "new", "ones", "ones_samples", "prefill_budget", "step_id",
     )  # fmt: skip
 
-    def __init__(self, step_id: int, budget: int, *, is_ordered: bool) -> None:
+    def __init__(self, step_id: int, budget: int, *, is_ordered: bool, context_tokens: int = 0) -> None:
+        """context_tokens: see `SchedulerContext`."""
         self.step_id = step_id
+        self.context_tokens = context_tokens
         self.budget = budget
-        self.prefill_budget = budget  # of it, for tokens of rows with more than one
+        self.prefill_budget = budget  # of it, for rows with more than one token; in tokens without context
         self.is_ordered = is_ordered
         self.has_preempted = False
         self.max_seq_len = 0
@@ -96,6 +101,13 @@ class StepBuilder:
     @property
     def num_rows(self) -> int:
         return len(self.ones) + len(self.many)
+
+    def prefill_room(self, start: int) -> int:
+        """Most tokens of a prompt behind `start` others."""
+        budget, context = self.prefill_budget, self.context_tokens
+        if not context or budget <= 0:
+            return budget
+        return max(budget * context // (context + start), min(budget, LEAST_CHUNK_TOKENS))
 
     def handed_blocks(self) -> set[int]:
         """All that were allocated for this step."""
@@ -122,7 +134,8 @@ class StepBuilder:
             self.ones_samples.append(samples)
             return
         if num_new > 1:
-            self.prefill_budget -= num_new
+            start = request.num_computed_tokens - total
+            self.prefill_budget -= num_new + (num_new * start // self.context_tokens if self.context_tokens else 0)
         self.many.append(request)
         self.many_tokens.append(total)
         self.many_samples.append(samples)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from pelton.config import EngineConfig
-from pelton.executor.interface import DeviceReport
+from pelton.executor.interface import DeviceReport, StepFit
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
@@ -66,7 +66,7 @@ class Worker(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """Compile, tune or capture what the first requests would otherwise wait for."""
 
-    def fit_step(self) -> int | None:
+    def fit_step(self) -> StepFit | None:
         """See `Executor.fit_step`."""
         return None
 

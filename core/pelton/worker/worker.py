@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from pelton.attention.interface import AttentionNeeds
 from pelton.attention.kv_cache import bind_caches, cache_specs
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
 from pelton.config.adjust import take_settings
 from pelton.errors import ConfigError
-from pelton.executor.interface import DeviceReport
+from pelton.executor.interface import DeviceReport, StepFit
 from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
 from pelton.kv_cache.planner import plan_groups, plan_kv_cache, with_num_blocks
@@ -229,8 +230,8 @@ class DeviceWorker(Worker):
                 step()
 
     @torch.inference_mode()
-    def fit_step(self) -> int | None:
-        """Padding is computed for it: what attention over a long context costs is not in it."""
+    def fit_step(self) -> StepFit | None:
+        """Padding is computed for it: attention over a long context is reckoned by its operations."""
         target_s = self.platform.target_step_s
         if target_s is None:
             return None
@@ -247,7 +248,7 @@ class DeviceWorker(Worker):
             self.notes.append(
                 f"max_num_batched_tokens {count}: {count / speed:.1f} s a step at the measured {speed:.0f} tokens/s"
             )
-        return count
+        return StepFit(num_tokens=count, context_tokens=context_tokens(self.model, self.build.cache_layers.values()))
 
     def _compile_ahead(self) -> None:
         """What steps will launch, on a first start. Otherwise the first request of each kind waits seconds for a compiler, and
@@ -463,14 +464,28 @@ def _watched(
 def max_piece_tokens(model: Any, num_layers: int) -> int:
     """Tokens up to which a step is worth capturing in pieces: with more, a layer's products take the device longer than all
     launches of a layer take the host. All experts of a layer count."""
-    layers = [
-        module for module in model.modules() if isinstance(module, LinearModule) and not isinstance(module, VocabMatrix)
-    ]
-    operations = 2 * sum(layer.spec.in_features * layer.spec.out_features for layer in layers)
+    operations = product_operations(model)
     if not operations:
         return MAX_MIXED_TOKENS
     tokens = int(_HIDING_OPERATIONS * num_layers / operations)
     return min(max(tokens // 64 * 64, MAX_MIXED_TOKENS), _MAX_PIECE_TOKENS)
+
+
+def product_operations(model: Any) -> int:
+    """Of a token's products, the vocabulary's left out. All experts of a layer count."""
+    return 2 * sum(
+        module.spec.in_features * module.spec.out_features
+        for module in model.modules()
+        if isinstance(module, LinearModule) and not isinstance(module, VocabMatrix)
+    )
+
+
+def context_tokens(model: Any, layers: Iterable[Any]) -> int:
+    """Tokens of context at which a token's attention in these layers has as many operations as its products; 0 where none
+    attends to all. Layers with a window read no more of a long context, and those of other kinds a state."""
+    needs = [layer.needs for layer in layers if isinstance(getattr(layer, "needs", None), AttentionNeeds)]
+    operations = sum(4 * need.num_heads * need.head_dim for need in needs if not need.sliding_window)
+    return product_operations(model) // operations if operations else 0
 
 
 def module_bytes(module: Any) -> int:

@@ -12,6 +12,7 @@ from pelton.engine import core as core_module
 from pelton.engine.core import EngineCore
 from pelton.engine.messages import FinishReason
 from pelton.errors import ConfigError, EngineDeadError, RequestError
+from pelton.executor.interface import StepFit
 from pelton.metrics.stats import HOST_STAGES
 from pelton.plugins import load_plugins
 from pelton.sampling_params import StructuredOutputsParams
@@ -88,7 +89,7 @@ def test_requests_get_their_tokens_with_overlap_on_and_off(make_core, settings):
 )
 def test_a_budget_that_nobody_set_follows_the_speed(make_core, monkeypatch, settings, budget, is_asked):
     asked = []
-    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: asked.append(self) or 16)
+    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: asked.append(self) or StepFit(num_tokens=16))
     core, executor = make_core(**settings)
     core.add_request(make_request("r", 100, 3))
     run(core)
@@ -103,14 +104,14 @@ def test_a_budget_that_nobody_set_follows_the_speed(make_core, monkeypatch, sett
 def test_a_share_of_the_budget_goes_to_prompts_beside_rows_that_decode(
     make_core, monkeypatch, setting, fitting, expected
 ):
-    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: fitting)
+    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: StepFit(num_tokens=fitting))
     core, _ = make_core(max_num_batched_tokens=None, max_mixed_prefill_tokens=setting)
     assert core.config.scheduler.max_mixed_prefill_tokens == expected
     core.shutdown()
 
 
 def test_a_budget_is_never_raised(make_core, monkeypatch):
-    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: 10**6)
+    monkeypatch.setattr(FakeExecutor, "fit_step", lambda self: StepFit(num_tokens=10**6))
     assert make_core(max_num_batched_tokens=None)[0].info.max_num_batched_tokens == 2048
 
 

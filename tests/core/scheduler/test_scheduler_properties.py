@@ -88,6 +88,7 @@ class Campaign:
             steps_are_ordered=rng.random() < 0.6,
             prefix_caching=rng.random() < 0.8,
             fake_model=model,
+            context_tokens=rng.choice([0, 0, 7]),
             policy=rng.choice([FCFSPolicy, PriorityPolicy])(),
             config=SchedulerConfig(
                 long_prefill_token_threshold=rng.choice([0, 0, 3]),

@@ -90,6 +90,27 @@ def test_few_prompt_tokens_ride_along_with_rows_that_decode(overlap):
     assert [counts for counts in later if sum(counts) > 3] == [[1, 4], [1, 2, 2], [1, 1, 4]]
 
 
+def test_chunks_behind_a_long_context_are_smaller():
+    harness = Harness(max_model_len=320, num_blocks=100, max_num_batched_tokens=64, context_tokens=64)
+    harness.add(make_request("long", 300, 1))
+    harness.run_and_check()
+    # At 64 tokens of context one costs two, and no chunk has fewer than 16.
+    assert [output.num_scheduled for output in harness.executor.outputs][:6] == [[64], [32], [25], [22], [19], [18]]
+    assert min(counts[0] for counts in (output.num_scheduled for output in harness.executor.outputs[:-1])) == 16
+
+
+def test_several_chunks_share_what_their_contexts_leave():
+    config = SchedulerConfig(max_mixed_prefill_tokens=40)
+    harness = Harness(config=config, max_num_batched_tokens=64, context_tokens=64)
+    harness.add(make_request("decode", 3, 30))
+    harness.step()
+    harness.add(make_request("a", 60, 1))
+    harness.add(make_request("b", 60, 1))
+    harness.run_and_check()
+    later = [output.num_scheduled for output in harness.executor.outputs[1:]]
+    assert later[:2] == [[1, 40], [1, 20, 8]]  # 20 behind 40 cost 32 of 40
+
+
 def test_prompts_run_whole_beside_rows_that_decode_where_none_may_be_cut():
     config = SchedulerConfig(max_mixed_prefill_tokens=4, enable_chunked_prefill=False)
     harness = Harness(config=config, max_num_batched_tokens=16)

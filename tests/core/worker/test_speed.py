@@ -10,6 +10,7 @@ from pelton_worker_fakes import make_worker
 
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.worker.speed import fitting_tokens, measure_speed
+from pelton.worker.worker import context_tokens
 
 
 class Device:
@@ -74,10 +75,26 @@ def test_a_worker_measures_its_model(tmp_path, monkeypatch):
         return forward(batch)
 
     monkeypatch.setattr(worker.model, "forward", slow)
-    assert worker.fit_step() == 512  # 1,000 tokens a second at most, 732 at least
+    fit = worker.fit_step()
+    assert fit.num_tokens == 512  # 1,000 tokens a second at most, 732 at least
+    assert fit.context_tokens == context_tokens(worker.model, worker.build.cache_layers.values())
     (note,) = [note for note in worker.report().notes if "max_num_batched_tokens" in note]
     assert note.startswith("max_num_batched_tokens 512: 0.") and note.endswith(" tokens/s")
     assert worker.report().phase_s["measure speed"] < 1.0
     monkeypatch.setattr(type(worker.platform), "target_step_s", None)
     assert worker.fit_step() is None
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_context_costs_what_its_attention_has_of_operations(tmp_path, family):
+    """Layers with a window read no more of a long context than of a short one."""
+    worker = make_worker(make_tiny_checkpoint(tmp_path / family, family))
+    layers = [layer for layer in worker.build.cache_layers.values() if layer.needs.sliding_window is None]
+    assert 0 < len(layers) <= len(worker.build.cache_layers)
+    weights = sum(
+        tensor.numel() for name, tensor in worker.model.named_parameters() if tensor.ndim == 2 and "embed" not in name
+    )
+    attention = sum(4 * layer.needs.num_heads * layer.needs.head_dim for layer in layers)
+    assert context_tokens(worker.model, worker.build.cache_layers.values()) == 2 * weights // attention
     worker.shutdown()
