@@ -11,6 +11,7 @@ from pelton.hookspecs import hookimpl
 from pelton.model.resolve import context_length, merge, resolve_model, text_config
 from pelton.testing.plugins import plugins_of
 from pelton_platforms.cpu import plugin as cpu
+from pelton_plugins.loaders import plugin as loaders
 from pelton_plugins.sources import plugin as sources
 
 CONFIG = {
@@ -21,7 +22,7 @@ CONFIG = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-PLUGINS = plugins_of(cpu, sources)
+PLUGINS = plugins_of(cpu, sources, loaders)
 
 
 @pytest.fixture
@@ -258,7 +259,7 @@ def test_a_plugins_source_is_asked_by_priority_and_told_what_is_needed(folder):
         asked.append(request)
         return str(folder) if request.name == "house-model" else None
 
-    plugins = plugins_of(cpu, sources, Source())
+    plugins = plugins_of(cpu, sources, loaders, Source())
     entry = next(entry for entry in plugins.entries("pelton_model_sources") if entry.name == "mine")
     assert plugins.entries("pelton_model_sources")[0] == entry
     with pytest.MonkeyPatch.context() as patch:
@@ -307,7 +308,7 @@ class Named:
 
 
 def test_settings_of_a_plugin_that_is_not_there_are_refused(folder):
-    plugins = plugins_of(cpu, sources, Named())
+    plugins = plugins_of(cpu, sources, loaders, Named())
 
     def resolve_with(name):
         config = EngineConfig.from_flat(model=str(folder), plugin_config={"stranger": {}, name: {"x": 1}})
