@@ -46,6 +46,7 @@ def exact():
 @pytest.mark.parametrize(
     "dtype, method, most",
     [
+        pytest.param(torch.bfloat16, "fp8", 0.2, id="fp8-bfloat16"),
         pytest.param(torch.bfloat16, "gguf", 0.03, id="gguf-bfloat16"),  # 0.02 of it is bfloat16's own
         pytest.param(torch.float32, "gguf", 1e-3, id="gguf-float32"),
         pytest.param(torch.float32, "q8_0", 0.04, id="q8_0-float32"),  # what rounding the file's weights anew does
@@ -56,7 +57,7 @@ def test_logits_are_within_the_stated_tolerance(exact, dtype, method, most):
     for found, wanted in zip(logits(dtype, quantization=method), exact, strict=True):
         assert (found - wanted).norm() < most * wanted.norm()
         divergence = (wanted.softmax(-1) * (wanted.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
-        assert divergence.mean() < 0.02
+        assert divergence.mean() < (0.2 if method == "fp8" else 0.02)
 
 
 def test_it_answers_as_it_does_dequantized():

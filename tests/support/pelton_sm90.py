@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import (
+    InputRounding,
+    LinearWeights,
     LogprobsNeeds,
     LogprobsTensors,
     NormSpec,
@@ -40,7 +43,7 @@ from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, PartBuffers, decode_attention
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
-from pelton_backends.triton.ops import gemv, hopper_split_k, sampling, sampling_logprobs, small_batch
+from pelton_backends.triton.ops import fp8, gemv, hopper_split_k, sampling, sampling_logprobs, small_batch, split_k
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 8, 128, 16, 2
@@ -62,6 +65,11 @@ PRODUCTS: dict[str, tuple[Any, tuple[int, int, int], dict[str, Any]]] = {
     "O of 32 rows": (small_batch.SmallBatchLinear, (32, 2048, 1024), {"norm": False}),
 }
 """Of a layer of Qwen3-0.6B: seam, (rows, in, out), what else the case has."""
+E4M3 = {
+    "gate and up in e4m3": (fp8.Fp8AddNormGatedLinear, (1, 1024, 6144), GATED),
+    "down in e4m3": (fp8.Fp8Linear, (1, 3072, 1024), {"norm": False}),
+    "down of 32 rows in e4m3": (fp8.Fp8Linear, (32, 3072, 1024), {"norm": False}),
+}
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]+)", re.MULTILINE)
 
 
@@ -175,6 +183,16 @@ def multiply(dtype: str, name: str) -> None:
     case.call(seam.bind(case.needs, case.tensors))
 
 
+def multiply_e4m3(dtype: str, name: str) -> None:
+    op, (rows, size, out), options = E4M3[name]
+    case = make_case(rows, size, out, getattr(torch, dtype), torch.device("cpu"), **options)
+    inputs = InputRounding(dtype="float8_e4m3fn")
+    spec = replace(case.needs.linear, weight_format="fp8_e4m3", inputs=inputs)
+    tensors = {"weight": torch.empty(out, size, dtype=torch.float8_e4m3fn), "weight_scale": torch.empty(out)}
+    case.packed = LinearWeights(spec, tensors)
+    case.call(op.bind(case.needs, case.tensors))
+
+
 def describe(name: str, kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -199,7 +217,9 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
 
     JITFunction.run = compile_only
     driver.set_active(Hopper())
-    hopper_split_k.is_hopper = gemv.has_pdl = hopper_split_k.has_pdl = lambda device: True
+    hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = lambda device: (
+        True
+    )
     sampling.has_pdl = sampling_logprobs.has_pdl = lambda device: True
     attention = Attention(dtype, kv_dtype)
     for name in names:
@@ -207,6 +227,8 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
             attention.decode(SHAPES[name])
         elif name in PRODUCTS:
             multiply(dtype, name)
+        elif name in E4M3:
+            multiply_e4m3(dtype, name)
         elif name in SAMPLING:
             SAMPLING[name]()
         else:

@@ -64,7 +64,7 @@ class OpSelector:
         refused: list[tuple[str, str]] = []
         for entry in self._entries[op]:
             implementation = self._load(entry)
-            reasons = _reasons_against(implementation, needs)
+            reasons = reasons_against(implementation, needs)
             if reasons:
                 refused.append((entry.name, ", ".join(reasons)))
                 continue
@@ -127,7 +127,8 @@ def _is_recordable(implementation: OpImplementation) -> bool:
     return bool(getattr(implementation, "is_recordable", is_reference))
 
 
-def _reasons_against(implementation: OpImplementation, needs: Any) -> list[str]:
+def reasons_against(implementation: OpImplementation, needs: Any) -> list[str]:
+    """Why it cannot serve these needs: those that it does not handle, and its own."""
     handles: Collection[str] = getattr(implementation, "handles", ())
     asked = optional_needs(needs, nested=not hasattr(implementation, "compose"))  # parts look into specs themselves
     reasons = [f"does not handle {name}={value}" for name, value in asked.items() if name not in handles]

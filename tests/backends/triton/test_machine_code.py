@@ -61,6 +61,18 @@ def test_nothing_is_written_before_the_wait(chain: list[dict[str, Any]]) -> None
         assert WRITES & set(code), f"{name}: the list of writing instructions knows none of this kernel's"
 
 
+def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers() -> None:
+    names = ("gate and up in e4m3", "down in e4m3", "down of 32 rows in e4m3")
+    kernels = compiled("bfloat16", "bfloat16", *names)
+    assert [kernel["kernel"] for kernel in kernels] == [
+        "fp8_add_norm_linear_kernel", "fp8_linear_kernel", "_round_kernel", "multiply_kernel",
+    ]  # fmt: skip
+    for kernel in kernels:
+        code = kernel["instructions"]
+        assert kernel["stack"] == 0 and "ACQBULK" in code and not WRITES & set(code[: code.index("ACQBULK")])
+    assert "QGMMA" in kernels[-1]["instructions"], "many rows are multiplied by tensor cores in e4m3"
+
+
 def test_rows_are_dealt_out_by_a_kernel_that_waits_too() -> None:
     deal, decode = compiled("bfloat16", "bfloat16", "dealt")
     assert (deal["kernel"], decode["kernel"]) == ("deal_kernel", "decode_kernel")
