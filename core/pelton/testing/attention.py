@@ -120,14 +120,15 @@ class AttentionStep:
         )
         memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8, device=self.device)
         k_cache, v_cache = page_views(memory, num_blocks, spec, backend.kv_layout(self.layer.needs))
-        # Nothing that a request has not written may matter: blocks are handed on with what the last one left.
+        # Nothing that a request has not written may matter, NaN neither: blocks are handed on with what the last one left, and
+        # tables name blocks beyond a row's end that others hold. Values at masked places are selected away, never multiplied.
         k_cache[case.block_size // k_cache.shape[1] :] = float("nan")
         v_cache[case.block_size // k_cache.shape[1] :] = float("nan")
         instance = backend(
             self.layer.needs, self.device, max_num_seqs=64, max_num_tokens=4096, max_model_len=max(self.lengths)
         )
         self.layer.bind_cache((k_cache, v_cache), 0, instance)
-        self.backend = instance
+        self.backend, self.num_blocks = instance, num_blocks
 
     def slots(self, row: int) -> Tensor:
         """[length] of every position; negative in blocks that a window has left: they were handed back and may be another's by
@@ -168,7 +169,8 @@ class AttentionStep:
         return step_metadata(
             rows, self.tables[first : first + len(rows)], self.case.block_size,
             kernel_block_size=self.layer.k_cache.shape[1],
-            num_padding=self.num_tokens + self.case.num_padding - sum(tokens for tokens, _ in rows), device=self.device,
+            num_padding=self.num_tokens + self.case.num_padding - sum(tokens for tokens, _ in rows),
+            beyond=self.num_blocks - 1, device=self.device,
         )  # fmt: skip
 
     def run(self) -> Tensor:

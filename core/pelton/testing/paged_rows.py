@@ -24,16 +24,18 @@ def step_metadata(
     *,
     kernel_block_size: int | None = None,
     num_padding: int = 0,
+    beyond: int = 0,
     device: torch.device | None = None,
 ) -> CommonMetadata:
     """rows: (tokens of this step, tokens before it), those with one token first. num_padding: rows without a query or context,
-    and as many tokens without a slot."""
+    and as many tokens without a slot. beyond: the block that a row's table names where the row has none."""
     counts, lengths = [new for new, _ in rows], [new + before for new, before in rows]
     width, ratio = max(map(len, tables)), block_size // (kernel_block_size or block_size)
     slots = [slots_of(table, sum(row), block_size)[row[1] :] for table, row in zip(tables, rows, strict=True)]
     block_table = torch.zeros(len(rows) + num_padding, width * ratio, dtype=torch.int32)
     for row, table in enumerate(tables):
-        blocks = torch.tensor(table, dtype=torch.int32)[:, None] * ratio + torch.arange(ratio, dtype=torch.int32)
+        full = [*table, *[beyond] * (width - len(table))]
+        blocks = torch.tensor(full, dtype=torch.int32)[:, None] * ratio + torch.arange(ratio, dtype=torch.int32)
         block_table[row, : blocks.numel()] = blocks.flatten()
     num_decodes = sum(count == 1 for count in counts)
     return CommonMetadata(
