@@ -61,7 +61,9 @@ class PagedCase:
         ids = (torch.randperm(self.num_blocks - 2, generator=generator, device=device) + 1).int().tolist()
         width = max(-(-max(lengths) // block_size), 1) + 3
         # Places beyond a row's blocks name one that it does not hold, as those of an earlier owner of its slot would.
-        self.block_table = torch.full((len(rows) + padding, width), self.num_blocks - 1, dtype=torch.int32, device=device)
+        self.block_table = torch.full(
+            (len(rows) + padding, width), self.num_blocks - 1, dtype=torch.int32, device=device
+        )
         self.block_table[len(rows) :] = 0
         self.slots: list[Tensor] = []
         first_ids: list[int] = []
