@@ -1,4 +1,4 @@
-"""A first start of four kernels for compute capability 9.0, with a GPU or without; says in a line of JSON what happened.
+"""A first start of five kernels for compute capability 9.0, with a GPU or without; says in a line of JSON what happened.
 
 python pelton_compile_ahead.py [FAILS]        a program of its own: other tests interpret Triton's kernels
 """
@@ -72,7 +72,11 @@ def main(*names: str) -> None:
             indices = torch.empty(16, dtype=torch.int64)
             launch(double_kernel, (1,), values, indices, SIZE=size)
             told["gathered"] = values[indices].tolist()
-        for kernel in (triple_kernel, sixfold_kernel)["second" in names :]:
+        from pelton_late_kernel import late_kernel, scaled_late
+
+        if "second" in names:
+            _ = scaled_late.cache_key
+        for kernel in (triple_kernel, sixfold_kernel, late_kernel)["second" in names :]:
             launch(kernel, (1,), values, SIZE=16)
         launcher("key", (1,), (values, values), {"SIZE": 16})
         launch(broken_kernel, (1,), values, SIZE=8)

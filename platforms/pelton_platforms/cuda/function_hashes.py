@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from triton.runtime.jit import JITCallable
+from triton.runtime.jit import DependenciesFinder
+
+_update_hash = DependenciesFinder._update_hash
 
 
-def hash_functions() -> None:
-    """Those that are loaded, called ones before their callers. Triton 3.6 makes the key of a compiled kernel of its functions' global
-    values, but leaves out those of a function that it has not hashed yet: the key would depend on what was launched before."""
-    for _, module in sorted(list(sys.modules.items()), key=lambda item: (not item[0].startswith("triton"), item[0])):
-        for value in list(getattr(module, "__dict__", {}).values()):
-            if issubclass(type(value), JITCallable):  # not `isinstance`, which wakes up what others load lazily
-                _hash_function(value, set())
+def _update_hash_of_hashed(self: Any, function: Any) -> None:
+    _ = function.cache_key
+    _update_hash(self, function)
 
 
-def _hash_function(function: Any, callers: set[Any]) -> None:
-    if function.hash is not None or id(function) in callers:
-        return
-    try:
-        for name in function.fn.__code__.co_names:
-            called = function.__globals__.get(name)
-            if isinstance(called, JITCallable):
-                _hash_function(called, callers | {id(function)})
-        _ = function.cache_key
-    except Exception:  # somebody's function that nobody may launch; a key that is half made is not kept
-        function.hash = None
+def hash_callees_first() -> None:
+    """From now on. Triton 3.6 makes the key of a compiled kernel of the global values of all functions that it calls, but reads them
+    before it hashes a function, which finds them out. Those of a function that was not hashed yet would be left out."""
+    DependenciesFinder._update_hash = _update_hash_of_hashed
