@@ -156,7 +156,8 @@ def _describe(request: ScheduledRequest, block_ids: BlockIds) -> NewRequest:
     return NewRequest(
         request_id=request.request_id,
         slot=request.slot,
-        token_ids=list(request.token_ids),  # the worker's own: ours grows while it reads
+        # Not ours, which grows while the worker reads; a long prompt is not copied.
+        token_ids=list(request.token_ids) if request.num_output_tokens else original.prompt_token_ids,
         packed_token_ids=request.take_packed(),
         num_prompt_tokens=request.num_prompt_tokens,
         sampling_params=original.sampling_params,

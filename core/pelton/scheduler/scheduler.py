@@ -171,6 +171,8 @@ class DefaultScheduler(Scheduler):
 
     def schedule(self) -> SchedulerOutput | None:
         steps, table = self._steps, self._table
+        if len(steps):  # while one runs
+            steps.forget_taken()
         if len(steps) >= self.max_steps_in_flight:
             return None
         if table.deferred:

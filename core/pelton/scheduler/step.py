@@ -57,6 +57,10 @@ class OpenSteps:
             self._open.remove(step)
             self._taken = step
 
+    def forget_taken(self) -> None:
+        """Let go of the step that was taken last, when its update is over: a long prompt takes its time to be freed."""
+        self._taken = None
+
     def retire(self) -> None:
         self.retired = (self._open[0].output.step_id if self._open else self.next_id) - 1
 
