@@ -28,15 +28,21 @@ def repeating(reference: Reference) -> list[list[int]]:
     "settings",
     [
         pytest.param({}, id="overlap"),
+        pytest.param({"drafts_on_device": True}, id="on-device"),
+        pytest.param(
+            {"drafts_on_device": True, "max_num_batched_tokens": 16, "cudagraph_mode": "NONE"},
+            id="on-device-chunked-eager",
+        ),
         pytest.param({"async_scheduling": False, "max_num_batched_tokens": 16}, id="chunked-no-overlap"),
         pytest.param({"max_num_seqs": 1, "cudagraph_mode": "NONE"}, id="alone-eager"),
     ],
 )
 def test_greedy_ids_are_those_without_drafts(reference: Reference, settings: dict[str, Any]) -> None:
-    prompts = repeating(reference)
+    prompts, settings = repeating(reference), dict(settings)
+    speculation = NGRAM | {"drafts_on_device": settings.pop("drafts_on_device", None)}
     with make_llm(reference.path) as llm:
         expected = generate(llm, prompts)
-    with make_llm(reference.path, speculative_config=NGRAM, disable_log_stats=False, **settings) as llm:
+    with make_llm(reference.path, speculative_config=speculation, disable_log_stats=False, **settings) as llm:
         assert generate(llm, prompts) == expected
         metrics = {(metric.name, str(metric.labels)): getattr(metric, "value", None) for metric in llm.get_metrics()}
         assert llm.kv_cache_usage() == 0.0
@@ -48,20 +54,22 @@ def test_greedy_ids_are_those_without_drafts(reference: Reference, settings: dic
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
 
-def test_seeded_samples_are_those_without_drafts(llama: Reference) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_seeded_samples_are_those_without_drafts(llama: Reference, on_device: bool) -> None:
     """A draft is kept when it equals the token that is sampled in its place, by a number that rests on (seed, position)."""
     prompts = repeating(llama)
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=11, max_tokens=48, ignore_eos=True)
     with make_llm(llama.path) as llm:
         expected = generate(llm, prompts, params)
-    with make_llm(llama.path, speculative_config=NGRAM) as llm:
+    with make_llm(llama.path, speculative_config=NGRAM | {"drafts_on_device": on_device}) as llm:
         assert generate(llm, prompts, params) == expected
 
 
-def test_drafts_survive_preemption(reference: Reference) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_drafts_survive_preemption(reference: Reference, on_device: bool) -> None:
     with make_llm(
         reference.path,
-        speculative_config=NGRAM,
+        speculative_config=NGRAM | {"drafts_on_device": on_device},
         max_model_len=384,
         max_num_batched_tokens=64,
         num_gpu_blocks_override=small_pool(reference.family),

@@ -37,13 +37,24 @@ from pelton.ops.interface import (
     SampleNeeds,
     SampleTensors,
 )
+from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
 from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, PartBuffers, decode_attention
+from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
-from pelton_backends.triton.ops import fp8, gemv, hopper_split_k, sampling, sampling_logprobs, small_batch, split_k
+from pelton_backends.triton.ops import (
+    fp8,
+    gemv,
+    hopper_split_k,
+    sampling,
+    sampling_logprobs,
+    small_batch,
+    speculation,
+    split_k,
+)
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 8, 128, 16, 2
@@ -131,6 +142,16 @@ class Attention:
             max_query_len=ROWS, max_seq_len=8192, scale=1.0, pdl=True,
         )  # fmt: skip
 
+    def drafts(self) -> None:
+        parts = DraftParts.allocate(
+            torch.device("cpu"), max_rows=ROWS // 4, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+            num_tokens=4,
+        )  # fmt: skip
+        drafts_attention(
+            self.query, *self.caches, self.query, self.starts, self.lengths, self.table, parts, num_rows=ROWS // 4,
+            num_tokens=4, max_seq_len=8192, scale=1.0, pdl=True,
+        )  # fmt: skip
+
     def cascade(self) -> None:
         cascade_attention(
             self.query, *self.caches, self.query, self.lengths, self.table, num_rows=ROWS, prefix_len=1024,
@@ -171,7 +192,25 @@ def sample(num_logprobs: int | None, num_side_slots: int, *, has_mask: bool) -> 
         sampling_logprobs.TritonLogprobs.bind(own, LogprobsTensors(state.device))(logits, tokens, target)
 
 
+def speculate() -> None:
+    """Drafts looked up, and verified."""
+    state = BatchState(
+        max_num_seqs=2,
+        max_model_len=64,
+        vocab_size=VOCAB,
+        block_sizes=(16,),
+        num_side_slots=0,
+        device=torch.device("cpu"),
+    )
+    slots, drafted = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    needs = LookupDraftsNeeds(num_drafts=3, longest=5, shortest=3)
+    speculation.TritonLookupDrafts.bind(needs, LookupDraftsTensors(state))(slots, drafted, drafted.clone())
+    sampled, result = (torch.zeros(shape, dtype=torch.int32) for shape in ((8, 2), (2, 7)))
+    speculation.TritonVerify.bind(VerifyNeeds(num_drafts=3), VerifyTensors(state))(slots, drafted, sampled, result)
+
+
 SAMPLING = {
+    "speculation": speculate,
     "sampling": lambda: sample(None, 0, has_mask=False),
     "sampling with all": lambda: sample(20, 2, has_mask=True),
 }
@@ -220,7 +259,7 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = lambda device: (
         True
     )
-    sampling.has_pdl = sampling_logprobs.has_pdl = lambda device: True
+    sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     attention = Attention(dtype, kv_dtype)
     for name in names:
         if name in SHAPES:

@@ -24,6 +24,7 @@ from pelton_backends.triton.attention.decode import (
     launch_shape,
     row_bytes,
 )
+from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention
 from pelton_backends.triton.attention.prefill import bind_hopper, is_short, prefill_attention
 from pelton_backends.triton.runtime import has_pdl, num_sms
 
@@ -50,6 +51,7 @@ class TritonMetadata:
     decode_shape: LaunchShape | None = (
         None  # of the decode kernel's launches, whose rows are dealt out; None: no launches
     )
+    num_tokens: int = 0  # most tokens of a row, where rows are decodes and their drafts; 0: other rows
 
     @property
     def is_decode(self) -> bool:
@@ -97,6 +99,7 @@ class TritonBackend(AttentionBackend):
         )
         self.pdl = has_pdl(device)
         self._parts: PartBuffers | None = None
+        self._draft_parts: dict[int, DraftParts] = {}  # by tokens of a row
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
         return self.needs.sliding_window is None and pays(num_rows, prefix_len)
@@ -123,7 +126,9 @@ class TritonBackend(AttentionBackend):
             return TritonMetadata(
                 common, decode_rows=rows, first_prefill_row=rows, is_mixed=False, prefix_len=prefix_len
             )
-        decodes = common.num_decode_rows if key is None else 0
+        if key is not None:
+            return TritonMetadata(common, decode_rows=0, first_prefill_row=0, is_mixed=False, num_tokens=query_len)
+        decodes = common.num_decode_rows
         return TritonMetadata(common, decode_rows=decodes, first_prefill_row=decodes, is_mixed=False)
 
     def _deal(self, metadata: TritonMetadata) -> LaunchShape:
@@ -161,6 +166,9 @@ class TritonBackend(AttentionBackend):
                 scale=layer.scale, soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes,
                 pdl=self.pdl,
             )  # fmt: skip
+        if metadata.num_tokens and layer.sinks is None and layer.alibi_slopes is None:
+            self._attend_drafts(layer, query, metadata, output)
+            return output
         if metadata.decode_rows:
             self._decode(self._bind_decode(layer, query, output), metadata)
         if metadata.first_prefill_row < common.num_reqs:
@@ -226,6 +234,20 @@ class TritonBackend(AttentionBackend):
         decode(
             common.seq_lens, common.block_table, metadata.decode_shape, num_rows=metadata.decode_rows,
             query_start_loc=common.query_start_loc if metadata.is_mixed else None,
+        )  # fmt: skip
+
+    def _attend_drafts(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
+        common, needs, num_tokens = metadata.common, self.needs, metadata.num_tokens
+        parts = self._draft_parts.get(num_tokens)
+        if parts is None:  # made once: captured graphs hold its addresses
+            parts = self._draft_parts[num_tokens] = DraftParts.allocate(
+                self.device, max_rows=max(self.max_num_seqs, common.num_reqs), num_heads=needs.num_heads,
+                num_kv_heads=needs.num_kv_heads, head_dim=needs.head_dim, num_tokens=num_tokens,
+            )  # fmt: skip
+        drafts_attention(
+            query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens, common.block_table,
+            parts, num_rows=common.num_reqs, num_tokens=num_tokens, max_seq_len=common.max_seq_len, scale=layer.scale,
+            sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, pdl=self.pdl,
         )  # fmt: skip
 
     def _prefill(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:

@@ -33,6 +33,8 @@ _ENTRIES = (
     ("sample", "triton", 50, "sampling:TritonSample"),
     ("logprobs", "triton", 50, "sampling_logprobs:TritonLogprobs"),
     ("prepare_inputs", "triton", 50, "inputs:TritonPrepareInputs"),
+    ("lookup_drafts", "triton", 50, "speculation:TritonLookupDrafts"),
+    ("verify", "triton", 50, "speculation:TritonVerify"),
 )
 
 

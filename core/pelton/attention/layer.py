@@ -13,7 +13,6 @@ from torch import nn
 
 from pelton.attention.cache_layer import register
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
-from pelton.graphs.captures import attending
 from pelton.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
@@ -128,8 +127,7 @@ class AttentionLayer(nn.Module):
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return output.zero_().flatten(1)
         metadata = batch.attention[self.metadata_index]
-        attend = attending.get()
-        if attend is None:
+        if batch.cut is None:
             return self.backend.forward_qkv(self, qkv, batch.positions, metadata, output).flatten(1)
-        attend(self, self.qk_norm_rope_write_kv(qkv, batch.positions, batch.slot_mappings[self.group_id]), output)
+        batch.cut(self, self.qk_norm_rope_write_kv(qkv, batch.positions, batch.slot_mappings[self.group_id]), output)
         return output.flatten(1)

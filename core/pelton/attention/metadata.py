@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class BatchDescriptor:
 
     num_tokens: int
     num_reqs: int
-    uniform_query_len: int = 0  # 0: not uniform
+    uniform_query_len: int = 0  # most tokens of a row, of which one is known and the others are drafts; 0: any rows
     has_lora: bool = False
     sampling: str = ""
     has_common_prefix: bool = False  # attention reads `CommonMetadata.common_prefix`
@@ -56,3 +57,6 @@ class ForwardBatch:
     num_tokens: int
     adapter: Any = None  # LoRA metadata
     slot_mappings: tuple[Tensor, ...] = ()  # per KV group [T] int64, at fixed addresses: read by captured pieces
+    cut: Callable[[Any, Tensor, Tensor], object] | None = None
+    """Where a step is cut at attention: called with a layer, its query and the output to fill, in place of the backend. The
+    step's keys and values have been written."""

@@ -17,7 +17,6 @@ from torch import nn
 
 from pelton.attention.cache_layer import register
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
-from pelton.graphs.captures import attending
 from pelton.kv_cache.spec import KVCacheSpec, MLASpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
@@ -92,11 +91,10 @@ class MLALayer(nn.Module):
         metadata, slots = batch.attention[self.metadata_index], batch.slot_mappings
         write_rows(row, self.cache, slots[self.group_id] if slots else self.backend.slot_mapping(metadata))
         output = torch.empty(num_tokens, self.num_heads, self.latent_dim, dtype=query.dtype, device=query.device)
-        attend = attending.get()
-        if attend is None:
+        if batch.cut is None:
             self.backend.forward(self, absorbed, metadata, output)
         else:
-            attend(self, absorbed, output)
+            batch.cut(self, absorbed, output)
         attended = torch.bmm(output.transpose(0, 1), values.transpose(1, 2))  # [H, T, V]
         return attended.transpose(0, 1).reshape(num_tokens, -1)
 

@@ -22,6 +22,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """ngram: fewest tokens that have to be found again."""
     min_acceptance_rate: float = 0.15
     """A request whose drafts are accepted less often makes none for a while; 0: drafting never pauses."""
+    drafts_on_device: bool | None = None
+    """Whether workers make the drafts themselves where their method allows it, so that steps overlap. Unset: but on a CPU."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:

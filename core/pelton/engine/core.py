@@ -33,7 +33,7 @@ from pelton.plugins import Plugins
 from pelton.request import EngineRequest
 from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.spec_decode.interface import DraftProposer, ProposerContext
+from pelton.spec_decode.select import make_draft_proposer
 from pelton.structured.interface import StructuredOutputBackend
 from pelton.structured.manager import GrammarManager
 
@@ -91,7 +91,7 @@ class EngineCore:
         name = config.scheduler.scheduling_policy
         policy = plugins.find("pelton_scheduling_policies", name, setting="scheduling_policy").resolve()()
         factory = plugins.find("pelton_schedulers", config.scheduler.scheduler, setting="scheduler").resolve()
-        kv_cache = config.kv_cache
+        kv_cache, num_device_drafts = config.kv_cache, self._executor.report().num_draft_tokens
         hasher = None
         if kv_cache.enable_prefix_caching and self.plan.groups:
             hasher = BlockHasher(kv_cache.prefix_caching_hash_algo, self.plan.hash_block_size)
@@ -111,7 +111,8 @@ class EngineCore:
                 steps_are_ordered=self._executor.steps_are_ordered,
                 max_steps_in_flight=self._max_steps_in_flight,
                 grammar_source=self._grammars,
-                proposer=make_draft_proposer(config, self.model, plugins),
+                proposer=None if num_device_drafts else make_draft_proposer(config, self.model, plugins),
+                num_draft_tokens=num_device_drafts,
                 connector=self._make_connector(),
                 context_tokens=self._context_tokens,
                 min_acceptance_rate=config.speculative.min_acceptance_rate,
@@ -459,18 +460,6 @@ def make_kv_manager(config: EngineConfig, model: ResolvedModel, plugins: Plugins
         extra_managers=extra,
     )
     return manager
-
-
-def make_draft_proposer(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> DraftProposer | None:
-    """The proposer that the settings name; None without speculation. Raises `ConfigError` for a name that nobody offers."""
-    name = config.speculative.method
-    if name is None:
-        return None
-    factory = plugins.find("pelton_draft_proposers", name, setting="speculative_config.method").resolve()
-    proposer: DraftProposer = factory(
-        ProposerContext(config=config.speculative, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
-    )
-    return proposer
 
 
 def make_grammar_manager(model: ResolvedModel, plugins: Plugins) -> GrammarManager | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -130,14 +129,6 @@ class _Pieces:
     outputs: Any = None
 
 
-Attend = Callable[[Any, Tensor, Tensor], None]
-"""Called with a layer, its query and the output to fill. The step's keys and values have been written."""
-
-attending: ContextVar[Attend | None] = ContextVar("pelton_attending", default=None)
-"""What stands for attention in a step of pieces. Set in the worker's thread for the time of a call of the model; read by
-`AttentionLayer.forward`."""
-
-
 class PieceGraphs:
     """Steps whose attention runs between captured pieces, with the metadata of the step."""
 
@@ -172,7 +163,7 @@ class PieceGraphs:
         pieces = _Pieces()
         try:
             self._recorder.begin()
-            outputs = _attending(partial(self._cut, pieces), call, batch)
+            outputs = call(replace(batch, cut=partial(self._cut, pieces)))
             pieces.graphs.append(self._recorder.end())
             pieces.outputs = _unowned(self._recorder, outputs)
         except BaseException:
@@ -193,15 +184,7 @@ class PieceGraphs:
 
 def run_apart(call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
     """`call(batch)` with the kernels of a step in pieces, and no graph: each layer's seam, then its backend's `forward`."""
-    return _attending(partial(_attend, batch), call, batch)
-
-
-def _attending(attend: Attend, call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
-    token = attending.set(attend)
-    try:
-        return call(batch)
-    finally:
-        attending.reset(token)
+    return call(replace(batch, cut=partial(_attend, batch)))
 
 
 def _attend(batch: ForwardBatch, layer: AttentionLayer, query: Tensor, output: Tensor) -> None:

@@ -34,7 +34,8 @@ class GraphDispatcher:
         max_piece_tokens: int = MAX_MIXED_TOKENS,
         captures_prompts: bool = False,
     ) -> None:
-        """sizes: of all graphs, from the settings; chosen from the limits when None. decode_query_len: 1 + drafts.
+        """sizes: of all graphs, from the settings; chosen from the limits when None. decode_query_len: 1 + drafts; decode steps
+        without drafts are captured as well.
         max_piece_tokens: of a step in pieces, beyond which the launches of its kernels hide behind their work. captures_prompts:
         a step of one prompt alone may be one graph, where decode steps are: all backends have to be `GraphSupport.ALWAYS`.
 
@@ -43,19 +44,26 @@ class GraphDispatcher:
         self.mode = mode
         self.max_num_seqs = max_num_seqs
         self.decode_query_len = decode_query_len
-        most = min(max_num_seqs, max_num_tokens // decode_query_len)  # rows
-        rows = default_sizes(max_num_seqs) if sizes is None else [-(-size // decode_query_len) for size in sizes]
-        decode = _up_to(most, rows) if captures_decode(mode) else []
-        self.decode_sizes = [count * decode_query_len for count in decode]
+        self.decode_sizes: dict[int, list[int]] = {}  # by tokens of a row
+        for length in sorted({1, decode_query_len}) if captures_decode(mode) else ():
+            rows = default_sizes(max_num_seqs) if sizes is None else [-(-size // length) for size in sizes]
+            counts = _up_to(min(max_num_seqs, max_num_tokens // length), rows)
+            self.decode_sizes[length] = [count * length for count in counts]
         most_mixed = max_piece_tokens if captures_pieces(mode) else MAX_MIXED_TOKENS
         mixed = mixed_sizes(min(max_num_tokens, most_mixed)) if sizes is None else sizes
         takes_any = captures_pieces(mode) or mode is CUDAGraphMode.FULL
         self.mixed_sizes = _up_to(max_num_tokens, mixed) if takes_any else []
         self.prompt_sizes: list[int] = []
-        if captures_prompts and decode:
+        if captures_prompts and self.most_decode_rows:
             self.prompt_sizes = [size for size in self.mixed_sizes if _LEAST_PROMPT_SIZE <= size <= MAX_MIXED_TOKENS]
+        most = min(max_num_seqs, max_num_tokens // decode_query_len)
         self.most_tokens = max_num_tokens if takes_any else most * decode_query_len
         """Of a step that may be captured: larger sizes serve none, and are left out."""
+
+    @property
+    def most_decode_rows(self) -> int:
+        """Of the largest decode step; 0 when there is none."""
+        return max((sizes[-1] // length for length, sizes in self.decode_sizes.items() if sizes), default=0)
 
     def dispatch(
         self,
@@ -67,10 +75,11 @@ class GraphDispatcher:
         has_lora: bool = False,
         sampling: str = "",
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        """The mode that a step runs under, and its key, padded. uniform_query_len: of all rows, 0 when they differ.
+        """The mode that a step runs under, and its key, padded. uniform_query_len: most tokens of a row, where rows are decodes and
+        their drafts; 0: other rows.
         is_prompt: the step is one row of several tokens, with none before them."""
-        if uniform_query_len == self.decode_query_len:
-            size = _padded(self.decode_sizes, num_tokens)
+        if uniform_query_len in self.decode_sizes:
+            size = _padded(self.decode_sizes[uniform_query_len], num_reqs * uniform_query_len)
             if size is not None:
                 return CUDAGraphMode.FULL, BatchDescriptor(
                     size, size // uniform_query_len, uniform_query_len, has_lora, sampling
@@ -94,7 +103,8 @@ class GraphDispatcher:
         whose padding costs more than launches would, up to a quarter more. A prompt alone has pieces instead."""
         if key.is_prompt:
             return []
-        uniform, sizes = key.uniform_query_len, self.decode_sizes if key.uniform_query_len else self.mixed_sizes
+        uniform = key.uniform_query_len
+        sizes = self.decode_sizes[uniform] if uniform else self.mixed_sizes
         first = bisect_right(sizes, key.num_tokens)
         last = bisect_left(sizes, 1 << (key.num_tokens - 1).bit_length())
         if not uniform and key.num_tokens > MAX_MIXED_TOKENS:
@@ -108,8 +118,11 @@ class GraphDispatcher:
 
     def valid_keys(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
         """All without adapters, those of small steps first: one row's, which the first request needs, then the rest."""
-        uniform = self.decode_query_len
-        found = [(CUDAGraphMode.FULL, BatchDescriptor(s, s // uniform, uniform)) for s in self.decode_sizes]
+        found = [
+            (CUDAGraphMode.FULL, BatchDescriptor(size, size // length, length))
+            for length, sizes in self.decode_sizes.items()
+            for size in sizes
+        ]
         found += [(CUDAGraphMode.FULL, BatchDescriptor(size, 1, is_prompt=True)) for size in self.prompt_sizes]
         if self.mode is CUDAGraphMode.FULL:
             mixed = [BatchDescriptor(size, min(size, self.max_num_seqs), 0) for size in self.mixed_sizes]

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -466,6 +468,7 @@ class PrepareInputs(Protocol):
 # All of them.
 
 _REFERENCE, _STEP = "pelton.ops.reference:Reference", "pelton.ops.reference_step:Reference"
+_SPECULATION = "pelton.ops.reference_speculation:Reference"
 
 FUSED_OPS = {
     op.name: op
@@ -497,6 +500,11 @@ FUSED_OPS = {
         ),
         FusedOp(name="sample", needs=SampleNeeds, tensors=SampleTensors, reference=f"{_STEP}Sample"),
         FusedOp(name="logprobs", needs=LogprobsNeeds, tensors=LogprobsTensors, reference=f"{_STEP}Logprobs"),
+        FusedOp(
+            name="lookup_drafts", needs=LookupDraftsNeeds, tensors=LookupDraftsTensors,
+            reference=f"{_SPECULATION}LookupDrafts",
+        ),
+        FusedOp(name="verify", needs=VerifyNeeds, tensors=VerifyTensors, reference=f"{_SPECULATION}Verify"),
     )
 }  # fmt: skip
 SEAMS = tuple(FUSED_OPS)

@@ -1,12 +1,14 @@
 """Draft tokens: how many a row gets, who makes them, and what is taken back when some are rejected.
 
-Either a proposer on the host makes them, or the workers do: then the host knows a number only, or their values a step later.
-A request whose drafts are seldom accepted pauses, and runs meanwhile as if there were no speculation.
+Either a proposer on the host makes them, or the workers do: then the host knows a number only, or their values a step later,
+and steps overlap. Where drafts are seldom accepted they pause, and steps run as if there were no speculation: on the host for
+each request; on the device for all together, as one row with drafts makes the step longer for every row.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pelton.errors import EngineError
@@ -16,6 +18,7 @@ from pelton.spec_decode.interface import DraftProposer
 if TYPE_CHECKING:
     from pelton.metrics.stats import SchedulerStats
     from pelton.scheduler.interface import SchedulerContext
+    from pelton.scheduler.output import ModelOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,34 @@ _PAUSE_TOKENS, _NO_MATCH_PAUSE_TOKENS = 64, 4
 """Tokens without drafts after too many were rejected, and after the proposer found nothing."""
 _AFTER_PAUSE = 1.3
 """A pause ends with this much of the least mean: one step that accepts nothing begins the next."""
+_PAUSE_STEPS = 64
+"""Steps without drafts after too many of those that the device made were rejected, or it found none."""
+
+
+class Payoff:
+    """Whether drafts that the device makes are worth their place in a step, from the share that was accepted lately."""
+
+    def __init__(self, min_rate: float) -> None:
+        self._min_rate = min_rate
+        self._rate = 1.0
+        self._resumes_at = 0  # step
+        self._next_step = 0
+
+    def is_on(self, step_id: int) -> bool:
+        """Asked for every step, in order."""
+        self._next_step = step_id + 1
+        return step_id >= self._resumes_at
+
+    def note(self, step_id: int, num_draft: int, num_accepted: int) -> bool:
+        """A step's result. True: a pause begins. Steps that are open by then have their drafts, and say nothing more."""
+        if not self._min_rate or step_id < self._resumes_at:
+            return False
+        self._rate += _WEIGHT * (num_accepted / num_draft - self._rate)
+        if self._rate >= self._min_rate:
+            return False
+        self._rate = _AFTER_PAUSE * self._min_rate
+        self._resumes_at = self._next_step + _PAUSE_STEPS
+        return True
 
 
 class Drafts:
@@ -33,7 +64,17 @@ class Drafts:
         self._num_on_device = context.num_draft_tokens
         self._vocab_size = context.vocab_size
         self._min_rate = context.min_acceptance_rate
-        self.is_on = self._proposer is not None or self._num_on_device > 0  # or a result has brought some
+        self._payoff = Payoff(context.min_acceptance_rate)
+        self.is_on = False  # in the step that is being made
+        self.are_told = False  # a result has brought some
+
+    def begin(self, step_id: int, running: Iterable[ScheduledRequest]) -> None:
+        """Decide whether rows of this step may have drafts. Those that the device makes need rows that do no more than sample:
+        what else they ask for is not captured with drafts."""
+        if self._proposer is not None or not self._num_on_device:
+            self.is_on = self._proposer is not None or self.are_told
+            return
+        self.is_on = self._payoff.is_on(step_id) and all(request.only_samples for request in running)
 
     def must_wait(self, request: ScheduledRequest) -> bool:
         """The host makes the request's next input, and needs the values of tokens that are pending."""
@@ -55,13 +96,25 @@ class Drafts:
         del request.drafts[most:]
         return len(request.drafts), None if self._proposer is None else list(request.drafts)
 
-    def settle(self, request: ScheduledRequest, num_draft: int, tokens: list[int], stats: SchedulerStats) -> None:
-        """Take back what was counted as computed for drafts that were rejected. Raises `EngineError` for too many tokens."""
+    def take_in(self, output: SchedulerOutput, result: ModelOutput, stats: SchedulerStats) -> None:
+        """A step's result, before its rows are settled."""
+        self.are_told = self.are_told or bool(result.draft_token_ids)
+        if not output.num_draft or self._proposer is not None:
+            return
+        num_accepted = sum(max(len(tokens) - 1, 0) for tokens in result.token_ids)
+        stats.spec_num_pauses += self._payoff.note(output.step_id, sum(output.num_draft), num_accepted)
+
+    def settle(
+        self, request: ScheduledRequest, num_draft: int, num_made: int, tokens: list[int], stats: SchedulerStats
+    ) -> None:
+        """Take back what was counted as computed for drafts that were rejected. num_made: of the `num_draft` scheduled ones.
+        Raises `EngineError` for too many tokens."""
         num_accepted = len(tokens) - 1
         if not 0 <= num_accepted <= num_draft:
             raise EngineError(f"{len(tokens)} tokens came back for a row with {num_draft} drafts.")
         request.num_computed_tokens -= num_draft - num_accepted
-        stats.count_drafts(num_draft, num_accepted)
+        if num_made:
+            stats.count_drafts(num_made, num_accepted)
         if self._proposer is None:
             return
         request.draft_rate += _WEIGHT * (num_accepted / num_draft - request.draft_rate)

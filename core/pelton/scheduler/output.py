@@ -97,6 +97,8 @@ class ModelOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """By row: prompt positions whose logits this step computed, in order (position p+1 predicted at p)."""
     draft_token_ids: list[list[int]] = []
     """[R] drafts that the worker's proposer made for the next step; empty list when there is none."""
+    num_draft: list[int] = []
+    """[R] drafts that each row had to verify, where workers made them; empty list: as many as were scheduled."""
     row_errors: list[tuple[int, str]] = []
     """(row, message): this request failed (NaN logits, bad index); the others are fine."""
     finished_sending: list[str] = []

@@ -63,6 +63,7 @@ class ScheduledRequest:
         "num_prompt_tokens",
         "num_tokens_with_pending",
         "num_unconfirmed_tokens",
+        "only_samples",
         "packed_token_ids",
         "prompt_logprobs",
         "request",
@@ -99,6 +100,7 @@ class ScheduledRequest:
         self.last_step_id = -1
         self.discard_through_step = -1  # rows of steps up to this one say nothing any more
         self.discard_logprobs_through_step = -1  # the same for their prompt logprobs: the prompt starts again
+        self.only_samples = not (params.needs_side_slot or params.logprobs is not None or params.structured_outputs)
         self.drafts: list[int] = []  # values known on the host, for the next step
         self.draft_rate = 1.0  # running mean of the share of its drafts that was accepted
         self.no_drafts_until = 0  # with fewer known and pending tokens it makes none

@@ -45,8 +45,8 @@ class StepResults:
         """Enter the outputs of all rows with the step. The caller drops rows that finished."""
         outputs = step.outputs
         errors = dict(result.row_errors)
-        self._drafts.is_on = self._drafts.is_on or bool(result.draft_token_ids)
-        has_extras = bool(errors or result.prompt_logprobs or self._drafts.is_on)
+        self._drafts.take_in(step.output, result, self._table.stats)
+        has_extras = bool(errors or result.prompt_logprobs or step.output.num_draft or self._drafts.are_told)
         logprobs = result.logprobs
         is_plain = self._is_ordered and not has_extras
         for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
@@ -101,7 +101,8 @@ class StepResults:
         if request.status is RequestStatus.RUNNING:
             request.has_valid_output = request.has_valid_output or samples
             if num_draft:
-                self._drafts.settle(request, num_draft, tokens, self._table.stats)
+                num_made = result.num_draft[row] if result.num_draft else num_draft
+                self._drafts.settle(request, num_draft, num_made, tokens, self._table.stats)
             request.num_unconfirmed_tokens -= num_draft if self._is_ordered else output.num_scheduled[row]
         columns = result.prompt_logprobs.get(row)
         if (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pelton.config import SpeculativeConfig
+from pelton.ops.speculation import LookupDraftsNeeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,10 @@ class DraftProposer(ABC):
 
     max_draft_tokens: int
     """Most drafts of one call; the scheduler cuts longer answers."""
+
+    lookup: LookupDraftsNeeds | None = None
+    """Needs of the op `lookup_drafts` with which workers make the same drafts themselves: then nothing waits for the host, and
+    `propose` is called where the engine prefers it. None: the host makes them."""
 
     @abstractmethod
     def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:

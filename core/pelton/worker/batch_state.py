@@ -96,6 +96,16 @@ class BatchState:
             place = self.num_computed_tokens[sample_slots].clamp(max=self.max_model_len)
             self.token_ids[sample_slots, place] = next_token_ids.to(torch.int32)
 
+    def lend(self, rows: BatchState, slots: Tensor, width: int) -> None:
+        """Let row `width` i + j of `rows` sample like the request of slots[i], at the place j tokens behind its next one. Without
+        its tables."""
+        count = len(slots) * width
+        owners = slots.unsqueeze(-1).expand(-1, width).reshape(-1)
+        rows._integers[:, :count] = self._integers.index_select(1, owners)
+        rows._floats[:, :count] = self._floats.index_select(1, owners)
+        rows.num_computed_tokens[:count].view(-1, width).add_(rows._rows[:width])
+        rows.side_slots[:count].fill_(-1)
+
     def add(self, new: list[NewRequest]) -> None:
         """One scatter for the columns and one for each table, whatever the number of requests; long rows are copied one by one.
         A slot that was freed needed nothing: its new owner overwrites it."""

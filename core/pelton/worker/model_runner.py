@@ -164,12 +164,14 @@ class ModelRunner:
 
     def _decode(self, output: SchedulerOutput) -> StepOutput | Step | None:
         """The launched step, up to its logits where rows ask for more than a token; None when no graph serves it."""
-        num_rows = len(output.slots)
+        num_rows, num_draft = len(output.slots), sum(output.num_draft)
         if (
-            self.graphs is None or not num_rows or output.total_num_scheduled_tokens != num_rows or output.num_draft
+            self.graphs is None or not num_rows or output.total_num_scheduled_tokens != num_rows + num_draft
             or False in output.samples or self.draft_proposer is not None
         ):  # fmt: skip
             return None
+        if num_draft:
+            return self._decode_drafts(self.graphs, output)
         slots = np.asarray(output.slots, dtype=np.int64)
         tail = self._tail_variant(slots, bool(output.grammar_rows))
         is_whole = tail is not None and not output.grammar_rows
@@ -190,6 +192,36 @@ class ModelRunner:
             return self._decoded(output, slots, tail, found)
         plan = plan_step(output, self.state.host)
         return Step(output, plan, self._stage(plan), logits=found[:num_rows], tail=tail, num_padded_rows=len(found))
+
+    def _decode_drafts(self, graphs: StepGraphs, output: SchedulerOutput) -> StepOutput | None:
+        """The same for rows of which some have drafts."""
+        slots, num_draft = (np.asarray(column, dtype=np.int64) for column in (output.slots, output.num_draft))
+        variant = self._verified_variant(slots, num_draft, has_masks=bool(output.grammar_rows))
+        if variant is None or self.ops.drafts is None:
+            return None
+        key = graphs.decode_key(len(slots), variant, self.ops.drafts.width)
+        if key is None:
+            return None
+        _, key = graphs.at_hand(CUDAGraphMode.FULL, key)
+        self._place_drafts(output, slots, 1 + num_draft)
+        found = graphs.decode(key, slots, output.block_appends, num_draft=num_draft)
+        if found is None:
+            self.state.append_blocks(output.block_appends)
+            found = graphs.decode(key, slots, (), num_draft=num_draft)
+        assert found is not None
+        self.state.host.num_computed_tokens[slots] += 1 + num_draft
+        return self._verified(output, np.arange(len(slots)), found[: len(slots)])
+
+    def _verified_variant(
+        self, slots: npt.NDArray[np.int64], num_draft: npt.NDArray[np.int64], *, has_masks: bool
+    ) -> str | None:
+        """Of sampling, where `StepDrafts.verify` can end a step of these rows; None: `StepSampler` does."""
+        drafts = self.ops.drafts
+        if drafts is None or has_masks or num_draft.max() >= drafts.width:
+            return None
+        variant = self._tail_variant(slots, has_masks=False)
+        has_side = (self.state.host.side_slots[slots] >= 0).any()
+        return None if has_side or variant not in (GREEDY, FULL) else variant
 
     @property
     def tail_variants(self) -> tuple[str, ...]:
@@ -249,14 +281,25 @@ class ModelRunner:
         step = Step(output, plan, columns)
         if not output.slots:
             return step
-        self._place_drafts(output, plan)
+        logit_tokens = columns.logit_tokens
+        if plan.has_drafts:
+            self._place_drafts(output, plan.slots, plan.num_scheduled)
+            if self._seam_suits_all and len(plan.sample_rows):
+                step.verified = self._verified_variant(
+                    plan.sample_slots, plan.num_draft, has_masks=bool(output.grammar_rows)
+                )
+            drafts = self.ops.drafts
+            if drafts is not None and drafts.are_made_here:
+                step.num_draft = drafts.make(columns.sample_slots, columns.num_draft)
+            if drafts is not None and step.verified is not None:
+                (logit_tokens,) = self._staging.stage([plan.verified_tokens(drafts.width)])
         if self.graphs is not None and mode is CUDAGraphMode.FULL:
             step.hidden = self.graphs.mixed(key, plan.slots, plan.num_scheduled)
         else:
             batch = self.ops.forward_batch(columns.slots, columns.num_scheduled, plan.shape, self.backends)
             step.hidden = self.model.forward(batch) if self.graphs is None else self.graphs.forward(mode, key, batch)
         if len(plan.sample_rows):
-            step.logits = self.model.compute_logits(step.hidden, columns.logit_tokens)
+            step.logits = self.model.compute_logits(step.hidden, logit_tokens)
         step.prompt_logprobs = self._sampler.prompt_logprobs(step)
         return step
 
@@ -282,21 +325,24 @@ class ModelRunner:
             )
         )  # fmt: skip
 
-    def _place_drafts(self, output: SchedulerOutput, plan: StepPlan) -> None:
+    def _place_drafts(
+        self, output: SchedulerOutput, slots: npt.NDArray[np.int64], num_scheduled: npt.NDArray[np.int64]
+    ) -> None:
         """Drafts lie in `token_ids` after the known tokens, where inputs, bad words and the next step find them."""
-        drafts = plan_drafts(output, plan)
+        made_here = self.ops.drafts is not None and self.ops.drafts.are_made_here
+        drafts = None if made_here and not output.draft_token_ids else plan_drafts(output, slots, num_scheduled)
         if drafts is None:
             return
         state = self.state
-        slots, offsets, values, places = self._staging.stage(
+        rows, offsets, values, places = self._staging.stage(
             [drafts.slots, drafts.offsets, drafts.values, drafts.places]
         )
         if drafts.has_device_values:
-            own = state.draft_token_ids[slots, places.clamp(max=max(state.draft_token_ids.shape[1] - 1, 0))]
+            own = state.draft_token_ids[rows, places.clamp(max=max(state.draft_token_ids.shape[1] - 1, 0))]
             values = torch.where(values < 0, own, values)
         values = values.clamp(0, state.vocab_size - 1)
-        place = (state.num_computed_tokens[slots] + offsets).clamp(max=state.max_model_len)
-        state.token_ids[slots, place] = values.to(torch.int32)
+        place = (state.num_computed_tokens[rows] + offsets).clamp(max=state.max_model_len)
+        state.token_ids[rows, place] = values.to(torch.int32)
 
     # From logits to the result.
 
@@ -305,7 +351,9 @@ class ModelRunner:
         if masks is not None and step.tail is not None:
             return self._given(self._sample_masked(step, masks))
         variant = self._seam_variant(plan, masks)
-        if variant is not None:
+        if step.verified is not None:
+            launched = self._verify(step, step.verified)
+        elif variant is not None:
             launched = self._finish_by_seam(step, variant, masks)
         else:
             assert step.logits is not None
@@ -327,6 +375,28 @@ class ModelRunner:
             return self._tail_variant(slots, masks is not None)
         is_plain = masks is None and not len(plan.side_rows) and not len(plan.logprob_rows)
         return GREEDY if is_plain and not host.temperature[slots].any() else None
+
+    def _verify(self, step: Step, variant: str) -> StepOutput:
+        """Count what is neither sampled nor a draft, then verify the drafts."""
+        plan, columns, state, drafts = step.plan, step.columns, self.state, self.ops.drafts
+        assert drafts is not None and step.logits is not None
+        state.num_computed_tokens.index_add_(0, columns.slots, columns.num_unsampled)
+        num_draft = columns.num_draft if step.num_draft is None else step.num_draft
+        result = torch.zeros(len(plan.sample_rows), 3 + drafts.width, dtype=torch.int32, device=state.device)
+        drafts.verify(variant, step.logits, columns.sample_slots, num_draft, result)
+        return self._verified(step.output, plan.sample_rows, result, prompt_tensors(step))
+
+    def _verified(
+        self,
+        output: SchedulerOutput,
+        sample_rows: npt.NDArray[np.int64],
+        result: Tensor,
+        prompts: Sequence[Tensor] = (),
+    ) -> StepOutput:
+        """What `Verify` has left for the rows that sampled."""
+        launched = self._plain_output(output, sample_rows, self._copies([result, *prompts]))
+        launched.is_plain, launched.is_verified = False, True
+        return launched
 
     def _finish_by_seam(self, step: Step, variant: str, masks: GrammarMasks | None) -> StepOutput:
         """Count what is not sampled, then the seam counts one more for each row that samples."""

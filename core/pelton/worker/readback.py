@@ -110,6 +110,7 @@ class StepOutput(PendingOutput):
     copies: HostCopies
     prompt_logprobs: PromptLogprobs | None = None
     is_plain: bool = True
+    is_verified: bool = False  # one array: what `Verify` left
     errors: dict[int, str] = field(default_factory=dict)  # by row: what was wrong with the request itself
     has_logprobs: bool = False
     num_logprobs: Ints | None = None  # [r]
@@ -126,7 +127,9 @@ class StepOutput(PendingOutput):
         output.row_errors = list(self.errors.items())
         if self.prompt_logprobs is not None:
             arrays = self._take_prompts(self.prompt_logprobs, arrays)
-        if arrays and self.is_plain:
+        if arrays and self.is_verified:
+            self._take_verified(*arrays)
+        elif arrays and self.is_plain:
             self._take_plain(*arrays)
         elif arrays:
             self._take_all(arrays)
@@ -164,6 +167,16 @@ class StepOutput(PendingOutput):
             wanting = np.flatnonzero(good & (self.num_logprobs != NO_LOGPROBS))
             found = HostLogprobs(*logprobs).by_position(wanting, self.num_logprobs[wanting])
             output.logprobs = dict(zip(rows[wanting].tolist(), found, strict=True))
+
+    def _take_verified(self, columns: np.ndarray) -> None:
+        """Of each row that samples its accepted drafts and one more token."""
+        output, rows = self.output, self.sample_rows.tolist()
+        output.token_ids = [[] for _ in range(self.num_rows)]
+        output.num_draft = [0] * self.num_rows
+        for row, (accepted, code, drafted, *tokens) in zip(rows, columns.tolist(), strict=True):
+            output.num_draft[row] = drafted
+            if self._is_good(row, code):
+                output.token_ids[row] = tokens[: accepted + 1]
 
     def _take_all(self, arrays: list[np.ndarray]) -> None:
         output = self.output

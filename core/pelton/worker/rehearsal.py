@@ -78,10 +78,10 @@ def _captured(runner: ModelRunner, graphs: StepGraphs) -> Iterator[Callable[[], 
     """All sizes; sampling, and attention behind a common prefix, are the same for many of them."""
     for mode, key in graphs.dispatcher.valid_keys():
         size, variants = key.num_reqs, [key.sampling]
-        if key.uniform_query_len == 1:
+        if key.uniform_query_len:
             is_power = size & (size - 1) == 0
             variants = list(runner.tail_variants) if is_power else [GREEDY]
-            if is_power and _shares_prefix(runner, size):
+            if is_power and key.uniform_query_len == 1 and _shares_prefix(runner, size):
                 prefixed = replace(key, sampling=GREEDY, has_common_prefix=True)
                 yield partial(graphs.warm_up, mode, prefixed, captures=False)
         for variant in variants:
@@ -92,7 +92,7 @@ def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:
     """Rows of one token, where no graphs serve them; prompts alone, at their beginning and behind a long context; prompts
     beside rows of one token."""
     longest, most_tokens = runner.state.max_model_len, runner.buffers.max_num_tokens
-    if runner.graphs is None or not runner.graphs.dispatcher.decode_sizes:
+    if runner.graphs is None or not runner.graphs.dispatcher.most_decode_rows:
         for num_rows in default_sizes(min(runner.state.max_num_seqs, most_tokens)):
             yield padding_shape(1, longest, num_rows - 1)
             if _shares_prefix(runner, num_rows):

@@ -1,7 +1,7 @@
 """Captured steps of one runner: decode steps and short prompts whole, others in pieces around attention.
 
 A decode step sends one block of columns, launches one graph and reads one result: for each of its n rows the slot, the
-number of tokens (1, or 0 for a padding row) and, for each KV group, at most one block to append.
+number of tokens (1, with drafts up to 1 + k, or 0 for a padding row) and, for each KV group, at most one block to append.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,22 +62,25 @@ class StepGraphs:
         self._room: Graph | None = None
         self._model, self._state, self._buffers = model, state, buffers
         self._backends, self._ops, self._staging = list(backends), ops, staging
-        device, most = state.device, max(dispatcher.decode_sizes, default=0)
-        self._num_columns = 2 + 2 * len(state.block_tables)
-        most_mixed = min(max(dispatcher.mixed_sizes, default=0), state.max_num_seqs)
+        device, most, query_len = state.device, dispatcher.most_decode_rows, dispatcher.decode_query_len
         num_groups = len(state.block_tables)
+        self._num_columns = 2 + 2 * num_groups
+        most_mixed = min(max(dispatcher.mixed_sizes, default=0), state.max_num_seqs)
         self._columns = torch.zeros(
-            max(self._num_columns * most + num_groups, 2 * most_mixed), dtype=torch.int64, device=device
+            max((self._num_columns + 1 + query_len) * most + num_groups, 2 * most_mixed),
+            dtype=torch.int64,
+            device=device,
         )
         self._result = torch.zeros(most, 2, dtype=torch.int32, device=device)
+        self._verified = torch.zeros(most if query_len > 1 else 0, 3 + query_len, dtype=torch.int32, device=device)
         self._logits: Tensor | None = None  # [most, V]: where every decode graph that ends at the logits leaves them
         self._side_version = state.side.layout_version
         self._num_asked: Counter[BatchDescriptor] = Counter()  # of keys whose graphs were not captured
         self._widths = [table.shape[1] for table in state.block_tables]
-        largest = max(*dispatcher.decode_sizes, *dispatcher.mixed_sizes, 0, 0)
+        largest = max(*chain.from_iterable(dispatcher.decode_sizes.values()), *dispatcher.mixed_sizes, 0, 0)
         if largest:
             for backend in self._backends:
-                backend.reserve(BatchDescriptor(largest, max(most, most_mixed), dispatcher.decode_query_len))
+                backend.reserve(BatchDescriptor(largest, max(most, most_mixed), query_len))
 
     @property
     def runs_calls(self) -> bool:
@@ -101,12 +105,16 @@ class StepGraphs:
         to_capture = larger[-1] if larger and not is_large else key  # padding of large pieces is not worth a capture
         return mode, next((other for other in larger if other in captured), to_capture)
 
-    def decode_key(self, num_rows: int, variant: str, *, has_common_prefix: bool = False) -> BatchDescriptor | None:
-        """The key of a decode step with one token a row; None when it is not captured whole."""
+    def decode_key(
+        self, num_rows: int, variant: str, query_len: int = 1, *, has_common_prefix: bool = False
+    ) -> BatchDescriptor | None:
+        """The key of a decode step with at most `query_len` tokens a row; None when it is not captured whole."""
         if self._side_version != self._state.side.layout_version:
             self._side_tables_moved()
-        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, sampling=self._at_place(variant))
-        if mode is not CUDAGraphMode.FULL or key.uniform_query_len != 1:
+        mode, key = self.dispatcher.dispatch(
+            num_rows * query_len, num_rows, query_len, sampling=self._at_place(variant)
+        )
+        if mode is not CUDAGraphMode.FULL or key.uniform_query_len != query_len:
             return None
         return replace(key, has_common_prefix=True) if has_common_prefix else key
 
@@ -131,10 +139,12 @@ class StepGraphs:
         appends: Sequence[tuple[int, int, int, list[int]]],
         common_prefix_blocks: Sequence[int] = (),
         *,
+        num_draft: npt.NDArray[np.int64] | None = None,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> Tensor | None:
         """Run a decode step of `key`: result [n, 2], or logits [n, V] for the variant LOGITS, which stay until the next such
-        step; rows beyond `slots` are padding. With mode NONE nothing is captured.
+        step; with drafts the result of `Verify` [n, 3 + query_len]. Rows beyond `slots` are padding. With mode NONE nothing
+        is captured.
 
         None when more blocks are appended than there is room for: the caller appends them first, and gives none.
         """
@@ -142,6 +152,8 @@ class StepGraphs:
         if columns is None:
             return None
         values = columns.reshape(-1)
+        if key.uniform_query_len > 1:
+            values = np.concatenate([values, _with_drafts(columns, key, num_draft)])
         if key.has_common_prefix:
             lengths = self._prefix_lens(len(slots), common_prefix_blocks or [0] * len(self._widths))
             values = np.concatenate([values, np.array(lengths, dtype=np.int64)])
@@ -252,20 +264,35 @@ class StepGraphs:
     def _decode(self, key: BatchDescriptor) -> Tensor:
         """What is captured. Its inputs lie in `_columns`."""
         size = key.num_reqs
+        query_len, num_tokens = key.uniform_query_len, key.num_tokens
         columns = self._columns[: self._num_columns * size].view(self._num_columns, size)
         for group, table in enumerate(self._state.block_tables):
             ids = columns[3 + 2 * group].view(torch.int32)[::2]  # the low halves: little-endian
             table.view(-1).scatter_(0, columns[2 + 2 * group], ids)
         shape = StepShape(
-            num_reqs=size, num_tokens=size, num_decode_rows=size, max_query_len=1, max_seq_len=self._state.max_model_len,
-            num_padded_reqs=size, num_padded_tokens=size,
+            num_reqs=size, num_tokens=num_tokens, num_decode_rows=size if query_len == 1 else 0, max_query_len=query_len,
+            max_seq_len=self._state.max_model_len, num_padded_reqs=size, num_padded_tokens=num_tokens,
         )  # fmt: skip
+        if query_len > 1:
+            return self._decode_drafts(key, columns, shape)
         batch = self._batch(columns[0], columns[1], shape, key)
         hidden = self._model.forward(batch)
         logits = self._model.compute_logits(hidden, self._buffers.token_index[:size])
         if key.sampling == LOGITS:
             return self._keep(logits)
         return self._tail(key, logits)
+
+    def _decode_drafts(self, key: BatchDescriptor, columns: Tensor, shape: StepShape) -> Tensor:
+        """Drafts that the device makes, the model's opinion of all tokens, and what is kept."""
+        drafts, size, first = self._ops.drafts, key.num_reqs, columns.numel()
+        assert drafts is not None
+        num_draft = drafts.make(columns[0], self._columns[first : first + size])
+        hidden = self._model.forward(self._batch(columns[0], columns[1], shape, key))
+        logit_tokens = self._columns[first + size : first + size + key.num_tokens]
+        result = self._verified[:size]
+        variant, _, _ = key.sampling.partition("@")
+        drafts.verify(variant, self._model.compute_logits(hidden, logit_tokens), columns[0], num_draft, result)
+        return result
 
     def _keep(self, logits: Tensor) -> Tensor:
         """A copy where the tail finds them: a graph's own memory is free to the next one, which the tail is."""
@@ -295,3 +322,17 @@ class StepGraphs:
             first = self._num_columns * key.num_reqs
             prefix_lens = self._columns[first : first + len(self._widths)].view(torch.int32)[::2]
         return self._ops.forward_batch(slots, scheduled, shape, self._backends, key, prefix_lens)
+
+
+def _with_drafts(
+    columns: npt.NDArray[np.int64], key: BatchDescriptor, num_draft: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int64]:
+    """Adds drafts to the counts of `columns`; returns these, and which token's output each row of logits is of: 1 + k a row,
+    the last one again where a row has fewer drafts."""
+    drafted = np.zeros(key.num_reqs, dtype=np.int64)
+    if num_draft is not None:
+        drafted[: len(num_draft)] = num_draft
+        columns[1] += drafted
+    first = columns[1].cumsum() - columns[1]
+    tokens = first[:, None] + np.minimum(np.arange(key.uniform_query_len), drafted[:, None])
+    return np.concatenate([drafted, tokens.clip(max=key.num_tokens - 1).reshape(-1)])

@@ -21,9 +21,11 @@ from pelton.ops.interface import (
     SampleTensors,
 )
 from pelton.ops.selector import OpSelector
+from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape
+from pelton.worker.step_drafts import StepDrafts
 
 NUM_LOGPROBS = 20
 """Alternatives a row that the seam can give; rows that want more take `StepSampler`."""
@@ -45,6 +47,7 @@ class StepOps:
         self._logprobs: LogprobTensors | None = None
         self._prompt_logprobs: Logprobs | None = None
         self._mask: tuple[Tensor, Tensor] | None = None
+        self.drafts: StepDrafts | None = None
         needs = PrepareInputsNeeds(
             max_num_tokens=buffers.max_num_tokens,
             max_num_seqs=state.max_num_seqs,
@@ -54,6 +57,10 @@ class StepOps:
         self.prepare_inputs: PrepareInputs = ops.bind("prepare_inputs", needs, PrepareInputsTensors(state, buffers))
         self.sample(GREEDY)
         self.sample(FULL)
+
+    def use_drafts(self, num_drafts: int, lookup: LookupDraftsNeeds | None) -> None:
+        """Rows may have up to `num_drafts` drafts; lookup: how the device makes them, None where the host does."""
+        self.drafts = StepDrafts(self._ops, self._state, num_drafts, lookup)
 
     def forward_batch(
         self,

@@ -32,7 +32,7 @@ class StepPlan:
     logit_slots: Ints  # [n]
     side_rows: Ints  # [m], rows of logits that read side tables
     logprob_rows: Ints  # rows of logits whose logprobs are wanted
-    num_unsampled: Ints  # [R], num_scheduled, less one where the row samples
+    num_unsampled: Ints  # [R], num_scheduled less drafts, less one where the row samples
     shape: StepShape
 
     @property
@@ -44,6 +44,12 @@ class StepPlan:
         place = np.arange(int(self.num_draft.max()) + 1)
         num_draft = self.num_draft[:, None]
         return self.logit_starts[:-1, None] + np.minimum(place, num_draft), place < num_draft
+
+    def verified_tokens(self, width: int) -> Ints:
+        """[r width]: the tokens of `logit_tokens`, each row's last one again up to `width`."""
+        rows = self.logit_starts[:-1, None] + np.minimum(np.arange(width), self.num_draft[:, None])
+        tokens: Ints = self.logit_tokens[rows.reshape(-1)]
+        return tokens
 
     def drafts_before(self, logit_rows: Ints) -> tuple[Ints, Ints]:
         """Pairs (index into `logit_rows`, token of the step): the drafts that this row takes as output so far."""
@@ -58,7 +64,8 @@ def plan_step(output: SchedulerOutput, host: HostColumns) -> StepPlan:
     slots, num_scheduled = _ints(output.slots), _ints(output.num_scheduled)
     query_start_loc = np.concatenate([[0], num_scheduled.cumsum()])
     sample_rows = np.flatnonzero(np.asarray(output.samples, dtype=bool))
-    num_draft = _ints(output.num_draft)[sample_rows] if output.num_draft else np.zeros(len(sample_rows), dtype=np.int64)
+    all_drafts = _ints(output.num_draft) if output.num_draft else np.zeros(len(slots), dtype=np.int64)
+    num_draft = all_drafts[sample_rows]
     num_logits = num_draft + 1
     logit_starts = np.concatenate([[0], num_logits.cumsum()])
     first_tokens = query_start_loc[sample_rows + 1] - num_logits
@@ -79,7 +86,7 @@ def plan_step(output: SchedulerOutput, host: HostColumns) -> StepPlan:
         logit_slots=logit_slots,
         side_rows=np.flatnonzero(host.side_slots[logit_slots] >= 0),
         logprob_rows=np.flatnonzero(host.num_logprobs[logit_slots] != NO_LOGPROBS),
-        num_unsampled=num_scheduled - np.asarray(output.samples, dtype=np.int64),
+        num_unsampled=num_scheduled - all_drafts - np.asarray(output.samples, dtype=np.int64),
         shape=StepShape(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -107,18 +114,18 @@ class DraftColumns:
         return bool((self.values < 0).any())
 
 
-def plan_drafts(output: SchedulerOutput, plan: StepPlan) -> DraftColumns | None:
-    """None when no row has a draft."""
+def plan_drafts(output: SchedulerOutput, slots: Ints, num_scheduled: Ints) -> DraftColumns | None:
+    """None when no row has a draft. slots, num_scheduled [R]: of the step's rows."""
     if not output.num_draft:
         return None
     num_draft = _ints(output.num_draft)
     places = ramp(num_draft)
-    offsets = np.repeat(plan.num_scheduled - num_draft, num_draft) + places
+    offsets = np.repeat(num_scheduled - num_draft, num_draft) + places
     values = np.full(len(places), -1, dtype=np.int64)
     if output.draft_token_ids:
         has_values = _ints([len(ids) for ids in output.draft_token_ids]) > 0
         values[np.repeat(has_values, num_draft)] = _ints(list(chain.from_iterable(output.draft_token_ids)))
-    return DraftColumns(slots=np.repeat(plan.slots, num_draft), offsets=offsets, values=values, places=places)
+    return DraftColumns(slots=np.repeat(slots, num_draft), offsets=offsets, values=values, places=places)
 
 
 def ramp(counts: Ints) -> Ints:

@@ -41,7 +41,7 @@ class StepColumns:
     num_draft: Tensor  # [r]
     side_rows: Tensor  # [m], rows of logits that read side tables
     logprob_rows: Tensor  # rows of logits whose logprobs are wanted
-    num_unsampled: Tensor  # [R], tokens of the row that are counted before it samples: all, less one where it does
+    num_unsampled: Tensor  # [R], tokens of the row that are counted before it samples
 
 
 PromptPart = tuple[int, int, int, int]
@@ -70,6 +70,11 @@ class Step:
     # Of a decode step that a graph has run up to its logits:
     num_padded_rows: int = 0
     tail: str | None = None  # variant of the `sample` seam that can finish it
+    # Of a step with drafts:
+    verified: str | None = (
+        None  # variant of sampling with which `StepDrafts.verify` finishes it: 1 + k rows of logits a row
+    )
+    num_draft: Tensor | None = None  # [r], of those that the device has made
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ from pelton.model.registry import build_model
 from pelton.ops.selector import OpSelector
 from pelton.sampling.side_tables import side_table_bytes
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.spec_decode.select import make_draft_proposer
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, padding_shape
 from pelton.worker.interface import Worker
@@ -73,6 +74,7 @@ class DeviceWorker(Worker):
         self.notes: list[str] = []
         self._kv_cache_room = 0  # bytes, as the platform found it
         self._peak_bytes = 0  # of the largest step, where the platform can measure it
+        self._num_device_drafts = 0
         self._is_first_start = False  # with this model: something had to be compiled
         self._to_capture: deque[tuple[CUDAGraphMode, BatchDescriptor]] = deque()
         scheduler = self.config.scheduler
@@ -166,9 +168,19 @@ class DeviceWorker(Worker):
         )
         buffers = InputBuffers(state, max_num_tokens=self.max_num_tokens, kernel_block_sizes=bound.kernel_block_sizes)
         step_ops = StepOps(ops, state, buffers)
+        self._use_drafts(step_ops)
         return ModelRunner(
             self.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * self._num_parts()
         )
+
+    def _use_drafts(self, step_ops: StepOps) -> None:
+        proposer = make_draft_proposer(self.config, self.model_info, self.plugins)
+        if proposer is None:
+            return
+        on_device = self.config.speculative.drafts_on_device
+        lookup = proposer.lookup if on_device or (on_device is None and self.device.type != "cpu") else None
+        step_ops.use_drafts(proposer.max_draft_tokens, lookup)
+        self._num_device_drafts = proposer.max_draft_tokens if lookup is not None else 0
 
     def _too_large(self, plan: KVCachePlan, error: MemoryError) -> str:
         kv_cache, num_bytes = self.config.kv_cache, sum(tensor.size_bytes for tensor in plan.tensors)
@@ -261,8 +273,8 @@ class DeviceWorker(Worker):
     def _make_room(self, graphs: StepGraphs) -> None:
         """For what all captures compute in."""
         dispatcher = graphs.dispatcher
-        most_rows = max(dispatcher.decode_sizes, default=0)
-        num_bytes = self._step_bytes(max([most_rows, *dispatcher.mixed_sizes]), most_rows)
+        most_tokens = max((sizes[-1] for sizes in dispatcher.decode_sizes.values() if sizes), default=0)
+        num_bytes = self._step_bytes(max([most_tokens, *dispatcher.mixed_sizes]), most_tokens)
         try:
             graphs.make_room(num_bytes)
         except torch.OutOfMemoryError as error:
@@ -322,10 +334,13 @@ class DeviceWorker(Worker):
                 f"cudagraph_mode {mode} became {whole}: platform {self.platform.name!r} records no pieces"
             )
             mode = whole
+        drafts, support = self.runner.ops.drafts, self.build.attention.graph_support()
+        takes_drafts = support >= GraphSupport.UNIFORM_BATCH and not recorder.runs_calls
         dispatcher = GraphDispatcher(
             mode, max_num_seqs=self.max_num_seqs, max_num_tokens=self.max_num_tokens, sizes=self._graph_sizes(),
+            decode_query_len=drafts.width if drafts is not None and takes_drafts else 1,
             max_piece_tokens=max_piece_tokens(self.model, len(self.build.cache_layers)),
-            captures_prompts=not recorder.runs_calls and self.build.attention.graph_support() is GraphSupport.ALWAYS,
+            captures_prompts=not recorder.runs_calls and support is GraphSupport.ALWAYS,
         )  # fmt: skip
         keys = dispatcher.valid_keys()
         too_large = [
@@ -391,6 +406,7 @@ class DeviceWorker(Worker):
             weights_bytes=self.weights_bytes,
             phase_s=self.phase_s,
             notes=self.notes,
+            num_draft_tokens=self._num_device_drafts,
         )
 
     def shutdown(self) -> None:

@@ -17,6 +17,7 @@ MEASUREMENTS = {
     "table": "the workloads that Pelton is compared by, with other engines' figures and the device's floor",
     "cpu-table": "the demo model on CPU cores: the rows that Pelton is compared by, beside other engines, also in one run",
     "busy": "speed of decoding alone, beside programs that use the same cores, and beside a second engine",
+    "speculation": "decoding with drafts, all of them right and none, against decoding without",
     "host": "host time of a step by stage, with many running requests",
     "chain": "kernels of a decode step, in a captured chain, against the device's floor",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import CommandEntry
+from pelton.entries import CommandEntry, LoaderEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
@@ -16,7 +16,18 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
         CommandEntry(
             name="bench",
             load="pelton_plugins.bench.command:run",
-            help="measure an engine or a server: latency, throughput, serve, load, soak, table, cpu-table, busy, host, chain",
-            doc="pelton bench latency|throughput|serve|load|soak|table|cpu-table|busy|host|chain [flags]",
+            help="measure an engine or a server: latency, throughput, serve, load, soak, table, cpu-table, busy, speculation, host, chain",
+            doc="pelton bench latency|throughput|serve|load|soak|table|cpu-table|busy|speculation|host|chain [flags]",
+        )
+    ]
+
+
+@hookimpl
+def pelton_model_loaders() -> Sequence[LoaderEntry]:
+    return [
+        LoaderEntry(
+            name="cycle",
+            load="pelton_plugins.bench.cycle_loader:CycleLoader",
+            doc="random weights whose texts go round, or never repeat",
         )
     ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.spec_decode.interface import DraftProposer, ProposerContext
 
 _FIRST_CAPACITY = 256
@@ -23,6 +24,7 @@ class NgramProposer(DraftProposer):
         config = context.config
         self.max_draft_tokens = config.num_speculative_tokens
         self.longest, self.shortest = config.prompt_lookup_max, config.prompt_lookup_min
+        self.lookup = LookupDraftsNeeds(num_drafts=self.max_draft_tokens, longest=self.longest, shortest=self.shortest)
         self._texts: dict[str, _Text] = {}
 
     def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:

@@ -13,8 +13,10 @@ import torch
 from pelton_common_prefix import PrefixReads, check_common_prefix, prefix_reads, prefix_reference
 from pelton_e2e import gap_reference, generate, greedy, make_llm, make_prompts
 
+from pelton import SamplingParams
 from pelton.config import CUDAGraphMode
 from pelton.entries import PlatformEntry
+from pelton.graphs.captures import FullGraphs
 from pelton.hookspecs import hookimpl
 from pelton.plugins import Plugins, load_plugins, register
 from pelton.testing.graphs import FakeGraphRecorder
@@ -97,3 +99,28 @@ def test_a_prefix_of_all_requests_is_read_once(
         reference, prefix_reads, is_captured=mode is not CUDAGraphMode.NONE, plugins=plugins, device="interpreted",
         kv_cache_memory_bytes=2**20, compilation_config={"cudagraph_mode": mode, "cudagraph_capture_sizes": [8]},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_are_made_and_verified_in_graphs(
+    plugins: Plugins, captures: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    sizes = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    path = make_tiny_checkpoint(tmp_path, "llama", with_tokenizer=False, **sizes)
+    prompts, keys, run = [[5, 6, 7] * 4, [9, 8]], [], FullGraphs.run
+
+    def noted(self: FullGraphs, mode: Any, key: Any, call: Any) -> Any:
+        keys.append(key.uniform_query_len)
+        return run(self, mode, key, call)
+
+    monkeypatch.setattr(FullGraphs, "run", noted)
+    params = SamplingParams(temperature=temperature, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True)
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "drafts_on_device": True}
+    settings = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 2**20}
+    settings["compilation_config"] = {"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY, "cudagraph_capture_sizes": [2]}
+    found = []
+    for speculation in ({}, {"speculative_config": ngram}):
+        keys.clear()
+        with make_llm(str(path), plugins=plugins, device="interpreted", **settings, **speculation) as llm:
+            found.append(generate(llm, prompts, params))
+    assert found[0] == found[1] and keys.count(3) >= 2

@@ -97,3 +97,12 @@ def test_sampling_waits_before_it_writes() -> None:
         name, code = kernel["kernel"], kernel["instructions"]
         assert not WRITES & set(code[: code.index("ACQBULK")]), f"{name}: it writes before the wait"
         assert WRITES & set(code) and "PREEXIT" in code, name
+
+
+def test_speculation_waits_before_it_writes() -> None:
+    kernels = compiled("bfloat16", "bfloat16", "speculation", "drafts")
+    assert [kernel["kernel"] for kernel in kernels] == ["lookup_kernel", "verify_kernel", "drafts_kernel"]
+    for kernel in kernels:
+        code = kernel["instructions"]
+        assert kernel["stack"] == 0 and "PREEXIT" in code, kernel["kernel"]
+        assert not WRITES & set(code[: code.index("ACQBULK")]) and WRITES & set(code)

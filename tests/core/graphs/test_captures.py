@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pelton.attention.metadata import ForwardBatch
 from pelton.config.compilation import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs, PieceGraphs, attending
+from pelton.graphs.captures import FullGraphs, PieceGraphs
 from pelton.graphs.recorder import Graph
 from pelton.testing.graphs import FakeGraphRecorder
 
@@ -91,8 +92,8 @@ class FailsOnce(FakeGraphRecorder):
 def test_a_recorder_that_fails_is_left_and_records_again(name: str, in_pieces: bool) -> None:
     recorder, values = FailsOnce(name), torch.ones(2)
     if in_pieces:
-        pieces = PieceGraphs(recorder)
-        results = [pieces.run(PIECEWISE, key, lambda _: values + 1, None) for key in (1, 1, 2, 2)]  # type: ignore[arg-type]
+        pieces, batch = PieceGraphs(recorder), ForwardBatch(values, values, attention=(), num_tokens=2)
+        results = [pieces.run(PIECEWISE, key, lambda _: values + 1, batch) for key in (1, 1, 2, 2)]
     else:
         full = FullGraphs(recorder)
         results = [full.run(FULL, key, lambda: values + 1) for key in (1, 1, 2, 2)]
@@ -126,15 +127,15 @@ class TwoLayers:
         self.made: list[weakref.ref[Tensor]] = []
         self.layer: Any = SimpleNamespace(metadata_index=1, backend=DoublingBackend)
         self.x = torch.zeros(3)
-        self.batch: Any = SimpleNamespace(attention=(None, 3.0))
+        self.batch = ForwardBatch(self.x, self.x, attention=(None, 3.0), num_tokens=3)
 
     def __call__(self, batch: Any = None) -> tuple[Tensor, None]:
-        hidden = self.x
+        hidden, cut = self.x, None if batch is None else batch.cut
         for _ in range(2):
-            query, output, attend = hidden + 1, torch.empty(3), attending.get()
+            query, output = hidden + 1, torch.empty(3)
             self.made += [weakref.ref(query), weakref.ref(output)]
-            if attend is not None:
-                attend(self.layer, query, output)
+            if cut is not None:
+                cut(self.layer, query, output)
             else:
                 self.layer.backend.forward(self.layer, query, self.batch.attention[1], output)
             hidden = output * 1
@@ -180,7 +181,7 @@ def test_graphs_that_nobody_will_replay_are_freed() -> None:
 
 
 def test_a_size_that_could_not_be_captured_is_called_as_a_step_without_graphs_is() -> None:
-    pieces, roads = PieceGraphs(FailsOnce("begin")), []
+    pieces, roads, batch = PieceGraphs(FailsOnce("begin")), [], TwoLayers().batch
     for _ in range(3):
-        pieces.run(PIECEWISE, 1, lambda _: roads.append(attending.get()), None)  # type: ignore[arg-type]
+        pieces.run(PIECEWISE, 1, lambda given: roads.append(given.cut), batch)
     assert roads[0] is not None and roads[1:] == [None, None]

@@ -123,7 +123,10 @@ def test_the_key_holds_the_uniform_query_length() -> None:
     drafts = dispatcher(BOTH, decode_query_len=3)
     mode, key = drafts.dispatch(6, 2, 3)
     assert (mode, key.num_tokens, key.num_reqs, key.uniform_query_len) == (FULL, 6, 2, 3)
-    assert drafts.dispatch(6, 6, 1)[0] is PIECEWISE  # uniform, but not of that length
+    assert drafts.dispatch(5, 2, 3) == (mode, key)  # a row has fewer drafts
+    mode, key = drafts.dispatch(8, 8, 1)  # steps without drafts have theirs
+    assert (mode, key.num_tokens, key.num_reqs, key.uniform_query_len) == (FULL, 8, 8, 1)
+    assert drafts.dispatch(6, 3, 2)[0] is PIECEWISE  # uniform, but of neither length
 
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
@@ -149,7 +152,7 @@ def test_a_prompt_is_padded_no_more_than_its_pieces() -> None:
 @pytest.mark.parametrize("mode", [BOTH, FULL, DECODE_ONLY])
 def test_sizes_of_the_settings_are_rounded_up_to_whole_decode_rows(mode: CUDAGraphMode) -> None:
     drafts = dispatcher(mode, decode_query_len=3, sizes=[1, 2, 4, 8, 64, 1000])
-    assert drafts.decode_sizes == [3, 6, 9, 66]
+    assert drafts.decode_sizes == {1: [1, 2, 4, 8, 64], 3: [3, 6, 9, 66]}
     assert drafts.dispatch(12, 4, 3)[1].num_reqs == 22
     assert drafts.mixed_sizes == ([] if mode is DECODE_ONLY else [1, 2, 4, 8, 64])
     assert drafts.most_tokens == (192 if mode is DECODE_ONLY else 256)

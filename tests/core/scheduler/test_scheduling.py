@@ -871,6 +871,40 @@ def test_a_proposer_that_finds_nothing_is_asked_more_seldom():
     assert 19 + 280 // 4 - 2 <= proposer.num_calls <= 19 + 280 // 4 + 2
 
 
+@OVERLAPS
+def test_drafts_of_the_device_pause_for_all_requests_together(overlap):
+    """Steps without drafts then take the fast paths; one step with drafts, and what is open by its result, ends each pause."""
+    model = FakeModel()
+    harness = Harness(
+        fake_model=model, num_draft_tokens=3, min_acceptance_rate=1.0, max_steps_in_flight=overlap, max_model_len=400,
+        num_blocks=256,
+    )  # fmt: skip
+    for index in range(3):
+        harness.add(make_request(f"r{index}", 5 + index, 200))
+    num_pauses = num_steps = drafted = 0
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        stats = harness.scheduler.take_stats()
+        num_pauses, num_steps = num_pauses + stats.spec_num_pauses, num_steps + stats.num_steps
+        drafted += stats.spec_num_draft_tokens
+    harness.run_and_check()
+    assert num_pauses == pytest.approx(num_steps / (64 + overlap), abs=1) and num_pauses >= 2
+    assert 0 < drafted <= 3 * 3 * 2 * (num_pauses + 1) * overlap  # some take two steps to fall below the least rate
+
+
+def test_rows_that_ask_for_more_than_a_sample_keep_the_device_from_drafting():
+    model = FakeModel()
+    harness = Harness(fake_model=model, num_draft_tokens=3, num_blocks=128)
+    harness.add(make_request("a", 5, 20, logprobs=1))
+    harness.add(make_request("b", 5, 40))
+    num_draft = []
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        num_draft.append(harness.scheduler.take_stats().spec_num_draft_tokens)
+    assert not any(num_draft[:20]) and any(num_draft[20:])
+    harness.run_and_check()
+
+
 def test_without_a_least_rate_drafting_never_pauses():
     model = FakeModel()
     proposer = Scripted(model, [0])

@@ -200,7 +200,8 @@ def test_drafts_of_host_and_device_are_told_apart():
     state.add([new(s, [1] * 6, [[s + 1, s + 5]]) for s in range(3)])
     output = SchedulerOutput(step_id=1, slots=[2, 0, 1], num_scheduled=[1, 3, 4], samples=[True] * 3,
                              num_draft=[0, 2, 3], draft_token_ids=[[], [7, 8], []], max_seq_len=9)  # fmt: skip
-    drafts = plan_drafts(output, plan_step(output, state.host))
+    plan = plan_step(output, state.host)
+    drafts = plan_drafts(output, plan.slots, plan.num_scheduled)
     assert drafts is not None and drafts.has_device_values
     assert drafts.values.tolist() == [7, 8, -1, -1, -1]
     assert drafts.slots.tolist() == [0, 0, 1, 1, 1]

@@ -13,6 +13,7 @@ from pelton_worker_fakes import VOCAB, Driver, Running, make_runner, oracle_gree
 
 from pelton.config import CUDAGraphMode
 from pelton.graphs.dispatcher import GraphDispatcher
+from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.scheduler.output import GrammarMasks, SchedulerOutput
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.worker.step_graphs import LOGITS
@@ -284,3 +285,80 @@ def test_captured_steps_give_what_others_give(seed):
     expected = random_steps(CUDAGraphMode.NONE, seed)
     assert random_steps(CUDAGraphMode.FULL_DECODE_ONLY, seed) == expected
     assert random_steps(CUDAGraphMode.FULL, seed) == expected
+
+
+def with_drafts(lookup: LookupDraftsNeeds | None, **limits: int) -> Driver:
+    """At most three drafts a row; decode steps with and without them are captured."""
+    runner = make_runner(num_blocks=400, **limits)
+    runner.ops.use_drafts(3, lookup)
+    dispatcher = GraphDispatcher(
+        CUDAGraphMode.FULL_DECODE_ONLY, max_num_seqs=8, max_num_tokens=64, sizes=[1, 2, 4, 8, 16], decode_query_len=4
+    )
+    runner.use_graphs(dispatcher, FakeGraphRecorder())
+    return Driver(runner)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_of_the_host_are_verified_in_a_graph(temperature: float) -> None:
+    """Right ones, wrong ones, rows with fewer and with none; the same ids as alone."""
+    alone, expected = Driver(make_runner(num_blocks=400)), []
+    for slot, prompt in enumerate([*PROMPTS, [8] * 6]):
+        request = alone.add(slot, prompt, seed=slot, temperature=temperature)
+        alone.step([(request, len(prompt))])
+        alone.decode([request], 40)
+        expected.append(request.output)
+    driver, chooser = with_drafts(None), random.Random(5)
+    requests = [
+        driver.add(slot, prompt, seed=slot, temperature=temperature) for slot, prompt in enumerate([*PROMPTS, [8] * 6])
+    ]
+    driver.step([(request, len(request.token_ids)) for request in requests])
+    num_accepted = 0
+    for _ in range(12):
+        drafts = {}
+        for request in requests:
+            known = len(request.output)
+            own = expected[request.slot][known : known + chooser.randrange(4)]
+            drafts[request.slot] = [token if chooser.random() < 0.7 else (token + 1) % VOCAB for token in own]
+        result = driver.step([(request, 1) for request in requests], drafts)
+        num_accepted += sum(len(tokens) - 1 for tokens in result.token_ids)
+        assert result.num_draft in ([], [len(drafts[request.slot]) for request in requests])
+    assert num_accepted > 8
+    for request, tokens in zip(requests, expected, strict=True):
+        assert request.output == tokens[: len(request.output)]
+    keys = [key.uniform_query_len for key in driver.runner.graphs.full._captured]
+    assert 4 in keys and set(keys) <= {1, 4}, "drafts leave no graph"
+
+
+def test_drafts_of_the_device_are_made_and_verified_in_a_graph() -> None:
+    """A text of few tokens, whose n-grams come again: most drafts are wrong, and cost nothing but their place."""
+    driver = with_drafts(LookupDraftsNeeds(num_drafts=3, longest=2, shortest=1))
+    prompts = [[3, 4] * 6, [5, 6, 7]]
+    requests = [driver.add(slot, prompt) for slot, prompt in enumerate(prompts)]
+    driver.step([(request, len(request.token_ids)) for request in requests])
+    made = []
+    for index in range(10):
+        counts = [3, index % 3]
+        rows = [(request, 1 + count) for request, count in zip(requests, counts, strict=True)]
+        output = driver.plan(rows, num_draft=counts, samples=[True, True])
+        result = driver.runner.execute(output)
+        for request, tokens in zip(requests, result.token_ids, strict=True):
+            request.num_computed += len(tokens)
+            request.token_ids += tokens
+        made += [(found, count) for found, count in zip(result.num_draft or [0, 0], counts, strict=True)]
+    assert all(found <= count for found, count in made) and any(found for found, _ in made)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.output == oracle_greedy(prompt, len(request.output))
+    assert {key.uniform_query_len for key in driver.runner.graphs.full._captured} == {4}
+
+
+def test_a_prompt_beside_drafted_rows_and_rows_that_ask_for_more_take_the_other_road() -> None:
+    driver = with_drafts(None)
+    first, second = driver.add(0, PROMPTS[0]), driver.add(1, PROMPTS[1], logprobs=2)
+    driver.step([(first, 2), (second, 5)])
+    expected = [oracle_greedy(prompt, 30) for prompt in PROMPTS]
+    later = driver.add(2, [4, 4, 4])
+    driver.step([(first, 1), (later, 3)], {0: expected[0][1:3]})
+    driver.step([(first, 1), (second, 1)], {0: expected[0][4:6], 1: expected[1][1:2]})
+    assert [first.output, second.output] == [expected[0][:7], expected[1][:3]]
+    assert later.output == oracle_greedy([4, 4, 4], 1)
+    assert len(driver.runner.graphs.full) == 0

@@ -1,0 +1,82 @@
+"""Drafts in a step: made by the device in front of it, and verified at its end.
+
+A row of 1 + k tokens has 1 + k rows of logits. Each is sampled as if it were a request of its own, with the parameters and the
+random number of the place behind its token: so all that samples one token a row serves drafts as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
+from pelton.ops.speculation import (
+    LookupDrafts,
+    LookupDraftsNeeds,
+    LookupDraftsTensors,
+    Verify,
+    VerifyNeeds,
+    VerifyTensors,
+)
+from pelton.worker.batch_state import BatchState
+
+if TYPE_CHECKING:
+    from pelton.ops.selector import OpSelector
+
+_MOST_ROWS = 512
+"""Of logits that are sampled at once: what `sample` computes in grows with them."""
+
+
+class StepDrafts:
+    """Bound to one batch state."""
+
+    def __init__(self, ops: OpSelector, state: BatchState, num_drafts: int, lookup: LookupDraftsNeeds | None) -> None:
+        """num_drafts: most of a row. lookup: how the device makes them; None: the host does."""
+        self.width = 1 + num_drafts
+        self._ops, self._state = ops, state
+        most = min(state.max_num_seqs, max(_MOST_ROWS // self.width, 1)) * self.width
+        self._rows = BatchState(
+            max_num_seqs=most, max_model_len=0, vocab_size=state.vocab_size, block_sizes=(), num_side_slots=0,
+            device=state.device,
+        )  # fmt: skip
+        self._row = torch.arange(most, device=state.device)
+        self._sampled = torch.zeros(state.max_num_seqs * self.width, 2, dtype=torch.int32, device=state.device)
+        self._num_found = torch.zeros(state.max_num_seqs, dtype=torch.int64, device=state.device)
+        self._sample: dict[str, Sample] = {}
+        self._verify: Verify = ops.bind("verify", VerifyNeeds(num_drafts=num_drafts), VerifyTensors(state))
+        self._look_up: LookupDrafts | None = None
+        if lookup is not None:
+            self._look_up = ops.bind("lookup_drafts", lookup, LookupDraftsTensors(state))
+
+    @property
+    def are_made_here(self) -> bool:
+        return self._look_up is not None
+
+    def make(self, slots: Tensor, num_draft: Tensor) -> Tensor:
+        """[R] int64: how many drafts each row has behind its known tokens, at most `num_draft`. The host has placed its own."""
+        if self._look_up is None:
+            return num_draft
+        found = self._num_found[: len(slots)]
+        self._look_up(slots, num_draft, found)
+        return found
+
+    def verify(self, variant: str, logits: Tensor, slots: Tensor, num_draft: Tensor, result: Tensor) -> None:
+        """logits [R (1 + k), V], which may be overwritten; variant: of sampling, without tables and masks. See `Verify`."""
+        rows, width = self._rows, self.width
+        sample, sampled = self._bound(variant), self._sampled[: len(logits)]
+        for start in range(0, len(logits), rows.max_num_seqs):
+            part = logits[start : start + rows.max_num_seqs]
+            if variant != "greedy":
+                self._state.lend(rows, slots[start // width : (start + len(part)) // width], width)
+            sample(part, self._row[: len(part)], sampled[start : start + len(part)])
+        self._verify(slots, num_draft, sampled, result)
+
+    def _bound(self, variant: str) -> Sample:
+        if variant not in self._sample:
+            needs = SampleNeeds(
+                vocab_size=self._state.vocab_size, max_num_seqs=self._rows.max_num_seqs, variant=variant
+            )
+            self._sample[variant] = self._ops.bind("sample", needs, SampleTensors(self._rows))
+        return self._sample[variant]

@@ -1,0 +1,210 @@
+"""`pelton bench speculation`: decoding with drafts, at full acceptance and at none, against decoding without.
+
+Weights are `cycle_loader`'s: texts either go round, so that every draft is right, or never come back to a token, so that there is
+nothing to draft. Each engine has a process of its own. All engines must give the same ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pelton.cli.table import format_table
+from pelton.config.flags import parse_flags
+from pelton.errors import ConfigError, EngineError
+from pelton_plugins.bench.bounds import check_at_least
+from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
+from pelton_plugins.bench.shapes import SHAPES, write_shape
+
+CASES = ("repeats", "never repeats")
+MOST_COST, LEAST_SPEEDUP, MOST_LOSS = 1.25, 2.5, 0.05
+"""What is aimed at: a step with 3 drafts by one without, the gain at full acceptance, the loss at none."""
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_pauses")
+DOC = """Measure n-gram speculation: texts that go round, whose drafts are all right, and texts that never come back to a token.
+Weights are random but for embedding and LM head: nothing is fetched. Drafts, those accepted and pauses are counted.
+
+  pelton bench speculation --models qwen3-0.6b --rows 1 8 32 --drafts 3 5"""
+
+
+class SpeculationArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure."""
+
+    models: list[str] = msgspec.field(default_factory=lambda: list(SHAPES))
+    """Shapes to measure, with an LM head of their own; or folders with a config.json."""
+    rows: list[int] = msgspec.field(default_factory=lambda: [1, 8, 32])
+    """Requests at once."""
+    drafts: list[int] = msgspec.field(default_factory=lambda: [3, 5])
+    """num_speculative_tokens."""
+    input_len: int = 128
+    output_len: int = 256
+    repeats: int = 3
+    """Runs that count."""
+    output_json: str | None = None
+    """Write the result here."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, repeats=1, input_len=1, output_len=1)
+
+
+def run(argv: list[str]) -> int:
+    parsed = parse_flags(argv, [SpeculationArguments], positional=None, program="pelton bench speculation", doc=DOC)
+    arguments: SpeculationArguments = parsed.structs["SpeculationArguments"]
+    settings = flat_settings(parsed)
+    if "model" in settings or "speculative_config" in settings:
+        raise ConfigError("Models are named by --models, drafts by --drafts.")
+    results: dict[str, Any] = {}
+    for model in arguments.models:
+        with tempfile.TemporaryDirectory(prefix="pelton-bench-") as folder:
+            results[model] = _measure_model(model, arguments, settings, Path(folder))
+        print(f"{model}, {arguments.input_len} in, {arguments.output_len} out:\n{render(results[model])}")
+    write_json(arguments.output_json, {"date": today(), "versions": versions(), "models": results})
+    return 0 if all(found["ids_are_equal"] for found in results.values()) else 1
+
+
+def _measure_model(
+    model: str, arguments: SpeculationArguments, settings: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    path = write_shape(model, folder) if model in SHAPES else Path(model)
+    config = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    untied = folder / "untied"
+    untied.mkdir()
+    (untied / "config.json").write_text(json.dumps(config))
+    longest = arguments.input_len + arguments.output_len
+    base = {"load_format": "cycle", "skip_tokenizer_init": True, "max_model_len": longest + 64, "model": str(untied)}
+    found: dict[str, Any] = {}
+    for count in (0, *arguments.drafts):
+        own = {"speculative_config": {"method": "ngram", "num_speculative_tokens": count}} if count else {}
+        job = {"settings": base | settings | own, "arguments": msgspec.to_builtins(arguments)}
+        found[str(count)] = {f"{one.pop('case')}, {one['rows']}": one for one in _lines_of(job)}
+        print(f"{model}: {count} drafts done", file=sys.stderr)
+    return {"engines": found, "ids_are_equal": all(
+        one["ids"] == found["0"][name]["ids"] for rows in found.values() for name, one in rows.items()
+    )}  # fmt: skip
+
+
+def _lines_of(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    command = [sys.executable, "-m", "pelton_plugins.bench.speculation", json.dumps(job)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if process.returncode:
+        raise EngineError(f"The measuring process ended with status {process.returncode}; its messages are above.")
+
+
+HEADER = (
+    "text",
+    "rows",
+    "drafts",
+    "tokens/s",
+    "x plain",
+    "tokens a step",
+    "step x plain",
+    "accepted",
+    "pauses",
+    "reached",
+)
+
+
+def render(found: dict[str, Any]) -> str:
+    plain, lines = found["engines"]["0"], []
+    for count, rows in found["engines"].items():
+        for name, one in rows.items():
+            speedup = one["out_tok_s"] / plain[name]["out_tok_s"]
+            cost = one["tokens_a_step"] / speedup
+            lines.append([
+                name.partition(",")[0], str(one["rows"]), count, number(one["out_tok_s"], 5), f"{speedup:.2f}",
+                f"{one['tokens_a_step']:.2f}", f"{cost:.2f}",
+                f"{one['num_accepted_tokens']}/{one['num_draft_tokens']}", str(one["num_pauses"]),
+                _reached(name, int(count), speedup, cost),
+            ])  # fmt: skip
+    ids = "The ids are those without drafts." if found["ids_are_equal"] else "THE IDS DIFFER from those without drafts."
+    return f"{format_table(HEADER, lines, indent='  ')}\n{ids}"
+
+
+def _reached(name: str, count: int, speedup: float, cost: float) -> str:
+    if not count:
+        return "-"
+    if name.startswith(CASES[0]):
+        is_reached = speedup >= LEAST_SPEEDUP and (count != 3 or cost <= MOST_COST)
+    else:
+        is_reached = speedup >= 1 - MOST_LOSS
+    return "yes" if is_reached else "no"
+
+
+# In the measuring process.
+
+
+def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A line for each case and number of rows."""
+    from pelton import LLM
+    from pelton_plugins.bench.cycle_loader import num_round_tokens
+    from pelton_plugins.bench.offline import greedy
+
+    arguments = msgspec.convert(job["arguments"], SpeculationArguments)
+    with LLM(**job["settings"], disable_log_stats=False) as llm:
+        vocab_size = llm.llm_engine.model.vocab_size
+        for case in reversed(CASES):
+            for rows in arguments.rows:
+                seconds, ids, before = [], hashlib.sha256(), _counts(llm)
+                for repeat in range(arguments.repeats + 1):
+                    draw = random.Random(f"{case} {rows} {repeat}").randrange
+                    prompts = [
+                        _prompt(case, draw, arguments.input_len, vocab_size, num_round_tokens(vocab_size))
+                        for _ in range(rows)
+                    ]
+                    params = greedy([arguments.output_len] * rows)
+                    outputs, took = _timed(llm, prompts, params)
+                    ids.update(json.dumps(outputs).encode())
+                    seconds.append(took)
+                    if repeat == 0:
+                        before = _counts(llm)
+                counts = {name: value - before[name] for name, value in _counts(llm).items()}
+                num_tokens = rows * arguments.output_len
+                num_row_steps = num_tokens * arguments.repeats - counts["num_accepted_tokens"]
+                yield {
+                    "case": case, "rows": rows, "out_tok_s": num_tokens / statistics.median(seconds[1:]),
+                    "all_seconds": seconds[1:], "tokens_a_step": num_tokens * arguments.repeats / num_row_steps,
+                    "ids": ids.hexdigest(), **counts,
+                }  # fmt: skip
+
+
+def _prompt(case: str, draw: Any, length: int, vocab_size: int, first: int) -> list[int]:
+    if case == CASES[0]:
+        token_id = draw(first)
+        return [token_id - token_id % 8 + (token_id + i) % 8 for i in range(length)]
+    return [draw(first, vocab_size - 4096) for _ in range(length)]
+
+
+def _timed(llm: Any, prompts: list[list[int]], params: Any) -> tuple[list[list[int]], float]:
+    import time
+
+    began = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    took = time.perf_counter() - began
+    return [list(output.outputs[0].token_ids) for output in outputs], took
+
+
+def _counts(llm: Any) -> dict[str, int]:
+    found = dict.fromkeys(COUNTERS, 0)
+    for metric in llm.get_metrics():
+        for name in COUNTERS:
+            if metric.name.endswith(f"spec_decode_{name}"):
+                found[name] += int(metric.value)
+    return found
+
+
+if __name__ == "__main__":
+    for line in measure(json.loads(sys.argv[1])):
+        print(json.dumps(line), flush=True)
