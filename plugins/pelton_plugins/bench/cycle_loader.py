@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from pelton.model.dummy_loader import DummyLoader, RandomWeight
 from torch import Tensor
 
 from pelton.errors import ConfigError
-from pelton.model.dummy_loader import DummyLoader, RandomWeight
 from pelton.model.loading import LazyWeight
 
 ROUND = 8
