@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 from pelton import env, hookspecs, limits
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
@@ -22,6 +25,7 @@ from pelton.entries import BackendEntry
 from pelton.plugins import load_plugins
 
 DOCS = Path(__file__).parent
+TREES = ("pelton", "pelton_platforms", "pelton_backends", "pelton_plugins")
 NOTE = "<!-- Made by docs/make_tables.py from the code: `make docs` writes it again. -->"
 
 
@@ -251,12 +255,75 @@ def attention_page() -> str:
     return "\n\n".join(parts)
 
 
+def project_frames(skipped: int) -> list[tuple[str, str]]:
+    """(file below its tree, function) of the calls that led here, outermost first, without the last `skipped`."""
+    frame: FrameType | None = sys._getframe(skipped)
+    calls: list[tuple[str, str]] = []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        place = next((index for index, part in enumerate(path.parts) if part in TREES), None)
+        if place is not None:
+            calls.append(("/".join(path.parts[place:]), frame.f_code.co_qualname))
+        frame = frame.f_back
+    return calls[::-1]
+
+
+def calls_to_the_launch() -> list[list[tuple[str, str]]]:
+    """The calls from `LLM.generate` to the replay of a captured decode step: those on the caller's thread, and those on the
+    worker's. A tiny model generates, and the last step's stacks are kept."""
+    from pelton import LLM, SamplingParams
+    from pelton.executor.in_process import WorkerThread
+    from pelton.graphs.tape import Tape
+    from pelton.testing.models import make_tiny_checkpoint
+
+    submit, replay = WorkerThread.submit, Tape.replay
+    before: list[tuple[str, str]] = []
+    found: list[list[tuple[str, str]]] = []
+
+    def watched_submit(self: WorkerThread, job: Callable[[], Any]) -> Any:
+        before[:] = project_frames(2)
+        return submit(self, job)
+
+    def watched_replay(self: Tape) -> None:
+        found[:] = [list(before), project_frames(2)]
+        replay(self)
+
+    with TemporaryDirectory() as folder:
+        path = make_tiny_checkpoint(Path(folder) / "llama", "llama")
+        llm = LLM(str(path), device="cpu", max_num_seqs=1, kv_cache_memory_bytes=2**20, disable_log_stats=True)
+        with llm, patch.object(WorkerThread, "submit", watched_submit), patch.object(Tape, "replay", watched_replay):
+            params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+    return found
+
+
+def call_path_page() -> str:
+    """Every call between a user's and the device's, for a captured decode step."""
+    caller, worker = calls_to_the_launch()
+    rows = [
+        (number, thread, f"`{function}`", file)
+        for number, (thread, (file, function)) in enumerate(
+            [*(("caller", call) for call in caller), *(("worker", call) for call in worker)], start=1
+        )
+    ]
+    parts = [
+        "# From `LLM.generate` to the launch",
+        NOTE,
+        "The calls of a decode step whose graph is captured, as the interpreter's stack had them just before the replay, which is "
+        f"the launch: {len(rows)}. The executor hands the step from the caller's thread to the worker's; on a GPU the path is the "
+        "same. What passes between them is in [request_flow.md](request_flow.md).",
+        table(("", "thread", "function", "file"), rows),
+    ]
+    return "\n\n".join(parts)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "hooks.md": hooks_page,
     "flags.md": flags_page,
     "limits.md": limits_page,
     "metrics.md": metrics_page,
     "attention_backends.md": attention_page,
+    "call_path.md": call_path_page,
 }
 
 
