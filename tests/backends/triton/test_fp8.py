@@ -81,6 +81,8 @@ def test_options(options, num_rows, device):
 
 def test_several_pieces_of_a_long_row_and_strided_rows(device):
     check(make(1, 2304, 48, device, norm=False), Fp8Linear)
+    check(make(1, 8208, 16, device, norm=False), Fp8Linear)
+    check(make(1, 1040, 48, device), Fp8AddNormLinear)
     check(make(3, 96, 48, device, norm=False, bias=True, row_gap=8), Fp8Linear)
 
 
