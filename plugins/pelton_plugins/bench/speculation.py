@@ -47,13 +47,14 @@ class SpeculationArguments(msgspec.Struct, frozen=True, kw_only=True):
     """num_speculative_tokens."""
     input_len: int = 128
     output_len: int = 256
+    """At least 2: a step's time is that of the tokens after the first."""
     repeats: int = 3
     """Runs that count."""
     output_json: str | None = None
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, repeats=1, input_len=1, output_len=1)
+        check_at_least(self, repeats=1, input_len=1, output_len=2)
 
 
 def run(argv: list[str]) -> int:
@@ -122,7 +123,7 @@ def render(found: dict[str, Any]) -> str:
     for count, rows in found["engines"].items():
         for name, one in rows.items():
             speedup = one["out_tok_s"] / plain[name]["out_tok_s"]
-            cost = one["tokens_a_step"] / speedup
+            cost = one["step_ms"] / plain[name]["step_ms"]
             lines.append([
                 name.partition(",")[0], str(one["rows"]), count, number(one["out_tok_s"], 5), f"{speedup:.2f}",
                 f"{one['tokens_a_step']:.2f}", f"{cost:.2f}",
@@ -157,26 +158,31 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         vocab_size = llm.llm_engine.model.vocab_size
         for case in reversed(CASES):
             for rows in arguments.rows:
-                seconds, ids, before = [], hashlib.sha256(), _counts(llm)
+                seconds, firsts, ids, before = [], [], hashlib.sha256(), _counts(llm)
                 for repeat in range(arguments.repeats + 1):
                     draw = random.Random(f"{case} {rows} {repeat}").randrange
-                    prompts = [
-                        _prompt(case, draw, arguments.input_len, vocab_size, num_round_tokens(vocab_size))
-                        for _ in range(rows)
-                    ]
-                    params = greedy([arguments.output_len] * rows)
-                    outputs, took = _timed(llm, prompts, params)
+                    prompts, others = (
+                        [
+                            _prompt(case, draw, arguments.input_len, vocab_size, num_round_tokens(vocab_size))
+                            for _ in range(rows)
+                        ]
+                        for _ in range(2)
+                    )
+                    outputs, took = _timed(llm, prompts, greedy([arguments.output_len] * rows))
                     ids.update(json.dumps(outputs).encode())
                     seconds.append(took)
+                    firsts.append(_timed(llm, others, greedy([1] * rows))[1])
                     if repeat == 0:
                         before = _counts(llm)
                 counts = {name: value - before[name] for name, value in _counts(llm).items()}
                 num_tokens = rows * arguments.output_len
-                num_row_steps = num_tokens * arguments.repeats - counts["num_accepted_tokens"]
+                took, first = statistics.median(seconds[1:]), statistics.median(firsts[1:])
+                num_decoded = rows * (arguments.output_len - 1) * arguments.repeats
+                tokens_a_step = num_decoded / (num_decoded - counts["num_accepted_tokens"])
                 yield {
-                    "case": case, "rows": rows, "out_tok_s": num_tokens / statistics.median(seconds[1:]),
-                    "all_seconds": seconds[1:], "tokens_a_step": num_tokens * arguments.repeats / num_row_steps,
-                    "ids": ids.hexdigest(), **counts,
+                    "case": case, "rows": rows, "out_tok_s": num_tokens / took, "tokens_a_step": tokens_a_step,
+                    "step_ms": (took - first) / (arguments.output_len - 1) * tokens_a_step * 1e3,
+                    "all_seconds": seconds[1:], "all_first_seconds": firsts[1:], "ids": ids.hexdigest(), **counts,
                 }  # fmt: skip
 
 
