@@ -158,6 +158,8 @@ def metrics_page() -> str:
 
 PLAIN = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="bfloat16")
 """What every backend takes, where the machine lets it."""
+LATENT = replace(PLAIN, head_dim=576, num_kv_heads=1, is_mla=True, latent_dim=512)
+"""The same for backends of attention over latents."""
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 CAPABILITIES = ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -178,8 +180,9 @@ Backend = type[AttentionBackend]
 
 def takes(backend: Backend, capability: tuple[int, int] | None = None, **changes: Any) -> bool:
     """Whether the backend takes the plain needs with these changes. What it has against the plain ones is this machine's."""
-    needs = replace(PLAIN, **changes)
-    reasons = set(backend.unsupported(needs, capability)) - set(backend.unsupported(PLAIN))
+    plain = LATENT if "is_mla" in backend.handles else PLAIN
+    needs = replace(plain, **changes)
+    reasons = set(backend.unsupported(needs, capability)) - set(backend.unsupported(plain))
     return not reasons and backend.handles.issuperset(needs.optional())
 
 
