@@ -7,18 +7,21 @@ does not come back to. The layers compute what they compute with any weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-from pelton.model.dummy_loader import DummyLoader, RandomWeight
 from torch import Tensor
 
+from pelton.config import EngineConfig
 from pelton.errors import ConfigError
-from pelton.model.loading import LazyWeight
+from pelton.model.loading import LazyWeight, WeightLoader
+from pelton.model.resolved import ResolvedModel
+from pelton.plugins import load_plugins
 
 ROUND = 8
 """Tokens of a round."""
 _SCALE = 1000.0  # of the embedding: it is most of every hidden state, whatever 64 sub-layers add
+_VOCAB_MATRICES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def num_round_tokens(vocab_size: int) -> int:
@@ -34,25 +37,25 @@ def following(token_id: int, vocab_size: int) -> int:
     return token_id + 1 if token_id + 1 < vocab_size else first
 
 
-class _VocabRows(RandomWeight):
-    """Both matrices are drawn from the embedding's name."""
+class _VocabRows(LazyWeight):
+    """The embedding, or the LM head that goes with it."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, is_head: bool) -> None:
-        super().__init__(name, shape, dtype, seed)
-        self._is_head = is_head
+    def __init__(self, embedding: LazyWeight, *, is_head: bool) -> None:
+        self.shape = embedding.shape
+        self._embedding, self._is_head = embedding, is_head
 
     def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
-        whole = self._arranged(super().read().clone())
-        return whole if dim is None else whole.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
+        return self._part(self._arranged(self._embedding.read().clone()), dim, start, stop)
 
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
         whole = torch.empty(self.shape, dtype=target.dtype, device=target.device)
-        if not super().fill(whole):
+        if not self._embedding.fill(whole):
             return False
-        whole = self._arranged(whole)
-        part = whole if dim is None else whole.narrow(dim, start, (whole.shape[dim] if stop is None else stop) - start)
-        target.copy_(part)
+        target.copy_(self._part(self._arranged(whole), dim, start, stop))
         return True
+
+    def _part(self, whole: Tensor, dim: int | None, start: int, stop: int | None) -> Tensor:
+        return whole if dim is None else whole.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
 
     def _arranged(self, rows: Tensor) -> Tensor:
         if not self._is_head:
@@ -63,21 +66,28 @@ class _VocabRows(RandomWeight):
         return rows[torch.tensor(order, device=rows.device)]
 
 
-class CycleLoader(DummyLoader):
-    """For models whose LM head is a matrix of its own."""
+class CycleLoader(WeightLoader):
+    """For models whose LM head is a matrix of its own. All other weights are those of load_format dummy."""
+
+    def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
+        entry = load_plugins(only=[]).find("pelton_model_loaders", "dummy", setting="load_format")
+        self._random: WeightLoader = entry.resolve()(config, model)
+
+    def expect(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        for part in _VOCAB_MATRICES:
+            if sum(name.endswith(part) for name in expected) != 1:
+                raise ConfigError(
+                    "load_format cycle needs a model with one embedding and one LM head that is not tied to it."
+                )
+        self._random.expect(expected)
 
     def weights(self) -> Iterator[tuple[str, LazyWeight]]:
-        names = {
-            part: [name for name in self._expected if name.endswith(part)]
-            for part in ("embed_tokens.weight", "lm_head.weight")
-        }
-        if any(len(found) != 1 for found in names.values()):
-            raise ConfigError(
-                "load_format cycle needs a model with one embedding and one LM head that is not tied to it."
-            )
-        (embedding,), (head,) = names.values()
-        for name, weight in super().weights():
-            if name in (embedding, head):
-                yield name, _VocabRows(embedding, weight.shape, self._dtype, self._seed, is_head=name == head)
-            else:
-                yield name, weight
+        found = dict(self._random.weights())
+        embedding, head = (next(name for name in found if name.endswith(part)) for part in _VOCAB_MATRICES)
+        found[head] = _VocabRows(found[embedding], is_head=True)
+        found[embedding] = _VocabRows(found[embedding], is_head=False)
+        yield from found.items()
+
+    @property
+    def total_bytes(self) -> int:
+        return self._random.total_bytes
