@@ -31,6 +31,7 @@ def small_pieces(monkeypatch, device):
         sizes = {
             "_GREEDY_CHUNK": 512,
             "_CHUNK_GROUPS": 16,
+            "_LISTED": 4,
             "_ROOM": 32,
             "_LANES": 256,
             "_SPARE": 64,
@@ -91,6 +92,12 @@ def run(op, logits: torch.Tensor, slots: list[int]) -> list[list[int]]:
     result = torch.full((len(slots), 2), -7, dtype=torch.int32, device=logits.device)
     op(logits.clone(), torch.tensor(slots, device=logits.device), result)
     return result.tolist()
+
+
+def run_both(state: BatchState, logits: torch.Tensor, slots: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """What the kernels and the reference make of the same rows."""
+    other = copy_of(state)
+    return run(bind(state), logits.to(state.device), slots), run(bind(other, ReferenceSample), logits, slots)
 
 
 def assert_same_state(state: BatchState, other: BatchState) -> None:
@@ -237,10 +244,8 @@ def test_a_large_top_k_beside_what_min_p_drops(device, monkeypatch):
     state = make_state(device, vocab, num_rows)
     for slot in range(num_rows):
         add(state, slot, [1, 2], seed=7000 + slot, temperature=1.0, top_k=6000, min_p=0.3)
-    other = copy_of(state)
-    slots = list(range(num_rows))
-    got = run(bind(state), logits.expand(num_rows, -1).to(device), slots)
-    assert got == run(bind(other, ReferenceSample), logits.expand(num_rows, -1), slots)
+    got, want = run_both(state, logits.expand(num_rows, -1), list(range(num_rows)))
+    assert got == want
 
 
 @pytest.mark.parametrize("kind, is_settled", [
@@ -362,13 +367,12 @@ def test_extreme_filters_equal_the_reference(device, params, spread):
     state = make_state(device, vocab, 4)
     for slot in range(4):
         add(state, slot, [1, 2], seed=10 + slot, temperature=0.7, **params)
-    other = copy_of(state)
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(3)) * spread
     logits[1] = (logits[1] * 2).round() / 2
     logits[2, 100:] = -INF
     logits[3, ::2] = -INF
-    got = run(bind(state), logits.to(device), [0, 1, 2, 3])
-    assert got == run(bind(other, ReferenceSample), logits, [0, 1, 2, 3])
+    got, want = run_both(state, logits, [0, 1, 2, 3])
+    assert got == want
 
 
 # Masks, side tables, logprobs.
@@ -486,6 +490,32 @@ def test_logprobs_come_from_the_raw_logits(device, num_logprobs):
     assert mine.token_ids[2].tolist() == [got[2][0], *range(64, 64 + num_logprobs)]
     assert mine.logprobs[:3] == pytest.approx(theirs.logprobs[:3], abs=1e-5, rel=1e-5)
     assert (mine.token_ids[4:] == -9).all() and (mine.ranks[4:] == -9).all()
+
+
+def test_logprobs_beside_masks_and_tables(device):
+    """They are of the logits before: few groups of tokens changed, all of them, by both, or none; every token is likely."""
+    vocab, chooser = 2005, random.Random(1)
+    state = make_state(device, vocab, num_side_slots=3)
+    penalties = {"presence_penalty": 1.5, "repetition_penalty": 1.3, "frequency_penalty": 0.7}
+    sides = [penalties, {"allowed_token_ids": list(range(3, vocab, 5))}, {}, penalties, {}]
+    for slot, params in enumerate(sides):
+        side = params | {"side_slot": min(slot, 2)} if params else {}
+        tokens = [chooser.randrange(vocab) for _ in range(30)]
+        add(state, slot, tokens, seed=slot, temperature=1.0, logprobs=4, num_output=10, **side)
+    mask = masked(state, {slot: list(range(slot, 1984, 3)) for slot in (2, 3)}, 62)
+    other = copy_of(state)
+    logits, slots = torch.randn(5, vocab, generator=torch.Generator().manual_seed(4)), [3, 0, 4, 1, 2]
+    made = []
+    for owner, implementation in ((state, None), (other, ReferenceSample)):
+        target = LogprobTensors.make(5, 4, owner.device)
+        own_mask = tuple(part.to(owner.device) for part in mask)
+        op = bind(owner, implementation, num_logprobs=4, logprobs=target, mask=own_mask)
+        made.append((run(op, logits.to(owner.device), slots), target.to_host()))
+    (got, mine), (want, theirs) = made
+    assert got == want
+    assert mine.ranks.tolist() == theirs.ranks.tolist()
+    assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+    assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
 def test_a_row_gets_as_many_logprobs_as_it_asked_for(device):

@@ -25,11 +25,20 @@ from torch import Tensor
 
 from pelton.ops.interface import Logprobs, LogprobsNeeds, LogprobsTensors
 from pelton.sampling.logprobs import LogprobTensors
+from pelton.sampling.side_tables import GROUP as GROUP_TOKENS
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.ops.sampling_pieces import GROUP, LOWEST_KEY, MINUS_INF_KEY, key_value, order_key
+from pelton_backends.triton.ops.sampling_pieces import (
+    GROUP,
+    LOG2_E,
+    LOWEST_KEY,
+    MINUS_INF_KEY,
+    exp_sum,
+    group_keys,
+    key_value,
+    order_key,
+)
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
-GROUP_TOKENS = 32
 CHUNK_GROUPS = 128
 MOST_LOGPROBS = 128
 
@@ -54,17 +63,29 @@ def logprob_scan_kernel(
     group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
-    keys = tl.max(order_key(values), 1)
+    keys = group_keys(values)
     best = tl.max(keys, 0)
-    top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
     at = row * CHUNKS + chunk
     tl.store(raw_best + at, best)
-    tl.store(raw_sum + at, tl.sum(tl.sum(tl.exp(values - top), 1).to(tl.float64), 0))
+    tl.store(raw_sum + at, exp_sum(values, best, LOG2_E))
     tl.store(raw_group_best + row.to(tl.int64) * GROUPS + group, keys, mask=group < GROUPS)
 
 
 @triton.jit
-def _num_above(row_logits, own, keys, groups, group_ids, V: tl.constexpr, GROUPS: tl.constexpr, READ: tl.constexpr):
+def _raw(row_logits, row_raw, row_is_kept, is_other, group, GROUPS: tl.constexpr, MAY_CHANGE: tl.constexpr):
+    """Where the logits of a row's group, or groups, lie as they were before anything changed them."""
+    start = row_logits + group * 0
+    if MAY_CHANGE:
+        is_kept = tl.load(row_is_kept + group, mask=(group < GROUPS) & is_other, other=0) != 0
+        start = tl.where(is_kept, row_raw, start)
+    return start
+
+
+@triton.jit
+def _num_above(
+    row_logits, row_raw, row_is_kept, is_other, own, keys, groups, group_ids,
+    V: tl.constexpr, GROUPS: tl.constexpr, READ: tl.constexpr, MAY_CHANGE: tl.constexpr,
+):  # fmt: skip
     """Tokens with a key above `own`, from the groups whose best is; group_ids [GROUPS] int32: scratch."""
     is_above = keys > own
     num_groups = tl.sum(is_above.to(tl.int32), 0)
@@ -76,7 +97,8 @@ def _num_above(row_logits, own, keys, groups, group_ids, V: tl.constexpr, GROUPS
             index = start + tl.arange(0, READ)
             group = tl.load(group_ids + index, mask=index < num_groups, other=GROUPS)
             place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
+            source = _raw(row_logits, row_raw, row_is_kept, is_other, group, GROUPS, MAY_CHANGE)
+            values = tl.load(source[:, None] + place, mask=place < V, other=-float("inf"))
             above += tl.sum((order_key(values) > own).to(tl.int32), 1)
     return tl.sum(above, 0)
 
@@ -84,6 +106,9 @@ def _num_above(row_logits, own, keys, groups, group_ids, V: tl.constexpr, GROUPS
 @triton.jit
 def logprob_pick_kernel(
     logits,
+    raw_logits,
+    is_kept,
+    is_changed,
     slots,
     num_logprobs,
     tokens,
@@ -105,10 +130,12 @@ def logprob_pick_kernel(
     NUM: tl.constexpr,
     READ: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    MAY_CHANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (n). Token of row r: tokens[r * token_stride]. BY_SLOT: num_logprobs [S + 1] int64 says by slot how many a row wants,
-    negative for none; else every row wants `NUM`."""
+    negative for none; else every row wants `NUM`. MAY_CHANGE: of rows with is_changed [n] int32 the groups with is_kept [n, GROUPS]
+    int8 are in `raw_logits`."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -118,6 +145,10 @@ def logprob_pick_kernel(
         wanted = tl.where(slot == padding_slot, -1, tl.load(num_logprobs + slot))
     if wanted >= 0:
         row_logits = logits + row.to(tl.int64) * row_stride
+        row_raw, row_is_kept = raw_logits + row.to(tl.int64) * row_stride, is_kept + row.to(tl.int64) * GROUPS
+        is_other = tl.full([], 0, tl.int1)
+        if MAY_CHANGE:
+            is_other = tl.load(is_changed + row) != 0
         chunks = tl.arange(0, CHUNKS_BLOCK)
         at = row * CHUNKS + chunks
         groups, lane = tl.arange(0, GROUPS_BLOCK), tl.arange(0, GROUP)
@@ -125,11 +156,16 @@ def logprob_pick_kernel(
         bests = key_value(tl.load(raw_best + at, mask=chunks < CHUNKS, other=MINUS_INF_KEY))
         sums = tl.load(raw_sum + at, mask=chunks < CHUNKS, other=0.0)
         token = tl.load(tokens + row.to(tl.int64) * token_stride).to(tl.int32)
-        own_value = tl.load(row_logits + token)
+        own_value = tl.load(
+            _raw(row_logits, row_raw, row_is_kept, is_other, token // GROUP, GROUPS, MAY_CHANGE) + token
+        )
         top = tl.max(bests, 0)
         normalizer = (top.to(tl.float64) + tl.log(tl.sum(sums * tl.exp(bests - top), 0))).to(tl.float32)
         own_ids = group_ids + row.to(tl.int64) * GROUPS
-        above = _num_above(row_logits, order_key(own_value), keys, groups, own_ids, V, GROUPS, READ)
+        above = _num_above(
+            row_logits, row_raw, row_is_kept, is_other, order_key(own_value), keys, groups, own_ids, V, GROUPS, READ,
+            MAY_CHANGE,
+        )  # fmt: skip
         first = row * (1 + NUM)
         tl.store(ranks + row, (above + 1).to(tl.int64))
         tl.store(logprob_ids + first, token.to(tl.int64))
@@ -141,7 +177,8 @@ def logprob_pick_kernel(
             best = tl.max(keys, 0)
             group = tl.min(tl.where(keys == best, groups, GROUPS_BLOCK), 0)
             place = group * GROUP + lane
-            own = order_key(tl.load(row_logits + place, mask=place < V, other=-float("inf")))
+            source = _raw(row_logits, row_raw, row_is_kept, is_other, group, GROUPS, MAY_CHANGE)
+            own = order_key(tl.load(source + place, mask=place < V, other=-float("inf")))
             after = tl.where(best == last_key, last, -1)  # equal ones were taken from the left
             last = tl.min(tl.where((own == best) & (place > after), place, V - 1), 0)
             last_key = best
@@ -161,21 +198,25 @@ class RawStatistics:
         self.sum = torch.zeros(num_rows, self.chunks, dtype=torch.float64, device=device)
         self.group_best = torch.zeros(num_rows, self.groups, dtype=torch.int32, device=device)
         self.group_ids = torch.zeros(num_rows, self.groups, dtype=torch.int32, device=device)
+        self.is_changed = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.is_kept = torch.zeros(num_rows, self.groups, dtype=torch.int8, device=device)
 
     def pick(
         self, logits: Tensor, tokens: Tensor, target: LogprobTensors, *, num: int, vocab_size: int, pdl: bool,
         slots: Tensor | None = None, num_logprobs: Tensor | None = None, padding_slot: int = -1,
+        raw_logits: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """tokens: one a row, at any stride. slots, num_logprobs: see the kernel."""
-        options: dict[str, Any] = {"PDL": pdl, "num_warps": 8} | launch_options(pdl)
+        """tokens: one a row, at any stride. slots, num_logprobs, raw_logits: see the kernel."""
+        options: dict[str, Any] = {"PDL": pdl, "num_warps": 8, "maxnreg": 128} | launch_options(pdl)
         launch(
             logprob_pick_kernel, (len(logits),),
-            logits, tokens if slots is None else slots, tokens if num_logprobs is None else num_logprobs, tokens,
-            self.best, self.sum, self.group_best, self.group_ids, target.token_ids, target.logprobs, target.ranks,
+            logits, logits if raw_logits is None else raw_logits, self.is_kept, self.is_changed,
+            tokens if slots is None else slots, tokens if num_logprobs is None else num_logprobs, tokens, self.best,
+            self.sum, self.group_best, self.group_ids, target.token_ids, target.logprobs, target.ranks,
             logits.stride(0), tokens.stride(0), padding_slot,
             V=vocab_size, GROUPS=self.groups, GROUPS_BLOCK=triton.next_power_of_2(self.groups), CHUNKS=self.chunks,
             CHUNKS_BLOCK=triton.next_power_of_2(self.chunks), NUM=num, READ=min(128, triton.next_power_of_2(self.groups)),
-            BY_SLOT=slots is not None, **options,
+            BY_SLOT=slots is not None, MAY_CHANGE=raw_logits is not None, **options,
         )  # fmt: skip
 
 

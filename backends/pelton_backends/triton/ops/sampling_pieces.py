@@ -8,7 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr(32)  # tokens of a group: one line of 128 B
+from pelton.sampling import side_tables
+from pelton_backends.triton.runtime import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+GROUP = tl.constexpr(side_tables.GROUP)  # tokens of a group: one line of 128 B
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST_KEY = tl.constexpr(-2147483648)  # below every float's key
 MINUS_INF_KEY = tl.constexpr(-2139095041)
 INF_KEY = tl.constexpr(2139095040)
@@ -27,9 +32,29 @@ def order_key(x):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def group_keys(values):
+    """values [G, 32] float32 -> the key of each group's largest [G]: keys only of these, not of every token."""
+    if _INTERPRETED:  # which takes a reduction of our own one by one
+        return tl.max(order_key(values), 1)
+    return order_key(tl.reduce(values, 1, _larger))
+
+
+@triton.jit
 def key_value(key):
     """The float32 of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp_sum(values, best, scale):
+    """values [G, 32], best: key of the largest -> the sum of 2^((value - largest) * scale), float64."""
+    top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
+    return tl.sum(tl.sum(tl.exp2((values - top) * scale), 1).to(tl.float64), 0)
 
 
 @triton.jit

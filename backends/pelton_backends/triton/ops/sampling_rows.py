@@ -27,22 +27,23 @@ import triton.language as tl
 from pelton_backends.triton.ops.sampling_pieces import (
     GROUP,
     INF_KEY,
+    LOG2_E,
     LOWEST_KEY,
     MINUS_INF_KEY,
     NOT_FINITE,
     NOTHING_ALLOWED,
     OK,
+    exp_sum,
     finish_row,
+    group_keys,
     key_value,
     order_key,
     pick_chunk,
     pick_token,
     uniform,
 )
-from pelton_backends.triton.ops.sampling_side import change_values, touched_groups
+from pelton_backends.triton.ops.sampling_side import change_values
 from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -93,26 +94,16 @@ def greedy_kernel(
             token = tl.minimum(0x7FFFFFFF - (largest & 0x7FFFFFFF), V - 1).to(tl.int32)
             code = tl.where((top >= INF_KEY) | (top <= MINUS_INF_KEY), NOT_FINITE, OK)
             finish_row(
-                row,
-                slot,
-                token,
-                code,
-                result,
-                token_ids,
-                token_stride,
-                num_computed_tokens,
-                side_slots,
-                counts,
-                touched,
-                V,
-            )
+                row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
+            )  # fmt: skip
             tl.store(arrived + row, 0)
 
 
 @triton.jit
 def scan_kernel(
     logits,
-    changed,
+    raw_logits,
+    is_raw_group,
     is_changed,
     slots,
     temperature,
@@ -121,7 +112,23 @@ def scan_kernel(
     min_p,
     num_logprobs,
     side_slots,
-    side,
+    features,
+    touched,
+    banned,
+    stop_ids,
+    bias,
+    counts,
+    in_prompt,
+    presence,
+    frequency,
+    repetition,
+    min_tokens,
+    word_prefix,
+    word_length,
+    word_last,
+    num_prompt_tokens,
+    num_computed_tokens,
+    token_ids,
     mask,
     has_mask,
     chunk_best,
@@ -132,90 +139,111 @@ def scan_kernel(
     raw_sum,
     raw_group_best,
     row_stride,
+    token_stride,
     mask_stride,
-    padding_slot,
     V: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    LISTED: tl.constexpr,
     HAS_SIDE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
-    IS_APART: tl.constexpr,
     WORDS: tl.constexpr,
     LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """chunk_best [n, CHUNKS] int32 keys; chunk_least float32: the least finite logit; chunk_sum float64; group_best [n, GROUPS]
-    int32 keys: of the logits as masks and side tables change them, which are written to `changed` for rows that have any
-    (is_changed [n] int32): all of them with IS_APART, else those that may differ, and `changed` is `logits`.
-    raw_best, raw_sum (at temperature 1), raw_group_best: of the logits before."""
+    int32 keys: of the logits as masks and side tables change them, in place.
+    raw_best: of the logits before, for rows with a mask or side tables (is_changed [n] int32, with logprobs), else as
+    chunk_best. For rows with logprobs raw_sum (at temperature 1) and raw_group_best, of the logits before; groups that are
+    changed are kept in `raw_logits`, and is_raw_group [n, GROUPS] int8 says which."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    slot = tl.load(slots + row)
+    first_group = chunk * CHUNK_GROUPS
+    group = first_group + tl.arange(0, CHUNK_GROUPS)
+    lane = tl.arange(0, GROUP)
+    place = group[:, None] * GROUP + lane[None, :]
     start = row.to(tl.int64) * row_stride
     values = tl.load(logits + start + place, mask=place < V, other=-float("inf"))
-    slot = tl.load(slots + row)
-    if slot != padding_slot:
-        at = row * CHUNKS + chunk
-        raw = tl.full([], LOWEST_KEY, tl.int32)
-        if HAS_LOGPROBS:  # noqa: SIM102, a constant: what is behind it is not compiled
-            if tl.load(num_logprobs + slot) >= 0:
-                raw_keys = tl.max(order_key(values), 1)
-                raw = tl.max(raw_keys, 0)
-                top = tl.where(raw <= MINUS_INF_KEY, 0.0, key_value(raw))
-                total = tl.sum(tl.sum(tl.exp2((values - top) * LOG2_E), 1).to(tl.float64), 0)
-                tl.store(raw_sum + at, total)
-                tl.store(raw_group_best + row.to(tl.int64) * GROUPS + group, raw_keys, mask=group < GROUPS)
-        is_other = tl.full([], 0, tl.int1)
-        if HAS_SIDE or HAS_MASK:
-            side_slot = tl.full([], -1, tl.int64)
+    # All that is found by slot is fetched at once: a program waits longer for such loads than for its logits. A padding
+    # row's slot asks for nothing.
+    warmth, least_p = tl.load(temperature + slot), tl.load(min_p + slot)
+    most_p, most_k = tl.load(top_p + slot), tl.load(top_k + slot)
+    side_slot = tl.full([], -1, tl.int64)
+    if HAS_SIDE:
+        side_slot = tl.load(side_slots + slot)
+    is_masked = tl.full([], 0, tl.int1)
+    if HAS_MASK:
+        is_masked = tl.load(has_mask + slot) != 0
+    has_logprobs = tl.full([], 0, tl.int1)
+    if HAS_LOGPROBS:
+        has_logprobs = tl.load(num_logprobs + slot) >= 0
+
+    at = row * CHUNKS + chunk
+    groups_at = row.to(tl.int64) * GROUPS + group
+    keys = group_keys(values)
+    raw = tl.max(keys, 0)
+    if has_logprobs:
+        tl.store(raw_sum + at, exp_sum(values, raw, LOG2_E))
+        tl.store(raw_group_best + groups_at, keys, mask=group < GROUPS)
+    if HAS_SIDE or HAS_MASK:
+        is_other = (side_slot >= 0) | is_masked
+        if HAS_LOGPROBS:
+            tl.store(is_changed + row, is_other.to(tl.int32), mask=chunk == 0)
+        if is_other:
+            is_listed = tl.zeros([CHUNK_GROUPS], tl.int1)
             if HAS_SIDE:
-                side_slot = tl.load(side_slots + slot)
-            is_masked = tl.full([], 0, tl.int1)
-            if HAS_MASK:
-                is_masked = tl.load(has_mask + slot) != 0
-            is_other = (side_slot >= 0) | is_masked
-            if chunk == 0:
-                tl.store(is_changed + row, is_other.to(tl.int32))
-            if is_other:
-                raw = tl.max(tl.max(order_key(values), 1), 0)
-                is_touched = tl.zeros([CHUNK_GROUPS], tl.int1)
-                if HAS_SIDE:
-                    is_touched = touched_groups(side, tl.maximum(side_slot, 0), group, GROUPS) & (side_slot >= 0)
-                is_inside = is_touched[:, None] & (place < V)
-                values = change_values(
-                    values, place, is_inside, slot, side_slot, side, mask + slot * mask_stride, is_masked, mask_stride,
-                    HAS_SIDE, V, WORDS, LENGTH,
-                )  # fmt: skip
-                values = tl.where(place < V, values, -float("inf"))
-                tl.store(changed + start + place, values, mask=is_inside | ((place < V) & (is_masked | IS_APART)))
-        keys = tl.max(order_key(values), 1)
-        best = tl.max(keys, 0)
-        tl.store(chunk_best + at, best)
-        if HAS_SIDE or HAS_MASK or HAS_LOGPROBS:
-            tl.store(raw_best + at, tl.where(raw > LOWEST_KEY, raw, best))
-        warmth = tl.load(temperature + slot)
-        if warmth > 0:
-            top = tl.where(best <= MINUS_INF_KEY, 0.0, key_value(best))
-            weights = tl.exp2((values - top) * (LOG2_E / warmth))
-            tl.store(chunk_sum + at, tl.sum(tl.sum(weights, 1).to(tl.float64), 0))
-            has_nucleus = tl.load(top_p + slot) < 1.0
-            if has_nucleus:
-                finite = tl.where(values > -float("inf"), values, float("inf"))
-                tl.store(chunk_least + at, tl.min(tl.min(finite, 1), 0))
-            if has_nucleus | (tl.load(top_k + slot) < V) | (tl.load(min_p + slot) > 0.0):
-                tl.store(group_best + row.to(tl.int64) * GROUPS + group, keys, mask=group < GROUPS)
-
-
-@triton.jit
-def row_start(logits, changed, is_changed, row, row_stride, MAY_CHANGE: tl.constexpr):
-    """Where a row's logits lie, as masks and side tables have changed them."""
-    if MAY_CHANGE:
-        logits = tl.where(tl.load(is_changed + row) != 0, changed, logits)
-    return logits + row.to(tl.int64) * row_stride
+                own_touched = touched + tl.maximum(side_slot, 0) * GROUPS
+                is_listed = tl.load(own_touched + group, mask=(group < GROUPS) & (side_slot >= 0), other=0) != 0
+            if has_logprobs:
+                tl.store(is_raw_group + groups_at, (is_listed | is_masked).to(tl.int8), mask=group < GROUPS)
+            if HAS_MASK:  # noqa: SIM102, a constant: what is behind it is not compiled
+                if is_masked:
+                    if has_logprobs:
+                        tl.store(raw_logits + start + place, values, mask=place < V)
+                    word = place // 32  # tokens beyond the words are not allowed
+                    bits = tl.load(mask + slot * mask_stride + word, mask=word < mask_stride, other=0)
+                    values = tl.where(((bits >> (place % 32)) & 1) != 0, values, -float("inf"))
+                    tl.store(logits + start + place, values, mask=place < V)
+            if HAS_SIDE:
+                running = tl.cumsum(is_listed.to(tl.int32), 0)
+                num_listed = tl.max(running, 0)
+                tl.debug_barrier()
+                uses = tl.load(features + tl.maximum(side_slot, 0))
+                for first in range(0, num_listed, LISTED):
+                    # The place of the n-th listed group: as many groups have fewer of them up to and with themselves.
+                    wanted = first + tl.arange(0, LISTED)
+                    own = first_group + tl.sum((running[:, None] <= wanted[None, :]).to(tl.int32), 0)
+                    own_place = own[:, None] * GROUP + lane[None, :]
+                    is_inside = (wanted < num_listed)[:, None] & (own_place < V)
+                    old = tl.load(logits + start + own_place, mask=is_inside, other=-float("inf"))
+                    if has_logprobs & ~is_masked:
+                        tl.store(raw_logits + start + own_place, old, mask=is_inside)
+                    changed = change_values(
+                        old, own_place, is_inside, slot, side_slot, uses, banned, stop_ids, bias, counts, in_prompt,
+                        presence, frequency, repetition, min_tokens, word_prefix, word_length, word_last,
+                        num_prompt_tokens, num_computed_tokens, token_ids, token_stride, V, WORDS, LENGTH,
+                    )  # fmt: skip
+                    tl.store(logits + start + own_place, changed, mask=is_inside)
+                tl.debug_barrier()
+                # Fetched again, all of them: registers that held them through the loop would halve the programs at a time.
+                values = tl.load(logits + start + place, mask=place < V, other=-float("inf"))
+            keys = group_keys(values)
+    best = tl.max(keys, 0)
+    tl.store(chunk_best + at, best)
+    if HAS_SIDE or HAS_MASK or HAS_LOGPROBS:
+        tl.store(raw_best + at, raw)
+    if warmth > 0:
+        tl.store(chunk_sum + at, exp_sum(values, best, LOG2_E / warmth))
+        has_nucleus = most_p < 1.0
+        if has_nucleus:
+            finite = tl.where(values > -float("inf"), values, float("inf"))
+            tl.store(chunk_least + at, tl.min(tl.min(finite, 1), 0))
+        if has_nucleus | (most_k < V) | (least_p > 0.0):
+            tl.store(group_best + groups_at, keys, mask=group < GROUPS)
 
 
 @triton.jit
@@ -275,36 +303,23 @@ def _kth_key(keys, wanted, count, lowest, highest):
 
 
 @triton.jit
-def _masses(keys):
-    """Keys of weights in [0, 1] -> int64: the weight in units of 2^-30, above 16 bits that count it."""
-    return (tl.floor(keys.to(tl.float32, bitcast=True) * 1073741824.0 + 0.5).to(tl.int32).to(tl.int64) << 16) + 1
-
-
-@triton.jit
-def _nucleus_key(keys, masses, needed):
-    """The greatest t at which the masses of the keys >= t sum to `needed` (2^-30); the positive keys' do."""
+def _nucleus_key(keys, needed):
+    """keys: bits of weights >= 0. The greatest t at which the weights >= t sum to `needed`; all of them do."""
     highest = tl.max(keys, 0)
-    low = tl.min(tl.where(keys > 0, keys, highest), 0).to(tl.int64)
-    high = highest.to(tl.int64) + 1
-    num_low = tl.sum((keys > 0).to(tl.int32), 0).to(tl.int64)
-    num_high = tl.zeros([], tl.int64)
-    while (high - low > 1) & (num_low - num_high > 1):  # one key between the two: low is as good as that key
+    low, high = tl.min(tl.where(keys > 0, keys, highest), 0), highest + 1
+    while high - low > 1:  # both ends go on to the next weight that there is
         middle = low + (high - low) // 2
-        found = tl.sum(tl.where(keys >= middle.to(tl.int32), masses, 0), 0)
-        if (found >> 16) >= needed:
-            low = middle
-            num_low = found & 0xFFFF
+        above = tl.where(keys >= middle, keys, 0)
+        if tl.sum(above.to(tl.float32, bitcast=True), 0) >= needed:
+            low = tl.min(tl.where(above > 0, above, highest), 0)
         else:
-            high = middle
-            num_high = found & 0xFFFF
-    return low.to(tl.int32)
+            high = tl.max(tl.where(keys >= middle, 0, keys), 0) + 1
+    return low
 
 
 @triton.jit
 def pick_kernel(
     logits,
-    changed,
-    is_changed,
     slots,
     result,
     temperature,
@@ -320,6 +335,7 @@ def pick_kernel(
     group_ids,
     is_wide,
     facts,
+    totals,
     token_ids,
     num_computed_tokens,
     side_slots,
@@ -335,13 +351,13 @@ def pick_kernel(
     CHUNKS: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
-    HAS_RAW: tl.constexpr,
+    CUTS: tl.constexpr,
     MAY_CHANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """group_ids [n, ROOM] int32: scratch. is_wide [n] int32: 1 for a row with a nucleus and no other filter that is left to
-    `sampling_nucleus`, 2 for a row left to `wide_kernel`. facts [n, 3] float64, of rows with 1: the best logit over the
-    temperature, what weights have to sum to, the logarithm of the least weight."""
+    `sampling_nucleus`, 2 for a row left to `wide_kernel`. Of rows with 1: facts [n, 4] float64: the best logit over the
+    temperature, what weights have to sum to, the logarithm of the least weight, the temperature; totals [n, 2, CUTS] zeros."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -357,10 +373,10 @@ def pick_kernel(
         tl.store(result + 2 * row + 1, 0)
         tl.store(is_wide + row, 0)
     else:
-        row_logits = row_start(logits, changed, is_changed, row, row_stride, MAY_CHANGE)
+        row_logits = logits + row.to(tl.int64) * row_stride
         best = tl.max(bests, 0)
         code = tl.where((best >= INF_KEY) | (best <= MINUS_INF_KEY), NOT_FINITE, OK)
-        if HAS_RAW:
+        if MAY_CHANGE:
             raw = tl.max(tl.load(raw_best + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=LOWEST_KEY), 0)
             is_raw_bad = (raw >= INF_KEY) | (raw <= MINUS_INF_KEY)
             code = tl.where(is_raw_bad, NOT_FINITE, tl.where(code == OK, OK, NOTHING_ALLOWED))
@@ -381,9 +397,11 @@ def pick_kernel(
         is_searched = is_filtered & is_known
         if is_nucleus:
             leasts = tl.load(chunk_least + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=float("inf"))
-            tl.store(facts + row * 3, top.to(tl.float64))
-            tl.store(facts + row * 3 + 1, needed_sum)
-            tl.store(facts + row * 3 + 2, (tl.div_rn(tl.min(leasts, 0), warmth) - top).to(tl.float64))
+            tl.store(facts + row * 4, top.to(tl.float64))
+            tl.store(facts + row * 4 + 1, needed_sum)
+            tl.store(facts + row * 4 + 2, (tl.div_rn(tl.min(leasts, 0), warmth) - top).to(tl.float64))
+            tl.store(facts + row * 4 + 3, warmth.to(tl.float64))
+            tl.store(totals + row * (2 * CUTS) + tl.arange(0, 2 * CUTS), tl.zeros([2 * CUTS], tl.int64))
         slot_of_group = tl.arange(0, ROOM)
         threshold = tl.full([], MINUS_INF_KEY, tl.int32)
         least_key = threshold
@@ -406,49 +424,40 @@ def pick_kernel(
             ids = tl.where(slot_of_group < CHUNK_GROUPS, chunk * CHUNK_GROUPS + slot_of_group, GROUPS)
         place = ids[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
-        raw_keys = order_key(values)
+        own_keys = order_key(values)
         scaled = tl.div_rn(values, warmth)
-        weights = tl.where(is_random, tl.exp(scaled - top), (raw_keys == best).to(tl.float32))
+        is_kept = own_keys >= tl.where(is_random, threshold, best)
         if is_searched:
-            is_kept = (raw_keys >= threshold) & (raw_keys > MINUS_INF_KEY) & (scaled >= least)
-            own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
+            is_kept = is_kept & (own_keys > MINUS_INF_KEY) & (scaled >= least)
+        own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
+        has_all = threshold <= least_key
+        if is_searched & (most_k < V):
             kept_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
             highest = order_key(top)
             lowest = tl.min(tl.where(kept_keys > LOWEST_KEY, kept_keys, highest), 0)
             num_kept = tl.sum((kept_keys > LOWEST_KEY).to(tl.int32), 0)
-            has_all = threshold <= least_key
-            if (most_k < V) & (num_kept >= most_k):
+            if num_kept >= most_k:
                 lowest = _kth_key(kept_keys, most_k.to(tl.int32), num_kept, lowest, highest)
                 has_all = tl.full([], 1, tl.int1)
-            weights = tl.where(own_keys >= lowest, weights, 0.0)
+            own_keys = tl.where(own_keys >= lowest, own_keys, LOWEST_KEY)
+        weights = tl.where(is_random, tl.exp(key_value(own_keys) - top), 1.0)
+        weights = tl.where(own_keys > LOWEST_KEY, weights, 0.0)
+        if is_searched:
             is_known = has_all
             if most_p < 1.0:
                 # By weights: exp makes some logits equal, and ties are kept.
-                own_keys = order_key(weights)
-                weight_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
-                masses = _masses(weight_keys)
-                mass = tl.sum(masses, 0) >> 16
+                mass = tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
                 # Without top_k and min_p the nucleus may be known although not every token is.
-                whole = tl.where(has_all, mass.to(tl.float64), tl.sum(sums, 0) * 1073741824.0)
-                needed = tl.ceil(most_p.to(tl.float64) * whole).to(tl.int64)
-                is_known = has_all | ((most_k >= V) & (least_p <= 0) & (mass >= needed))
+                needed = tl.where(has_all, most_p.to(tl.float64) * mass, needed_sum).to(tl.float32)
+                is_known = has_all | (is_nucleus & (mass >= needed))
                 if is_known:
-                    weights = tl.where(own_keys >= _nucleus_key(weight_keys, masses, needed), weights, 0.0)
+                    bits = weights.to(tl.int32, bitcast=True)
+                    least_bits = _nucleus_key(tl.reshape(bits, [ROOM * GROUP], can_reorder=True), needed)
+                    weights = tl.where(bits >= least_bits, weights, 0.0)
             target = number * tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
         tl.store(is_wide + row, tl.where(is_known, 0, tl.where(is_nucleus, 1, 2)))
         if is_known:
             token = tl.minimum(pick_token(weights, ids, target, ROOM, GROUP), V - 1)
             finish_row(
-                row,
-                slot,
-                token,
-                code,
-                result,
-                token_ids,
-                token_stride,
-                num_computed_tokens,
-                side_slots,
-                counts,
-                touched,
-                V,
-            )
+                row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
+            )  # fmt: skip

@@ -25,7 +25,6 @@ from pelton_backends.triton.ops.sampling_pieces import (
     pick_token,
     uniform,
 )
-from pelton_backends.triton.ops.sampling_rows import row_start
 from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
 
 _CUTS = tl.constexpr(8)
@@ -138,8 +137,6 @@ def _kept_weights(row_logits, place, floor, least_weight, warmth, top, V: tl.con
 @triton.jit
 def wide_kernel(
     logits,
-    changed,
-    is_changed,
     slots,
     result,
     temperature,
@@ -163,7 +160,6 @@ def wide_kernel(
     CHUNKS_BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     SPARE: tl.constexpr,
-    MAY_CHANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (n), after `pick_kernel`; spare [n, SPARE] int32: scratch. Rows with is_wide 0 are done."""
@@ -172,7 +168,7 @@ def wide_kernel(
     let_next_start(PDL)
     if tl.load(is_wide + row) != 0:
         slot = tl.load(slots + row)
-        row_logits = row_start(logits, changed, is_changed, row, row_stride, MAY_CHANGE)
+        row_logits = logits + row.to(tl.int64) * row_stride
         own_spare = spare + row.to(tl.int64) * SPARE
         chunks = tl.arange(0, CHUNKS_BLOCK)
         best = tl.max(tl.load(chunk_best + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=LOWEST_KEY), 0)
@@ -217,4 +213,4 @@ def wide_kernel(
         token = tl.minimum(pick_token(kept, chosen * CHUNK_GROUPS + group, target, CHUNK_GROUPS, GROUP), V - 1)
         finish_row(
             row, slot, token, OK, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
-        )
+        )  # fmt: skip
