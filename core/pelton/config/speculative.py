@@ -21,7 +21,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_min: int = 3
     """ngram: fewest tokens that have to be found again."""
     min_acceptance_rate: float = 0.15
-    """A request whose drafts are accepted less often makes none for a while; 0: drafting never pauses."""
+    """Where a smaller share of the drafts is accepted, none are made for a while; 0: drafting never pauses."""
     drafts_on_device: bool | None = None
     """Whether workers make the drafts themselves where their method allows it, so that steps overlap. Unset: but on a CPU."""
 

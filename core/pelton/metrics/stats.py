@@ -37,7 +37,7 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     spec_num_accepted_by_position: list[int] = []
     """Accepted drafts by their place in a row, the first one first."""
     spec_num_pauses: int = 0
-    """Requests that stopped drafting for a while, because too few drafts were accepted."""
+    """Pauses of drafting, of a request or of all together, because too few drafts were accepted."""
     kv_block_lifetimes_s: list[float] = []
     kv_block_idle_s: list[float] = []
     kv_block_reuse_gaps_s: list[float] = []

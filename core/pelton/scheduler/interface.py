@@ -57,7 +57,7 @@ class SchedulerContext:
     proposer: DraftProposer | None = None
     """Makes drafts on the host. None: no drafts, or the device's."""
     min_acceptance_rate: float = 0.0
-    """A request whose drafts are accepted less often makes none for a while; 0: drafting never pauses."""
+    """Where a smaller share of the drafts is accepted, none are made for a while; 0: drafting never pauses."""
     connector: SchedulerConnector | None = None
     adapter_is_ready: Callable[[int], bool] | None = None
     """Asked for requests with an adapter. None: the engine serves no adapters."""

@@ -102,7 +102,7 @@ FAMILIES: tuple[Family, ...] = (
         "Draft tokens accepted, by their place in the row from 0.",
         "position",
     ),
-    _counter("spec_decode_num_pauses", "Requests that stopped drafting for a while, since too few drafts were accepted."),
+    _counter("spec_decode_num_pauses", "Pauses of drafting, of a request or of all together, since too few drafts were accepted."),
     _histogram("request_prompt_tokens", "Prompt tokens of a finished sequence.", UP_TO_MODEL_LEN),
     _histogram("request_generation_tokens", "Generated tokens of a finished sequence.", UP_TO_MODEL_LEN),
     _histogram(
