@@ -115,6 +115,7 @@ def test_a_layer_runs_no_torch_operator_outside_the_seams(checkpoint, make_drive
     layer.attn.backend.forward_qkv = lambda layer, qkv, positions, metadata, output: output
 
     class Batch:
+        cut = None
         attention = (None,) * len(driver.backends)
         positions = torch.zeros(1, dtype=torch.int64)
 
