@@ -126,6 +126,9 @@ class AttentionBackend(ABC):
 
         query, output [T, num_heads, head_dim]; k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim] views.
         Rows of padding tokens may hold anything afterwards but must not be read. Returns `output`.
+        What lies in the cache beyond a row's end (in its last block, and in blocks that its table still names), or behind its
+        window, may be anything, NaN too: values at masked places are selected away, never multiplied. Only the null block is
+        finite.
         """
 
     def forward_qkv(
