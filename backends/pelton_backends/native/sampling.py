@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pelton.errors import EngineError
 from pelton.ops.interface import Logprobs, LogprobsNeeds, LogprobsTensors, Sample, SampleNeeds, SampleTensors
+from pelton.sampling.columns import SAMPLING_COLUMNS
 from pelton_backends.native import library
 from pelton_backends.native.step import Batch, make_batch
 
@@ -34,8 +35,8 @@ class _SideTables(Structure):
 class _Sampler(Structure):
     _fields_ = (
         ("batch", POINTER(Batch)), ("vocab_size", c_int64),
-        ("seeds", c_void_p), ("side_slots", c_void_p), ("top_k", c_void_p), ("num_prompt_tokens", c_void_p),
-        ("temperature", c_void_p), ("top_p", c_void_p), ("min_p", c_void_p),
+        ("seeds", c_void_p), ("side_slots", c_void_p), ("num_prompt_tokens", c_void_p),
+        *((column.name, c_void_p) for column in SAMPLING_COLUMNS),
         ("side", POINTER(_SideTables)), ("mask_words", c_void_p), ("has_mask", c_void_p), ("mask_stride", c_int64),
         ("logprob_ids", c_void_p), ("logprobs", c_void_p), ("ranks", c_void_p), ("num_logprobs", c_int64),
     )  # fmt: skip
@@ -89,9 +90,9 @@ class _Full:
         self._run = library.kernels().sample
         self._op = _Sampler(
             batch=pointer(make_batch(state)), vocab_size=needs.vocab_size,
-            seeds=state.seeds.data_ptr(), side_slots=state.side_slots.data_ptr(), top_k=state.top_k.data_ptr(),
-            num_prompt_tokens=state.num_prompt_tokens.data_ptr(), temperature=state.temperature.data_ptr(),
-            top_p=state.top_p.data_ptr(), min_p=state.min_p.data_ptr(), num_logprobs=needs.num_logprobs,
+            seeds=state.seeds.data_ptr(), side_slots=state.side_slots.data_ptr(),
+            num_prompt_tokens=state.num_prompt_tokens.data_ptr(), num_logprobs=needs.num_logprobs,
+            **{name: column.data_ptr() for name, column in state.sampling.items()},
         )  # fmt: skip
         if mask is not None:
             self._op.mask_words, self._op.mask_stride = mask[0].data_ptr(), mask[0].stride(0)

@@ -99,14 +99,9 @@ def _metadata(state: BatchState, slots: Tensor, positions: Tensor, vocab_size: i
     return SamplingMetadata(
         seeds=state.seeds[slots],
         positions=positions,
-        temperature=state.temperature[slots],
-        top_k=state.top_k[slots],
-        top_p=state.top_p[slots],
-        min_p=state.min_p[slots],
-        all_greedy=not is_full,
+        columns={name: column[slots] for name, column in state.sampling.items()},
+        active=frozenset(state.sampling) if is_full else frozenset(),
         max_top_k=vocab_size,
-        has_top_p=True,
-        has_min_p=True,
         is_captured=True,
         side=_side_rows(state, slots, positions) if is_full and state.side.counts.shape[0] else None,
     )

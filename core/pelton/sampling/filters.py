@@ -6,10 +6,26 @@ n = rows, V = vocabulary.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from pelton.sampling.metadata import SamplingMetadata
+
 _NUM_CANDIDATES = 512  # most nuclei are smaller; looked at first where the host may look
+
+
+def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """logits [n, V] after temperature -> the probabilities that are sampled, up to a factor for each row."""
+    columns, active = metadata.columns, metadata.active
+    if "min_p" in active:
+        logits = keep_min_p(logits, columns["min_p"])
+    if metadata.max_top_k:
+        logits = keep_top_k(logits, columns["top_k"], metadata.max_top_k)
+    probs = logits.softmax(dim=-1)
+    return keep_top_p(probs, columns["top_p"], is_captured=metadata.is_captured) if "top_p" in active else probs
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from pelton.sampling.columns import RANDOM
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,17 +37,16 @@ class SideRows:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingMetadata:
-    """n = rows of logits. The flags say what some row needs: what none needs is not run."""
+    """n = rows of logits. `active` and the flags say what some row needs: what none needs is not run."""
 
     seeds: Tensor  # [n] int64
     positions: Tensor  # [n] int64, of the token to be sampled
-    temperature: Tensor  # [n] float32, 0 is greedy
-    top_k: Tensor  # [n] int64, the vocabulary's size when off
-    top_p: Tensor  # [n] float32
-    min_p: Tensor  # [n] float32
-    all_greedy: bool
+    columns: Mapping[str, Tensor]  # [n] each, by the names of `sampling.columns.SAMPLING_COLUMNS`
+    active: frozenset[str]  # columns that some row needs; the others need not be looked at
     max_top_k: int = 0  # largest of the rows that have one; 0: none has
-    has_top_p: bool = False
-    has_min_p: bool = False
     side: SideRows | None = None
     is_captured: bool = False  # no value may be looked at on the way, a CPU's neither
+
+    @property
+    def all_greedy(self) -> bool:
+        return RANDOM not in self.active

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pelton.sampling.filters import keep_min_p, keep_top_k, keep_top_p
+from pelton.sampling.columns import RANDOM
+from pelton.sampling.filters import filtered_probs
 from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.penalties import apply_side_tables
 from pelton.sampling.random import uniform
@@ -42,26 +43,17 @@ def sample(
     else:
         codes = torch.where(codes == OK, _check(best, NOTHING_ALLOWED), codes)
     if not metadata.all_greedy:
-        is_greedy = metadata.temperature == 0
+        is_greedy = metadata.columns[RANDOM] == 0
         token_ids = torch.where(is_greedy, token_ids, sample_random(logits, metadata))
     return token_ids, codes
 
 
 def sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """[n] int64; what greedy rows get here is not used."""
-    temperature = torch.where(metadata.temperature == 0, 1.0, metadata.temperature)
+    temperature = metadata.columns[RANDOM]
+    temperature = torch.where(temperature == 0, 1.0, temperature)
     probs = filtered_probs(logits / temperature.unsqueeze(-1), metadata)
     return pick(probs, uniform(metadata.seeds, metadata.positions))
-
-
-def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """logits [n, V] after temperature -> the probabilities that are sampled, up to a factor for each row."""
-    if metadata.has_min_p:
-        logits = keep_min_p(logits, metadata.min_p)
-    if metadata.max_top_k:
-        logits = keep_top_k(logits, metadata.top_k, metadata.max_top_k)
-    probs = logits.softmax(dim=-1)
-    return keep_top_p(probs, metadata.top_p, is_captured=metadata.is_captured) if metadata.has_top_p else probs
 
 
 def pick(probs: Tensor, numbers: Tensor) -> Tensor:

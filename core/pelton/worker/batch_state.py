@@ -18,6 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pelton.sampling.columns import (
+    FLOAT_COLUMNS,
+    INTEGER_COLUMNS,
+    RANDOM,
+    SAMPLING_COLUMNS,
+    SamplingTensors,
+    host_columns,
+)
 from pelton.sampling.side_tables import SideTables
 from pelton.scheduler.output import NewRequest
 from pelton.worker.staging import StagingRing
@@ -33,7 +41,7 @@ class SlotOwner:
     blocks: list[Tensor] | None = None  # for each group its row of the block table; None while it lies there
 
 
-class BatchState:
+class BatchState(SamplingTensors):
     """Written by `add` and `append_blocks` before a step, and by `advance` after it sampled."""
 
     def __init__(
@@ -58,16 +66,17 @@ class BatchState:
         # The last column takes what must not be kept: tokens past max_model_len, rows that do not sample.
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         width = -(-rows // 4) * 4  # every column starts at a multiple of 16 bytes
-        self._integers = torch.zeros(6, width, dtype=torch.int64, device=device)
+        self._integers = torch.zeros(5 + len(INTEGER_COLUMNS), width, dtype=torch.int64, device=device)
         (
-            self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.num_logprobs, self.top_k,
+            self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.num_logprobs, *integers,
         ) = self._integers[:, :rows]  # fmt: skip
         self.side_slots.fill_(-1)
         self.num_logprobs.fill_(NO_LOGPROBS)
-        self.top_k.fill_(vocab_size)
-        self._floats = torch.zeros(3, width, device=device)
-        self.temperature, self.top_p, self.min_p = self._floats[:, :rows]
-        self.top_p.fill_(1.0)
+        self._floats = torch.zeros(len(FLOAT_COLUMNS), width, device=device)
+        tensors = dict(zip((*INTEGER_COLUMNS, *FLOAT_COLUMNS), (*integers, *self._floats[:, :rows]), strict=True))
+        for column, tensor in tensors.items():
+            tensor.fill_(column.neutral_value(vocab_size))
+        self.sampling = {column.name: tensors[column] for column in SAMPLING_COLUMNS}
         self.block_sizes = tuple(block_sizes)
         self.block_tables = [
             torch.zeros(rows, -(-(max_model_len + num_lookahead_tokens) // size), dtype=torch.int32, device=device)
@@ -124,9 +133,9 @@ class BatchState:
             [request.seed for request in new],
             [request.side_slot for request in new],
             host.num_logprobs[slots].tolist(),
-            host.top_k[slots].tolist(),
+            *[host.sampling[column.name][slots].tolist() for column in INTEGER_COLUMNS],
         ]
-        floats = np.concatenate([host.temperature[slots], host.top_p[slots], host.min_p[slots]]).astype(np.float64)
+        floats = np.concatenate([host.sampling[column.name][slots] for column in FLOAT_COLUMNS]).astype(np.float64)
         cells = [_Cells(self.token_ids, slots, [ids.clip(0, self.vocab_size - 1) for ids in token_ids])]
         for group, table in enumerate(self.block_tables):
             block_ids = [request.block_ids[group] for request in new]
@@ -205,10 +214,8 @@ class HostColumns:
 
     def __init__(self, rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.temperature = np.zeros(rows, dtype=np.float32)  # 0 is greedy
-        self.top_k = np.full(rows, vocab_size, dtype=np.int64)
-        self.top_p = np.ones(rows, dtype=np.float32)
-        self.min_p = np.zeros(rows, dtype=np.float32)
+        self.sampling = host_columns(rows, vocab_size)
+        self.temperature = self.sampling[RANDOM]  # 0 is greedy
         self.side_slots = np.full(rows, -1, dtype=np.int64)
         self.num_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
@@ -222,10 +229,8 @@ class HostColumns:
 
     def add(self, request: NewRequest, token_ids: npt.NDArray[np.int64]) -> None:
         slot, params = request.slot, request.sampling_params
-        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
-        self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
+        for column in SAMPLING_COLUMNS:
+            self.sampling[column.name][slot] = column.read(params, self.vocab_size)
         self.side_slots[slot] = request.side_slot
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs

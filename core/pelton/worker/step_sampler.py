@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pelton.model.interface import CausalLM
+from pelton.sampling.columns import active_columns
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logprobs
 from pelton.sampling.metadata import SamplingMetadata, SideRows
 from pelton.sampling.sampler import sample, unpack_bitmask
@@ -123,22 +124,15 @@ class StepSampler:
         return sampled
 
     def _sampling_metadata(self, plan: StepPlan, columns: StepColumns) -> SamplingMetadata:
-        state, host, on_host, slots = self.state, self.state.host, plan.logit_slots, columns.logit_slots
+        state, slots = self.state, columns.logit_slots
         positions = self.buffers.positions[columns.logit_tokens] + 1
-        is_random = host.temperature[on_host] > 0
-        top_k = host.top_k[on_host][is_random]
-        top_k = top_k[top_k < state.vocab_size]
+        active, max_top_k = active_columns(state.host.sampling, plan.logit_slots, state.vocab_size)
         return SamplingMetadata(
             seeds=state.seeds[slots],
             positions=positions,
-            temperature=state.temperature[slots],
-            top_k=state.top_k[slots],
-            top_p=state.top_p[slots],
-            min_p=state.min_p[slots],
-            all_greedy=not is_random.any(),
-            max_top_k=int(top_k.max(initial=0)),
-            has_top_p=bool((host.top_p[on_host][is_random] < 1.0).any()),
-            has_min_p=bool((host.min_p[on_host][is_random] > 0.0).any()),
+            columns={name: column[slots] for name, column in state.sampling.items()},
+            active=active,
+            max_top_k=max_top_k,
             side=self._side_rows(plan, columns, positions) if len(plan.side_rows) else None,
         )
 

@@ -25,7 +25,7 @@ class SamplingFlags(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] | None = None
     """Texts that end an answer."""
     sampling_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Any other field of SamplingParams, such as {"min_p": 0.1, "n": 2}, or --sampling-params.min_p 0.1."""
+    """Any other field of SamplingParams, such as {"seed": 1, "n": 2}, or --sampling-params.seed 1."""
 
     def given(self) -> dict[str, Any]:
         """Fields of `SamplingParams` that were given. Raises `ConfigError` on one that does not exist."""

@@ -322,7 +322,7 @@ def test_law_by_chi_square(device, params):
     state = make_state(device, vocab, count)
     values = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.5
     add(state, 0, [1] * 5, seed=99, **params)
-    for column in (state.temperature, state.top_k, state.top_p, state.min_p):
+    for column in state.sampling.values():
         column[1:count] = column[0].clone()
     state.seeds[:count] = torch.arange(count, device=device)
     state.num_computed_tokens[:count] = 17

@@ -151,9 +151,8 @@ def test_a_batch_is_its_rows_alone(seed):
         if slot in with_side:
             _apply_side(state, one, slot, positions[slot])
         meta = SamplingMetadata(
-            seeds=state.seeds[at], positions=torch.tensor([positions[slot]]), temperature=state.temperature[at],
-            top_k=state.top_k[at], top_p=state.top_p[at], min_p=state.min_p[at], all_greedy=False, max_top_k=VOCAB,
-            has_top_p=True, has_min_p=True,
+            seeds=state.seeds[at], positions=torch.tensor([positions[slot]]), max_top_k=VOCAB,
+            columns={name: column[at] for name, column in state.sampling.items()}, active=frozenset(state.sampling),
         )  # fmt: skip
         token = int(sample(one, meta)[0])
         expected.append([token, OK])

@@ -8,26 +8,30 @@ import random
 import pytest
 import torch
 
-from pelton.sampling.filters import _threshold_by_bisection, keep_min_p, keep_top_k, keep_top_p, nucleus_threshold
+from pelton.sampling.columns import columns_of
+from pelton.sampling.filters import (
+    _threshold_by_bisection,
+    filtered_probs,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    nucleus_threshold,
+)
 from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.random import random_bits, uniform
-from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, filtered_probs, pick, sample, unpack_bitmask
+from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, pick, sample, unpack_bitmask
+from pelton.sampling_params import SamplingParams
 
 VOCAB = 50
 
 
 def metadata(rows: list[dict], *, seeds=None, positions=None, vocab: int = VOCAB) -> SamplingMetadata:
     """As the runner makes it, from rows of sampling parameters."""
-    temperature = [row.get("temperature", 1.0) for row in rows]
-    top_k = [row.get("top_k") or vocab for row in rows]
-    top_p, min_p = [row.get("top_p", 1.0) for row in rows], [row.get("min_p", 0.0) for row in rows]
+    columns, active, max_top_k = columns_of([SamplingParams(**row) for row in rows], vocab)
     return SamplingMetadata(
         seeds=torch.tensor(seeds if seeds is not None else list(range(len(rows)))),
         positions=torch.tensor(positions if positions is not None else [7] * len(rows)),
-        temperature=torch.tensor(temperature), top_k=torch.tensor(top_k), top_p=torch.tensor(top_p),
-        min_p=torch.tensor(min_p), all_greedy=not any(temperature),
-        max_top_k=max((k for k in top_k if k < vocab), default=0),
-        has_top_p=any(p < 1 for p in top_p), has_min_p=any(p > 0 for p in min_p),
+        columns=columns, active=active, max_top_k=max_top_k,
     )  # fmt: skip
 
 
@@ -95,8 +99,7 @@ def test_sampled_law_is_the_target_by_chi_square(row, varied):
     numbers = {"positions": [3] * count, "seeds": [42] * count, varied: list(range(count))}
     meta = metadata([row], seeds=[0], positions=[0])
     meta.seeds, meta.positions = torch.tensor(numbers["seeds"]), torch.tensor(numbers["positions"])
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        setattr(meta, name, getattr(meta, name).expand(count))
+    meta.columns = {name: column.expand(count) for name, column in meta.columns.items()}
     token_ids, codes = sample(logits.expand(count, -1).clone(), meta)
     assert not codes.any()
     observed = torch.bincount(token_ids, minlength=VOCAB).tolist()

@@ -21,10 +21,13 @@ struct side_tables {
 struct sampler {
     const struct batch *batch;
     int64_t vocab_size;
-    const int64_t *seeds, *side_slots, *top_k, *num_prompt_tokens;
-    const float *temperature, *top_p, *min_p; /* temperature 0 is greedy */
-    const struct side_tables *side;           /* NULL: no slot has any */
-    const uint32_t *mask_words;               /* a grammar's, rows mask_stride apart; NULL: no slot has one */
+    const int64_t *seeds, *side_slots, *num_prompt_tokens;
+    /* `pelton.sampling.columns`, in its order */
+    const float *temperature; /* 0 is greedy */
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+    const struct side_tables *side; /* NULL: no slot has any */
+    const uint32_t *mask_words;     /* a grammar's, rows mask_stride apart; NULL: no slot has one */
     const uint8_t *has_mask;
     int64_t mask_stride;
     int64_t *logprob_ids; /* by row, 1 + num_logprobs each; NULL: nobody wants any */

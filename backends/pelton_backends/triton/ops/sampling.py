@@ -1,7 +1,7 @@
 """The `sample` seam in Triton: logits to tokens, and the state one token on; made for capture.
 
 Math   `pelton.sampling.sampler.sample` and `BatchState.advance`, for rows by slot; see `Sample` in pelton.ops.interface.
-       Filters as in pelton.sampling.filters: min_p, then top_k, then top_p, ties with the last kept token kept.
+       Filters as in pelton.sampling.filters, in its order, ties with the last kept token kept.
 Paper  Holtzman et al., The Curious Case of Neural Text Degeneration, ICLR 2020 (arXiv:1904.09751): top_p.
 
 n rows, V tokens, S slots
@@ -187,7 +187,7 @@ class _Full:
         words, length = side.bad_word_prefix.shape[1:]
         launch(
             scan_kernel, (len(slots), scratch.chunks),
-            logits, raw_logits, raw.is_kept, raw.is_changed, slots, state.temperature, state.top_k, state.top_p, state.min_p,
+            logits, raw_logits, raw.is_kept, raw.is_changed, slots, *state.sampling.values(),
             state.num_logprobs, state.side_slots, side.features, side.touched, side.banned, side.stop_ids, side.bias,
             side.counts, side.in_prompt, side.presence_penalty, side.frequency_penalty, side.repetition_penalty,
             side.min_tokens, side.bad_word_prefix, side.bad_word_prefix_len, side.bad_word_last, state.num_prompt_tokens,
@@ -203,7 +203,7 @@ class _Full:
         state, scratch = self._state, self._scratch
         launch(
             pick_kernel, (len(slots),),
-            logits, slots, result, state.temperature, state.top_k, state.top_p, state.min_p,
+            logits, slots, result, *state.sampling.values(),
             state.seeds, scratch.chunk_best, scratch.chunk_least, self._raw.best, scratch.chunk_sum, scratch.group_best,
             scratch.group_ids, scratch.is_wide, scratch.facts, scratch.totals, state.token_ids, state.num_computed_tokens,
             state.side_slots, state.side.counts, state.side.touched, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
@@ -239,7 +239,7 @@ class _Full:
         )  # fmt: skip
         launch(
             wide_kernel, (num_rows,),
-            logits, slots, result, state.temperature, state.top_k, state.top_p, state.min_p, state.seeds, scratch.chunk_best,
+            logits, slots, result, *state.sampling.values(), state.seeds, scratch.chunk_best,
             scratch.spare, scratch.is_wide, *advanced, *strides, LANES=_LANES, SPARE=min(_SPARE, _WIDE_SPARE),
             num_warps=16, **self._sizes,
         )  # fmt: skip

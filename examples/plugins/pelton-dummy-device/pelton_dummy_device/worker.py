@@ -18,6 +18,7 @@ from pelton.executor.interface import DeviceReport
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
+from pelton.sampling.columns import columns_of
 from pelton.sampling.logprobs import gather_logprobs
 from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.sampler import ERROR_MESSAGES, OK, sample, unpack_bitmask
@@ -200,17 +201,11 @@ def _row_of(new: NewRequest) -> Row:
 
 
 def _sampling_metadata(rows: list[Row], vocab_size: int) -> SamplingMetadata:
-    params = [row.params for row in rows]
-    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    columns, active, max_top_k = columns_of([row.params for row in rows], vocab_size)
     return SamplingMetadata(
         seeds=torch.tensor([row.seed for row in rows]),
         positions=torch.tensor([len(row.token_ids) for row in rows]),
-        temperature=torch.tensor([0.0 if p.is_greedy else p.temperature for p in params]),
-        top_k=torch.tensor(top_k),
-        top_p=torch.tensor([p.top_p for p in params]),
-        min_p=torch.tensor([p.min_p for p in params]),
-        all_greedy=all(p.is_greedy for p in params),
-        max_top_k=max((k for k in top_k if k < vocab_size), default=0),
-        has_top_p=any(p.top_p < 1.0 for p in params),
-        has_min_p=any(p.min_p > 0.0 for p in params),
+        columns=columns,
+        active=active,
+        max_top_k=max_top_k,
     )
