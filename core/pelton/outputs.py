@@ -123,3 +123,5 @@ class RequestOutput:
     metrics: RequestMetrics | None = field(default=None, repr=False)
     error: ErrorInfo | None = None
     """Why it failed, with finish_reason "error"; `AsyncLLM.generate` raises it instead."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector says of the request, at its end; of the first of n samples that has something."""

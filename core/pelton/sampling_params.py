@@ -45,6 +45,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
 
 
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+"""Fields that stand in generation_config.json too, where they are the model's own defaults."""
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling and stopping of one request. Raises `RequestError`, naming the field, on a bad value.
 
@@ -78,7 +82,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, Any] | None = None
-    """For logits processors and other plugins, by their names."""
+    """For plugins, by their names; `kv_transfer_params` in it goes to the KV connector, as in vLLM."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

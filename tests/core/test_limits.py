@@ -13,6 +13,7 @@ from pelton.config import EngineConfig
 from pelton.engine.input_processor import InputProcessor
 from pelton.errors import RequestError
 from pelton.model.resolved import ResolvedModel
+from pelton.request import AdapterRef, EngineRequest, MultiModalItem, PoolingParams, TensorData
 from pelton.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,22 @@ def packed(size: int) -> dict[str, str]:
     return {"x": "y" * (size - 6)}
 
 
+def item(offset: int = 0, *, text: str = "h", num_bytes: int = 0) -> MultiModalItem:
+    return MultiModalItem(
+        kind="image",
+        hash=text,
+        offset=offset,
+        length=1,
+        tensors={"x": TensorData(bytes(num_bytes), "uint8", (num_bytes,))},
+    )
+
+
+def engine_request(num_tokens: int = 1, **fields) -> EngineRequest:
+    return EngineRequest(
+        request_id="r", prompt_token_ids=[0] * num_tokens, sampling_params=SamplingParams(max_tokens=1), **fields
+    )
+
+
 CASES: dict[str, tuple[str, Callable[[int], object]]] = {
     # limit: (field that the error names, call with a value of that size)
     "MAX_N": ("n", lambda size: SamplingParams(n=size)),
@@ -56,6 +73,24 @@ CASES: dict[str, tuple[str, Callable[[int], object]]] = {
     "MAX_ABS_PRIORITY": ("priority", lambda size: process(priority=size)),
     "MAX_TIMEOUT_S": ("timeout_s", lambda size: process(timeout_s=size)),
     "MAX_EXTRA_ARGS_BYTES": ("extra_args", lambda size: process(extra_args=packed(size))),
+    "MAX_KV_TRANSFER_PARAMS_BYTES": (
+        "kv_transfer_params",
+        lambda size: engine_request(kv_transfer_params=packed(size)),
+    ),
+    "MAX_ITEMS": (
+        "multi_modal_items",
+        lambda size: engine_request(size, multi_modal_items=[item(i) for i in range(size)]),
+    ),
+    "MAX_ITEM_TEXT_CHARS": ("multi_modal_items.hash", lambda size: item(text="x" * size)),
+    "MAX_ITEM_BYTES": ("multi_modal_items.tensors", lambda size: item(num_bytes=size)),
+    "MAX_PROMPT_EMBEDS_BYTES": (
+        "prompt_embeds",
+        lambda size: engine_request(prompt_embeds=TensorData(bytes(size), "uint8", (1, size))),
+    ),
+    "MAX_TENSOR_DIMENSIONS": ("shape", lambda size: TensorData(b"x", "uint8", (1,) * size)),
+    "MAX_ADAPTER_NAME_CHARS": ("adapter.name", lambda size: AdapterRef(id=1, name="x" * size)),
+    "MAX_ADAPTER_PATH_CHARS": ("adapter.path", lambda size: AdapterRef(id=1, name="x", path="x" * size)),
+    "MAX_POOLING_DIMENSIONS": ("pooling_params.dimensions", lambda size: PoolingParams(dimensions=size)),
 }
 ELSEWHERE = {
     # limit: folder of the tests that go over it

@@ -18,8 +18,8 @@ from pelton import limits
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
-from pelton.sampling_params import SamplingParams
+from pelton.request import EngineRequest, check_plain_data
+from pelton.sampling_params import MODEL_DEFAULTS, SamplingParams
 
 if TYPE_CHECKING:
     from pelton.engine.client import EngineInfo
@@ -29,7 +29,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text}, or {"prompt_token_ids": ids} with the text beside it when known."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-DEFAULTS_FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
 
 
 @dataclass(slots=True)
@@ -88,6 +87,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         output_kind: Any = None,
     ) -> ProcessedRequest:
         """Check and translate one request. Raises `RequestError` that names the field. Does not change `params`."""
@@ -102,36 +102,27 @@ class InputProcessor:
         text, token_ids, param = self._tokenize(prompt)
         self._check_prompt(token_ids, param)
         bad_words = self._check_params(params)
+        kv_transfer_params = self._check_transfer(kv_transfer_params, params)
         self._fill(params, len(token_ids), output_kind)
         return ProcessedRequest(
             request_id, text, token_ids, params,
-            self._requests(request_id, token_ids, params, bad_words, priority, cache_salt, timeout_s),
+            self._requests(
+                request_id, params, prompt_token_ids=token_ids, bad_words_token_ids=bad_words, priority=priority,
+                cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params,
+            ),
         )  # fmt: skip
 
-    def _requests(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        params: SamplingParams,
-        bad_words: list[list[int]],
-        priority: int,
-        cache_salt: str | None,
-        timeout_s: float | None,
-    ) -> list[EngineRequest]:
-        """One a sample. The engine knows each by an id that never comes again: what it still says of a request that was
-        aborted is of no other with the user's id."""
+    def _requests(self, request_id: str, params: SamplingParams, **fields: Any) -> list[EngineRequest]:
+        """One a sample; fields: of `EngineRequest`, equal for all of them. The engine knows each by an id that never comes
+        again: what it still says of a request that was aborted is of no other with the user's id."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         return [
             EngineRequest(
                 request_id=f"{request_id}-{next(self._serial):x}",
-                prompt_token_ids=token_ids,
                 sampling_params=params,
                 eos_token_ids=self.model.eos_token_ids,
-                bad_words_token_ids=bad_words,
                 seed=child_seed(seed, index),
-                priority=priority,
-                cache_salt=cache_salt,
-                timeout_s=timeout_s,
+                **fields,
             )
             for index in range(params.n)
         ]
@@ -250,7 +241,7 @@ class InputProcessor:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer (skip_tokenizer_init is set); use stop_token_ids.", param="stop")
         if params.extra_args is not None:
-            self._check_extra_args(params.extra_args)
+            check_plain_data("extra_args", params.extra_args, limits.MAX_EXTRA_ARGS_BYTES)
         return self._tokenize_bad_words(params.bad_words) if params.bad_words else []
 
     def _check_logprobs(self, name: str, value: int | None) -> None:
@@ -263,6 +254,21 @@ class InputProcessor:
                 f"Requested {name} of {wanted}; at most {most} (max_logprobs) are allowed", param=name, value=value
             )
 
+    def _check_transfer(self, given: Mapping[str, Any] | None, params: SamplingParams) -> dict[str, Any] | None:
+        """What is for the KV connector: the argument, or vLLM's place in `extra_args`."""
+        found = given if given is not None else (params.extra_args or {}).get("kv_transfer_params")
+        if found is None:
+            return None
+        if not isinstance(found, Mapping):
+            raise RequestError(
+                "kv_transfer_params must be a map from names to plain data", param="kv_transfer_params", value=found
+            )
+        if self.config.kv_transfer.kv_connector is None:
+            raise NotSupportedError(
+                "No KV connector runs here; leave kv_transfer_params out.", param="kv_transfer_params"
+            )
+        return dict(found)
+
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         lowest, highest = min(ids), max(ids)
         if lowest < 0 or highest >= self.vocab_size:
@@ -270,17 +276,6 @@ class InputProcessor:
                 f"{name} holds a token id that is not in the vocabulary (0 to {self.vocab_size - 1})",
                 param=name, value=lowest if lowest < 0 else highest,
             )  # fmt: skip
-
-    @staticmethod
-    def _check_extra_args(extra_args: dict[str, Any]) -> None:
-        try:
-            size = len(msgspec.msgpack.encode(extra_args))
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise RequestError(f"extra_args must be plain data: {error}", param="extra_args") from None
-        if size > limits.MAX_EXTRA_ARGS_BYTES:
-            raise RequestError(
-                f"extra_args has {size} bytes; at most {limits.MAX_EXTRA_ARGS_BYTES}", param="extra_args"
-            )
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is tokenized at the start of a text and after a space."""
@@ -332,14 +327,12 @@ def _as_ids(ids: Any) -> list[int]:
 
 
 def _defaults_from(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {
-        name: generation_config[name] for name in DEFAULTS_FROM_MODEL if generation_config.get(name) is not None
-    }
+    defaults = {name: generation_config[name] for name in MODEL_DEFAULTS if generation_config.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except RequestError as error:
         raise ConfigError(
-            f"The model's generation_config has a bad sampling default: {error}. Mend it with "
+            f"The model's generation_config has a bad sampling default: {error}. Fix it with "
             "override_generation_config, or set generation_config to pelton."
         ) from None
     return defaults

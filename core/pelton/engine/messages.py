@@ -6,11 +6,13 @@ from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import chain
+from typing import Any
 
 import msgspec
 
 from pelton.errors import ErrorInfo
 from pelton.metrics.stats import SchedulerStats
+from pelton.request import TensorData
 
 
 class FinishReason(IntEnum):
@@ -36,7 +38,7 @@ class EngineEvent(msgspec.Struct, array_like=True):
     timestamp: float
 
 
-class LogprobColumns(msgspec.Struct, array_like=True):
+class LogprobColumns(msgspec.Struct, array_like=True, tag=True):
     """Logprobs of P positions. Row p: `token_ids[p]` and `logprobs[p]` hold the chosen token first, then the likeliest ones."""
 
     token_ids: list[list[int]]
@@ -58,7 +60,7 @@ class LogprobColumns(msgspec.Struct, array_like=True):
         )
 
 
-class PackedLogprobs(msgspec.Struct, array_like=True, gc=False):
+class PackedLogprobs(msgspec.Struct, array_like=True, gc=False, tag=True):
     """`LogprobColumns` as bytes: no object a token, until somebody looks. Numbers as the machine has them, row by row."""
 
     width: int
@@ -125,6 +127,10 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     """Prompt tokens found in the prefix cache (at the first scheduling)."""
     error: ErrorInfo | None = None
     """Set with `FinishReason.ERROR`."""
+    pooled: TensorData | None = None
+    """Of a request that pools: its result, sent once, at its end."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector says of the request, sent once, at its end."""
 
 
 class EngineOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.engine.input_processor import ProcessedRequest
@@ -209,8 +209,8 @@ class _Request:
     """One request of a user: n sequences."""
 
     __slots__ = (
-        "arrival", "decode_token", "error", "is_touched", "params", "processed", "prompt_logprobs", "prompt_logprobs_sent", "queue",
-        "sequences", "ttft_s", "unfinished",
+        "arrival", "decode_token", "error", "is_touched", "kv_transfer_params", "params", "processed", "prompt_logprobs",
+        "prompt_logprobs_sent", "queue", "sequences", "ttft_s", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -229,6 +229,7 @@ class _Request:
         self.sequences: list[_Sequence] = []
         self.unfinished = len(processed.requests)
         self.error: ErrorInfo | None = None
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.prompt_logprobs_sent = False
         self.ttft_s: float | None = None
@@ -264,6 +265,7 @@ class _Request:
             num_cached_tokens=self.sequences[0].num_cached_tokens,
             metrics=self._metrics(now) if finished else None,
             error=self.error,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
     def _metrics(self, now: float) -> RequestMetrics:
@@ -450,6 +452,8 @@ class OutputProcessor:
     def _finish(self, sequence: _Sequence, output: EngineOutput, now: float, done: Processed) -> None:
         """The engine ended it."""
         assert output.finish_reason is not None
+        if sequence.request.kv_transfer_params is None:
+            sequence.request.kv_transfer_params = output.kv_transfer_params
         sequence.finish(str(output.finish_reason), output.stop_reason)
         if output.finish_reason != FinishReason.ERROR:
             self._end(sequence, now, done.stats.finished_requests)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
+from pelton.errors import NotSupportedError
 from pelton.kv_cache.interface import BlockIds
 from pelton.kv_cache.spec import KVCachePlan
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.model.resolved import ResolvedModel
 from pelton.request import EngineRequest
 from pelton.scheduler.output import ModelOutput, SchedulerOutput
@@ -31,6 +33,18 @@ class ConnectorContext:
     config: EngineConfig
     model: ResolvedModel
     plan: KVCachePlan
+    metrics: PluginMetrics = field(default_factory=PluginMetrics)
+    """Counters of its own. Of the half in the scheduler: what the half in a worker counts is shown nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEnd:
+    """What a connector answers when a request is over."""
+
+    keeps_blocks: bool = False
+    """Keep the blocks until the workers report `finished_sending` for this request."""
+    params: dict[str, Any] | None = None
+    """Sent to the client as `kv_transfer_params`: plain data."""
 
 
 class KVConnector(ABC):
@@ -50,6 +64,14 @@ class SchedulerConnector(ABC):
 
     name: str
 
+    def check_request(self, request: EngineRequest) -> None:
+        """Raise `RequestError` for `kv_transfer_params` that are wrong, or not understood. Called when the request comes."""
+        if request.kv_transfer_params is not None:
+            raise NotSupportedError(
+                f"The KV connector {self.name!r} takes no kv_transfer_params; leave them out.",
+                param="kv_transfer_params",
+            )
+
     @abstractmethod
     def num_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """After the local lookup: (tokens that can be brought beyond num_computed_tokens, True when they arrive later).
@@ -65,9 +87,15 @@ class SchedulerConnector(ABC):
     def build_metadata(self, output: SchedulerOutput) -> bytes:
         """At the end of schedule: what the workers need to know about this step."""
 
+    def request_computed(self, request_id: str) -> None:  # noqa: B027
+        """The request's first token came back, and its logits were finite: so is the KV of its prompt, which other engines
+        may read from now on. Called again when the request was preempted and computed anew. Its blocks stay where they are
+        until it is preempted or finished; what is saved before this call may be NaN."""
+
     @abstractmethod
-    def request_finished(self, request_id: str, block_ids: BlockIds) -> bool:
-        """True: keep the blocks until the workers report `finished_sending` for this request."""
+    def request_finished(self, request_id: str, block_ids: BlockIds) -> bool | TransferEnd:
+        """Forget the request. True, or `TransferEnd(keeps_blocks=True)`: keep the blocks until the workers report
+        `finished_sending` for this request."""
 
     def update(self, result: ModelOutput) -> None:  # noqa: B027
         """A step's result came back."""

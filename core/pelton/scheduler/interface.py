@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pelton.config import SchedulerConfig
@@ -17,11 +17,13 @@ from pelton.engine.messages import EngineOutput, FinishReason
 from pelton.errors import ErrorInfo
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import SchedulerStats
 from pelton.request import EngineRequest
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
+    from pelton.config import EngineConfig
     from pelton.kv_transfer.interface import SchedulerConnector
     from pelton.scheduler.gates import Gate
     from pelton.scheduler.policy import SchedulingPolicy
@@ -64,6 +66,10 @@ class SchedulerContext:
     gates: Sequence[Gate] = ()
     """Further admission gates, asked after the built-in ones."""
     clock: Callable[[], float] = time.monotonic
+    engine_config: EngineConfig | None = None
+    """All settings, for `read_settings`; None in tests of a scheduler alone."""
+    metrics: PluginMetrics = field(default_factory=PluginMetrics)
+    """Counters of its own."""
 
 
 class Scheduler(ABC):

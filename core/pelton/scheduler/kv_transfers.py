@@ -9,7 +9,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
-from pelton.kv_transfer.interface import SchedulerConnector
+from pelton.kv_transfer.interface import SchedulerConnector, TransferEnd
+from pelton.request import EngineRequest
 from pelton.scheduler.output import ModelOutput
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
 
@@ -45,6 +46,16 @@ class KVTransfers:
         )
 
     # Towards a request.
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise `RequestError` for transfer parameters that the connector does not take."""
+        if self._connector is not None:
+            self._connector.check_request(request)
+
+    def note_valid(self, request: ScheduledRequest) -> None:
+        """Its first token since it started has come back: what was computed for it until then is finite."""
+        if self._connector is not None:
+            self._connector.request_computed(request.request_id)
 
     def num_external_tokens(self, request: ScheduledRequest, num_local: int) -> tuple[int | None, bool]:
         """Tokens that can be brought after the first `num_local`, and whether they come later. None: ask again."""
@@ -102,7 +113,10 @@ class KVTransfers:
         has_blocks = bool(request.tables)
         try:
             block_ids = self._kv.block_ids(request_id) if has_blocks else tuple([] for _ in range(self._num_groups))
-            is_sending = self._connector.request_finished(request_id, block_ids) and has_blocks
+            end = self._connector.request_finished(request_id, block_ids)
+            if isinstance(end, TransferEnd):
+                request.kv_transfer_params, end = end.params, end.keeps_blocks
+            is_sending = end and has_blocks
         except Exception:
             logger.exception("KV connector %s failed at the end of %s.", self._connector.name, request_id)
             is_sending = False

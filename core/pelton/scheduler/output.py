@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from pelton.engine.messages import LogprobColumns, PackedLogprobs
+from pelton.request import AdapterRef, MultiModalItem, PoolingParams, TensorData
 from pelton.sampling_params import SamplingParams
 
 
@@ -23,6 +24,8 @@ class NewRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The same as little-endian int64, or nothing. An executor whose workers are in other processes may leave them out."""
     num_prompt_tokens: int
     sampling_params: SamplingParams
+    pooling_params: PoolingParams | None = None
+    """Set: the row is pooled when its last token is computed, and nothing is sampled."""
     eos_token_ids: list[int] = []
     bad_words_token_ids: list[list[int]] = []
     seed: int = 0
@@ -32,7 +35,14 @@ class NewRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Tokens whose KV is in the cache already (prefix hit)."""
     side_slot: int = -1
     """Row of the side tables (counts, bias, token sets) when sampling needs them."""
-    adapter_id: int = 0
+    adapter: AdapterRef | None = None
+    multi_modal_items: list[MultiModalItem] = []
+    prompt_embeds: TensorData | None = None
+
+    @property
+    def adapter_id(self) -> int:
+        """0 without an adapter."""
+        return 0 if self.adapter is None else self.adapter.id
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -95,6 +105,8 @@ class ModelOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     they are."""
     prompt_logprobs: dict[int, PackedLogprobs | LogprobColumns] = {}
     """By row: prompt positions whose logits this step computed, in order (position p+1 predicted at p)."""
+    pooled: dict[int, TensorData] = {}
+    """By row: the result of a request that pools, in the step that computed its last token."""
     draft_token_ids: list[list[int]] = []
     """[R] drafts that the worker's proposer made for the next step; empty list when there is none."""
     num_draft: list[int] = []

@@ -8,13 +8,19 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
+
+if TYPE_CHECKING:
+    from pelton.config import EngineConfig
 
 
 class SchedulingPolicy(ABC):
     """Made once per scheduler, without arguments. Called on the step loop: no method may block."""
+
+    def configure(self, config: EngineConfig) -> None:  # noqa: B027
+        """Take settings (`pelton.config.plugin_settings.read_settings`). Called once, before the first request."""
 
     @abstractmethod
     def rank(self, request: ScheduledRequest) -> tuple[Any, ...]:

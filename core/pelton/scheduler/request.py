@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 from pelton.engine.messages import EngineEvent, PackedLogprobs
-from pelton.kv_cache.hashing import BlockHasher, pack_tokens
+from pelton.kv_cache.hashing import BlockHasher, pack_tokens, placeholder_hashes
 from pelton.request import EngineRequest
 
 
@@ -46,11 +46,13 @@ class ScheduledRequest:
         "drafts",
         "eos_ids",
         "events",
+        "extra_hashes",
         "fast_decode_until",
         "grammar",
         "grammar_job",
         "has_valid_output",
         "is_remote_ready",
+        "kv_transfer_params",
         "last_step_id",
         "max_total_tokens",
         "min_tokens",
@@ -112,6 +114,7 @@ class ScheduledRequest:
         self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
         self.block_hashes: list[bytes] = []
         self.packed_token_ids = b""  # `pack_tokens` of the known tokens, while it is admitted
+        self.extra_hashes: dict[int, list[str]] | None = None  # of items and embeddings, by block; None: not hashed yet
         # The fast paths of decode, written by `plan_decode`, `plan_next_event` and `leave_fast_paths` alone:
         self.fast_decode_until = 0  # with fewer known and pending tokens, a step gives it one token without a new block
         self.next_event_len = (
@@ -130,6 +133,7 @@ class ScheduledRequest:
         self.is_remote_ready = False
         self.restarts = False  # what it receives is of no use any more
         self.skip_connector = False  # a load failed: compute here instead
+        self.kv_transfer_params: dict[str, Any] | None = None  # what the connector says of it, at its end
 
     @property
     def num_tokens(self) -> int:
@@ -216,9 +220,11 @@ class ScheduledRequest:
     def extend_hashes(self, hasher: BlockHasher) -> None:
         """Hash the known tokens' full blocks that have no hash yet."""
         request = self.request
+        if self.extra_hashes is None:
+            self.extra_hashes = placeholder_hashes(request.placeholders(), hasher.block_size)
         hasher.extend(
             self.block_hashes, self.token_ids, adapter_id=request.adapter_id,
-            block_extra_hashes=request.block_extra_hashes, cache_salt=request.cache_salt,
+            block_extra_hashes=self.extra_hashes, cache_salt=request.cache_salt,
             packed=self.packed_token_ids if len(self.packed_token_ids) == 8 * len(self.token_ids) else None,
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ class AdmissionLimits:
     max_num_batched_tokens: int
     has_grammars: bool
     has_adapters: bool
+    has_connector: bool
 
     def check(self, request: EngineRequest, num_queued_reqs: int, num_queued_tokens: int) -> None:
         """Raises `RequestError`. num_queued: what waits already, and has never run."""
@@ -28,8 +29,7 @@ class AdmissionLimits:
                 "structured_outputs needs a structured-output backend, and no plugin offers one here.",
                 param="structured_outputs",
             )
-        if request.adapter_id and not self.has_adapters:
-            raise NotSupportedError("This engine serves no adapters.", param="adapter_id", value=request.adapter_id)
+        self._check_features(request)
         limit = self.config.max_num_queued_reqs
         if limit is not None and num_queued_reqs >= limit:
             raise QueueFullError(
@@ -45,6 +45,22 @@ class AdmissionLimits:
                 "Try again later.",
                 param="max_num_queued_tokens",
                 value=limit,
+            )
+
+    def _check_features(self, request: EngineRequest) -> None:
+        """Refuse what this engine does not offer."""
+        if request.pooling_params is not None:
+            raise NotSupportedError("This engine does not pool; send a request to generate.", param="pooling_params")
+        if request.multi_modal_items:
+            kinds = ", ".join(sorted({item.kind for item in request.multi_modal_items}))
+            raise NotSupportedError(f"This model reads text only; leave out: {kinds}.", param="multi_modal_items")
+        if request.prompt_embeds is not None:
+            raise NotSupportedError("This engine takes no embeddings; send token ids.", param="prompt_embeds")
+        if request.adapter is not None and not self.has_adapters:
+            raise NotSupportedError("This engine serves no adapters.", param="adapter", value=request.adapter.name)
+        if request.kv_transfer_params is not None and not self.has_connector:
+            raise NotSupportedError(
+                "No KV connector runs here; leave kv_transfer_params out.", param="kv_transfer_params"
             )
 
     def _check_prompt(self, num_prompt: int) -> None:

@@ -173,6 +173,7 @@ def last_output(request: ScheduledRequest, reason: FinishReason, error: ErrorInf
     return EngineOutput(
         request.request_id, finish_reason=reason, events=request.events,
         num_cached_tokens=max(request.num_cached_tokens, 0), error=error,
+        kv_transfer_params=request.kv_transfer_params,
     )  # fmt: skip
 
 

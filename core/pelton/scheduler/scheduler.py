@@ -65,6 +65,7 @@ class DefaultScheduler(Scheduler):
             max_num_batched_tokens=context.max_num_batched_tokens,
             has_grammars=context.grammar_source is not None,
             has_adapters=context.adapter_is_ready is not None,
+            has_connector=context.connector is not None,
         )
         self._allocations = Allocations(
             kv_manager,
@@ -99,6 +100,7 @@ class DefaultScheduler(Scheduler):
             self._table,
             self._allocations,
             drafts,
+            self._transfers,
             hasher=hasher,
             steps_are_ordered=context.steps_are_ordered,
         )
@@ -118,6 +120,7 @@ class DefaultScheduler(Scheduler):
         if self._transfers.holds(request_id) or self._allocations.is_fenced(request_id):
             raise RequestError("request_id is still being released", param="request_id", value=request_id)
         self._limits.check(request, table.num_queued_reqs, table.num_queued_tokens)
+        self._transfers.check(request)
         now = self._clock()
         record = ScheduledRequest(request, self._num_arrivals, max_model_len=self.max_model_len, now=now)
         constraint = request.sampling_params.structured_outputs

@@ -12,6 +12,7 @@ from pelton.kv_cache.interface import KVCacheManager
 from pelton.scheduler import grammars
 from pelton.scheduler.allocations import Allocations
 from pelton.scheduler.drafts import Drafts
+from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.output import ModelOutput, SchedulerOutput
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
 from pelton.scheduler.request_table import RequestTable
@@ -29,6 +30,7 @@ class StepResults:
         table: RequestTable,
         allocations: Allocations,
         drafts: Drafts,
+        transfers: KVTransfers,
         *,
         hasher: BlockHasher | None,
         steps_are_ordered: bool,
@@ -37,6 +39,7 @@ class StepResults:
         self._table = table
         self._allocations = allocations
         self._drafts = drafts
+        self._transfers = transfers
         self._hasher = hasher
         self._hash_block_size = allocations.hash_block_size
         self._is_ordered = steps_are_ordered
@@ -99,7 +102,9 @@ class StepResults:
         if failure is not None:
             raise EngineError(failure)
         if request.status is RequestStatus.RUNNING:
-            request.has_valid_output = request.has_valid_output or samples
+            if samples and not request.has_valid_output:
+                request.has_valid_output = True
+                self._transfers.note_valid(request)
             if num_draft:
                 num_made = result.num_draft[row] if result.num_draft else num_draft
                 self._drafts.settle(request, num_draft, num_made, tokens, self._table.stats)
@@ -126,6 +131,7 @@ class StepResults:
         told = _full_output(request, tokens, reason, stop_reason, result.logprobs.get(row))
         if reason is not None:
             self._table.finish(request)
+            told.kv_transfer_params = request.kv_transfer_params
         return told
 
     def _cache_and_plan(self, request: ScheduledRequest, *, is_plain: bool) -> None:

@@ -151,13 +151,17 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, as `sampling_params.output_kind` says. Closing or cancelling the iteration aborts it.
 
         Raises `RequestError` for a bad request, `EngineDeadError` when the engine dies.
         """
         request_id = request_id if request_id is not None else uuid.uuid4().hex
-        queue = await self._add(prompt, sampling_params, request_id, priority, cache_salt, timeout_s)
+        queue = await self._add(
+            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s,
+            kv_transfer_params=kv_transfer_params,
+        )  # fmt: skip
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
         finished = False
         try:
@@ -176,14 +180,12 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         request_id: str,
-        priority: int,
-        cache_salt: str | None,
-        timeout_s: float | None,
+        **arguments: Any,
     ) -> OutputQueue:
+        """arguments: further ones of `InputProcessor.process`."""
         self._check_accepting()
         arrival = time.monotonic()
         process = self.input_processor.process
-        arguments: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
         if self.input_processor.text_length(prompt) > LONG_PROMPT_CHARS:
             processed = await asyncio.to_thread(process, request_id, prompt, sampling_params, **arguments)
             self._check_accepting()

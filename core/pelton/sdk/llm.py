@@ -1,4 +1,4 @@
-"""`LLM`: offline use. vLLM's names and meaning: change the import and nothing else."""
+"""`LLM`: offline use, with vLLM's names and meaning for what Pelton has."""
 
 from __future__ import annotations
 
@@ -63,17 +63,20 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of the prompts.
 
         prompts: one or many of text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}. sampling_params: one for
-        all, one each, or None for the model's defaults. use_tqdm: show progress. A bad prompt raises `RequestError`
+        all, one each, or None for the model's defaults. use_tqdm: show progress. kv_transfer_params: for the KV connector, the
+        same for all prompts. A bad prompt raises `RequestError`
         before anything is queued; a request that fails later has an `error` in its output, and the others go on.
         """
         many = as_prompts(prompts)
         params = _one_each("sampling_params", sampling_params, len(many), (SamplingParams, type(None)))
         priorities = _one_each("priority", priority, len(many), (int,))
-        return self._run(self._process(self._tokenize(many), params, priorities, cache_salt), use_tqdm)
+        shared = {"cache_salt": cache_salt, "kv_transfer_params": kv_transfer_params}
+        return self._run(self._process(self._tokenize(many), params, priorities, shared), use_tqdm)
 
     def chat(
         self,
@@ -126,7 +129,7 @@ class LLM:
         return done
 
     def _process(
-        self, prompts: list[Prompt], params: Sequence[Any], priorities: Sequence[int], cache_salt: str | None
+        self, prompts: list[Prompt], params: Sequence[Any], priorities: Sequence[int], shared: Mapping[str, Any]
     ) -> list[ProcessedRequest]:
         process = self.llm_engine.input_processor.process
         done: list[ProcessedRequest] = []
@@ -138,8 +141,8 @@ class LLM:
                         prompt,
                         one,
                         priority=priority,
-                        cache_salt=cache_salt,
                         output_kind=RequestOutputKind.FINAL_ONLY,
+                        **shared,
                     )
                 )
             except RequestError as error:

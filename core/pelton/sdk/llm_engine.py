@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
@@ -75,11 +75,18 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
         """Queue a request. Raises `RequestError`; nothing is queued then."""
         self.add_processed(
             self.input_processor.process(
-                request_id, prompt, params, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s
+                request_id,
+                prompt,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                timeout_s=timeout_s,
+                kv_transfer_params=kv_transfer_params,
             )
         )
 

@@ -20,7 +20,7 @@ from pelton.executor.interface import StepHandle
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.kv_cache.spec import KVCacheSpec
-from pelton.request import EngineRequest
+from pelton.request import AdapterRef, EngineRequest
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.output import SchedulerOutput
@@ -56,7 +56,7 @@ def make_request(
         priority=priority,
         timeout_s=timeout_s,
         cache_salt=cache_salt,
-        adapter_id=adapter_id,
+        adapter=AdapterRef(id=adapter_id, name=f"adapter-{adapter_id}") if adapter_id else None,
     )
 
 

@@ -39,6 +39,7 @@ class StorageWorker(WorkerConnector):
         self._layout = torch.empty(0, dtype=torch.uint8)
         self._transfers = StepTransfers()
         self._invalid: list[int] = []
+        self._copied: list[str] = []  # requests that are over, whose blocks may be handed on
         self._to_write: queue.Queue[_Copied | None] = queue.Queue(_MAX_WAITING)
         self._writer: threading.Thread | None = None
 
@@ -56,7 +57,9 @@ class StorageWorker(WorkerConnector):
                 self._invalid.append(block_id)
 
     def wait_for_save(self) -> None:
-        saves, self._transfers = self._transfers.saves, StepTransfers()
+        transfers, self._transfers = self._transfers, StepTransfers()
+        self._copied += transfers.leaving
+        saves = transfers.saves
         if not saves:
             return
         hashes, ids = [block_hash for block_hash, _ in saves], [block_id for _, block_id in saves]
@@ -71,7 +74,8 @@ class StorageWorker(WorkerConnector):
             logger.warning("%d KV blocks are not saved: writing to %s is too slow.", len(ids), self._folder)
 
     def take_finished(self) -> tuple[Sequence[str], Sequence[str]]:
-        return (), ()
+        copied, self._copied = self._copied, []
+        return copied, ()
 
     def take_invalid_block_ids(self) -> Sequence[int]:
         invalid, self._invalid = self._invalid, []

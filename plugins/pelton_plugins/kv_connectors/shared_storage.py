@@ -7,15 +7,16 @@ are computed. This file is the connector's settings and its half in the schedule
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from pelton.errors import ConfigError
-from pelton.kv_cache.hashing import BlockHasher
+from pelton.errors import ConfigError, RequestError
+from pelton.kv_cache.hashing import BlockHasher, placeholder_hashes
 from pelton.kv_cache.interface import BlockIds
-from pelton.kv_transfer.interface import ConnectorContext, KVConnector, SchedulerConnector, WorkerConnector
+from pelton.kv_transfer.interface import ConnectorContext, KVConnector, SchedulerConnector, TransferEnd, WorkerConnector
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.request import EngineRequest
 from pelton.scheduler.output import SchedulerOutput
 from pelton_plugins.kv_connectors.fingerprint import model_fingerprint
@@ -35,6 +36,20 @@ class StepTransfers(msgspec.Struct, frozen=True):
 
     loads: list[tuple[bytes, int]] = []
     saves: list[tuple[bytes, int]] = []
+    leaving: list[str] = []
+    """Requests that are over, and whose blocks are free once the saves are copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTransfer:
+    """`kv_transfer_params` of a request. Its answer tells `num_loaded_tokens` and `num_saved_tokens`."""
+
+    load: bool = True
+    """Use the files that are there."""
+    save: bool = True
+    """Write the blocks that have none, for other requests and engines."""
+    is_asked: bool = False
+    """Not the client's: whether there were parameters."""
 
 
 class SharedStorage(KVConnector):
@@ -42,7 +57,12 @@ class SharedStorage(KVConnector):
     def for_scheduler(context: ConnectorContext) -> SchedulerConnector:
         role = context.config.kv_transfer.kv_role
         return StorageScheduler(
-            context.name, storage_folder(context), block_size(context), loads=role.loads, saves=role.saves
+            context.name,
+            storage_folder(context),
+            block_size(context),
+            loads=role.loads,
+            saves=role.saves,
+            metrics=context.metrics,
         )
 
     @staticmethod
@@ -50,6 +70,21 @@ class SharedStorage(KVConnector):
         from pelton_plugins.kv_connectors.block_files import StorageWorker
 
         return StorageWorker(storage_folder(context))
+
+
+def read_transfer(request: EngineRequest) -> RequestTransfer:
+    """What a request says of its transfers. Raises `RequestError`."""
+    given = request.kv_transfer_params
+    if given is None:
+        return RequestTransfer()
+    for name, value in given.items():
+        if name not in ("load", "save") or not isinstance(value, bool):
+            raise RequestError(
+                "kv_transfer_params takes load and save, each true or false",
+                param="kv_transfer_params",
+                value={name: value},
+            )
+    return RequestTransfer(**given, is_asked=True)
 
 
 def storage_folder(context: ConnectorContext) -> Path:
@@ -93,42 +128,53 @@ class _Prompt:
     """A request whose blocks may be loaded or saved."""
 
     hashes: list[bytes]
+    wants: RequestTransfer
     first: int = 0  # tokens that were computed or found here, when the connector was asked
-
-
-@dataclass(slots=True)
-class _Row:
-    """A running request, as the workers have it."""
-
-    request_id: str
-    table: list[int]
-    num_computed: int
+    num_loaded: int = 0
+    num_saved: int = 0
+    slot: int = -1  # -1: it does not run
+    table: list[int] = field(default_factory=list)
+    start: int = 0  # blocks that it did not compute itself
 
 
 class StorageScheduler(SchedulerConnector):
-    """Looks for files when a request is admitted, and names the blocks that a step fills."""
+    """Looks for files when a request is admitted, and names the blocks to save once their content is known to be finite."""
 
-    def __init__(self, name: str, folder: Path, size: int, *, loads: bool, saves: bool) -> None:
+    def __init__(
+        self, name: str, folder: Path, size: int, *, loads: bool, saves: bool, metrics: PluginMetrics | None = None
+    ) -> None:
         self.name = name
         self._folder, self._size = folder, size
         self._loads, self._saves = loads, saves
         self._hasher = BlockHasher(HASH, size)
+        self._tokens = (metrics or PluginMetrics()).counter(
+            "kv_transfer_tokens",
+            "Tokens whose KV the connector brought (loaded) or began to write (saved).",
+            ["direction"],
+        )
         self._prompts: dict[str, _Prompt] = {}
-        self._rows: dict[int, _Row] = {}
+        self._by_slot: dict[int, _Prompt] = {}
         self._to_load: list[tuple[bytes, int]] = []  # with the next step
+        self._computed: dict[str, _Prompt] = {}  # saved with the next step
+        self._leaving: dict[
+            str, list[tuple[bytes, int]]
+        ] = {}  # the same, of requests that are over, whose blocks are kept
+
+    def check_request(self, request: EngineRequest) -> None:
+        read_transfer(request)
 
     def num_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.adapter_id:  # its id means nothing to another engine
             return 0, False
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
-            prompt = self._prompts[request.request_id] = _Prompt([])
+            prompt = self._prompts[request.request_id] = _Prompt([], read_transfer(request))
             self._hasher.extend(
-                prompt.hashes, request.prompt_token_ids,
-                block_extra_hashes=request.block_extra_hashes, cache_salt=request.cache_salt,
+                prompt.hashes, request.prompt_token_ids, cache_salt=request.cache_salt,
+                block_extra_hashes=placeholder_hashes(request.placeholders(), self._size),
             )  # fmt: skip
         prompt.first = num_computed_tokens
-        if not self._loads or num_computed_tokens % self._size:
+        if not self._loads or not prompt.wants.load or num_computed_tokens % self._size:
             return 0, False
         first = num_computed_tokens // self._size
         count = 0
@@ -142,27 +188,63 @@ class StorageScheduler(SchedulerConnector):
         prompt = self._prompts[request.request_id]
         first, last = prompt.first // self._size, (prompt.first + num_external_tokens) // self._size
         self._to_load += zip(prompt.hashes[first:last], block_ids[0][first:last], strict=True)
+        prompt.num_loaded += num_external_tokens
+        self._tokens.inc(num_external_tokens, direction="loaded")
+
+    def request_computed(self, request_id: str) -> None:
+        prompt = self._prompts.get(request_id)
+        if prompt is not None and self._saves and prompt.wants.save:
+            self._computed[request_id] = prompt
 
     def build_metadata(self, output: SchedulerOutput) -> bytes:
-        loads, self._to_load = self._to_load, []
-        for new in output.new:
-            self._rows[new.slot] = _Row(new.request_id, list(new.block_ids[0]), new.num_computed_tokens)
-        for _, slot, _, block_ids in output.block_appends:
-            self._rows[slot].table += block_ids
-        saves: list[tuple[bytes, int]] = []
-        for slot, count in zip(output.slots, output.num_scheduled, strict=True):
-            row = self._rows[slot]
-            before, row.num_computed = row.num_computed, row.num_computed + count
-            prompt = self._prompts.get(row.request_id)
-            if not self._saves or prompt is None or before >= len(prompt.hashes) * self._size:
-                continue
-            for place in range(before // self._size, min(row.num_computed // self._size, len(prompt.hashes))):
-                block_hash = prompt.hashes[place]
-                if not block_path(self._folder, block_hash).exists():
-                    saves.append((block_hash, row.table[place]))
-        return msgspec.msgpack.encode(StepTransfers(loads, saves))
+        self._note_rows(output)
+        saves = [save for found in self._leaving.values() for save in found]
+        for prompt in self._computed.values():
+            if prompt.slot >= 0:  # else it was preempted, and will be computed again
+                saves += self._unsaved(prompt)
+        transfers = StepTransfers(self._to_load, saves, list(self._leaving))
+        self._to_load, self._leaving = [], {}
+        self._computed.clear()
+        return msgspec.msgpack.encode(transfers)
 
-    def request_finished(self, request_id: str, block_ids: BlockIds) -> bool:
-        """Saves were copied in their own step, so that no block has to be kept."""
-        self._prompts.pop(request_id, None)
-        return False
+    def _note_rows(self, output: SchedulerOutput) -> None:
+        """Follow the block tables of running requests."""
+        for slot in output.freed_slots:
+            gone = self._by_slot.pop(slot, None)
+            if gone is not None:
+                gone.slot = -1
+        for new in output.new:
+            prompt = self._prompts.get(new.request_id)
+            if prompt is not None:
+                prompt.slot, prompt.table = new.slot, list(new.block_ids[0])
+                prompt.start = new.num_computed_tokens // self._size
+                self._by_slot[new.slot] = prompt
+        for _, slot, _, block_ids in output.block_appends:
+            if slot in self._by_slot:
+                self._by_slot[slot].table += block_ids
+
+    def _unsaved(self, prompt: _Prompt) -> list[tuple[bytes, int]]:
+        """(hash, block id) of what it computed and no file has."""
+        found = [
+            (block_hash, block_id)
+            for block_hash, block_id in zip(prompt.hashes[prompt.start :], prompt.table[prompt.start :], strict=False)
+            if not block_path(self._folder, block_hash).exists()
+        ]
+        prompt.num_saved += len(found) * self._size
+        self._tokens.inc(len(found) * self._size, direction="saved")
+        return found
+
+    def request_finished(self, request_id: str, block_ids: BlockIds) -> TransferEnd:
+        """Keep the blocks for one more step when its first token was its last: they are saved with the next one."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            return TransferEnd()
+        if self._computed.pop(request_id, None) is not None:
+            prompt.table = list(block_ids[0])
+            unsaved = self._unsaved(prompt)
+            if unsaved:
+                self._leaving[request_id] = unsaved
+        params = None
+        if prompt.wants.is_asked:
+            params = {"num_loaded_tokens": prompt.num_loaded, "num_saved_tokens": prompt.num_saved}
+        return TransferEnd(keeps_blocks=request_id in self._leaving, params=params)

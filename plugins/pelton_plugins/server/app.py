@@ -27,7 +27,7 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
         except Exception as error:
             raise PluginError(
                 f"HTTP routes {entry.name!r} of {entry.load} fail: {type(error).__name__}: {error}. "
-                "Mend its plugin, or leave it out with PELTON_PLUGINS."
+                "Fix its plugin, or leave it out with PELTON_PLUGINS."
             ) from error
     state.openapi = describe_api(handlers)
 

@@ -101,6 +101,7 @@ class _ChatJob(Job[ChatCompletionRequest, ChatChoice]):
             usage=usage,
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt_token_ids,
+            kv_transfer_params=self.counts.kv_transfer_params,
         )
 
     # Streamed

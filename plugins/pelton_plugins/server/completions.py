@@ -142,7 +142,12 @@ class _CompletionJob(Job[CompletionRequest, CompletionChoice]):
 
     def response(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
         return CompletionResponse(
-            id=self.response_id, created=self.created, model=self.model, choices=choices, usage=usage
+            id=self.response_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage,
+            kv_transfer_params=self.counts.kv_transfer_params,
         )
 
     # Streamed

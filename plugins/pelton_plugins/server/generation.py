@@ -41,6 +41,7 @@ async def generate(
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
+            kv_transfer_params=request.kv_transfer_params,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -105,6 +106,8 @@ class Counts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    """Of the first prompt that a KV connector says something of."""
     _seen: set[int] = field(default_factory=set)
 
     def add(self, ready: Ready) -> None:
@@ -113,6 +116,8 @@ class Counts:
                 self._seen.add(index)
                 self.prompt_tokens += len(output.prompt_token_ids)
                 self.cached_tokens += output.num_cached_tokens or 0
+            if self.kv_transfer_params is None:
+                self.kv_transfer_params = output.kv_transfer_params
             for choice in output.outputs:
                 self.completion_tokens += len(choice.token_ids)
 

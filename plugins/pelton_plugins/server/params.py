@@ -10,16 +10,15 @@ import msgspec
 
 from pelton import limits
 from pelton.errors import NotSupportedError, RequestError
-from pelton.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, TokenizeRequest
 
-SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
-)  # fmt: skip
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields of generation_config.json that stand in for what a request leaves out."""
+SAME_NAME = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerateRequest.__struct_fields__ and name != "structured_outputs"
+)
+"""Fields that a request and `SamplingParams` call alike."""
 
 
 def sampling_params(
@@ -32,7 +31,9 @@ def sampling_params(
 ) -> SamplingParams:
     """Raises `RequestError` naming the field."""
     values: dict[str, Any] = {
-        name: model_defaults[name] for name in MODEL_DEFAULTS if model_defaults.get(name) is not None
+        name: model_defaults[name]
+        for name in MODEL_DEFAULTS
+        if name in SAME_NAME and model_defaults.get(name) is not None
     }
     for name in SAME_NAME:
         value = getattr(request, name)
@@ -94,8 +95,6 @@ def check_common(request: GenerateRequest) -> None:
         raise RequestError(f"vllm_xargs is longer than {limits.MAX_EXTRA_ARGS_BYTES} bytes of JSON", param="vllm_xargs")
     if request.use_beam_search:
         raise NotSupportedError("Beam search is not offered; leave use_beam_search out.", param="use_beam_search")
-    if request.kv_transfer_params is not None:
-        raise NotSupportedError("No KV connector runs here; leave kv_transfer_params out.", param="kv_transfer_params")
 
 
 def _json_size(extra_args: dict[str, Any]) -> int:

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pelton_e2e import generate, greedy, greedy_reference, make_llm, make_prompts
 
 from pelton.config import EngineConfig, KVRole
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.worker.step_graphs import StepGraphs
 from pelton_plugins.kv_connectors.plugin import pelton_kv_connectors
@@ -211,3 +212,76 @@ def test_roles_are_named_as_in_vllm():
 def test_it_is_offered_by_the_hook():
     (entry,) = pelton_kv_connectors()
     assert entry.name == "shared_storage" and entry.resolve() is SharedStorage
+
+
+def test_a_request_that_ends_with_its_first_token_is_saved(model, tmp_path):
+    path, prompts, expected = model
+    with make_llm(path, **settings(tmp_path)) as llm:
+        assert generate(llm, prompts, greedy(1)) == [ids[:1] for ids in expected]
+        assert llm.kv_cache_usage() == 0.0
+    assert len(files_of(tmp_path)) == sum(FULL_BLOCKS)
+    assert run(model, tmp_path) == FOUND
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"max_num_batched_tokens": 16}, id="chunked"),
+        pytest.param({"async_scheduling": False, "enable_prefix_caching": False}, id="no-overlap"),
+    ],
+)
+def test_blocks_of_a_request_that_failed_are_not_saved(model, tmp_path, monkeypatch, more):
+    """NaN in the embeddings of one token: the prompt that holds it fails, and no file has anything of it."""
+    path, prompts, expected = model
+    used = {token for tokens in [*prompts, *expected] for token in tokens}
+    bad_token, bad_prompt = next(token for token in range(10_000) if token not in used), 2
+    prompts = [list(prompt) for prompt in prompts]
+    prompts[bad_prompt][3] = bad_token
+    from pelton.model import registry
+
+    build = registry.build_model
+
+    def build_with_nan(config, *args):
+        made = build(config, *args)
+        embed = made.embed_tokens.forward
+
+        def embed_with_nan(input_ids):
+            hidden = embed(input_ids)
+            return torch.where((input_ids == bad_token).unsqueeze(-1), float("nan"), hidden)
+
+        made.embed_tokens.forward = embed_with_nan
+        return made
+
+    monkeypatch.setattr("pelton.worker.worker.build_model", build_with_nan)
+    with make_llm(path, **settings(tmp_path, **more)) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(NUM_TOKENS), use_tqdm=False)
+        assert [index for index, output in enumerate(outputs) if output.error] == [bad_prompt]
+        assert llm.kv_cache_usage() == 0.0
+    assert len(files_of(tmp_path)) == sum(FULL_BLOCKS) - FULL_BLOCKS[bad_prompt]
+
+
+def test_a_request_says_whether_it_loads_and_saves_and_is_told_what_was(model, tmp_path):
+    path, prompts, expected = model
+
+    def ask(llm, **params):
+        (output,) = llm.generate(
+            [{"prompt_token_ids": prompts[-1]}], greedy(2), use_tqdm=False, kv_transfer_params=params or None
+        )
+        assert list(output.outputs[0].token_ids) == expected[-1][:2]
+        return output.kv_transfer_params
+
+    uncached = {"enable_prefix_caching": False}
+    with make_llm(path, **settings(tmp_path, **uncached)) as llm:
+        assert ask(llm, save=False) == {"num_loaded_tokens": 0, "num_saved_tokens": 0}
+    assert not files_of(tmp_path)
+    with make_llm(path, **settings(tmp_path, **uncached)) as llm:
+        assert ask(llm, save=True) == {"num_loaded_tokens": 0, "num_saved_tokens": 128}
+        assert ask(llm) is None
+    with make_llm(path, **settings(tmp_path, **uncached)) as llm:
+        assert ask(llm, load=False) == {"num_loaded_tokens": 0, "num_saved_tokens": 0}
+        assert ask(llm, load=True) == {"num_loaded_tokens": 128, "num_saved_tokens": 0}
+        with pytest.raises(RequestError, match="load and save, each true or false"):
+            ask(llm, load="no")
+    with make_llm(path) as llm, pytest.raises(NotSupportedError, match="No KV connector runs here"):
+        ask(llm, load=True)

@@ -71,21 +71,29 @@ class FakeAsyncLLM:
 
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int = 0, cache_salt: str | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float | None = None, kv_transfer_params: dict[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         self._check(prompt, params)
-        self.requests.append((prompt, params, {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}))
+        rest = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        if kv_transfer_params is not None:
+            if self.kv_transfer_params is None:
+                raise NotSupportedError("No KV connector runs here.", param="kv_transfer_params")
+            rest["kv_transfer_params"] = kv_transfer_params
+        self.requests.append((prompt, params, rest))
         self.running.add(request_id)
         self.last_ids = [*self.last_ids[-2:], request_id]
         is_finished = False
         try:
             async for output in self._outputs(prompt, params, request_id):
+                output.kv_transfer_params = self.kv_transfer_params if output.finished else None
                 is_finished = output.finished
                 yield output
         finally:
             self.running.discard(request_id)
             if not is_finished:
                 self.aborted.append(request_id)
+
+    kv_transfer_params: dict[str, Any] | None = None  # of every answer
 
     def _check(self, prompt: Any, params: SamplingParams) -> None:
         if self.down:

@@ -209,6 +209,14 @@ def test_fields_reach_the_engine(shared):
         assert getattr(params, name) == body[name], name
 
 
+@pytest.mark.parametrize("path, body", [("/v1/chat/completions", HI), ("/v1/completions", {"prompt": "a"})])
+def test_transfer_parameters_go_to_the_connector_and_come_back(shared, monkeypatch, path, body):
+    monkeypatch.setattr(shared.llm, "kv_transfer_params", {"num_saved_tokens": 16})
+    answer = shared.post(path, {**body, "kv_transfer_params": {"save": True}}).json()
+    assert shared.llm.requests[-1][2]["kv_transfer_params"] == {"save": True}
+    assert answer["kv_transfer_params"] == {"num_saved_tokens": 16}
+
+
 def test_model_defaults_fill_in_what_a_request_leaves_out(shared):
     shared.llm.model.generation_config.update(temperature=0.6, top_k=20, max_new_tokens=3, do_sample=True)
     try:
