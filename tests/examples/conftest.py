@@ -15,12 +15,13 @@ PLUGINS = {
     "tiny_model": "pelton-tiny-model",
     "jsonl_stats": "pelton-jsonl-stats",
     "dummy_device": "pelton-dummy-device",
+    "window_model": "pelton-window-model",
 }
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the three packages, built and installed by pip without a network."""
+    """A folder with the packages, built and installed by pip without a network."""
     folder = tmp_path_factory.mktemp("site")
     sources = [str(ROOT / "examples/plugins" / name) for name in PLUGINS.values()]
     command = [

@@ -18,13 +18,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SMALL = {"max_num_seqs": 4, "kv_cache_memory_bytes": 8 * 2**20, "max_model_len": 128}
 
 
-def test_all_three_are_listed_with_their_distribution(installed, capsys):
+def test_all_are_listed_with_their_distribution(installed, capsys):
     assert main(["plugins", "--json"]) == 0
     listing = {record["name"]: record for record in json.loads(capsys.readouterr().out)}
     for name, distribution in (
         ("tiny_model", "pelton-tiny-model"),
         ("jsonl_stats", "pelton-jsonl-stats"),
         ("dummy_device", "pelton-dummy-device"),
+        ("window_model", "pelton-window-model"),
     ):
         assert listing[name]["distribution"] == distribution and listing[name]["loaded"]
         assert listing[name]["entries"]
@@ -39,7 +40,9 @@ def test_they_are_chosen_by_name(installed, monkeypatch):
 
 
 def test_without_them_nothing_of_theirs_is_there():
-    assert not {"tiny_model", "jsonl_stats", "dummy_device"} & {plugin.name for plugin in load_plugins().loaded}
+    assert not {"tiny_model", "jsonl_stats", "dummy_device", "window_model"} & {
+        plugin.name for plugin in load_plugins().loaded
+    }
 
 
 # The model.
@@ -151,7 +154,7 @@ def test_the_stat_logger_counts_what_was_done(installed, llama, tmp_path):
 
 
 def test_the_stat_loggers_settings_are_checked(installed, llama):
-    with pytest.raises(ConfigError, match=r"plugin_config\.jsonl_stats: .*It takes path"):
+    with pytest.raises(ConfigError, match=r"Unknown setting plugin_config\.jsonl_stats\.file\."):
         LLM(model=llama, plugin_config={"jsonl_stats": {"file": "x"}}, **SMALL)
 
 
@@ -207,3 +210,96 @@ def test_the_dummy_backend_passes_the_conformance_suite(installed, site):
     done = subprocess.run(command, capture_output=True, text=True, cwd=site)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout and "failed" not in done.stdout
+
+
+# A model with a cache spec and settings of its own.
+
+
+@pytest.fixture(scope="module")
+def window_checkpoints(tmp_path_factory):
+    """(under the example's architecture, the same weights as a Mistral), both with a window of 20 tokens."""
+    from safetensors.torch import load_file, save_file
+
+    twin = make_tiny_checkpoint(tmp_path_factory.mktemp("window") / "mistral", "mistral")
+    config = json.loads((twin / "config.json").read_text()) | {"sliding_window": 20, "tie_word_embeddings": True}
+    weights = {
+        name: tensor for name, tensor in load_file(twin / "model.safetensors").items() if name != "lm_head.weight"
+    }
+    save_file(weights, twin / "model.safetensors")
+    (twin / "config.json").write_text(json.dumps(config))
+    own = twin.with_name("window")
+    own.mkdir()
+    for file in twin.glob("tokenizer*"):
+        (own / file.name).write_bytes(file.read_bytes())
+    save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, own / "model.safetensors")
+    (own / "config.json").write_text(json.dumps(config | {"architectures": ["WindowForCausalLM"]}))
+    return str(own), str(twin)
+
+
+WINDOW = {"block_size": 4, "max_num_seqs": 3, "max_model_len": 128, "dtype": "float32", "max_num_batched_tokens": 32}
+WINDOW_PROMPTS = [
+    {"prompt_token_ids": [(7 * i + start) % 90 + 3 for i in range(count)]}
+    for start, count in ((1, 5), (4, 33), (9, 70))
+]
+
+
+def answers_of(path, **settings):
+    """(ids, most blocks in use) of the prompts, twice: the second time with prefix hits."""
+    most = []
+    with LLM(model=path, **WINDOW, **settings) as llm:
+        pool = llm.llm_engine.client._core._kv.pool
+        allocate = pool.allocate
+        pool.allocate = lambda count: (most.append(pool.num_blocks - pool.num_free), allocate(count))[1]
+        ids = [
+            [list(o.outputs[0].token_ids) for o in llm.generate(WINDOW_PROMPTS, GREEDY, use_tqdm=False)]
+            for _ in range(2)
+        ]
+        assert llm.kv_cache_usage() == 0.0
+    return ids, max(most)
+
+
+def test_a_cache_spec_and_settings_of_its_own_serve_a_model(installed, window_checkpoints):
+    own, twin = window_checkpoints
+    blocks = {"num_gpu_blocks_override": 64}
+    expected, _ = answers_of(twin, **blocks)
+    used = []
+    for release in (1, 2, 6):
+        found, most = answers_of(own, plugin_config={"window_model": {"release_blocks": release}}, **blocks)
+        assert found == expected
+        used.append(most)
+    assert used == sorted(used) and used[0] < used[-1], "more blocks wait for their release"
+
+
+def test_its_blocks_are_preempted_and_found_again(installed, window_checkpoints):
+    own, twin = window_checkpoints
+    expected, _ = answers_of(twin, num_gpu_blocks_override=64)
+    found, _ = answers_of(own, num_gpu_blocks_override=30, plugin_config={"window_model": {"release_blocks": 3}})
+    assert found == expected
+
+
+def test_its_settings_are_checked_at_the_start(installed, window_checkpoints):
+    with pytest.raises(ConfigError, match=r"plugin_config\.window_model\.release_blocks is 0; use at least 1"):
+        LLM(model=window_checkpoints[0], plugin_config={"window_model": {"release_blocks": 0}}, **WINDOW)
+    with pytest.raises(ConfigError, match=r"plugin_config\.window_model\.release_blocks is 'x': Expected `int`"):
+        LLM(model=window_checkpoints[0], plugin_config={"window_model": {"release_blocks": "x"}}, **WINDOW)
+
+
+def test_its_cache_manager_keeps_what_every_window_has_to_keep(installed):
+    from pelton_window_model.cache import BatchedWindowManager, BatchedWindowSpec
+
+    from pelton.kv_cache.block_pool import BlockPool
+
+    for release in (1, 2, 5):
+        spec = BatchedWindowSpec(
+            block_size=4, num_kv_heads=1, head_dim=8, dtype="float32", sliding_window=10, release_blocks=release
+        )
+        manager = BatchedWindowManager(spec, [0], BlockPool(8, 1), 4)
+        for computed in range(1, 90):
+            first = manager.first_needed_token(computed)
+            assert first <= max(computed - 9, 0) and first % (4 * release) == 0
+            held = -(-(computed + 1) // 4) - first // 4
+            assert held <= spec.max_blocks(computed + 1, 1)
+            for place in range(25):
+                assert (manager.first_needed_place(computed) > place) == (
+                    computed >= manager.tokens_until_passed(place)
+                )

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pelton.config import EngineConfig
-from pelton.errors import ConfigError
+from pelton.config.plugin_settings import read_settings
 from pelton.metrics.stats import IterationStats, SchedulerStats
 
 
@@ -39,11 +39,7 @@ class JsonlStatLogger:
     """One instance per engine. `record` only adds up; `log` writes."""
 
     def __init__(self, config: EngineConfig, engine_index: int = 0) -> None:
-        try:
-            own = msgspec.convert(config.plugin_config.get("jsonl_stats", {}), JsonlStatsConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"plugin_config.jsonl_stats: {error}. It takes path, a file name.") from error
-        self._path = Path(own.path)
+        self._path = Path(read_settings(config, "jsonl_stats", JsonlStatsConfig).path)
         self._engine_index = engine_index
         self._line = self._new_line()
 

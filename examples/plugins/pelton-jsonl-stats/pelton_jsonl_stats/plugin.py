@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pelton import hookimpl
-from pelton.entries import StatLoggerEntry
+from pelton.entries import SettingsEntry, StatLoggerEntry
 
 PELTON_API = ">=1,<2"
+
+
+@hookimpl
+def pelton_settings() -> Sequence[SettingsEntry]:
+    return [SettingsEntry(name="jsonl_stats", load="pelton_jsonl_stats.logger:JsonlStatsConfig")]
 
 
 @hookimpl

@@ -1,0 +1,1 @@
+"""A Pelton plugin that brings a model with parts of its own."""
