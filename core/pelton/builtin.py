@@ -32,7 +32,7 @@ def pelton_scheduling_policies() -> Sequence[Entry]:
 
 @hookimpl
 def pelton_kv_cache_managers() -> Sequence[Entry]:
-    return [Entry(name="default", load="pelton.kv_cache.manager:PagedKVCacheManager", priority=10,
+    return [Entry(name="default", load="pelton.kv_cache.manager:PagedKVCacheManager.make", priority=10,
                   doc="paged blocks with a prefix cache")]  # fmt: skip
 
 

@@ -22,17 +22,25 @@ class Entry:
     load: str  # "module:attribute"
     priority: int = 50
     doc: str = ""  # one line, shown by `pelton plugins`
+    plugin: str = field(default="", compare=False)  # who offers it; filled in by the loader
+
+    def __str__(self) -> str:
+        """For errors: what it is, where it is loaded from, whose it is."""
+        kind = type(self).__name__.removesuffix("Entry") or "Entry"
+        return f"{kind} {self.name!r} ({self.load}{f' of {self.plugin}' if self.plugin else ''})"
 
     def resolve(self) -> Any:
         """Import the module and return the attribute. Raises `PluginError` naming the entry and what failed."""
-        module_name, _, attribute = self.load.partition(":")
+        module_name, colon, attribute = self.load.partition(":")
+        if not (module_name and colon and attribute):
+            raise PluginError(f"{self}: load is {self.load!r}; write 'module:attribute'.")
         try:
             target: Any = importlib.import_module(module_name)
             for part in attribute.split("."):
                 target = getattr(target, part)
         except (ImportError, AttributeError) as error:
             raise PluginError(
-                f"{type(self).__name__} {self.name!r} cannot be loaded from {self.load!r}: {error}. "
+                f"{self} cannot be loaded: {type(error).__name__}: {error}. "
                 "Install what it needs, or leave its plugin out with PELTON_PLUGINS."
             ) from error
         return target
@@ -78,9 +86,12 @@ class OpEntry(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry(Entry):
-    """`load` gives a model class with the signature `Model(*, config, prefix="")`."""
+    """`load` gives a model class with the signature `Model(*, config, prefix="")`. An architecture of "*" stands for all that no
+    other entry names."""
 
     architectures: tuple[str, ...]
+    kind: str = "generate"
+    """What the model does; this Pelton runs models that "generate"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +104,12 @@ class CommandEntry(Entry):
     """A CLI command: `load` gives `run(argv: list[str]) -> int`; help is shown without importing it."""
 
     help: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsEntry(Entry):
+    """Settings of a plugin: `load` gives a frozen `msgspec.Struct`, whose fields are `plugin_config.<name>.<field>`. Each field
+    has a default, and a line of text below it for `pelton plugins`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ API version history: 1, first.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,7 @@ from pelton.entries import (
     ModelEntry,
     OpEntry,
     PlatformEntry,
+    SettingsEntry,
     StatLoggerEntry,
 )  # fmt: skip
 
@@ -80,6 +82,14 @@ def hooks() -> dict[str, Hook]:
     return dict(_HOOKS)
 
 
+def entry_type(hook: str) -> type[Entry]:
+    """What the entries of `hook` have to be."""
+    named = re.fullmatch(r"Sequence\[(\w+)\]", _HOOKS[hook].returns)
+    assert named is not None, f"{hook} returns no entries"
+    found: type[Entry] = globals()[named[1]]
+    return found
+
+
 @hookspec(since="1.0")
 def pelton_platforms() -> Sequence[PlatformEntry]:
     """Offer device platforms. A `probe` that answers "not here" is no error. Called once per process."""
@@ -88,7 +98,7 @@ def pelton_platforms() -> Sequence[PlatformEntry]:
 
 @hookspec(since="1.0")
 def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
-    """Offer attention backends for `device_type` ("cuda", "rocm", "cpu").
+    """Offer attention backends for `device_type` ("cuda", "cpu", or that of a plugin's platform).
 
     Called once per worker, before weights load. Must not import triton or touch a device: put that behind `load`.
     """
@@ -162,7 +172,8 @@ def pelton_scheduling_policies() -> Sequence[Entry]:
 
 @hookspec(since="1.0")
 def pelton_kv_cache_managers() -> Sequence[Entry]:
-    """Offer KV-cache managers: `load` gives a `pelton.kv_cache.interface.KVCacheManager` factory."""
+    """Offer KV-cache managers: what `kv_cache_manager` may name; the best by priority when it is unset. `load` gives a factory
+    from one `pelton.kv_cache.interface.KVManagerContext` to a `KVCacheManager`."""
     raise NotImplementedError
 
 
@@ -202,6 +213,14 @@ def pelton_kv_connectors() -> Sequence[Entry]:
 def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
     """Change settings before anything is built: flat setting name to (value, reason). Each change is logged with its reason;
     two plugins that set one field to different values are an error. A setting that the user gave explicitly wins."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
+def pelton_settings() -> Sequence[SettingsEntry]:
+    """Offer settings of your own: `load` gives a frozen `msgspec.Struct`. What `plugin_config.<name>` holds (flags
+    `--plugin-config.<name>.<field>`, a settings file, `LLM(plugin_config=...)`) is checked against it at the start, in the front
+    end; `pelton.config.plugin_settings.read_settings` gives the struct wherever it is used."""
     raise NotImplementedError
 
 

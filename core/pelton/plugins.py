@@ -7,17 +7,20 @@ start-up; the step loop uses the plain objects that came of it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib.metadata
 import inspect
 import re
 import sys
+import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -30,6 +33,10 @@ GROUP = "pelton"
 DISTRIBUTION = "pelton"
 ENV_FILTER = env.PLUGINS.name
 HOOK_PREFIX = "pelton_"
+FIX_IT = f"Fix the plugin, or leave it out with {ENV_FILTER}."
+SLOW_LOAD_S = 0.5
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -41,6 +48,8 @@ class LoadedPlugin:
     version: str
     module: str
     hooks: list[str] = field(default_factory=list)
+    load_s: float = 0.0
+    """Seconds that its import took."""
 
     @property
     def is_builtin(self) -> bool:
@@ -97,6 +106,7 @@ class Plugins:
         for plugin_name, result in self.call_each(hook, **arguments):
             plugin = by_name.get(plugin_name) or LoadedPlugin(plugin_name, "?", "?", "?")
             for entry in self._checked(hook, plugin, result):
+                entry = replace(entry, plugin=str(plugin))
                 offers.setdefault(entry.name, []).append(Offer(hook, entry, plugin))
         found: list[Offer] = []
         for name, rivals in offers.items():
@@ -165,13 +175,73 @@ class Plugins:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _checked(self, hook: str, plugin: LoadedPlugin, result: Any) -> Sequence[Entry]:
-        if result is None:
-            return ()
+        wanted = hookspecs.entry_type(hook)
         if not isinstance(result, Sequence) or not all(isinstance(entry, Entry) for entry in result):
+            said = "nothing" if result is None else repr(result)
             raise PluginError(
-                f"Plugin {plugin} returns {result!r} from {hook}; return a list of entries (pelton.entries)."
+                f"Plugin {plugin} returns {said} from {hook}; return a list of entries (pelton.entries), which may be empty."
             )
+        for entry in result:
+            if not isinstance(entry, wanted):
+                raise PluginError(
+                    f"Plugin {plugin} offers {entry.name!r} as a {type(entry).__name__} from {hook}; make it a "
+                    f"{wanted.__name__} (pelton.entries)."
+                )
         return result
+
+    def culprit(self, error: BaseException) -> tuple[LoadedPlugin, str] | None:
+        """The third-party plugin whose code raised, and where: the innermost frame of the error, or of a cause of it, that is in
+        a package of one. None when none is."""
+        packages = {plugin.module.partition(".")[0]: plugin for plugin in self.loaded if not plugin.is_builtin}
+        seen: set[int] = set()
+        current: BaseException | None = error
+        while current is not None and id(current) not in seen:
+            seen.add(id(current))
+            for frame, line in reversed(list(traceback.walk_tb(current.__traceback__))):
+                module = str(frame.f_globals.get("__name__", ""))
+                plugin = packages.get(module.partition(".")[0])
+                if plugin is not None:
+                    return plugin, f"{module}:{frame.f_code.co_qualname}, line {line}"
+            current = current.__cause__ or current.__context__
+        return None
+
+    @contextmanager
+    def blaming(self, while_doing: str) -> Iterator[None]:
+        """Around a part of the start: what third-party code raises becomes one line that names its plugin. Other errors pass."""
+        try:
+            yield
+        except Exception as error:
+            found = None if _is_told(error) else self.culprit(error)
+            if found is None:
+                raise
+            plugin, where = found
+            get_logger(__name__).debug("Plugin %s failed %s.", plugin, while_doing, exc_info=error)
+            raise PluginError(
+                f"Plugin {plugin} fails {while_doing}: {type(error).__name__}: {error} (in {where}). {FIX_IT}"
+            ) from error
+
+
+def calling(entry: Entry) -> AbstractContextManager[None]:
+    """Around a call into what `entry` loads: what it raises becomes one line that names the entry and its plugin."""
+    return blamed(str(entry).partition(" (")[0], str(entry).partition(" (")[2][:-1], FIX_IT)
+
+
+def make(entry: Entry, wanted: type[T], *arguments: Any, **options: Any) -> T:
+    """Load `entry` and call it. Raises `PluginError` naming it where that fails, or gives something else than a `wanted`."""
+    with calling(entry):
+        made = entry.resolve()(*arguments, **options)
+    if not isinstance(made, wanted):
+        raise PluginError(
+            f"{entry} makes {'nothing' if made is None else f'a {type(made).__name__}'}; it has to make a "
+            f"{wanted.__module__}.{wanted.__qualname__}. {FIX_IT}"
+        )
+    return made
+
+
+def _is_told(error: BaseException) -> bool:
+    """Pelton's own errors say who has to act already, and full memory is nobody's mistake."""
+    torch = sys.modules.get("torch")  # not imported here: front ends do without
+    return isinstance(error, (PeltonError, MemoryError)) or bool(torch and isinstance(error, torch.OutOfMemoryError))
 
 
 @contextmanager
@@ -183,8 +253,7 @@ def blamed(what: str, load: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        torch = sys.modules.get("torch")  # not imported here: front ends do without
-        if isinstance(error, (PeltonError, MemoryError)) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        if _is_told(error):
             raise
         raise PluginError(f"{what} ({load}) fails: {type(error).__name__}: {error}. {advice}") from error
 
@@ -217,13 +286,21 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
         if not plugin.is_builtin and only is not None and name not in only:
             left_out.append(plugin)
             continue
+        began = time.perf_counter()
         try:
-            module = point.load()
-        except Exception as error:
+            with contextlib.redirect_stdout(sys.stderr):  # what a command prints stays readable
+                module = point.load()
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"Plugin {name!r} of {plugin.distribution} {plugin.version} fails to import {point.value}: "
-                f"{type(error).__name__}: {error}. Mend or uninstall it, or leave it out with {ENV_FILTER}."
+                f"{type(error).__name__}: {error}. Fix or uninstall it, or leave it out with {ENV_FILTER}."
             ) from error
+        plugin.load_s = time.perf_counter() - began
+        if plugin.load_s > SLOW_LOAD_S and not plugin.is_builtin:
+            get_logger(__name__).warning(
+                "Plugin %s takes %.1f s to import, in every process; put what is heavy behind its entries' load.",
+                plugin, plugin.load_s,
+            )  # fmt: skip
         plugin.hooks = register(manager, module, name, plugin.distribution)
         loaded.append(plugin)
     return Plugins(manager, loaded, left_out)

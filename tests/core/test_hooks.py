@@ -116,7 +116,7 @@ class EverythingPlugin:
 
     @hookimpl
     def pelton_kv_cache_managers(self):
-        return [Entry(name="mine", load=f"{HERE}:Manager", priority=60)]
+        return [Entry(name="mine", load=f"{HERE}:Manager.make", priority=60)]
 
     @hookimpl
     def pelton_draft_proposers(self):

@@ -266,10 +266,11 @@ def test_a_name_that_no_entry_has_lists_those_there_are():
 
 def test_an_entry_that_cannot_be_loaded_says_what_failed():
     with pytest.raises(
-        PluginError, match=r"Entry 'x' cannot be loaded from 'no_such_module:Y': No module named 'no_such_module'"
+        PluginError,
+        match=r"Entry 'x' \(no_such_module:Y\) cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'",
     ):
         Entry(name="x", load="no_such_module:Y").resolve()
-    with pytest.raises(PluginError, match=r"ModelEntry 'x' cannot be loaded from 'json:Y'.*has no attribute 'Y'"):
+    with pytest.raises(PluginError, match=r"Model 'x' \(json:Y\) cannot be loaded: .*has no attribute 'Y'"):
         ModelEntry(name="x", load="json:Y", architectures=("X",)).resolve()
 
 
@@ -350,6 +351,7 @@ def pelton_platforms():
 def pelton_attention_backends(device_type):
     if device_type == "toaster":
         return [BackendEntry(name="crumbs", load="no_such_module:Crumbs")]
+    return []
 """
 
 
@@ -375,7 +377,10 @@ def test_check_loads_what_is_for_a_device_that_is_here(install, capsys):
     install("bread", DEVICES.format(probe="return None"))
     code, result = checked(capsys)
     assert code == 1 and result["not_here"] == []
-    assert any("'crumbs' cannot be loaded from 'no_such_module:Crumbs'" in problem for problem in result["problems"])
+    assert any(
+        "'crumbs' (no_such_module:Crumbs of " in problem and "cannot be loaded" in problem
+        for problem in result["problems"]
+    )
     assert any("'toaster' (json:loads) fails: AttributeError" in problem for problem in result["problems"])
 
 

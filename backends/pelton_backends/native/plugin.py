@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pelton.entries import BackendEntry, OpEntry
+from pelton.entries import BackendEntry, OpEntry, SettingsEntry
 from pelton.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -31,6 +31,13 @@ _PACKED_ENTRIES = (
     ("add_norm_gated_linear", "quant:QuantAddNormLinear"),
     ("add_norm_logits", "quant:QuantAddNormLogits"),
 )
+
+
+@hookimpl
+def pelton_settings() -> Sequence[SettingsEntry]:
+    return [
+        SettingsEntry(name="native", load="pelton_backends.native.config:NativeConfig", doc="kernels in C for CPUs")
+    ]
 
 
 @hookimpl

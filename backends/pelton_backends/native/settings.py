@@ -1,34 +1,24 @@
-"""The native plugin's settings: `plugin_config.native`."""
+"""Put the native plugin's settings, `plugin_config.native`, to use in a worker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from pelton.config.plugin_settings import read_settings
 from pelton.errors import ConfigError
 from pelton_backends.native import library
 from pelton_backends.native.build import CannotBuildError
+from pelton_backends.native.config import NativeConfig
 from pelton_backends.native.isa import sets_of_cpu
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
 
 
-class NativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be set."""
-
-    isa: str | None = None
-    """Instruction set that the kernels are compiled for; by default the best that CPU and compiler have."""
-
-
 def take_settings(config: EngineConfig) -> Mapping[str, str]:
     """Put them to use in this process; returns what was chosen, by name."""
-    try:
-        own = msgspec.convert(config.plugin_config.get("native", {}), NativeConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"plugin_config.native: {error}. It takes isa, the name of an instruction set.") from error
+    own = read_settings(config, "native", NativeConfig)
     try:
         library.use_isa(own.isa)
         chosen = library.isa_in_use().name

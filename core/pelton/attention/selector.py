@@ -13,6 +13,7 @@ from pelton.attention.interface import PHASES, AttentionBackend, AttentionNeeds,
 from pelton.attention.phases import phased
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError, PluginError
+from pelton.plugins import calling
 
 Capability = tuple[int, int] | None
 
@@ -121,13 +122,14 @@ def _judge(
         backend: type[AttentionBackend] = entry.resolve()
     except PluginError as error:
         return Verdict(entry.name, entry.priority_on(capability), (str(error),), None)
-    reasons = [
-        f"does not handle {name}={getattr(needs, name)}" for name in needs.optional() if name not in backend.handles
-    ]
-    reasons += backend.unsupported(needs, capability)
-    reasons += [f"does not serve {phase}" for phase in sorted(phases - backend.phases)]
-    if layout is not None and not reasons and backend.kv_layout(needs) != layout:
-        reasons.append("its pages lie otherwise than the prefill backend's")
+    with calling(entry):
+        reasons = [
+            f"does not handle {name}={getattr(needs, name)}" for name in needs.optional() if name not in backend.handles
+        ]
+        reasons += backend.unsupported(needs, capability)
+        reasons += [f"does not serve {phase}" for phase in sorted(phases - backend.phases)]
+        if layout is not None and not reasons and backend.kv_layout(needs) != layout:
+            reasons.append("its pages lie otherwise than the prefill backend's")
     return Verdict(entry.name, entry.priority_on(capability), tuple(reasons), backend)
 
 

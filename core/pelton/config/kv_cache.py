@@ -26,7 +26,9 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_prefix_caching: bool = True
     """Keep full blocks findable, so that a prompt's known prefix is not computed again."""
     prefix_caching_hash_algo: str = "sha256"
-    """sha256, sha256_cbor, xxhash or xxhash_cbor (the last three need their packages)."""
+    """sha256, sha256_cbor, xxhash or xxhash_cbor (the last two need the package xxhash)."""
+    kv_cache_manager: str | None = None
+    """Name of the KV-cache manager; the offered one with the highest priority when unset."""
     disable_hybrid_kv_cache_manager: bool = False
     """Treat every layer as full attention (more memory, simpler tables)."""
     kv_cache_metrics: bool = False

@@ -14,7 +14,7 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """What is counted, logged and traced."""
 
     disable_log_stats: bool = False
-    """Collect no figures: no log line, and /metrics stays empty."""
+    """Collect no figures of the engine: no log line, and /metrics keeps only those of the HTTP server and its process."""
     log_stats_interval_s: float = 5.0
     """Seconds between two log lines."""
     metrics_prefix: str = "pelton_"

@@ -11,13 +11,13 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sizes of the parallel groups."""
 
     tensor_parallel_size: int = 1
-    """Devices that share every layer."""
+    """Devices that share every layer. More than 1 needs an executor that a plugin brings; the built-in one runs one device."""
     pipeline_parallel_size: int = 1
-    """Devices that follow each other, each with some of the layers."""
+    """Devices that follow each other, each with some of the layers. More than 1 needs an executor that a plugin brings."""
     data_parallel_size: int = 1
-    """Engines with a whole copy of the model each."""
+    """Engines with a whole copy of the model each. This release runs 1."""
     distributed_executor_backend: str | None = None
-    """Name of an executor (in_process, or a plugin's); chosen from the sizes when unset."""
+    """Name of an executor (in_process, or a plugin's); the offered one with the highest priority when unset."""
     device: str | None = None
     """Device type (cpu, cuda, or a plugin's); the best platform that is present when unset."""
 

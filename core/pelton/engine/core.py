@@ -6,10 +6,11 @@ No request and no failed step ends it; only a dead executor does.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -18,21 +19,24 @@ from pelton import garbage
 from pelton.config import EngineConfig
 from pelton.engine.client import EngineInfo
 from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
+from pelton.entries import Entry
 from pelton.errors import ConfigError, EngineDeadError, EngineError, ErrorInfo, PeltonError, RequestError
 from pelton.executor.interface import Executor, StepFit, StepHandle
 from pelton.kv_cache.hashing import BlockHasher
-from pelton.kv_cache.interface import KVCacheManager
+from pelton.kv_cache.interface import KVCacheManager, KVManagerContext
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.spec import KVCachePlan
 from pelton.kv_transfer.interface import SchedulerConnector
 from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
 from pelton.model.resolved import ResolvedModel
-from pelton.plugins import Plugins
+from pelton.plugins import Plugins, calling, make
 from pelton.request import EngineRequest
 from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.scheduler.policy import SchedulingPolicy
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.structured.interface import StructuredOutputBackend
 from pelton.structured.manager import GrammarManager
@@ -56,24 +60,26 @@ class EngineCore:
         self.model = model
         self.plugins = plugins
         self.error: Exception | None = None
+        self._metrics = PluginMetrics()
         self._executor = executor or make_executor(config, model, plugins)
         self._is_shut_down = False
         self._context_tokens = 0
         self._grammars: GrammarManager | None = None
         try:
             # Their parts are timed by the executor, in its report: timed here too they would count twice.
-            with phase("plan KV cache"):
+            with phase("plan KV cache"), plugins.blaming("when memory for the KV cache is measured"):
                 self.plan = make_plan(config, model, self._executor)
-            with phase("allocate KV cache and warm up"):
+            with phase("allocate KV cache and warm up"), plugins.blaming("in the warm-up"):
                 self._executor.initialize_kv_cache(self.plan)
                 if budget_is_open:
                     fit = self._executor.fit_step()
                     self.config = config = with_step_budget(config, fit)
                     self._context_tokens = fit.context_tokens if fit else 0
-            self._kv = make_kv_manager(config, model, plugins, self.plan)
-            self._grammars = make_grammar_manager(model, plugins)
-            self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
-            self._scheduler = self._make_scheduler()
+            with plugins.blaming("when the scheduler and its parts are made"):
+                self._kv = make_kv_manager(config, model, plugins, self.plan, self._metrics)
+                self._grammars = make_grammar_manager(model, plugins)
+                self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
+                self._scheduler = self._make_scheduler()
         except BaseException:
             self.shutdown()
             raise
@@ -89,15 +95,20 @@ class EngineCore:
     def _make_scheduler(self) -> Scheduler:
         config, plugins = self.config, self.plugins
         name = config.scheduler.scheduling_policy
-        policy = plugins.find("pelton_scheduling_policies", name, setting="scheduling_policy").resolve()()
-        factory = plugins.find("pelton_schedulers", config.scheduler.scheduler, setting="scheduler").resolve()
+        entry = plugins.find("pelton_scheduling_policies", name, setting="scheduling_policy")
+        policy = make(entry, SchedulingPolicy)  # type: ignore[type-abstract]
+        with calling(entry):
+            policy.configure(config)
+        entry = plugins.find("pelton_schedulers", config.scheduler.scheduler, setting="scheduler")
         kv_cache, num_device_drafts = config.kv_cache, self._executor.report().num_draft_tokens
         hasher = None
         if kv_cache.enable_prefix_caching and self.plan.groups:
             hasher = BlockHasher(kv_cache.prefix_caching_hash_algo, self.plan.hash_block_size)
         max_num_seqs, max_num_batched_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         assert max_num_seqs is not None and max_num_batched_tokens is not None  # resolved
-        scheduler: Scheduler = factory(
+        return make(
+            entry,
+            Scheduler,  # type: ignore[type-abstract]
             SchedulerContext(
                 config=config.scheduler,
                 kv_manager=self._kv,
@@ -111,17 +122,18 @@ class EngineCore:
                 steps_are_ordered=self._executor.steps_are_ordered,
                 max_steps_in_flight=self._max_steps_in_flight,
                 grammar_source=self._grammars,
-                proposer=None if num_device_drafts else make_draft_proposer(config, self.model, plugins),
+                proposer=None if num_device_drafts else make_draft_proposer(config, self.model, plugins, self._metrics),
                 num_draft_tokens=num_device_drafts,
                 connector=self._make_connector(),
                 context_tokens=self._context_tokens,
                 min_acceptance_rate=config.speculative.min_acceptance_rate,
-            )
+                engine_config=config,
+                metrics=self._metrics,
+            ),
         )
-        return scheduler
 
     def _make_connector(self) -> SchedulerConnector | None:
-        found = find_connector(self.config, self.model, self.plugins, self.plan)
+        found = find_connector(self.config, self.model, self.plugins, self.plan, self._metrics)
         if found is None:
             return None
         connector, context = found
@@ -211,6 +223,7 @@ class EngineCore:
                 self._request_ids.discard(output.request_id)
         if outputs or self._has_news:
             message.stats = self._scheduler.take_stats()
+            message.stats.plugin_metrics = self._metrics.take()
             message.stats.host_time_s = told = {stage: spent for stage, spent in self._host_s.items() if spent}
             told[STEP] = sum(told.values()) - self._host_s[WAIT]
             self._host_s = dict.fromkeys(self._host_s, 0.0)
@@ -432,8 +445,8 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
         if not entries:
             raise ConfigError("No plugin offers an executor; the built-in one is in pelton.builtin.")
         entry = entries[0]
-    executor: Executor = entry.resolve()(config, model, plugins)
-    return executor
+    with plugins.blaming("when the executor starts"):
+        return make(entry, Executor, config, model, plugins)  # type: ignore[type-abstract]
 
 
 def make_plan(config: EngineConfig, model: ResolvedModel, executor: Executor) -> KVCachePlan:
@@ -448,18 +461,40 @@ def make_plan(config: EngineConfig, model: ResolvedModel, executor: Executor) ->
     )
 
 
-def make_kv_manager(config: EngineConfig, model: ResolvedModel, plugins: Plugins, plan: KVCachePlan) -> KVCacheManager:
-    """The best KV-cache manager that is offered, with the managers of plugins' specs."""
-    extra = [entry.resolve() for entry in plugins.entries("pelton_kv_cache_specs")]
-    factory = plugins.entries("pelton_kv_cache_managers")[0].resolve()
-    manager: KVCacheManager = factory(
-        plan,
-        config.kv_cache,
+def make_kv_manager(
+    config: EngineConfig, model: ResolvedModel, plugins: Plugins, plan: KVCachePlan, metrics: PluginMetrics
+) -> KVCacheManager:
+    """The KV-cache manager that the settings name, or the best that is offered, with the managers of plugins' specs."""
+    name = config.kv_cache.kv_cache_manager
+    if name is None:
+        entry = plugins.entries("pelton_kv_cache_managers")[0]
+    else:
+        entry = plugins.find("pelton_kv_cache_managers", name, setting="kv_cache_manager")
+    logger.debug("KV-cache manager: %s", entry)
+    context = KVManagerContext(
+        plan=plan,
+        config=config.kv_cache,
         max_model_len=model.max_model_len,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        extra_managers=extra,
+        extra_managers=[entry.resolve() for entry in plugins.entries("pelton_kv_cache_specs")],
+        engine_config=config,
+        metrics=metrics,
     )
-    return manager
+    if "context" not in _parameters(entry):
+        logger.warning(
+            "%s takes keywords one by one, which ends with the next minor version; take a KVManagerContext.", entry
+        )
+        return make(
+            entry, KVCacheManager, plan, config.kv_cache,  # type: ignore[type-abstract]
+            max_model_len=context.max_model_len, max_num_batched_tokens=context.max_num_batched_tokens,
+            extra_managers=context.extra_managers,
+        )  # fmt: skip
+    return make(entry, KVCacheManager, context)  # type: ignore[type-abstract]
+
+
+def _parameters(entry: Entry) -> Collection[str]:
+    with calling(entry):
+        return inspect.signature(entry.resolve()).parameters
 
 
 def make_grammar_manager(model: ResolvedModel, plugins: Plugins) -> GrammarManager | None:

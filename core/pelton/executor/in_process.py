@@ -28,7 +28,7 @@ from pelton.worker.pending import PendingOutput
 
 _SHUTDOWN_WAIT_S = 5.0
 _POLL_S = 20e-6  # of a device that is waited for with a time limit
-ADVICE = "Choose another with --device, or mend its plugin or its device's set-up."
+ADVICE = "Choose another with --device, or fix its plugin or its device's set-up."
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The promise of an executor: runs steps on workers, wherever they are.
+"""Interface of an executor: runs steps on workers, wherever they are.
 
 `in_process.py` runs one worker on a thread of this process; plugins spread workers over processes or
 hosts. The engine core's thread alone calls it.
@@ -93,7 +93,8 @@ class Executor(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
-        """Call a worker's method between steps (profile, sleep, add_lora); arguments and result are plain data."""
+        """Call a method of the worker's own between steps; arguments and result are plain data. Raises `NotSupportedError` for a
+        method that this worker does not have."""
 
     @abstractmethod
     def report(self) -> DeviceReport: ...

@@ -1,4 +1,4 @@
-"""The promise of a KV-cache manager: blocks for requests, and what is found again.
+"""Interface of a KV-cache manager: blocks for requests, and prefix lookup.
 
 The scheduler alone calls it, on the engine core's thread. Pure Python over ints: no torch. Fences are
 the scheduler's matter: it calls `free` only when no open step can touch the blocks.
@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pelton.config.kv_cache import KVCacheConfig
+from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.metrics.plugin_metrics import PluginMetrics
+
+if TYPE_CHECKING:
+    from pelton.config import EngineConfig
 
 BlockIds = tuple[list[int], ...]
 """Per KV group: block ids in table order; 0 (null) where a window has passed."""
@@ -47,6 +55,23 @@ class CacheableRequest(Protocol):
     def skip_prefix_lookup(self) -> bool:
         """prompt_logprobs: every position must be computed."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVManagerContext:
+    """Everything that a KV-cache manager is made from. A new feature is a new field with a default: old factories keep working."""
+
+    plan: KVCachePlan
+    config: KVCacheConfig
+    max_model_len: int
+    max_num_batched_tokens: int | None = None
+    """Most tokens of one step."""
+    extra_managers: Sequence[tuple[type[KVCacheSpec], type[Any]]] = ()
+    """From the hook `pelton_kv_cache_specs`."""
+    engine_config: EngineConfig | None = None
+    """All settings, for `read_settings`; None in tests of a manager alone."""
+    metrics: PluginMetrics = field(default_factory=PluginMetrics)
+    """Counters of its own."""
 
 
 class KVCacheManager(ABC):

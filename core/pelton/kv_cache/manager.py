@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
+from typing import Self
 
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.kv_cache.block_pool import NULL_BLOCK, BlockPool, ResidencySampler
 from pelton.kv_cache.coordinator import make_coordinator
-from pelton.kv_cache.interface import BlockIds, CacheableRequest, KVCacheManager
+from pelton.kv_cache.interface import BlockIds, CacheableRequest, KVCacheManager, KVManagerContext
 from pelton.kv_cache.single_type import (
     NEVER,
     FullAttentionManager,
@@ -68,6 +69,14 @@ class PagedKVCacheManager(KVCacheManager):
         # Of most models: one group that keeps every token. A request then grows by a block now and then, and that is all.
         is_simple = len(specs) == 1 and type(self._managers[0]) is FullAttentionManager
         self._simple_block_size = specs[0].block_size if is_simple else 0
+
+    @classmethod
+    def make(cls, context: KVManagerContext) -> Self:
+        """What the entry loads."""
+        return cls(
+            context.plan, context.config, max_model_len=context.max_model_len,
+            max_num_batched_tokens=context.max_num_batched_tokens, extra_managers=context.extra_managers,
+        )  # fmt: skip
 
     def lookup(self, request: CacheableRequest) -> tuple[BlockIds, int]:
         if request.skip_prefix_lookup or not self._caches_blocks:

@@ -1,4 +1,4 @@
-"""The promise of a stat logger."""
+"""Interface of a stat logger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StatLogger(Protocol):
-    """One instance per engine, made in the front-end process as `cls(config, engine_index)`.
+    """One instance per engine, made in the front-end process as `cls(config=config, engine_index=0)`.
 
     An exception from any method is logged with the logger's name and never reaches a request.
     """

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
+from pelton.errors import PluginError
 from pelton.metrics.interface import OffersSnapshot, ReportsStart, StatLogger
+from pelton.metrics.plugin_metrics import PluginTotals
 from pelton.metrics.snapshot import Metric
 from pelton.metrics.stats import IterationStats, SchedulerStats
-from pelton.plugins import blamed
+from pelton.plugins import FIX_IT, calling
 
 if TYPE_CHECKING:
     from pelton.engine.client import EngineInfo
     from pelton.entries import StatLoggerEntry
     from pelton.plugins import Plugins
-
-ADVICE = "Mend its plugin, or leave it out with PELTON_PLUGINS."
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,16 @@ class StatLoggers:
         entries = [] if config.observability.disable_log_stats else chosen_entries(plugins)
         self.loggers: dict[str, StatLogger] = {}
         for entry in entries:
-            with blamed(f"Stat logger {entry.name!r}", entry.load, ADVICE):
-                self.loggers[entry.name] = entry.resolve()(config=config, engine_index=engine_index)
+            with calling(entry):
+                made = self.loggers[entry.name] = entry.resolve()(config=config, engine_index=engine_index)
+            for method in ("record", "log"):
+                if not callable(getattr(made, method, None)):
+                    raise PluginError(f"{entry} has no {method}(); see pelton.metrics.interface.StatLogger. {FIX_IT}")
         self._silent = {entry.name for entry in entries if quiet and entry.is_default}
         self._failed: set[tuple[str, str]] = set()
+        name = (config.model.served_model_name or [config.model.model])[0]
+        labels = {"model_name": name, "engine": str(engine_index)}
+        self._of_plugins = PluginTotals(config.observability.metrics_prefix, labels)
 
     def __bool__(self) -> bool:
         return bool(self.loggers)
@@ -43,6 +49,8 @@ class StatLoggers:
                 self._guarded(name, stat_logger.engine_started, info)
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        if scheduler_stats is not None and scheduler_stats.plugin_metrics:
+            self._of_plugins.add(scheduler_stats.plugin_metrics)
         for name, stat_logger in self.loggers.items():
             try:  # inlined: once per step
                 stat_logger.record(scheduler_stats, iteration_stats)
@@ -55,12 +63,12 @@ class StatLoggers:
                 self._guarded(name, stat_logger.log)
 
     def snapshot(self) -> list[Metric]:
-        """The metrics of every logger that publishes."""
+        """The metrics of every logger that publishes, and of plugins in the engine's process."""
         found: list[Metric] = []
         for name, stat_logger in self.loggers.items():
             if isinstance(stat_logger, OffersSnapshot):
                 found += self._guarded(name, stat_logger.snapshot) or ()
-        return found
+        return found + self._of_plugins.snapshot(metric.name for metric in found)
 
     def _guarded(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pelton.metrics.plugin_metrics import PluginSample
+
 HOST_STAGES = ("schedule", "execute", "update", "output")
 """Where the step loop spends the host's time."""
 WAIT, STEP = "wait", "step"
@@ -45,6 +47,8 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Seconds of the step loop by stage: `HOST_STAGES` with any time in them, `STEP` which is their sum, and `WAIT`."""
     grammar_compile_s: list[float] = []
     """Seconds that each grammar took which was compiled since the last record."""
+    plugin_metrics: list[PluginSample] = []
+    """What plugins in the engine's process counted since the last record."""
 
     def count_drafts(self, num_draft: int, num_accepted: int) -> None:
         """Count one row whose drafts were verified."""

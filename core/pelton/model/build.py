@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pelton.attention.selector import AttentionSelector
+from pelton.config import EngineConfig
+from pelton.config.plugin_settings import S, read_settings
 from pelton.errors import ConfigError
 from pelton.large_pages import LargePages
 from pelton.layers.linear import PlainWeights, QuantizationMethod
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.attention.cache_layer import CacheLayer
-    from pelton.config import EngineConfig
     from pelton.layers.rope import Rope, RopeParameters
     from pelton.model.resolved import ResolvedModel
     from pelton.plugins import Plugins
@@ -65,6 +66,7 @@ class BuildConfig:
     """Given to every layer as `config`."""
 
     hf: HFConfig
+    """Of the text model."""
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
@@ -76,6 +78,10 @@ class BuildConfig:
     max_num_batched_tokens: int = 2048
     parallel: ParallelContext = field(default_factory=ParallelContext)
     quantization: QuantizationMethod = field(default_factory=PlainWeights)
+    raw_hf: HFConfig = field(default_factory=lambda: HFConfig({}))
+    """config.json as it is, with what `hf` leaves out: `vision_config` and the like."""
+    engine_config: EngineConfig | None = None
+    """All settings; None in tests of layers alone."""
     # Left by layers.
     weights: WeightMap = field(default_factory=WeightMap)
     cache_layers: dict[str, CacheLayer] = field(default_factory=dict)
@@ -90,6 +96,10 @@ class BuildConfig:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    def plugin_settings(self, name: str, struct: type[S]) -> S:
+        """The settings of a plugin, for its own layers: see `pelton.config.plugin_settings`."""
+        return read_settings(self.engine_config or EngineConfig(), name, struct)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for a parameter; in the model's dtype when none is given."""
@@ -124,6 +134,8 @@ def make_build_config(
     device_type = device_type or device.type
     return BuildConfig(
         hf=HFConfig(model.hf_config),
+        raw_hf=HFConfig(model.raw_config),
+        engine_config=config,
         dtype=getattr(torch, model.dtype),
         device=device,
         max_model_len=model.max_model_len,

@@ -50,7 +50,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not readable as JSON: {error}. Download it again, or mend it.") from error
+        raise ConfigError(f"{file} is not readable as JSON: {error}. Download it again, or fix it.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} holds a {type(value).__name__}; expected a JSON object.")
     return value

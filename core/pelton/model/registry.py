@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.entries import ModelEntry
 from pelton.errors import ConfigError, PluginError
+from pelton.logging import get_logger
 from pelton.plugins import blamed
 
 if TYPE_CHECKING:
@@ -17,22 +18,44 @@ if TYPE_CHECKING:
     from pelton.plugins import Plugins
 
 SIGNATURE = '__init__(self, *, config: BuildConfig, prefix: str = "")'
-ADVICE = (
-    "Check the values in the model's config.json and in --hf-overrides; if they are right, mend the model's plugin."
-)
+ANY = "*"
+KINDS = ("generate",)
+"""Of `ModelEntry.kind`."""
+
+logger = get_logger(__name__)
+
+ADVICE = "Check the values in the model's config.json and in --hf-overrides; if they are right, fix the model's plugin."
 
 
 def find_model(entries: Iterable[ModelEntry], architecture: str) -> ModelEntry:
-    """The first entry by (-priority, name) that offers `architecture`. Raises `ConfigError` listing what there is."""
+    """The entry with the highest priority that offers `architecture`, else one that offers "*".
+
+    Raises `ConfigError` listing what there is, and `PluginError` when two claim it with one priority.
+    """
     ordered = sorted(entries, key=lambda entry: (-entry.priority, entry.name))
-    for entry in ordered:
-        if architecture in entry.architectures:
-            return entry
+    for wanted in (architecture, ANY):
+        claims = [entry for entry in ordered if wanted in entry.architectures]
+        if len(claims) > 1:
+            first, second = claims[:2]
+            if first.priority == second.priority:
+                raise PluginError(
+                    f"{first} and {second} both offer architecture {wanted!r} with priority {first.priority}. "
+                    "Leave one out with PELTON_PLUGINS, or give one a higher priority."
+                )
+            logger.info("%s takes architecture %r (priority %d) from %s", first, wanted, first.priority, second)
+        if claims:
+            return _runnable(claims[0])
     known = ", ".join(sorted({name for entry in ordered for name in entry.architectures})) or "none"
     raise ConfigError(
         f"No model plugin offers architecture {architecture!r}. There is: {known}. "
         "Install a plugin for it, or name one of these in config.json's architectures."
     )
+
+
+def _runnable(entry: ModelEntry) -> ModelEntry:
+    if entry.kind not in KINDS:
+        raise ConfigError(f"{entry} is a model to {entry.kind}; this Pelton runs models to {', '.join(KINDS)}.")
+    return entry
 
 
 def load_model_class(entry: ModelEntry) -> type[nn.Module]:

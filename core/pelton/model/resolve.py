@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from pelton.config import EngineConfig
-from pelton.errors import ConfigError
+from pelton.config.plugin_settings import check_plugin_settings
+from pelton.errors import ConfigError, PluginError
 from pelton.model.formats import ModelFormat, read_json
 from pelton.model.resolved import ResolvedModel
 from pelton.model.source import SourceRequest
-from pelton.plugins import Plugins
+from pelton.plugins import FIX_IT, Plugins, calling
+from pelton.sampling_params import MODEL_DEFAULTS
 
 DUMMY_FORMAT = "dummy"
 DEFAULT_MAX_MODEL_LEN = 2048
@@ -25,10 +27,7 @@ CONTEXT_FIELDS = (
 )  # fmt: skip
 UNSTRETCHED_ROPE_TYPES = ("default", "llama3", "longrope", "su", "mrope", "proportional")
 """Scalings whose context field holds the stretched length already."""
-SAMPLING_DEFAULTS = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens", "max_tokens": "max_tokens",
-}  # fmt: skip
+SAMPLING_DEFAULTS = {**{name: name for name in MODEL_DEFAULTS}, "max_new_tokens": "max_tokens"}
 """generation_config.json's field to the one of `SamplingParams`."""
 
 
@@ -40,14 +39,15 @@ POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta")
 
 def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
     """Find and describe the model of `config`. Raises `ConfigError` that says what was tried."""
-    plugins.check_config_names(config.plugin_config)
+    check_plugin_settings(config, plugins)
     model = config.model
     is_dummy = config.load.load_format == DUMMY_FORMAT
     path = locate(model.model, config, plugins, needs_weights=not is_dummy)
     model_format = find_format(path, plugins)
     notes: list[str] = []
 
-    hf_config = text_config(model_format.read_config(path), model.hf_overrides)
+    found_config = model_format.read_config(path)
+    hf_config = text_config(found_config, model.hf_overrides)
     _check_numbers(hf_config, path)
     own_generation = model_format.read_generation_config(path)
     return ResolvedModel(
@@ -55,6 +55,7 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
         path=str(path),
         weights_format=_weights_format(config, model_format, path),
         hf_config=hf_config,
+        raw_config=merge(found_config, model.hf_overrides),
         architecture=_architecture(hf_config, path),
         dtype=_dtype(config, plugins, hf_config, notes),
         max_model_len=_max_model_len(model.max_model_len, hf_config, notes),
@@ -76,8 +77,11 @@ def locate(name: str, config: EngineConfig, plugins: Plugins, *, needs_weights: 
     )
     refused = []
     for entry in plugins.entries("pelton_model_sources"):
-        found = entry.resolve()(request)
+        with calling(entry):
+            found = entry.resolve()(request)
         if found is not None:
+            if not isinstance(found, (str, Path)):
+                raise PluginError(f"{entry} answers {found!r}; a model source gives a path, or None. {FIX_IT}")
             return Path(found)
         refused.append(f"{entry.name} ({entry.doc})")
     raise ConfigError(

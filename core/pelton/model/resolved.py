@@ -29,5 +29,7 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of the model (temperature, top_k, top_p, ...); empty when not wanted."""
     tokenizer_path: str | None
     """Folder or `.gguf` file; None with skip_tokenizer_init."""
+    raw_config: dict[str, Any] = {}
+    """config.json as it is, overrides applied: with the parts (vision, audio) that `hf_config` leaves out."""
     notes: list[str] = []
     """What was found odd or adjusted, for the log."""

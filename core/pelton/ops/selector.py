@@ -15,6 +15,7 @@ from typing import Any
 from pelton.entries import Entry, OpEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.ops.interface import FUSED_OPS, FusedOp, LinearWeights, OpImplementation, optional_needs
+from pelton.plugins import calling
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,14 @@ class OpSelector:
         names: list[str] = []
         refused: list[tuple[str, str]] = []
         for entry in self._entries[op]:
-            implementation = self._load(entry)
-            reasons = reasons_against(implementation, needs)
-            if reasons:
-                refused.append((entry.name, ", ".join(reasons)))
-                continue
-            least, most = getattr(implementation, "token_range", _all_sizes)(needs)
-            parts.append(_Ranged(least, most, self._bind(implementation, needs, tensors)))
+            with calling(entry):
+                implementation = self._load(entry)
+                reasons = reasons_against(implementation, needs)
+                if reasons:
+                    refused.append((entry.name, ", ".join(reasons)))
+                    continue
+                least, most = getattr(implementation, "token_range", _all_sizes)(needs)
+                parts.append(_Ranged(least, most, self._bind(implementation, needs, tensors)))
             names.append(entry.name)
             if least <= 0 and most is None:
                 break

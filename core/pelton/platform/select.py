@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, PluginError
 from pelton.platform.interface import Platform
+from pelton.plugins import make
 
 if TYPE_CHECKING:
     from pelton.entries import PlatformEntry
@@ -58,19 +59,13 @@ def choose_platform(statuses: list[PlatformStatus], device: str | None) -> Platf
     if here:
         return here[0]
     tried = "; ".join(map(str, statuses)) or "no plugin offers one"
-    raise ConfigError(f"No platform's device is here. Tried: {tried}.")
+    raise ConfigError(f"No supported device was found. Tried: {tried}.")
 
 
 def select_platform(config: EngineConfig, plugins: Plugins) -> Platform:
     """The platform object of the device that `parallel.device` names, or of the best device that is here."""
     status = choose_platform(platform_statuses(plugins), config.parallel.device)
-    platform = status.entry.resolve()()
-    if not isinstance(platform, Platform):
-        raise PluginError(
-            f"Platform {status.name!r} of {status.plugin} loads {status.entry.load}, which makes no "
-            "pelton.platform.interface.Platform. Mend its entry's `load`."
-        )
-    return platform
+    return make(status.entry, Platform)  # type: ignore[type-abstract]
 
 
 def describe_platforms(config: EngineConfig, plugins: Plugins) -> list[tuple[PlatformStatus, bool]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pelton.config import SpeculativeConfig
+from pelton.config import EngineConfig, SpeculativeConfig
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.ops.speculation import LookupDraftsNeeds
 
 
@@ -17,6 +18,10 @@ class ProposerContext:
     config: SpeculativeConfig
     vocab_size: int
     max_model_len: int
+    engine_config: EngineConfig | None = None
+    """All settings, for `read_settings`; None in tests of a proposer alone."""
+    metrics: PluginMetrics = field(default_factory=PluginMetrics)
+    """Counters of its own."""
 
 
 class DraftProposer(ABC):

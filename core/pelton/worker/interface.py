@@ -1,4 +1,4 @@
-"""The promise of a worker: one device's share of the model.
+"""Interface of a worker: one device's share of the model.
 
 `worker.py` is the implementation that every platform uses unless it names its own. All calls come
 from one thread. A platform's worker subclasses this, or the built-in one.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class Worker(ABC):
     """Order: `init_device` -> `load_model` -> `kv_cache_specs` -> `available_kv_cache_bytes` -> `initialize_kv_cache`
-    -> `warm_up` -> steps. A missing optional method refuses that feature with the reason."""
+    -> `warm_up` -> steps. What else a worker can do is reached by `Executor.call`, which refuses what it has not."""
 
     def __init__(
         self, config: EngineConfig, model: ResolvedModel, platform: Platform, plugins: Plugins, *, rank: int = 0

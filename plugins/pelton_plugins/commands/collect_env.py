@@ -16,7 +16,7 @@ from pelton.config.flags import parse_flags
 from pelton.errors import PeltonError
 from pelton.plugins import DISTRIBUTION, load_plugins
 
-OTHER_PACKAGES = ("transformers", "gguf", "triton", "outlines-core", "ray")
+OTHER_PACKAGES = ("transformers", "gguf", "triton")
 SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "LD_PRELOAD",
 )  # fmt: skip

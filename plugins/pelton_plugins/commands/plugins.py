@@ -14,8 +14,11 @@ import pluggy
 from pelton import hookspecs
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
+from pelton.config.engine import struct_defaults
+from pelton.config.field_docs import field_docs
 from pelton.config.flags import parse_flags
-from pelton.entries import Entry, PlatformEntry
+from pelton.config.plugin_settings import settings_struct
+from pelton.entries import Entry, PlatformEntry, SettingsEntry
 from pelton.errors import PluginError
 from pelton.metrics.manager import chosen_entries
 from pelton.platform.select import describe_platforms
@@ -125,7 +128,7 @@ def default_choices(plugins: Plugins) -> dict[str, set[str]]:
 
 def _entry_record(offer: Offer, where: str, chosen: dict[str, set[str]]) -> dict[str, Any]:
     entry = offer.entry
-    return {
+    record = {
         "hook": offer.hook,
         "name": entry.name,
         "priority": entry.priority,
@@ -134,6 +137,17 @@ def _entry_record(offer: Offer, where: str, chosen: dict[str, set[str]]) -> dict
         "doc": entry.doc or getattr(entry, "help", ""),
         "status": _status(offer, chosen),
     }
+    if isinstance(entry, SettingsEntry):
+        struct = settings_struct(entry)
+        docs, defaults = field_docs(struct), struct_defaults(struct)
+        record["settings"] = {
+            f"plugin_config.{entry.name}.{field}": {
+                "default": msgspec.to_builtins(defaults[field]),
+                "doc": docs.get(field, ""),
+            }
+            for field in struct.__struct_fields__
+        }
+    return record
 
 
 def _status(offer: Offer, chosen: dict[str, set[str]]) -> str:
@@ -169,8 +183,14 @@ def _as_text(listing: list[dict[str, Any]]) -> str:
         table = (
             format_table(("kind", "name", "priority", "status", "about"), rows, indent="  ") if rows else "  no entries"
         )
-        blocks.append(f"{record['name']}  ({origin}, {record['module']})\n{table}")
+        settings = {name: of for entry in record["entries"] for name, of in entry.get("settings", {}).items()}
+        lines = [f"  --{_as_flag(name)} (default {of['default']!r})  {of['doc']}" for name, of in settings.items()]
+        blocks.append("\n".join([f"{record['name']}  ({origin}, {record['module']})", table, *lines]))
     return "\n\n".join(blocks)
+
+
+def _as_flag(name: str) -> str:
+    return name.replace("plugin_config", "plugin-config", 1)
 
 
 def check(*, as_json: bool = False) -> int:

@@ -95,7 +95,7 @@ FAMILIES: tuple[Family, ...] = (
         ("max_num_queued_reqs", "max_num_queued_tokens"),
     ),
     _counter("spec_decode_num_drafts", "Rows of steps whose draft tokens were verified."),
-    _counter("spec_decode_num_draft_tokens", "Draft tokens proposed."),
+    _counter("spec_decode_num_draft_tokens", "Draft tokens proposed, with speculation."),
     _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
     _counter(
         "spec_decode_num_accepted_tokens_per_pos",
@@ -138,7 +138,7 @@ FAMILIES: tuple[Family, ...] = (
         "Of an engine step: how long the host had nothing to do but wait for the device; no part of the host time.",
         HOST_SECONDS,
     ),
-    _histogram("grammar_compile_seconds", "Time to compile a grammar.", COMPILE_SECONDS),
+    _histogram("grammar_compile_seconds", "Time to compile a grammar, with a structured-output plugin.", COMPILE_SECONDS),
     _histogram(
         "kv_block_lifetime_seconds", "Sampled blocks: from allocation to eviction.", RESIDENCY_SECONDS,
         when="kv_cache_metrics",

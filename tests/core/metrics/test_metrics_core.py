@@ -189,7 +189,7 @@ class Unmakable(Recorder):
     [
         (
             OSError("no disk"),
-            (PluginError, r"Stat logger 'unmakable' \(x:y\) fails: OSError: no disk\. Mend its plugin"),
+            (PluginError, r"'unmakable' \(x:y\) fails: OSError: no disk\. Fix the plugin"),
         ),
         (ConfigError("path is 3"), (ConfigError, "^path is 3$")),
         (MemoryError("full"), (MemoryError, "^full$")),

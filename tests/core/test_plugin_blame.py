@@ -1,0 +1,260 @@
+"""Whatever a plugin's code raises while the engine starts becomes one line that names the plugin and what is to be done."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from pelton import LLM
+from pelton.entries import Entry, ModelEntry
+from pelton.errors import ConfigError, PluginError
+from pelton.model.registry import find_model
+from pelton.plugins import load_plugins, make
+from pelton.scheduler.interface import Scheduler
+from pelton.testing.models import make_tiny_checkpoint
+
+SMALL = {"max_model_len": 64, "kv_cache_memory_bytes": 2**20, "disable_log_stats": True, "dtype": "float32"}
+PLUGIN = '''
+from pelton import hookimpl
+from pelton.entries import *
+PELTON_API = ">=1,<2"
+def boom(*args, **kwargs):
+    raise RuntimeError("boom")
+def nothing(*args, **kwargs):
+    return None
+'''  # fmt: skip
+MODEL = """
+class Model:
+    pass
+from pelton_plugins.models.llama import LlamaForCausalLM
+class Model(LlamaForCausalLM):
+    def {method}(self, *args):
+        {body}
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("blame") / "model", "llama"))
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Make a package with its metadata; the name of its module is that of the plugin."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def install(body: str, name: str = "acme_plugin") -> str:
+        (tmp_path / f"{name}.py").write_text(PLUGIN.replace("'''", "") + body)
+        info = tmp_path / f"{name}-0.3.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.3\n")
+        (info / "entry_points.txt").write_text(f"[pelton]\n{name} = {name}\n")
+        made.append(name)
+        return name
+
+    yield install
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+def hook(name: str, entry: str, arguments: str = "") -> str:
+    return f"\n@hookimpl\ndef {name}({arguments}):\n    return [{entry}]\n"
+
+
+def start(checkpoint: str, **settings) -> str:
+    """What a start says that fails."""
+    with pytest.raises(PluginError) as caught:
+        LLM(model=checkpoint, **SMALL, **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+NAMED = "of acme_plugin (acme_plugin 0.3)"
+
+
+@pytest.mark.parametrize(
+    "hook_name, kind, settings",
+    [
+        ("pelton_schedulers", "Entry", {"scheduler": "mine"}),
+        ("pelton_scheduling_policies", "Entry", {"scheduling_policy": "mine"}),
+        ("pelton_kv_cache_managers", "Entry", {"kv_cache_manager": "mine"}),
+        ("pelton_executors", "Entry", {"distributed_executor_backend": "mine"}),
+        ("pelton_draft_proposers", "Entry", {"speculative_config": {"method": "mine"}}),
+        ("pelton_stat_loggers", "StatLoggerEntry", {"disable_log_stats": False}),
+    ],
+)
+@pytest.mark.parametrize("factory", ["boom", "nothing"])
+def test_a_factory_that_raises_or_gives_nothing(install, checkpoint, hook_name, kind, settings, factory):
+    install(hook(hook_name, f"{kind}(name='mine', load='acme_plugin:{factory}', priority=1)"))
+    with pytest.raises(PluginError) as caught:
+        LLM(model=checkpoint, **{**SMALL, **settings})
+    message = str(caught.value)
+    assert "'mine'" in message and NAMED in message and "Fix the plugin, or leave it out with PELTON_PLUGINS" in message
+    assert (
+        "RuntimeError: boom" if factory == "boom" else "nothing" if kind == "Entry" else "has no record()"
+    ) in message
+    assert "\n" not in message
+
+
+def test_a_model_source_that_raises_or_answers_nonsense(install, checkpoint):
+    install(hook("pelton_model_sources", "Entry(name='mine', load='acme_plugin:boom', priority=99)"))
+    assert "'mine' (acme_plugin:boom of acme_plugin (acme_plugin 0.3)) fails: RuntimeError: boom" in start(checkpoint)
+
+
+def test_an_attention_backend_that_raises_is_not_the_models_fault(install, checkpoint):
+    body = "\nfrom pelton.attention.interface import AttentionBackend\nclass Backend(AttentionBackend):\n"
+    body += "    @classmethod\n    def unsupported(cls, needs, capability=None):\n        raise RuntimeError('boom')\n"
+    entry = "BackendEntry(name='mine', load='acme_plugin:Backend', priority=99)"
+    install(body + hook("pelton_attention_backends", entry, "device_type"))
+    message = start(checkpoint)
+    assert message.startswith(
+        "Backend 'mine' (acme_plugin:Backend of acme_plugin (acme_plugin 0.3)) fails: RuntimeError"
+    )
+    assert "config.json" not in message
+
+
+def test_an_op_that_raises_is_not_the_models_fault(install, checkpoint):
+    body = "\nclass Op:\n    unsupported = staticmethod(boom)\n    bind = staticmethod(boom)\n"
+    entry = "OpEntry(name='mine', seam='linear', load='acme_plugin:Op', priority=99)"
+    install(body + hook("pelton_ops", entry, "device_type"))
+    message = start(checkpoint)
+    assert message.startswith("Op 'mine' (acme_plugin:Op of acme_plugin (acme_plugin 0.3)) fails: RuntimeError: boom")
+
+
+PLATFORM = """
+from pelton_platforms.cpu.platform import CPUPlatform
+class Mine(CPUPlatform):
+    name = "mine"
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("def __init__(self): boom()", "RuntimeError: boom"),
+        ("available_kv_cache_bytes = boom", "fails when memory for the KV cache is measured: RuntimeError: boom"),
+        ("init_device = boom", "RuntimeError: boom"),
+    ],
+)
+def test_a_platform_that_raises(install, checkpoint, body, words):
+    entry = "PlatformEntry(name='mine', load='acme_plugin:Mine', priority=99, probe=lambda: None)"
+    install(PLATFORM.format(body=body) + hook("pelton_platforms", entry))
+    message = start(checkpoint, device="mine")
+    assert words in message and "acme_plugin" in message
+
+
+def test_a_platform_with_missing_methods(install, checkpoint):
+    body = "\nfrom pelton.platform.interface import Platform\nclass Mine(Platform):\n    name = 'mine'\n"
+    entry = "PlatformEntry(name='mine', load='acme_plugin:Mine', priority=99, probe=lambda: None)"
+    install(body + hook("pelton_platforms", entry))
+    message = start(checkpoint, device="mine")
+    assert NAMED in message and "abstract" in message
+
+
+@pytest.mark.parametrize("method, body", [("forward", "boom()"), ("compute_logits", "boom()")])
+def test_a_model_that_raises_in_the_warm_up(install, checkpoint, method, body):
+    entry = "ModelEntry(name='mine', load='acme_plugin:Model', architectures=('LlamaForCausalLM',), priority=99)"
+    install(MODEL.format(method=method, body=body) + hook("pelton_models", entry))
+    message = start(checkpoint)
+    assert (
+        message.startswith("Plugin acme_plugin (acme_plugin 0.3) fails ")
+        and "RuntimeError: boom (in acme_plugin:" in message
+    )
+
+
+def test_an_error_of_our_own_stays_what_it_is(checkpoint, monkeypatch):
+    monkeypatch.setattr("pelton.engine.core.make_plan", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        LLM(model=checkpoint, plugins=load_plugins(only=[]), **SMALL)
+
+
+# Entries.
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (
+            "\n@hookimpl\ndef pelton_models():\n    pass\n",
+            "returns nothing from pelton_models; return a list of entries",
+        ),
+        (
+            hook("pelton_models", "Entry(name='mine', load='x:y')"),
+            "offers 'mine' as a Entry from pelton_models; make it a ModelEntry",
+        ),
+        ("\nimport sys\nsys.exit(3)\n", "fails to import acme_plugin: SystemExit: 3"),
+    ],
+    ids=["none", "kind", "exit"],
+)
+def test_what_a_hook_returns_is_checked(install, body, message):
+    install(body)
+    with pytest.raises(PluginError) as caught:
+        load_plugins().entries("pelton_models")
+    assert message in str(caught.value) and "acme_plugin" in str(caught.value)
+
+
+def test_a_plugins_print_does_not_spoil_what_a_command_prints(install, capsys):
+    install("\nprint('hello from acme')\n" + hook("pelton_models", ""))
+    load_plugins()
+    captured = capsys.readouterr()
+    assert captured.out == "" and "hello from acme" in captured.err
+
+
+def test_a_slow_import_is_told(install, caplog, monkeypatch):
+    monkeypatch.setattr("pelton.plugins.SLOW_LOAD_S", 0.02)
+    install("\nimport time\ntime.sleep(0.05)\n" + hook("pelton_models", ""))
+    plugins = load_plugins()
+    assert "Plugin acme_plugin (acme_plugin 0.3) takes 0.1 s to import" in caplog.text
+    assert plugins.loaded[-1].load_s >= 0.05
+
+
+@pytest.mark.parametrize("load", ["module", "module:", ":name"])
+def test_a_load_without_both_parts(load):
+    with pytest.raises(PluginError, match="write 'module:attribute'"):
+        Entry(name="x", load=load).resolve()
+
+
+def test_make_says_what_came_instead():
+    entry = Entry(name="x", load="builtins:dict", plugin="acme 1.0")
+    with pytest.raises(
+        PluginError, match=r"Entry 'x' \(builtins:dict of acme 1\.0\) makes a dict; it has to make a .*Scheduler"
+    ):
+        make(entry, Scheduler)
+
+
+# Architectures.
+
+
+def entry(name, *architectures, priority=50, kind="generate"):
+    return ModelEntry(
+        name=name, load="x:y", architectures=architectures, priority=priority, plugin=f"of-{name}", kind=kind
+    )
+
+
+def test_two_models_of_one_architecture_are_an_error():
+    with pytest.raises(
+        PluginError, match=r"Model 'a' \(x:y of of-a\) and Model 'b' .* architecture 'X' with priority 50"
+    ):
+        find_model([entry("a", "X"), entry("b", "Y", "X")], "X")
+    assert find_model([entry("a", "X"), entry("b", "Y", "X")], "Y").name == "b"
+
+
+def test_a_higher_priority_takes_an_architecture_over_and_that_is_logged(caplog):
+    with caplog.at_level("INFO"):
+        assert find_model([entry("a", "X"), entry("b", "X", priority=60)], "X").name == "b"
+    assert "takes architecture 'X' (priority 60) from Model 'a'" in caplog.text
+
+
+def test_a_fallback_serves_what_no_other_entry_names():
+    entries = [entry("any", "*", priority=90), entry("x", "X")]
+    assert find_model(entries, "X").name == "x"
+    assert find_model(entries, "Z").name == "any"
+
+
+def test_a_model_that_does_something_else_is_refused():
+    with pytest.raises(ConfigError, match=r"Model 'a' .* is a model to pool; this Pelton runs models to generate"):
+        find_model([entry("a", "X", kind="pool")], "X")
