@@ -270,6 +270,40 @@ def test_a_cache_spec_and_settings_of_its_own_serve_a_model(installed, window_ch
     assert used == sorted(used) and used[0] < used[-1], "more blocks wait for their release"
 
 
+@pytest.mark.parametrize("offered", ["in_place.branch_scale", "reference"])
+def test_an_op_of_its_own_scales_what_the_twin_has_in_its_weights(
+    installed, window_checkpoints, tmp_path, monkeypatch, offered
+):
+    """A multiplier of 0.5 is exact, in the op as in the weights of the two matrices before it."""
+    from pathlib import Path
+
+    from safetensors.torch import load_file, save_file
+
+    own, twin = (Path(path) for path in window_checkpoints)
+    scaled, halved = tmp_path / "scaled", tmp_path / "halved"
+    for source, target, change in ((own, scaled, {"residual_multiplier": 0.5}), (twin, halved, {})):
+        target.mkdir()
+        weights = load_file(source / "model.safetensors")
+        for name in weights if target is halved else ():
+            if "o_proj" in name or "down_proj" in name:
+                weights[name] = weights[name] * 0.5
+        save_file(weights, target / "model.safetensors")
+        (target / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | change))
+        for file in source.glob("tokenizer*"):
+            (target / file.name).write_bytes(file.read_bytes())
+    from pelton_window_model import ops, plugin
+
+    used = []
+    implementation = ops.InPlaceBranchScale if offered.startswith("in_place") else ops.ReferenceBranchScale
+    bind = implementation.bind
+    monkeypatch.setattr(implementation, "bind", staticmethod(lambda *args: (used.append(offered), bind(*args))[1]))
+    if offered == "reference":
+        monkeypatch.setattr(ops.InPlaceBranchScale, "unsupported", staticmethod(lambda needs: ["it is not wanted"]))
+    blocks = {"num_gpu_blocks_override": 64}
+    assert answers_of(str(scaled), **blocks)[0] == answers_of(str(halved), **blocks)[0]
+    assert used and plugin.pelton_ops("cuda") == []
+
+
 def test_its_blocks_are_preempted_and_found_again(installed, window_checkpoints):
     own, twin = window_checkpoints
     expected, _ = answers_of(twin, num_gpu_blocks_override=64)

@@ -1,6 +1,7 @@
-"""A decoder with a sliding window on every layer, whose cache is of this package's own kind.
+"""A decoder with a sliding window on every layer, whose cache is of this package's own kind,
+and whose sub-layers' outputs are scaled by an op of its own.
 
-config.json names the architecture `WindowForCausalLM` and its `sliding_window`; the weights have Llama's names, without
+config.json names the architecture `WindowForCausalLM`, its `sliding_window` and `residual_multiplier` (1.0); the weights have Llama's names, without
 `model.` in front. T tokens of the step, H hidden size.
 """
 
@@ -18,6 +19,7 @@ from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
 from pelton_window_model.cache import BatchedWindowSpec
+from pelton_window_model.ops import BranchScale, BranchScaleNeeds, BranchScaleTensors
 from pelton_window_model.settings import WindowModelSettings
 
 
@@ -61,12 +63,14 @@ class WindowBlock(nn.Module):
             size, inner, activation="silu", norm=self.mlp_norm, bias=False, config=config, prefix=f"{prefix}.mlp"
         )
         self.down = RowParallelLinear(inner, size, bias=False, config=config, prefix=f"{prefix}.mlp.down_proj")
+        needs = BranchScaleNeeds(dtype=config.dtype_name, size=size, scale=hf.get("residual_multiplier", 1.0))
+        self.scale: BranchScale = config.ops.bind("branch_scale", needs, BranchScaleTensors(config.device))
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """(the last sub-layer's output, residual), each [T, H]; who reads them adds them."""
         qkv, residual = self.qkv(hidden, residual)
-        gated, residual = self.gate_up(self.out(self.attn(qkv, batch)), residual)
-        return self.down(gated), residual
+        gated, residual = self.gate_up(self.scale(self.out(self.attn(qkv, batch))), residual)
+        return self.scale(self.down(gated)), residual
 
 
 class WindowForCausalLM(Decoder):

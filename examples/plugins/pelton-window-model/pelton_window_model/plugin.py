@@ -1,11 +1,11 @@
-"""Offers the model, its kind of KV cache, and its settings. Nothing heavy is imported here."""
+"""Offers the model, its op, its kind of KV cache, and its settings. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pelton import hookimpl
-from pelton.entries import Entry, ModelEntry, SettingsEntry
+from pelton.entries import Entry, ModelEntry, OpEntry, SettingsEntry
 
 PELTON_API = ">=1,<2"
 
@@ -23,6 +23,25 @@ def pelton_models() -> Sequence[ModelEntry]:
             load="pelton_window_model.model:WindowForCausalLM",
             architectures=("WindowForCausalLM",),
             doc="a small decoder with a sliding window on every layer",
+        )
+    ]
+
+
+@hookimpl
+def pelton_fused_ops() -> Sequence[Entry]:
+    return [Entry(name="branch_scale", load="pelton_window_model.ops:BRANCH_SCALE", doc="a sub-layer's output, scaled")]
+
+
+@hookimpl
+def pelton_ops(device_type: str) -> Sequence[OpEntry]:
+    if device_type != "cpu":
+        return []
+    return [
+        OpEntry(
+            name="in_place.branch_scale",
+            op="branch_scale",
+            load="pelton_window_model.ops:InPlaceBranchScale",
+            device_types=("cpu",),
         )
     ]
 
