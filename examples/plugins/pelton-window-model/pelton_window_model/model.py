@@ -1,8 +1,8 @@
 """A decoder with a sliding window on every layer, whose cache is of this package's own kind,
 and whose sub-layers' outputs are scaled by an op of its own.
 
-config.json names the architecture `WindowForCausalLM`, its `sliding_window` and `residual_multiplier` (1.0); the weights have Llama's names, without
-`model.` in front. T tokens of the step, H hidden size.
+config.json names the architecture `WindowForCausalLM`, its `sliding_window` and `residual_multiplier` (1.0);
+the weights have Llama's names, without `model.` in front. T tokens of the step, H hidden size.
 """
 
 from __future__ import annotations
