@@ -73,8 +73,8 @@ def flags_page() -> str:
         NOTE,
         "A setting has one name: `max_num_seqs` is the flag `--max-num-seqs` and the argument `LLM(max_num_seqs=...)`, "
         'wherever it lives. A section can be given as a whole, `--attention-config \'{"backend": "sdpa"}\'`, or by a dot, '
-        f"`--attention-config.backend sdpa`. Short forms: {shorts}. `--config FILE` reads settings by name from a JSON or "
-        "TOML file. A flag wins over an environment variable, and that over the file. Settings of plugins are "
+        f"`--attention-config.backend sdpa`. Short forms: {shorts}. `--config FILE` reads settings by name from a JSON, "
+        "TOML or YAML file. A flag wins over an environment variable, and that over the file. Settings of plugins are "
         "`--plugin-config.NAME.FIELD`. A number may end in k, m, g (powers of 1000) or K, M, G (powers of 1024).",
     ]
     for section, struct in SECTIONS.items():

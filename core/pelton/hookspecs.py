@@ -191,7 +191,8 @@ def pelton_stat_loggers() -> Sequence[StatLoggerEntry]:
 
 @hookspec(since="1.0")
 def pelton_structured_output_backends() -> Sequence[Entry]:
-    """Offer structured-output backends: `load` gives a `pelton.structured.interface.StructuredOutputBackend` class."""
+    """Offer structured-output backends: `load` gives a factory from one `pelton.structured.interface.StructuredOutputContext` to a
+    `StructuredOutputBackend`. Called with the first constraint, on a thread beside the step loop."""
     raise NotImplementedError
 
 

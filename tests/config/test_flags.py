@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Literal
 
 import msgspec
@@ -219,7 +220,7 @@ def test_a_bad_environment_variable_is_an_error():
         parse(environ={"PELTON_API_KEY": ""})
 
 
-@pytest.mark.parametrize("name", ["settings.json", "settings.toml"])
+@pytest.mark.parametrize("name", ["settings.json", "settings.toml", "settings.yaml"])
 def test_flags_win_over_the_environment_and_that_over_a_file(tmp_path, name):
     path = tmp_path / name
     if name.endswith("json"):
@@ -227,6 +228,11 @@ def test_flags_win_over_the_environment_and_that_over_a_file(tmp_path, name):
             "max-num-seqs": 4, "seed": 7, "log_level": "error", "port": 1, "served_model_name": "x",
             "attention_config": {"backend": "sdpa"}, "plugin_config": {"p": {"a": 1, "b": 1}},
         })  # fmt: skip
+    elif name.endswith("yaml"):
+        text = (
+            "max-num-seqs: 4\nseed: 7\nlog_level: error\nport: 1\nserved_model_name: x\n"
+            "attention_config: {backend: sdpa}\nplugin_config:\n  p: {a: 1, b: 1}\n"
+        )
     else:
         text = (
             'max-num-seqs = 4\nseed = 7\nlog_level = "error"\nport = 1\nserved_model_name = "x"\n'
@@ -251,14 +257,38 @@ def test_flags_win_over_the_environment_and_that_over_a_file(tmp_path, name):
         ('{"max_num_seq": 4}', r"unknown setting 'max_num_seq'\. Did you mean 'max_num_seqs'\?"),
         ('{"max_num_seqs": "4"}', r"scheduler\.max_num_seqs is '4': Expected `int \| null`.*Set by .*settings\.json: max_num_seqs"),
         ('{"attention_config": {"x": 1}}', "attention has no setting 'x'"),
-        ("[1]", "holds no JSON object"),
-        ("{", "is no valid JSON"),
+        ("[1]", "holds no object"),
+        ("{", "is not valid JSON"),
     ],
 )  # fmt: skip
 def test_bad_settings_file(tmp_path, text, message):
     path = tmp_path / "settings.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
+        parse("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a: [1", "is not valid YAML: while parsing"),
+        ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("- 1", "holds no object"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, message):
+    path = tmp_path / "settings.yml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse("--config", str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_without_its_package_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "settings.yaml"
+    path.write_text("seed: 1")
+    with pytest.raises(ConfigError, match="pip install pyyaml"):
         parse("--config", str(path))
 
 

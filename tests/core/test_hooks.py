@@ -203,6 +203,27 @@ def test_a_plugin_takes_its_own_settings_where_the_worker_runs(plugins, checkpoi
         make("infrared")
 
 
+def test_a_kv_cache_manager_is_named_by_the_settings(plugins, checkpoint):
+    with LLM(model=str(checkpoint), plugins=plugins, kv_cache_manager="default", **SMALL) as llm:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert "manager" not in used
+    with LLM(model=str(checkpoint), plugins=plugins, kv_cache_manager="mine", **SMALL) as llm:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert "manager" in used
+
+
+def test_a_kv_cache_manager_of_the_old_form_is_made_with_a_warning(plugins, checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(
+        EverythingPlugin, "pelton_kv_cache_managers",
+        hookimpl(lambda self: [Entry(name="mine", load=f"{HERE}:Manager", priority=60)]),
+    )  # fmt: skip
+    old = load_plugins(only=[])
+    register(old.manager, EverythingPlugin(), "everything", "test")
+    with LLM(model=str(checkpoint), plugins=old, **SMALL) as llm:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert "manager" in used and "take a KVManagerContext" in caplog.text
+
+
 def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):
     with LLM(model=str(checkpoint), plugins=plugins, scheduling_policy="fcfs", scheduler="default", **SMALL) as llm:
         assert finish_order(llm) == ["0", "1", "2"]
@@ -216,6 +237,7 @@ def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):
         ("scheduler", "scheduler is 'none'; there is mine, default"),
         ("scheduling_policy", "scheduling_policy is 'none'; there is lifo, fcfs, priority"),
         ("distributed_executor_backend", "distributed_executor_backend is 'none'; there is mine, in_process"),
+        ("kv_cache_manager", "kv_cache_manager is 'none'; there is mine, default"),
         ("load_format", r"load_format is 'none'; there is .*mine"),
     ],
 )

@@ -106,11 +106,17 @@ def from_file(tmp_path, settings):
     return parse_flags(["--config", str(path)], environ={}).config
 
 
+def from_yaml(tmp_path, settings):
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(msgspec.yaml.encode({"plugin_config": {"fair": settings}}))
+    return parse_flags(["--config", str(path)], environ={}).config
+
+
 def from_sdk(tmp_path, settings):
     return EngineConfig.from_flat(plugin_config={"fair": settings})
 
 
-@pytest.mark.parametrize("make", [from_flags, from_file, from_sdk])
+@pytest.mark.parametrize("make", [from_flags, from_file, from_yaml, from_sdk])
 def test_settings_arrive_as_the_plugins_struct(plugins, tmp_path, make):
     config = make(tmp_path, {"weight": 2.5, "tenants": ["a", "b"], "mode": "strict"})
     check_plugin_settings(config, plugins)

@@ -47,7 +47,7 @@ def help_text(
         return f"No flag has {only!r} in its name, section or help. --help lists all flags."
     if not only and engine:
         lines += [
-            *_wrapped("--config FILE", "Settings from a JSON or TOML file, by their names; a flag wins.", width),
+            *_wrapped("--config FILE", "Settings from a JSON, TOML or YAML file, by their names; a flag wins.", width),
             *_wrapped("--plugin-config.NAME.FIELD", "A setting of a plugin; --plugin-config takes a JSON object.", width),
             *_wrapped("--SECTION-config.FIELD", "A setting by its section, such as --attention-config.backend (-ac.backend), "
                       "--compilation-config (-cc); a section alone takes a JSON object.", width),

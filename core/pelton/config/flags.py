@@ -248,7 +248,7 @@ class _Parser:
         self.given[flag.key] = (fields, first)
 
     def _add_file(self, path: str) -> None:
-        """Settings of a JSON or TOML file, for what no flag gave."""
+        """Settings of a JSON, TOML or YAML file, for what no flag gave."""
         for name, value in read_settings_file(path).items():
             flat = name.replace("-", "_")
             section = flat.removesuffix("_config")

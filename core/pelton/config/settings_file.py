@@ -1,4 +1,4 @@
-"""The file of `--config`: settings by their names, in JSON or TOML."""
+"""The file of `--config`: settings by their names, in JSON, TOML or YAML."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 from pelton.errors import ConfigError
+
+YAML = (".yaml", ".yml")
 
 
 def read_settings_file(path: str) -> dict[str, Any]:
@@ -16,15 +18,27 @@ def read_settings_file(path: str) -> dict[str, Any]:
             import tomllib
 
             return tomllib.loads(text.decode())
-        found = json.loads(text)
+        found = _read_yaml(path, text) if path.endswith(YAML) else json.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ConfigError(
-            f"--config {path} is no valid {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."
+            f"--config {path} is not valid {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."
         ) from error
     if not isinstance(found, dict):
-        raise ConfigError(
-            f'--config {path} holds no JSON object; write settings by name, such as {{"max_num_seqs": 8}}.'
-        )
+        raise ConfigError(f'--config {path} holds no object; write settings by name, such as {{"max_num_seqs": 8}}.')
     return found
+
+
+def _read_yaml(path: str, text: bytes) -> Any:
+    """Plain data only. PyYAML comes with many packages, and not with Pelton."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(
+            f"--config {path} is YAML, which needs the package pyyaml. Run `pip install pyyaml`, or write JSON or TOML."
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}.") from error

@@ -38,7 +38,7 @@ from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.spec_decode.select import make_draft_proposer
-from pelton.structured.interface import StructuredOutputBackend
+from pelton.structured.interface import StructuredOutputBackend, StructuredOutputContext
 from pelton.structured.manager import GrammarManager
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class EngineCore:
                     self._context_tokens = fit.context_tokens if fit else 0
             with plugins.blaming("when the scheduler and its parts are made"):
                 self._kv = make_kv_manager(config, model, plugins, self.plan, self._metrics)
-                self._grammars = make_grammar_manager(model, plugins)
+                self._grammars = make_grammar_manager(config, model, plugins, self._metrics)
                 self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
                 self._scheduler = self._make_scheduler()
         except BaseException:
@@ -480,7 +480,7 @@ def make_kv_manager(
         engine_config=config,
         metrics=metrics,
     )
-    if "context" not in _parameters(entry):
+    if "max_model_len" in _parameters(entry):
         logger.warning(
             "%s takes keywords one by one, which ends with the next minor version; take a KVManagerContext.", entry
         )
@@ -497,18 +497,21 @@ def _parameters(entry: Entry) -> Collection[str]:
         return inspect.signature(entry.resolve()).parameters
 
 
-def make_grammar_manager(model: ResolvedModel, plugins: Plugins) -> GrammarManager | None:
+def make_grammar_manager(
+    config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics
+) -> GrammarManager | None:
     """Over the best structured-output backend; None when no plugin offers one, or there is no tokenizer."""
     entries = plugins.entries("pelton_structured_output_backends")
-    tokenizer_path = model.tokenizer_path
-    if not entries or tokenizer_path is None:
+    if not entries or model.tokenizer_path is None:
         return None
-
-    def make_backend() -> StructuredOutputBackend:
-        backend: StructuredOutputBackend = entries[0].resolve()(tokenizer_path, model.vocab_size, model.eos_token_ids)
-        return backend
-
-    return GrammarManager(make_backend)
+    context = StructuredOutputContext(
+        tokenizer_path=model.tokenizer_path,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        engine_config=config,
+        metrics=metrics,
+    )
+    return GrammarManager(lambda: make(entries[0], StructuredOutputBackend, context))  # type: ignore[type-abstract]
 
 
 def max_steps_in_flight(config: EngineConfig, executor: Executor) -> int:

@@ -1,11 +1,17 @@
-"""The promise of a structured-output backend: from a constraint to masks over the vocabulary."""
+"""Interface of a structured-output backend: from a constraint to masks over the vocabulary."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from pelton.config import EngineConfig
 
 
 class Grammar(ABC):
@@ -29,11 +35,24 @@ class Grammar(ABC):
         """True when only EOS may follow."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputContext:
+    """Everything that a structured-output backend is made from. New fields have defaults."""
+
+    tokenizer_path: str
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    engine_config: EngineConfig | None = None
+    """All settings, for `read_settings`; None in tests of a backend alone."""
+    metrics: PluginMetrics = field(default_factory=PluginMetrics)
+    """Counters of its own."""
+
+
 class StructuredOutputBackend(ABC):
     """Compiles constraints off the step loop: `compile` is called on a worker thread and may take long."""
 
     @abstractmethod
-    def __init__(self, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None: ...
+    def __init__(self, context: StructuredOutputContext) -> None: ...
 
     @abstractmethod
     def compile(self, params: StructuredOutputsParams) -> Grammar:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from pelton.errors import RequestError
 from pelton.sampling_params import StructuredOutputsParams
-from pelton.structured.interface import Grammar, StructuredOutputBackend
+from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
 
 
 class FakeGrammar(Grammar):
@@ -50,9 +50,9 @@ class FakeGrammar(Grammar):
 class FakeGrammarBackend(StructuredOutputBackend):
     """`regex` is the number of tokens; what is no number is refused."""
 
-    def __init__(self, tokenizer_path: str = "", vocab_size: int = 50, eos_token_ids: Sequence[int] = (0,)) -> None:
-        self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
+    def __init__(self, context: StructuredOutputContext | None = None) -> None:
+        self.vocab_size = context.vocab_size if context is not None else 50
+        self.eos_token_ids = context.eos_token_ids if context is not None else (0,)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         assert params.regex is not None

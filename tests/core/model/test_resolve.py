@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from pelton.config import EngineConfig
@@ -186,6 +187,18 @@ def test_the_text_part_of_a_multimodal_config_is_taken():
     assert text["hidden_size"] == 32
     assert text["rope_scaling"] == {"factor": 2.0, "rope_type": "linear"}
     assert raw["text_config"]["hidden_size"] == 64
+
+
+def test_the_config_as_it_is_stays_at_hand_for_the_parts_of_other_kinds(folder):
+    write(
+        folder,
+        "config.json",
+        {"architectures": CONFIG["architectures"], "vision_config": {"hidden_size": 9}, "text_config": CONFIG},
+    )
+    model = resolve(folder, hf_overrides={"vision_config": {"depth": 2}})
+    assert "vision_config" not in model.hf_config and model.hf_config["vocab_size"] == 320
+    assert model.raw_config["vision_config"] == {"hidden_size": 9, "depth": 2}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(model), type=type(model)) == model
 
 
 def test_merging_goes_into_mappings_and_replaces_all_else():
