@@ -24,6 +24,7 @@ from pelton.plugins import LoadedPlugin, Plugins, load_plugins, register
 from pelton.scheduler.policy import FCFSPolicy
 from pelton.scheduler.scheduler import DefaultScheduler
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.commands.plugins import _as_text, describe
 
 HERE = "pelton_test_settings_module"
 

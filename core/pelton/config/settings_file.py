@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 
@@ -33,7 +34,7 @@ def read_settings_file(path: str) -> dict[str, Any]:
 def _read_yaml(path: str, text: bytes) -> Any:
     """Plain data only. PyYAML comes with many packages, and not with Pelton."""
     try:
-        import yaml
+        yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
         raise ConfigError(
             f"--config {path} is YAML, which needs the package pyyaml. Run `pip install pyyaml`, or write JSON or TOML."
