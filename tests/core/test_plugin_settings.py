@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from pelton.cli.plugins import _as_text, describe
 
 from pelton import LLM, SamplingParams, hookimpl
 from pelton.config import EngineConfig
