@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from pelton.platform.compiling import compile_only
+from pelton.platform.compiling import compile_only, hash_callees_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> Any:
     """`kernel[grid](*args, **options)`, and what it returns. Where kernels are only compiled: None."""
+    hash_callees_first(kernel)
     if compile_only.get():
         kernel.warmup(*args, grid=grid, **options)
         return None

@@ -17,13 +17,12 @@ import triton.experimental.gluon  # noqa: F401
 from triton import knobs
 from triton.compiler import compile as compile_kernel
 
+from pelton.platform.compiling import hash_callees_first
 from pelton_platforms.cuda.compile_client import COMPILED, FAILED, FOUND
-from pelton_platforms.cuda.function_hashes import hash_callees_first
 from pelton_platforms.cuda.kernel_messages import decode_kernel
 
 
 def main(*fds: str) -> None:
-    hash_callees_first()
     children = []
     for index, fd in enumerate(fds):
         child = os.fork()
@@ -58,6 +57,7 @@ def _compile(kernel: bytes) -> bytes:
     knobs.compilation.listener = note
     try:
         src, target, options = decode_kernel(kernel)
+        hash_callees_first(src.fn)
         compile_kernel(src, target=target, options=options)
     except Exception:
         return FAILED

@@ -20,12 +20,9 @@ from triton.runtime._async_compile import FutureKernel
 from pelton.logging import get_logger
 from pelton.platform.compiling import compile_only
 from pelton_platforms.cuda.compile_client import COMPILED, FAILED, CompileServer, num_compilers
-from pelton_platforms.cuda.function_hashes import hash_callees_first
 from pelton_platforms.cuda.kernel_messages import encode_kernel
 
 logger = get_logger(__name__)
-
-hash_callees_first()  # before anything is compiled: every start comes by here
 
 _UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 
