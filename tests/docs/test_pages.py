@@ -114,6 +114,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.bench.load import LoadArguments
     from pelton_plugins.bench.serve import ServeArguments
     from pelton_plugins.bench.soak import SoakArguments
+    from pelton_plugins.bench.speculation import SpeculationArguments
     from pelton_plugins.bench.table import TableArguments
     from pelton_plugins.bench.throughput import ThroughputArguments
     from pelton_plugins.commands.chat import ChatArguments
@@ -135,6 +136,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [LatencyArguments],
         [LoadArguments],
         [SoakArguments],
+        [SpeculationArguments],
         [TableArguments],
         [ThroughputArguments],
     ):
