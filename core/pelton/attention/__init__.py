@@ -1,1 +1,1 @@
-"""Attention backends: their promise, their selection, and the layer that calls them."""
+"""Attention backends: their interface, their selection, and the layer that calls them."""

@@ -1,4 +1,4 @@
-"""The promise of an attention backend.
+"""Interface of an attention backend.
 
 A backend says as data what it offers; the selector (`selector.py`) takes the first entry that fits.
 Needs are data too: a new capability is a new field of `AttentionNeeds` with a default, and a backend

@@ -1,4 +1,4 @@
-"""The promise of a model class: what the worker calls.
+"""Interface of a model class: what the worker calls.
 
 A model is a `torch.nn.Module` made as `Model(*, config, prefix="")`, where `config` is a
 `pelton.model.build.BuildConfig`: dtype, device, parallel ranks, quantization, chosen ops and attention

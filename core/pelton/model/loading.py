@@ -1,4 +1,4 @@
-"""The promise of a weight loader, and the weights it hands to a model.
+"""Interface of a weight loader, and the weights it hands to a model.
 
 A model asks for nothing: the loader walks a checkpoint once, in file order, and gives (name, weight)
 pairs under Hugging Face names. A weight is lazy: only the rows or columns that this rank keeps are read.

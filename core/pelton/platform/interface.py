@@ -1,4 +1,4 @@
-"""The promise of a platform: what one kind of device offers. torch is imported only inside methods."""
+"""Interface of a platform: what one kind of device offers. torch is imported only inside methods."""
 
 from __future__ import annotations
 

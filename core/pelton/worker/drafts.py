@@ -1,4 +1,4 @@
-"""The promise of a draft proposer that runs on the worker, beside the model: drafts never pass through the host."""
+"""Interface of a draft proposer that runs on the worker, beside the model: drafts never pass through the host."""
 
 from __future__ import annotations
 
