@@ -1,4 +1,4 @@
-"""What hooks return: a name, a priority, and where to load the thing from when it is used.
+"""Entries, which hooks return: a name, a priority, and where to load the thing from when it is used.
 
 `load` is "module:attribute"; nothing is imported until the entry wins. Entries are compared by
 (-priority, name): install order decides nothing. Bands: 100 vendor-tuned, 50 portable, 10 reference.

@@ -44,7 +44,7 @@ _mark = pluggy.HookspecMarker("pelton")
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """What is known of one extension point: the loader checks plugins against it, and docs/hooks.md is made from it."""
+    """Facts of one extension point: the loader checks plugins against it, and docs/hooks.md is made from it."""
 
     name: str
     arguments: tuple[str, ...]
@@ -83,7 +83,7 @@ def hooks() -> dict[str, Hook]:
 
 
 def entry_type(hook: str) -> type[Entry]:
-    """What the entries of `hook` have to be."""
+    """Return the class that the entries of `hook` must have."""
     named = re.fullmatch(r"Sequence\[(\w+)\]", _HOOKS[hook].returns)
     assert named is not None, f"{hook} returns no entries"
     found: type[Entry] = globals()[named[1]]

@@ -1,4 +1,4 @@
-"""What a user of `LLM` or `AsyncLLM` gets back: vLLM's names and meaning."""
+"""Outputs for users of `LLM` and `AsyncLLM`: vLLM's names and meaning."""
 
 from __future__ import annotations
 

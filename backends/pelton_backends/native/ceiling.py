@@ -1,4 +1,4 @@
-"""What this machine's cores can do at most: float32 products a second, and bytes read from memory a second.
+"""Ceilings of this machine's cores: float32 products a second, and bytes read from memory a second.
 
 `python -m pelton_backends.native.ceiling` prints both, `--json` as JSON; `--isa` takes another instruction set.
 """

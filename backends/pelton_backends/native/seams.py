@@ -42,7 +42,7 @@ class Product:
     """One matrix with what a seam has around it: norms, bias, activation, soft cap."""
 
     def __init__(self, needs: Any, tensors: Any) -> None:
-        """Of any seam."""
+        """The arguments of any fused op."""
         self._rest = library.kernels().rest
         spec, bias = tensors.linear.spec, tensors.linear.bias
         norm, post_norm = getattr(needs, "norm", None), getattr(needs, "post_norm", None)

@@ -1,4 +1,4 @@
-"""What all kernels share: programmatic dependent launch, dtypes, the interpreter.
+"""Common to all kernels: programmatic dependent launch, dtypes, the interpreter.
 
 Programmatic dependent launch (PDL) lets a kernel start while the one before it on the stream still runs. It may then read
 what no kernel writes (weights); before it touches anything else, to read *or to write*, every program of it calls

@@ -1,4 +1,4 @@
-"""What a layer with a cache is to the worker: a need, a choice of backend, and views to keep.
+"""A layer with a cache, as the worker sees it: a need, a choice of backend, and views to keep.
 
 Attention over keys and values is one such layer (`AttentionLayer`), attention over latents another (`MLALayer`); a state-space
 layer or an indexer is one as well. The worker knows them by this alone.
@@ -30,7 +30,7 @@ class CacheLayer(Protocol):
     selection: Selection  # of the backend that describes steps to it
 
     def cache_spec(self) -> KVCacheSpec:
-        """What it needs of the cache; not asked of a layer that shares another's."""
+        """The layer's spec; not asked of a layer that shares another's."""
         ...
 
     def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:

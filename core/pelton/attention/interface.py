@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def builder_needs(cls, needs: AttentionNeeds) -> Hashable:
-        """What `build` and `reserve` read of a layer's needs. Layers of a group for which it is equal share an instance, and
+        """Return what `build` and `reserve` read of a layer's needs. Layers of a group for which it is equal share an instance, and
         with it each step's metadata."""
         return needs
 

@@ -36,7 +36,7 @@ def cache_specs(build: BuildConfig) -> dict[str, KVCacheSpec]:
 
 @dataclass(slots=True)
 class BoundCaches:
-    """What came of a plan: backends, and what each layer with a cache of its own was given."""
+    """The backends that a plan led to, and what each layer with a cache of its own was given."""
 
     backends: list[AttentionBackend]
     """One for each set of metadata: a KV group, a class of backends, and what its builder reads of the layers' needs. Groups

@@ -49,7 +49,7 @@ class BatchDescriptor:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """What a model's forward gets. T = num_tokens (padded)."""
+    """The input of a model's forward. T = num_tokens (padded)."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PhasedMetadata:
-    """What each backend made of its rows; None where it has none."""
+    """The metadata of each backend's rows; None where it has none."""
 
     slots: Tensor  # [T] int64, of all rows
     num_decode_tokens: int

@@ -20,7 +20,7 @@ Capability = tuple[int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one entry: it fits when there is no reason against it."""
+    """The result for one entry: it fits when there is no reason against it."""
 
     name: str
     priority: int
@@ -178,5 +178,5 @@ class AttentionSelector:
         return list(self._chosen.values())
 
     def graph_support(self) -> GraphSupport:
-        """Of the model: the least of its backends."""
+        """The least support among the model's backends."""
         return min((s.backend.graph_support for s in self._chosen.values()), default=GraphSupport.ALWAYS)

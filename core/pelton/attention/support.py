@@ -1,4 +1,4 @@
-"""What of a step an attention backend can have captured."""
+"""Which steps an attention backend supports in captured graphs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ PLUGIN_CONFIG = "plugin_config"
 
 
 class Parsed(NamedTuple):
-    """What a command line says."""
+    """A parsed command line."""
 
     config: EngineConfig
     structs: dict[str, Any]

@@ -9,7 +9,7 @@ import msgspec
 
 
 class KVRole(StrEnum):
-    """What a connector does here."""
+    """The part that a connector plays here."""
 
     BOTH = "kv_both"
     PRODUCER = "kv_producer"

@@ -1,4 +1,4 @@
-"""What is counted, logged and traced."""
+"""Settings of metrics, logs and traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pelton.errors import ConfigError
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is counted, logged and traced."""
+    """Settings of metrics, logs and traces."""
 
     disable_log_stats: bool = False
     """Collect no figures of the engine: no log line, and /metrics keeps only those of the HTTP server and its process."""

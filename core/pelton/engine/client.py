@@ -19,7 +19,7 @@ from pelton.request import EngineRequest
 
 
 class EngineInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What an engine found when it started: the start table and `cache_config_info` are made from it."""
+    """Facts of a started engine: the start table and `cache_config_info` are made from it."""
 
     report: DeviceReport
     num_blocks: int

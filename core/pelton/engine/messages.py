@@ -1,4 +1,4 @@
-"""What the engine core tells its front end, step by step. Plain structs: they cross processes as msgpack."""
+"""Messages of the engine core to its front end, step by step. Plain structs: they cross processes as msgpack."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class PackedLogprobs(msgspec.Struct, array_like=True, gc=False, tag=True):
 
 
 class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step did to one request."""
+    """The effect of one step on one request."""
 
     request_id: str
     new_token_ids: list[int] = []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Processed:
-    """What one batch of engine outputs became."""
+    """The results of one batch of engine outputs."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
     """Of requests without a queue."""
@@ -151,7 +151,7 @@ class _Sequence:
         return unsent >= interval or (unsent > 0 and self.sent_tokens == 0)
 
     def completion(self, *, delta: bool) -> CompletionOutput:
-        """What a `RequestOutput` says of this sample; marks it as sent."""
+        """Return this sample's part of a `RequestOutput`, and mark it as sent."""
         finished = self.finish_reason is not None
         if delta:
             token_ids: Sequence[int] = self.token_ids[self.sent_tokens :]
@@ -269,7 +269,7 @@ class _Request:
         )
 
     def _metrics(self, now: float) -> RequestMetrics:
-        """Of the first sample; preemptions of all."""
+        """The first sample's metrics, with the preemptions of all."""
         times = self.sequences[0].times
         return RequestMetrics(
             arrival_time=self.arrival,
@@ -490,7 +490,7 @@ class OutputProcessor:
 
 
 def _lazy_rows(packed: PackedLogprobs, decode: Callable[[int], str | None], *, is_prompt: bool = False) -> LazyLogprobs:
-    """Of a prompt: None for its first token."""
+    """The rows of a prompt; None for its first token."""
     head: list[dict[int, Logprob] | None] = [None] if is_prompt else []
     return LazyLogprobs(len(head) + len(packed), lambda: [*head, *_logprob_rows(packed, decode)])
 

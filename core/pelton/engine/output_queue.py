@@ -26,7 +26,7 @@ class OutputQueue:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """What is pending is dropped: the request has failed."""
+        """Drop what is pending: the request has failed."""
         self._error = error
         self._wake()
 

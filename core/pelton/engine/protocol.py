@@ -1,4 +1,4 @@
-"""What the front end and the engine process say to each other: msgpack of tagged structs, never pickle.
+"""Messages between the front end and the engine process: msgpack of tagged structs, never pickle.
 
 Order of a start: the engine sends `Hello`; the front end checks the protocol and answers `Start`; the
 engine checks the plugin digest, starts (its log on stderr shows the phases), and sends `Ready` or `Failed`. After

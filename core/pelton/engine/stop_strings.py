@@ -39,7 +39,7 @@ class StopMatcher:
         return text[:at]
 
     def flush(self) -> str:
-        """What was held back: nothing follows that could make it a stop string."""
+        """Return what was held back: nothing follows that could make it a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -28,7 +28,7 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What start-up found on the device; one row each of the start table."""
+    """Facts that start-up found on the device; one row each of the start table."""
 
     device: str = ""
     """For people: "cpu: AMD EPYC, 2 threads"."""

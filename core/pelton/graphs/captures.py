@@ -44,7 +44,7 @@ class _Refusals:
 
 
 def _unowned(recorder: GraphRecorder, outputs: Any) -> Any:
-    """What a captured call returned, read before the next replay: no graph keeps memory of its own for it."""
+    """Return weak references to a captured call's results, read before the next replay: no graph keeps memory of its own for it."""
     return tree_map_only(Tensor, recorder.unowned, outputs)
 
 
@@ -70,7 +70,7 @@ class FullGraphs:
         return key in self._captured
 
     def is_refused(self, key: Hashable) -> bool:
-        """Its capture has failed: `run` calls what it is given."""
+        """True where the capture has failed: `run` calls what it is given."""
         return key in self._refusals
 
     def discard(self, is_stale: Callable[[Any], bool]) -> None:
@@ -78,7 +78,7 @@ class FullGraphs:
         self._captured = {key: captured for key, captured in self._captured.items() if not is_stale(key)}
 
     def run(self, mode: CUDAGraphMode, key: Hashable, call: Callable[[], T]) -> T:
-        """What `call` returns: tensors that a replay fills again, and that the next replay of any graph may overwrite. `call`
+        """Return what `call` returns: tensors that a replay fills again, and that the next replay of any graph may overwrite. `call`
         reads its inputs from fixed addresses."""
         if mode is not CUDAGraphMode.FULL:
             return call()
@@ -144,7 +144,7 @@ class PieceGraphs:
         return key in self._captured
 
     def run(self, mode: CUDAGraphMode, key: Hashable, call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
-        """What `call(batch)` returns. Ids and positions of `batch` lie at fixed addresses; its attention metadata is this step's."""
+        """Return what `call(batch)` returns. Ids and positions of `batch` lie at fixed addresses; its attention metadata is this step's."""
         if mode is not CUDAGraphMode.PIECEWISE or key in self._refusals:
             return call(batch)
         pieces = self._captured.get(key)

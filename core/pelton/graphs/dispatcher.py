@@ -62,7 +62,7 @@ class GraphDispatcher:
 
     @property
     def most_decode_rows(self) -> int:
-        """Of the largest decode step; 0 when there is none."""
+        """Rows of the largest decode step; 0 when there is none."""
         return max((sizes[-1] // length for length, sizes in self.decode_sizes.items() if sizes), default=0)
 
     def dispatch(
@@ -95,7 +95,7 @@ class GraphDispatcher:
 
     @property
     def most_piece_tokens(self) -> int:
-        """Of a step in pieces; 0 when there are none."""
+        """Most tokens of a step in pieces; 0 when there are none."""
         return max(self.mixed_sizes, default=0) if self.mode is not CUDAGraphMode.FULL else 0
 
     def stand_ins(self, key: BatchDescriptor) -> list[BatchDescriptor]:

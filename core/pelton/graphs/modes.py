@@ -28,7 +28,7 @@ def captures_pieces(mode: CUDAGraphMode) -> bool:
 
 
 def requested_mode(config: CompilationConfig, *, is_pooling: bool = False) -> CUDAGraphMode:
-    """What the settings ask for: `enforce_eager`, then the mode itself, then the level's."""
+    """Return the mode that the settings ask for: `enforce_eager`, then the mode itself, then the level's."""
     if config.enforce_eager:
         return _NONE
     if config.cudagraph_mode is not None:
@@ -59,7 +59,7 @@ def lower_mode(
 
 
 def _of_backends(mode: CUDAGraphMode, support: GraphSupport, decode_query_len: int) -> str:
-    """What `mode` lacks of them, or ""."""
+    """Return what `mode` lacks of them, or ""."""
     if not captures_decode(mode):
         return ""
     if support is GraphSupport.NEVER:

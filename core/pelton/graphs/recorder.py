@@ -1,4 +1,4 @@
-"""What a platform gives so that work can be captured once and launched again."""
+"""Interface of a platform's graph recorder: work is captured once and launched again."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BlockIds = tuple[list[int], ...]
 
 
 class CacheableRequest(Protocol):
-    """What a manager reads of a request; it writes none of it."""
+    """The part of a request that a manager reads; it writes none of it."""
 
     @property
     def request_id(self) -> str: ...

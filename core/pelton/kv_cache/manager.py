@@ -27,7 +27,7 @@ from pelton.kv_cache.spec import KVCachePlan
 
 
 class _Held:
-    """What one request holds."""
+    """The blocks of one request."""
 
     __slots__ = ("by_type", "next_full", "next_passed", "room")
 

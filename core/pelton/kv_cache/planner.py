@@ -103,7 +103,7 @@ def find_riders(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
 
 
 def _is_alike(spec: KVCacheSpec) -> bool:
-    """Its own class says so: a subclass may hold other blocks than its parent."""
+    """Ask the spec's own class: a subclass may hold other blocks than its parent."""
     return bool(vars(type(spec)).get("block_tables_alike", False))
 
 

@@ -1,4 +1,4 @@
-"""What one layer needs of the KV cache, as data. Pure Python: no torch."""
+"""One layer's needs of the KV cache, as data. Pure Python: no torch."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class KVCacheSpec(ABC):
         """Bytes of one block of one layer."""
 
     def views(self, memory: Tensor, num_blocks: int, layout: KVLayout) -> tuple[Tensor, ...]:
-        """What a layer is handed of its memory, [num_blocks * page_size_bytes] uint8. Without one of its own, a kind has the
-        bytes of each page: [num_blocks, page_size_bytes]."""
+        """Return the tensors that a layer is handed of its memory, [num_blocks * page_size_bytes] uint8. Without one of its
+        own, a kind has the bytes of each page: [num_blocks, page_size_bytes]."""
         return (memory.view(num_blocks, self.page_size_bytes),)
 
     def with_block_size(self, block_size: int) -> Self:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorContext:
-    """What both halves of a connector are made from; the same values in every process. New fields have defaults."""
+    """The values that both halves of a connector are made from; the same values in every process. New fields have defaults."""
 
     name: str
     """Of the connector's entry: its key in `SchedulerOutput.extensions`."""
@@ -39,7 +39,7 @@ class ConnectorContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEnd:
-    """What a connector answers when a request is over."""
+    """A connector's answer when a request is over."""
 
     keeps_blocks: bool = False
     """Keep the blocks until the workers report `finished_sending` for this request."""

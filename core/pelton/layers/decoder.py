@@ -1,4 +1,4 @@
-"""What a model does with its parts. A model file says which parts it has."""
+"""The decoder that runs a model's parts. A model file says which parts it has."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class RopeParameters:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What an attention layer needs of it."""
+    """The rotary embedding of an attention layer."""
 
     parameters: RopeParameters
     cos_sin: Tensor  # [max_model_len, rotary_dim] float32: cosines, then sines
@@ -200,7 +200,7 @@ def _yarn(parameters: RopeParameters) -> tuple[Tensor, float]:
 
 
 def _yarn_scale(parameters: RopeParameters) -> float:
-    """What cosines and sines are multiplied by."""
+    """Return the factor of cosines and sines."""
 
     def scale(weight: float) -> float:
         return 1.0 if parameters.factor <= 1 else 0.1 * weight * math.log(parameters.factor) + 1.0

@@ -43,4 +43,4 @@ class OffersSnapshot(Protocol):
     """A stat logger may also publish: its metrics are part of `LLM.get_metrics()` and of `GET /metrics`."""
 
     def snapshot(self) -> list[Metric]:
-        """What was counted so far. Called from the thread that calls `record`."""
+        """Return what was counted so far. Called from the thread that calls `record`."""

@@ -19,7 +19,7 @@ COUNTER, GAUGE = "counter", "gauge"
 
 
 class PluginSample(msgspec.Struct, array_like=True):
-    """What one series has gained since the last sample, or a gauge's value now."""
+    """The gain of one series since the last sample, or a gauge's value now."""
 
     name: str
     kind: str
@@ -85,7 +85,7 @@ class PluginMetrics:
         return self._declare(name, GAUGE, documentation, label_names)
 
     def take(self) -> list[PluginSample]:
-        """What changed since the last call."""
+        """Return what changed since the last call."""
         return [sample for metric in self._metrics.values() for sample in metric.take()]
 
     def _declare(self, name: str, kind: str, documentation: str, label_names: Sequence[str]) -> PluginMetric:

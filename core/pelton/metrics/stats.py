@@ -84,7 +84,7 @@ class FinishedRequestStats:
 
 @dataclass(slots=True)
 class IterationStats:
-    """What one batch of engine outputs meant for requests, computed in the front end."""
+    """Statistics of one batch of engine outputs, by request, computed in the front end."""
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0

@@ -29,7 +29,7 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Any, rows: Tensor) -> Tensor:
-        """What `forward` returned, and token indices `rows` [n] int64 -> logits [n, V] float32."""
+        """Take what `forward` returned, and token indices `rows` [n] int64 -> logits [n, V] float32."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:

@@ -40,7 +40,7 @@ class WeightLoader(ABC):
     def __init__(self, config: EngineConfig, model: ResolvedModel) -> None: ...
 
     def expect(self, expected: Mapping[str, tuple[int, ...]]) -> None:  # noqa: B027
-        """What the model will read, by checkpoint name, told before `weights`: for loaders that make weights up."""
+        """Take the names that the model will read, by checkpoint name, told before `weights`: for loaders that make weights up."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, LazyWeight]]:

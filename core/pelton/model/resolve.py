@@ -165,7 +165,7 @@ def _vocab_size(hf_config: Mapping[str, Any], path: Path) -> int:
 
 
 def _check_numbers(hf_config: Mapping[str, Any], path: Path) -> None:
-    """What models compute with. A field may be missing or null, and some models have a list, a value a layer."""
+    """Check the numbers that models compute with. A field may be missing or null, and some models have a list, a value a layer."""
     for names, kind, what in ((POSITIVE_INTEGERS, Integral, "integer"), (POSITIVE_NUMBERS, Real, "number")):
         for name in names:
             value = hf_config.get(name)

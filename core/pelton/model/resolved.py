@@ -1,4 +1,4 @@
-"""What resolving a model name found: everything the engine must know before weights are read. No torch."""
+"""A resolved model: everything the engine must know before weights are read. No torch."""
 
 from __future__ import annotations
 

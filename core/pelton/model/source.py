@@ -1,4 +1,4 @@
-"""What a model source is asked: see the hook `pelton_model_sources`."""
+"""The question to a model source: see the hook `pelton_model_sources`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class OpImplementation(Protocol):
-    """What the `load` of an `OpEntry` gives: a module or class with these two functions.
+    """The object that the `load` of an `OpEntry` gives: a module or class with these two functions.
 
     Optional:
     `handles`: names of the optional needs that it has read about (`optional`), those of specs inside its needs too. It is refused
@@ -133,7 +133,7 @@ class LinearSpec:
 
 @dataclass(slots=True)
 class LinearWeights:
-    """What a quantization method allocated for one matrix."""
+    """The tensors that a quantization method allocated for one matrix."""
 
     spec: LinearSpec
     tensors: Mapping[str, Tensor]  # plain: {"weight": [out, in]}

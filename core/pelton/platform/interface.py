@@ -78,7 +78,7 @@ class Platform(ABC):
         """Called once, when the worker can run steps: what only a start needs may go."""
 
     def graph_recorder(self) -> GraphRecorder | None:
-        """What captures work on this device, on the current stream; None where nothing can. Asked once per worker, in its
+        """Return what captures work on this device, on the current stream; None where nothing can. Asked once per worker, in its
         thread, when `supported_graph_modes` has more than NONE."""
         return None
 

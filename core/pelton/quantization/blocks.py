@@ -143,6 +143,6 @@ def quantize(values: Tensor, kind: BlockKind) -> Tensor:
 
 
 def _divided(blocks: Tensor, scale: Tensor) -> Tensor:
-    """By the scale that is kept; zeros where it is zero."""
+    """Divide by the scale that is kept; zeros where it is zero."""
     wide = scale.float()
     return torch.where(wide == 0.0, 0.0, (blocks / wide).round())

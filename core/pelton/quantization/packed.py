@@ -1,4 +1,4 @@
-"""What quantization methods of blocks share: one packed tensor for each part of a merged matrix."""
+"""The common part of quantization methods with blocks: one packed tensor for each part of a merged matrix."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class HostLogprobs:
         )
 
     def by_position(self, positions: np.ndarray, num_logprobs: np.ndarray) -> list[PackedLogprobs]:
-        """Of each of these positions its own number of alternatives; 0 or more."""
+        """Compute for each of these positions its own number of alternatives; 0 or more."""
         found: list[PackedLogprobs | None] = [None] * len(positions)
         for wanted in np.unique(num_logprobs).tolist():
             places = np.flatnonzero(num_logprobs == wanted)

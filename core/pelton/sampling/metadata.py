@@ -1,4 +1,4 @@
-"""What the sampler reads of one step: a row for each row of logits, and what the host knows of them."""
+"""Metadata of the sampler for one step: a row for each row of logits, and what the host knows of them."""
 
 from __future__ import annotations
 

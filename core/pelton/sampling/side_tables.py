@@ -25,7 +25,7 @@ _BAD_WORDS, _BAD_WORD_PREFIX = 32, 16  # room at first: words of more than one t
 
 
 def side_table_bytes(num_side_slots: int, vocab_size: int) -> int:
-    """Of the tables as wide as the vocabulary."""
+    """Bytes of the tables as wide as the vocabulary."""
     return num_side_slots * (vocab_size * (4 + 1 + 4 + 1 + 1) + -(-vocab_size // GROUP))
 
 
@@ -166,7 +166,7 @@ class SideTables:
         return places
 
     def _features(self, slots: np.ndarray) -> np.ndarray:
-        """Of each slot the sum of the bits (`BANNED` and others) that say what it uses."""
+        """The sum, for each slot, of the bits (`BANNED` and others) that say what it uses."""
         features: np.ndarray = (
             self.has_banned[slots] * BANNED
             + self.has_min_tokens[slots] * MIN_TOKENS

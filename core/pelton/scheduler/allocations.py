@@ -1,4 +1,4 @@
-"""What requests hold, blocks and slots: entered as they come, given back when no open step can touch them.
+"""Blocks and slots of requests: entered as they come, given back when no open step can touch them.
 
 Where one stream orders all steps that is at once; else they wait for their fence, the last step that uses them. A block
 that is given back before a result told of its content is zeroed by the step that hands it on. (Not one that left the window of
@@ -129,7 +129,7 @@ class Allocations:
         return any(entry[1] == request_id for entry in self._fenced)
 
     def _note_left(self, request: ScheduledRequest) -> None:
-        """What no result has told of: all that it computed before its first token, later what open steps write."""
+        """Note the blocks that no result has told of: all that it computed before its first token, later what open steps write."""
         retired, num_valid = self._steps.retired, request.num_found_tokens
         if request.has_valid_output:
             num_valid = self._steps.computed_before(request, retired + 1)

@@ -43,6 +43,6 @@ class Deadlines:
         return passed
 
     def _find(self, entry: _Entry) -> ScheduledRequest | None:
-        """Its request while that is unfinished; another may have come with the same id."""
+        """Return the entry's request while that is unfinished; another may have come with the same id."""
         request = self._requests.get(entry[2])
         return request if request is not None and request.arrival == entry[1] else None

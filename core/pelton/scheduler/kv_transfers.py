@@ -53,7 +53,7 @@ class KVTransfers:
             self._connector.check_request(request)
 
     def note_valid(self, request: ScheduledRequest) -> None:
-        """Its first token since it started has come back: what was computed for it until then is finite."""
+        """Note that the first token since its start has come back: what was computed for it until then is finite."""
         if self._connector is not None:
             self._connector.request_computed(request.request_id)
 
@@ -94,7 +94,7 @@ class KVTransfers:
     # Steps, and ends.
 
     def describe(self, step: OpenStep, table: RequestTable) -> None:
-        """What the workers need to know about this step."""
+        """Tell the workers what they need to know about this step."""
         if self._connector is None:
             return
         self._has_news = False
@@ -128,7 +128,7 @@ class KVTransfers:
         return is_sending
 
     def take_in(self, result: ModelOutput, table: RequestTable, allocations: Allocations) -> None:
-        """What arrived, and what is sent."""
+        """Take in what arrived, and what was sent."""
         if self._connector is None:
             return
         for request_id in result.finished_receiving:

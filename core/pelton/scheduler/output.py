@@ -1,4 +1,4 @@
-"""What crosses between scheduler and workers in one step: columns, not objects per request and step.
+"""Messages between scheduler and workers, for one step: columns, not objects per request and step.
 
 R = rows (scheduled requests) of the step. Rows with one token come first. No torch in this file.
 """
@@ -95,7 +95,7 @@ class GrammarMasks(msgspec.Struct, kw_only=True):
 
 
 class ModelOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one step brought."""
+    """The result of one step."""
 
     step_id: int
     token_ids: list[list[int]] = []

@@ -142,7 +142,7 @@ class ScheduledRequest:
 
     @property
     def is_in_decode(self) -> bool:
-        """Its next row is one token."""
+        """True when the next row is one token."""
         return self.num_tokens_with_pending - self.num_computed_tokens == 1
 
     @property
@@ -165,7 +165,7 @@ class ScheduledRequest:
 
     @property
     def is_receiving(self) -> bool:
-        """Its blocks are being written to by a KV connector."""
+        """True while a KV connector writes to its blocks."""
         return self.status is RequestStatus.RECEIVING and not self.is_remote_ready
 
     def plan_decode(self) -> None:

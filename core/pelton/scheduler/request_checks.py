@@ -1,4 +1,4 @@
-"""What is refused when it comes: requests that can never run here, and those that may not wait now."""
+"""Checks of new requests: refuse requests that can never run here, and those that may not wait now."""
 
 from __future__ import annotations
 

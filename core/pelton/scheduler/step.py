@@ -52,7 +52,7 @@ class OpenSteps:
         raise AssertionError("a step gets masks, and fails once, while it is open or in its update")
 
     def take(self, step: OpenStep) -> None:
-        """Its result is here, and says of its requests what follows until `retire`."""
+        """Take a step whose result is here; `computed_before` knows it until `retire`."""
         if step is not self._taken:
             self._open.remove(step)
             self._taken = step

@@ -1,4 +1,4 @@
-"""What a step's result does to the requests of its rows: tokens are appended, stops found, full blocks made findable.
+"""Apply a step's result to the requests of its rows: tokens are appended, stops found, full blocks made findable.
 
 Nearly all rows of nearly all steps bring a token that ends nothing: those take a short way.
 """

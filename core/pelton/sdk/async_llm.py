@@ -253,7 +253,7 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine found when it started."""
+        """Facts of the started engine."""
         if self._info is None:
             raise EngineDeadError("The engine is not started; await start() first.")
         return self._info

@@ -1,4 +1,4 @@
-"""What every front end does before an engine starts: plugins, settings, the model's description, its tokenizer. No torch."""
+"""Preparation of every front end before an engine starts: plugins, settings, the model's description, its tokenizer. No torch."""
 
 from __future__ import annotations
 

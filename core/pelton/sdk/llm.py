@@ -191,7 +191,7 @@ class LLM:
         return self.llm_engine.input_processor.get_default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
-        """What was counted so far; empty with disable_log_stats."""
+        """Return what was counted so far; empty with disable_log_stats."""
         return self.llm_engine.get_metrics()
 
     def kv_cache_usage(self) -> float:

@@ -45,7 +45,7 @@ class IncrementalDetokenizer:
         return self._keep(self._decoder.feed(new_token_ids))
 
     def finish(self) -> str:
-        """What was held back, U+FFFD for bytes that became no character."""
+        """Return what was held back, U+FFFD for bytes that became no character."""
         return self._keep(self._decoder.flush())
 
     def _keep(self, text: str) -> str:

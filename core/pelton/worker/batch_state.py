@@ -184,7 +184,7 @@ _LONG = 2048
 
 
 class _Cells:
-    """What new rows of a table begin with: its columns to be staged, and then written."""
+    """The first values of a table's new rows: its columns to be staged, and then written."""
 
     def __init__(self, table: Tensor, slots: Sequence[int], values: Sequence[npt.NDArray[np.int64]]) -> None:
         self._table = table
@@ -210,7 +210,7 @@ def _places(slots: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], width: 
 
 
 class HostColumns:
-    """What the host knows of each slot, to choose code paths without asking the device."""
+    """The host's copy of facts about each slot, to choose code paths without asking the device."""
 
     def __init__(self, rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -18,7 +18,7 @@ from pelton.worker.batch_state import BatchState
 
 @dataclass(slots=True, kw_only=True)
 class StepShape:
-    """What the host knows of a step's size, without a value."""
+    """The size of a step as the host knows it, without a value."""
 
     num_reqs: int
     num_tokens: int
@@ -31,7 +31,7 @@ class StepShape:
 
 
 def padding_shape(num_tokens: int, max_seq_len: int, num_decode_rows: int = 0) -> StepShape:
-    """Of a step of nothing but padding: `num_decode_rows` of one token, and a row of `num_tokens` of a sequence of up to
+    """The shape of a step of nothing but padding: `num_decode_rows` of one token, and a row of `num_tokens` of a sequence of up to
     `max_seq_len`. That row is a decode step's where it has one token."""
     num_rows = num_decode_rows + 1
     return StepShape(

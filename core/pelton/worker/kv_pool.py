@@ -47,7 +47,7 @@ class KVPool:
         return {layer.name: by_address[layer.storage.data_ptr()] for layer in self.layers}
 
     def layout(self) -> str:
-        """What a page's bytes are: by layer, dtype, shape, strides and place of each view within a block."""
+        """Describe a page's bytes: by layer, dtype, shape, strides and place of each view within a block."""
         described = []
         for layer in self.layers:
             views = [

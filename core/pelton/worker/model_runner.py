@@ -215,7 +215,7 @@ class ModelRunner:
     def _verified_variant(
         self, slots: npt.NDArray[np.int64], num_draft: npt.NDArray[np.int64], *, has_masks: bool
     ) -> str | None:
-        """Of sampling, where `StepDrafts.verify` can end a step of these rows; None: `StepSampler` does."""
+        """The variant of sampling, where `StepDrafts.verify` can end a step of these rows; None: `StepSampler` does."""
         drafts = self.ops.drafts
         if drafts is None or has_masks or num_draft.max() >= drafts.width:
             return None
@@ -225,7 +225,7 @@ class ModelRunner:
 
     @property
     def tail_variants(self) -> tuple[str, ...]:
-        """Of the `sample` seam that decode graphs end in."""
+        """Variants of the `sample` op that decode graphs end in."""
         return (
             (GREEDY, FULL) if self._seam_suits_all or self.graphs is None or not self.graphs.runs_calls else (GREEDY,)
         )
@@ -367,7 +367,7 @@ class ModelRunner:
         return self._given(launched)
 
     def _seam_variant(self, plan: StepPlan, masks: GrammarMasks | None) -> str | None:
-        """Of the `sample` seam that finishes a step that is no decode graph; None: `StepSampler` does."""
+        """The variant of the `sample` op that finishes a step that is no decode graph; None: `StepSampler` does."""
         if plan.has_drafts or self.draft_proposer is not None:
             return None
         slots, host = plan.sample_slots, self.state.host
@@ -393,7 +393,7 @@ class ModelRunner:
         result: Tensor,
         prompts: Sequence[Tensor] = (),
     ) -> StepOutput:
-        """What `Verify` has left for the rows that sampled."""
+        """Read what `Verify` has left for the rows that sampled."""
         launched = self._plain_output(output, sample_rows, self._copies([result, *prompts]))
         launched.is_plain, launched.is_verified = False, True
         return launched
@@ -419,7 +419,7 @@ class ModelRunner:
         result: Tensor,
         prompts: Sequence[Tensor] = (),
     ) -> StepOutput:
-        """What `variant` has left for the rows that sampled, whose slots these are. prompts: logprobs of the step's prompts."""
+        """Read what `variant` has left for the rows that sampled, whose slots these are. prompts: logprobs of the step's prompts."""
         copies, has_logprobs, num_rows = [result], variant.endswith(LOGPROBS), len(slots)
         if has_logprobs:
             copies += self.ops.logprobs.part(0, num_rows).tensors()

@@ -8,7 +8,7 @@ from pelton.scheduler.output import ModelOutput
 
 
 class PendingOutput(ABC):
-    """What a worker may return in place of a `ModelOutput`: the step is launched, its result not there yet."""
+    """A worker's return value in place of a `ModelOutput`: the step is launched, its result not there yet."""
 
     @abstractmethod
     def ready(self) -> bool:

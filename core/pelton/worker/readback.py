@@ -138,7 +138,7 @@ class StepOutput(PendingOutput):
         return output
 
     def _take_prompts(self, prompts: PromptLogprobs, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """What is left of the arrays without those of the prompts, which come last."""
+        """Return the arrays without those of the prompts, which come last."""
         parts = prompts.parts
         if prompts.on_host is not None:
             found = [host.packed(slice(None), part[3]) for host, part in zip(prompts.on_host, parts, strict=True)]
@@ -169,7 +169,7 @@ class StepOutput(PendingOutput):
             output.logprobs = dict(zip(rows[wanting].tolist(), found, strict=True))
 
     def _take_verified(self, columns: np.ndarray) -> None:
-        """Of each row that samples its accepted drafts and one more token."""
+        """Take, for each row that samples, its accepted drafts and one more token."""
         output, rows = self.output, self.sample_rows.tolist()
         output.token_ids = [[] for _ in range(self.num_rows)]
         output.num_draft = [0] * self.num_rows
@@ -209,7 +209,7 @@ class StepOutput(PendingOutput):
 
 
 def prompt_tensors(step: Step) -> list[Tensor]:
-    """What the step's prompt logprobs have on the device."""
+    """Return the tensors of the step's prompt logprobs on the device."""
     prompts = step.prompt_logprobs
     return [] if prompts is None or prompts.tensors is None else prompts.tensors.tensors()
 

@@ -52,7 +52,7 @@ def few_layers(model: Any) -> Iterator[None]:
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """What two layers have in common that launch the same kernels."""
+    """Return what layers that launch the same kernels have in common."""
     return tuple((name, type(module), _shapes(module), _settings(module)) for name, module in layer.named_modules())
 
 
@@ -117,7 +117,7 @@ def _shapes_in_pieces(runner: ModelRunner) -> Iterator[StepShape]:
 
 
 def _powers(most: int) -> list[int]:
-    """Of two, and `most` itself; none when it is below 1."""
+    """Powers of two, and `most` itself; none when it is below 1."""
     return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}) if most > 0 else []
 
 

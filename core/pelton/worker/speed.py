@@ -31,6 +31,6 @@ def measure_speed(run: Callable[[int], None], most: int, *, clock: Callable[[], 
 
 
 def fitting_tokens(speed: float, target_s: float, least: int, most: int) -> int:
-    """Of a step that takes `target_s` at most: a power of two, within the bounds whatever the speed."""
+    """Tokens of a step that takes `target_s` at most: a power of two, within the bounds whatever the speed."""
     fitting = max(int(speed * target_s), 1)
     return min(max(1 << (fitting.bit_length() - 1), least), most)

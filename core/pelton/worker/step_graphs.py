@@ -88,7 +88,7 @@ class StepGraphs:
         return self._recorder.runs_calls
 
     def at_hand(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        """What the dispatcher said, or a larger step, or the pieces of a prompt, while this graph is not captured and has seldom
+        """Return the dispatched key, or that of a larger step, or of a prompt's pieces, while this graph is not captured and has seldom
         been asked for: a capture takes tens of milliseconds, and a server whose load rises would stop at every size on its
         way."""
         captured = self.full if mode is CUDAGraphMode.FULL else self.pieces
@@ -262,7 +262,7 @@ class StepGraphs:
         return columns
 
     def _decode(self, key: BatchDescriptor) -> Tensor:
-        """What is captured. Its inputs lie in `_columns`."""
+        """The call that is captured. Its inputs lie in `_columns`."""
         size = key.num_reqs
         query_len, num_tokens = key.uniform_query_len, key.num_tokens
         columns = self._columns[: self._num_columns * size].view(self._num_columns, size)

@@ -121,7 +121,7 @@ class StepOps:
 
     @property
     def prompt_logprobs(self) -> Logprobs:
-        """Of at most `PROMPT_LOGPROB_ROWS` positions, with `num_logprobs` alternatives."""
+        """Prompt logprobs of at most `PROMPT_LOGPROB_ROWS` positions, with `num_logprobs` alternatives."""
         if self._prompt_logprobs is None:
             needs = LogprobsNeeds(
                 vocab_size=self._state.vocab_size, max_rows=PROMPT_LOGPROB_ROWS, num_logprobs=self.num_logprobs

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepColumns:
-    """What every such step sends to the device, in one copy; all int64."""
+    """The columns that every such step sends to the device, in one copy; all int64."""
 
     slots: Tensor  # [R]
     num_scheduled: Tensor  # [R]
@@ -51,7 +51,7 @@ PromptPart = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Of all rows of a step that want them."""
+    """Prompt logprobs of all rows of a step that want them."""
 
     parts: list[PromptPart]
     tensors: LogprobTensors | None = None  # on the device; None: there is no position, or all is on the host
@@ -80,7 +80,7 @@ class Step:
 
 @dataclass(slots=True)
 class Sampled:
-    """Of the rows that sampled, on the device."""
+    """Results of the rows that sampled, on the device."""
 
     token_ids: Tensor  # [r, 1 + K]
     num_accepted: Tensor  # [r]
@@ -234,7 +234,7 @@ class StepSampler:
     def _wide_prompt_logprobs(
         self, hidden: Any, index: Tensor, chosen: Tensor, parts: Sequence[PromptPart]
     ) -> list[HostLogprobs]:
-        """Of each part, with more alternatives than the seam has: they go to the host piece by piece, which waits."""
+        """Prompt logprobs of each part, with more alternatives than the seam has: they go to the host piece by piece, which waits."""
         found = []
         for _, first, end, most in parts:
             pieces = []

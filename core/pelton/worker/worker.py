@@ -264,7 +264,7 @@ class DeviceWorker(Worker):
         return StepFit(num_tokens=count, context_tokens=context_tokens(self.model, self.build.cache_layers.values()))
 
     def _compile_ahead(self) -> None:
-        """What steps will launch, on a first start. Otherwise the first request of each kind waits seconds for a compiler, and
+        """Compile what steps will launch, on a first start. Otherwise the first request of each kind waits seconds for a compiler, and
         all others with it."""
         steps = rehearsal(self.runner)
         if self._is_first_start or self.platform.compile_ahead(partial(self._run_few_layers, steps[-2:])):
@@ -285,7 +285,7 @@ class DeviceWorker(Worker):
             ) from error
 
     def _take_step_memory(self) -> None:
-        """What the largest step needs is torch's from now on, in one piece. Otherwise the first large steps under load take it
+        """Have torch take what the largest step needs, in one piece. Otherwise the first large steps under load take it
         from the driver, each in pieces of its own sizes."""
         try:
             torch.empty(self._peak_bytes, dtype=torch.uint8, device=self.device)
@@ -296,8 +296,8 @@ class DeviceWorker(Worker):
             )
 
     def _graph_mode(self) -> CUDAGraphMode:
-        """What the settings ask for, lowered to what backends and platform can do. A note says why, but where a platform with
-        graphs makes of a level's mode what it always does."""
+        """Return the mode that the settings ask for, lowered to what backends and platform can do. A note says why, but where a
+        platform with graphs makes of a level's mode what it always does."""
         compilation, offered = self.config.compilation, self.platform.supported_graph_modes
         named, requested = compilation.cudagraph_mode, requested_mode(compilation)
         mode, why = lower_mode(requested, self.build.attention.graph_support(), offered=offered)
@@ -436,7 +436,7 @@ class DeviceWorker(Worker):
         return self.config.scheduler.max_steps_in_flight + 1
 
     def _run_largest_step(self) -> None:
-        """Its forward pass, and a tail that samples every row in float32. There is no pool yet: attention gives zeros, and
+        """Run its forward pass, and a tail that samples every row in float32. There is no pool yet: attention gives zeros, and
         `_state_bytes` has what it computes in."""
         tokens = torch.arange(self.max_num_tokens, device=self.device)
         batch = ForwardBatch(
@@ -489,7 +489,7 @@ def max_piece_tokens(model: Any, num_layers: int) -> int:
 
 
 def product_operations(model: Any) -> int:
-    """Of a token's products, the vocabulary's left out. All experts of a layer count."""
+    """Operations of a token's products, the vocabulary's left out. All experts of a layer count."""
     return 2 * sum(
         module.spec.in_features * module.spec.out_features
         for module in model.modules()
@@ -516,7 +516,7 @@ def module_bytes(module: Any) -> int:
 
 
 def _in_order_of_use(item: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[bool, int]:
-    """What the first requests need, then sizes that may stand in for many others, then the rest."""
+    """Sort key: what the first requests need, then sizes that may stand in for many others, then the rest."""
     key, size = item[1], item[1].num_tokens
     is_stand_in = (
         size & (size - 1) == 0 and not key.is_prompt and (size <= MAX_MIXED_TOKENS or key.uniform_query_len > 0)

@@ -1,4 +1,4 @@
-"""What this process may use of the host: cores and memory, as affinity and cgroups allow.
+"""Resources of the host that this process may use: cores and memory, as affinity and cgroups allow.
 
 A container's limits are in cgroup files, version 2 or 1; the plain counts of the machine are the bound where there is none.
 """

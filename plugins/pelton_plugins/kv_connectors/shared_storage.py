@@ -32,7 +32,7 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class StepTransfers(msgspec.Struct, frozen=True):
-    """What the workers do around one step: (hash, block id) of each block."""
+    """Saves and loads of the workers around one step: (hash, block id) of each block."""
 
     loads: list[tuple[bytes, int]] = []
     saves: list[tuple[bytes, int]] = []

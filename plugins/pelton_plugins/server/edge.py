@@ -1,4 +1,4 @@
-"""What every request passes first: request id, key, counting, the log line. Plain ASGI around the router, so that
+"""ASGI middleware that every request passes first: request id, key, counting, the log line. Plain ASGI around the router, so that
 nothing, unknown paths included, is answered without it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all handlers of one server share."""
+"""The state that all handlers of one server share."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LLAMA3_LOW_FREQ, LLAMA3_HIGH_FREQ, LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
-    """What config.json would say. Raises `ConfigError` naming a field that is missing."""
+    """Return what config.json would say. Raises `ConfigError` naming a field that is missing."""
     arch = file.architecture
     if arch not in ARCHITECTURES:
         raise ConfigError(
