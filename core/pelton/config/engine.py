@@ -133,11 +133,16 @@ def convert_section(section: str, values: Mapping[str, Any]) -> msgspec.Struct:
     return convert_struct(SECTIONS[section], values, prefix=f"{section}.")
 
 
+_FEW_NAMES = 6
+
+
 def convert_struct(struct: type[msgspec.Struct], values: Mapping[str, Any], *, prefix: str = "") -> msgspec.Struct:
     """A settings struct from plain values. Raises `ConfigError` naming the field, its value and a good one."""
     for key in values:
         if key not in struct.__struct_fields__:
-            raise ConfigError(f"Unknown setting {prefix}{key}.{did_you_mean(key, struct.__struct_fields__)}")
+            names = struct.__struct_fields__
+            hint = did_you_mean(key, names) or (f" It takes {', '.join(names)}." if len(names) <= _FEW_NAMES else "")
+            raise ConfigError(f"Unknown setting {prefix}{key}.{hint}")
     try:
         return msgspec.convert(dict(values), struct)
     except msgspec.ValidationError as error:
