@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from pelton.builtin import pelton_ops
 from pelton.config import EngineConfig
 from pelton.kv_cache.planner import plan_kv_cache
+from pelton.messages.step import ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.resolve import resolve_model
 from pelton.ops.selector import OpSelector
 from pelton.platform.select import select_platform
 from pelton.plugins import load_plugins
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import ModelOutput, NewRequest, SchedulerOutput
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.kv_pool import KVPool, LayerCache

@@ -15,13 +15,10 @@ from typing import Any
 
 import msgspec
 
-from pelton import garbage
 from pelton.config import EngineConfig
-from pelton.engine.client import EngineInfo
-from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
 from pelton.entries import Entry
 from pelton.errors import ConfigError, EngineDeadError, EngineError, ErrorInfo, PeltonError, RequestError
-from pelton.executor.interface import Executor, StepFit, StepHandle
+from pelton.executor.interface import Executor, StepHandle
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager, KVManagerContext
 from pelton.kv_cache.planner import plan_kv_cache
@@ -29,17 +26,20 @@ from pelton.kv_cache.spec import KVCachePlan
 from pelton.kv_transfer.interface import SchedulerConnector
 from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
+from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
+from pelton.messages.report import EngineInfo, StepFit
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins, calling, make
-from pelton.request import EngineRequest
 from pelton.scheduler.interface import Scheduler, SchedulerContext
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.structured.interface import StructuredOutputBackend, StructuredOutputContext
 from pelton.structured.manager import GrammarManager
+from pelton.utils import garbage
 
 logger = logging.getLogger(__name__)
 

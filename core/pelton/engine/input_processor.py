@@ -17,12 +17,12 @@ import msgspec
 from pelton import limits
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, NotSupportedError, RequestError
+from pelton.messages.request import EngineRequest, check_plain_data
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest, check_plain_data
 from pelton.sampling_params import MODEL_DEFAULTS, SamplingParams
 
 if TYPE_CHECKING:
-    from pelton.engine.client import EngineInfo
+    from pelton.messages.report import EngineInfo
     from pelton.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -18,11 +18,12 @@ from typing import Any, TypeVar, cast
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
-from pelton.executor.interface import DeviceReport, Executor, StepFit, StepHandle
+from pelton.executor.interface import Executor, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.messages.report import DeviceReport, StepFit
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins, blamed
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.interface import Worker
 from pelton.worker.pending import PendingOutput
 
@@ -241,10 +242,16 @@ def start_worker(config: EngineConfig, model: ResolvedModel, platform: Any, plug
     """The platform's worker with its device selected and its weights loaded."""
     made_by = type(platform)
     with blamed(f"Platform {platform.name!r}", f"{made_by.__module__}:{made_by.__qualname__}", ADVICE):
-        worker: Worker = platform.worker_class()(config, model, platform, plugins)
+        worker: Worker = (platform.worker_class() or _built_in())(config, model, platform, plugins)
         worker.init_device()
     worker.load_model()
     return worker
+
+
+def _built_in() -> type[Worker]:
+    from pelton.worker.worker import DeviceWorker  # with torch
+
+    return DeviceWorker
 
 
 def check_one_device(config: EngineConfig) -> None:

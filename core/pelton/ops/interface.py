@@ -124,7 +124,7 @@ class LinearSpec:
     out_features: int
     weight_format: str = optional("plain")
     """plain: `weight` [out, in] of the model's dtype. q8_0, q4_0, q4_1, or one a part, joined by "+": blocks as in
-    `pelton.quantization.blocks`, a tensor `part0`, `part1`, ... for each part. fp8_e4m3: `weight` [out, in] float8_e4m3fn times
+    `pelton.ops.packed_blocks`, a tensor `part0`, `part1`, ... for each part. fp8_e4m3: `weight` [out, in] float8_e4m3fn times
     `weight_scale` [out] float32. Others by quantization plugins."""
     has_bias: bool = optional(False)
     inputs: InputRounding | None = optional(None)  # None: as they are
@@ -467,7 +467,7 @@ class PrepareInputs(Protocol):
 
 # All of them.
 
-_REFERENCE, _STEP = "pelton.ops.reference:Reference", "pelton.ops.reference_step:Reference"
+_REFERENCE, _STEP = "pelton.ops.reference:Reference", "pelton.worker.reference_step:Reference"
 _SPECULATION = "pelton.ops.reference_speculation:Reference"
 
 FUSED_OPS = {

@@ -16,9 +16,9 @@ from pelton.scheduler.request import ScheduledRequest
 from pelton.spec_decode.interface import DraftProposer
 
 if TYPE_CHECKING:
+    from pelton.messages.step import ModelOutput, SchedulerOutput
     from pelton.metrics.stats import SchedulerStats
     from pelton.scheduler.interface import SchedulerContext
-    from pelton.scheduler.output import ModelOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

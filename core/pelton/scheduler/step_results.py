@@ -5,15 +5,15 @@ Nearly all rows of nearly all steps bring a token that ends nothing: those take 
 
 from __future__ import annotations
 
-from pelton.engine.messages import EngineOutput, FinishReason, LogprobColumns, PackedLogprobs
 from pelton.errors import EngineError
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
+from pelton.messages.outputs import EngineOutput, FinishReason, LogprobColumns, PackedLogprobs
+from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.scheduler import grammars
 from pelton.scheduler.allocations import Allocations
 from pelton.scheduler.drafts import Drafts
 from pelton.scheduler.kv_transfers import KVTransfers
-from pelton.scheduler.output import ModelOutput, SchedulerOutput
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
 from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.step import OpenStep

@@ -14,11 +14,11 @@ import torch
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.attention.kv_cache import page_views
-from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import CommonMetadata
 from pelton.attention.selector import AttentionSelector, judge_backends
 from pelton.entries import BackendEntry
 from pelton.kv_cache.spec import FullAttentionSpec
+from pelton.layers.attention import AttentionLayer
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.paged_rows import slots_of, step_metadata
 from pelton.testing.plugins import plugins_of

@@ -18,10 +18,10 @@ from pelton.errors import NotSupportedError, PeltonError
 from pelton.executor.interface import Executor, StepHandle
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.spec import KVCachePlan
+from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import load_plugins
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 
 VOCAB = 128
 MAX_MODEL_LEN = 64

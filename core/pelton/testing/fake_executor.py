@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pelton.config import EngineConfig
-from pelton.engine.messages import LogprobColumns
 from pelton.errors import EngineDeadError
-from pelton.executor.interface import DeviceReport, Executor, StepHandle
+from pelton.executor.interface import Executor, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.messages.outputs import LogprobColumns
+from pelton.messages.report import DeviceReport
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.testing.fake_connector import FakeTransfers
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.fake_store import FakeRow, FakeStore, num_new_and_draft

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from pelton.engine.messages import FinishReason
+from pelton.messages.outputs import FinishReason
+from pelton.messages.request import EngineRequest
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
 from pelton.structured.interface import Grammar
 
 EMPTY = 1  # hash of no tokens

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pelton.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
-from pelton.scheduler.output import NewRequest, SchedulerOutput
+from pelton.messages.step import NewRequest, SchedulerOutput
 from pelton.testing.fake_model import extend_hash, running_hashes
 
 JUNK = -1  # what a failed step or load leaves in the blocks it wrote

@@ -21,7 +21,7 @@ from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.graphs.tape import reads_on_host
 
 if TYPE_CHECKING:
-    from pelton.attention.layer import AttentionLayer
+    from pelton.layers.attention import AttentionLayer
 
 
 class FakeGraph:

@@ -28,10 +28,10 @@ from torch import Tensor
 from pelton.config import EngineConfig
 from pelton.errors import RequestError
 from pelton.kv_transfer.interface import ConnectorContext, KVConnector, TransferEnd
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import ModelOutput, NewRequest, SchedulerOutput
 from pelton.testing.kv_specs import full_spec, make_plan
 
 BLOCK_SIZE, NUM_BLOCKS, PAGE_BYTES = 4, 64, 96

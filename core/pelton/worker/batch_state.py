@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pelton.messages.step import NewRequest
 from pelton.sampling.columns import (
     FLOAT_COLUMNS,
     INTEGER_COLUMNS,
@@ -27,8 +28,7 @@ from pelton.sampling.columns import (
     host_columns,
 )
 from pelton.sampling.side_tables import SideTables
-from pelton.scheduler.output import NewRequest
-from pelton.worker.staging import StagingRing
+from pelton.utils.staging import StagingRing
 
 NO_LOGPROBS, ALL_LOGPROBS = -2, -1  # in the logprobs columns; all: the whole vocabulary
 

@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from pelton.config import EngineConfig
-from pelton.executor.interface import DeviceReport, StepFit
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.messages.report import DeviceReport, StepFit
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from pelton.platform.interface import Platform

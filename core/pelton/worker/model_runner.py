@@ -23,15 +23,15 @@ from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.graphs.captures import run_apart
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.interface import CausalLM
 from pelton.sampling.logprobs import LogprobTensors
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.utils.staging import StagingRing, mask_column, mask_words
 from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState, SlotOwner
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
 from pelton.worker.kv_pool import KVPool
 from pelton.worker.pending import PendingOutput
 from pelton.worker.readback import HostCopies, HostPool, StepOutput, prompt_tensors, read_back_all
-from pelton.worker.staging import StagingRing, mask_column, mask_words
 from pelton.worker.step_graphs import LOGITS, StepGraphs
 from pelton.worker.step_ops import FULL, GREEDY, LOGPROBS, MASKED, StepOps
 from pelton.worker.step_plan import StepPlan, plan_drafts, plan_step

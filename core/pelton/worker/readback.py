@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pelton.messages.step import ModelOutput
 from pelton.sampling.logprobs import HostLogprobs
 from pelton.sampling.sampler import ERROR_MESSAGES, NOT_FINITE
-from pelton.scheduler.output import ModelOutput
 from pelton.worker.batch_state import NO_LOGPROBS, SlotOwner
 from pelton.worker.pending import PendingOutput
 from pelton.worker.step_plan import Ints

@@ -23,9 +23,9 @@ from pelton.graphs.captures import FullGraphs, PieceGraphs, run_apart
 from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.model.interface import CausalLM
+from pelton.utils.staging import StagingRing
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
-from pelton.worker.staging import StagingRing
 from pelton.worker.step_ops import GREEDY, StepOps
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from pelton.scheduler.output import SchedulerOutput
+from pelton.messages.step import SchedulerOutput
 from pelton.worker.batch_state import NO_LOGPROBS, HostColumns
 from pelton.worker.inputs import StepShape
 

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pelton.messages.step import GrammarMasks, SchedulerOutput
 from pelton.model.interface import CausalLM
 from pelton.sampling.columns import active_columns
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logprobs
 from pelton.sampling.metadata import SamplingMetadata, SideRows
 from pelton.sampling.sampler import sample, unpack_bitmask
-from pelton.scheduler.output import GrammarMasks, SchedulerOutput
+from pelton.utils.staging import StagingRing, mask_column, mask_words
 from pelton.worker.batch_state import NO_LOGPROBS, BatchState
 from pelton.worker.inputs import InputBuffers
-from pelton.worker.staging import StagingRing, mask_column, mask_words
 from pelton.worker.step_ops import PROMPT_LOGPROB_ROWS, StepOps
 from pelton.worker.step_plan import StepPlan, ramp
 

@@ -18,7 +18,6 @@ from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
 from pelton.config.adjust import take_settings
 from pelton.errors import ConfigError
-from pelton.executor.interface import DeviceReport, StepFit
 from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
 from pelton.kv_cache.planner import plan_groups, plan_kv_cache, with_num_blocks
@@ -27,13 +26,14 @@ from pelton.kv_transfer.select import find_connector
 from pelton.layers.embedding import VocabMatrix
 from pelton.layers.linear import LinearModule
 from pelton.logging import Progress, phase
+from pelton.messages.report import DeviceReport, StepFit
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.build import BuildConfig, make_build_config
 from pelton.model.interface import CausalLM
 from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.registry import build_model
 from pelton.ops.selector import OpSelector
 from pelton.sampling.side_tables import side_table_bytes
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, padding_shape

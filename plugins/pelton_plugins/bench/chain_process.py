@@ -86,7 +86,7 @@ def make_worker(settings: dict[str, Any], most_rows: int) -> DeviceWorker:
     platform = select_platform(config, plugins)
     room = max(config.scheduler.max_num_seqs or platform.default_max_num_seqs, most_rows)
     config = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_num_seqs=room))
-    worker = platform.worker_class()(config, model, platform, plugins)
+    worker = (platform.worker_class() or DeviceWorker)(config, model, platform, plugins)
     assert isinstance(worker, DeviceWorker)
     worker.init_device()
     worker.load_model()

@@ -91,7 +91,7 @@ class _FrontEnd:
 
     def add(self, index: int, prompt: list[int], num_tokens: int) -> None:
         from pelton.engine.input_processor import ProcessedRequest
-        from pelton.request import EngineRequest
+        from pelton.messages.request import EngineRequest
         from pelton.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(

@@ -8,11 +8,12 @@ import msgspec
 
 from pelton.config import EngineConfig
 from pelton.engine.in_process import InProcessClient
-from pelton.executor.interface import DeviceReport, Executor, StepHandle
+from pelton.executor.interface import Executor, StepHandle
 from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan, KVCacheSpec
+from pelton.messages.report import DeviceReport
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins, load_plugins
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 TOKEN = 5
 VOCAB_SIZE = 1000

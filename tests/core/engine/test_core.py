@@ -10,9 +10,9 @@ import pytest
 from pelton.config import EngineConfig
 from pelton.engine import core as core_module
 from pelton.engine.core import EngineCore
-from pelton.engine.messages import FinishReason
 from pelton.errors import ConfigError, EngineDeadError, RequestError
-from pelton.executor.interface import StepFit
+from pelton.messages.outputs import FinishReason
+from pelton.messages.report import StepFit
 from pelton.metrics.stats import HOST_STAGES
 from pelton.plugins import load_plugins
 from pelton.sampling_params import StructuredOutputsParams

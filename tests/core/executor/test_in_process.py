@@ -15,8 +15,8 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
 from pelton.executor import in_process
 from pelton.executor.in_process import InProcessExecutor, WorkerThread
-from pelton.executor.interface import DeviceReport
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.messages.report import DeviceReport
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.interface import Worker
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pelton.errors import ConfigError
+from pelton.ops.packed_blocks import KINDS, dequantize, pack, panels_shape, quantize
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import load_plugins
 from pelton.quantization.at_load import Q8Weights, Q40Weights, Q41Weights
-from pelton.quantization.blocks import KINDS, dequantize, pack, panels_shape, quantize
 from pelton.testing.model_driver import ModelDriver, TensorWeight, checkpoint_weights
 from pelton.testing.models import make_tiny_checkpoint
 

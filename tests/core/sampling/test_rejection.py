@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pelton.builtin import pelton_ops
+from pelton.messages.step import NewRequest
 from pelton.ops.selector import OpSelector
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest
 from pelton.spec_decode.rejection import rejection, residual, speculate
 from pelton.worker.batch_state import BatchState
 from pelton.worker.step_drafts import StepDrafts

@@ -17,11 +17,11 @@ from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
 from pelton.graphs.tape import TapeRecorder
 from pelton.kv_cache.planner import plan_kv_cache
+from pelton.messages.step import GrammarMasks
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
 from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
-from pelton.scheduler.output import GrammarMasks
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
 from pelton.worker.step_graphs import StepGraphs

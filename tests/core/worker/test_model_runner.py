@@ -13,9 +13,9 @@ from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.kv_transfer.interface import WorkerConnector
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.testing.graphs import FakeGraphRecorder
-from pelton.worker.staging import StagingRing
+from pelton.utils.staging import StagingRing
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 

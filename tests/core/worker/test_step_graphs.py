@@ -13,8 +13,8 @@ from pelton_worker_fakes import VOCAB, Driver, Running, make_runner, oracle_gree
 
 from pelton.config import CUDAGraphMode
 from pelton.graphs.dispatcher import GraphDispatcher
+from pelton.messages.step import GrammarMasks, SchedulerOutput
 from pelton.ops.speculation import LookupDraftsNeeds
-from pelton.scheduler.output import GrammarMasks, SchedulerOutput
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.worker.step_graphs import LOGITS
 

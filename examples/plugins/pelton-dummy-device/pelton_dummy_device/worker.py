@@ -14,8 +14,9 @@ from torch import Tensor
 from pelton.attention.kv_cache import bind_kv_cache
 from pelton.attention.metadata import CommonMetadata, ForwardBatch
 from pelton.errors import NotSupportedError
-from pelton.executor.interface import DeviceReport
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.messages.report import DeviceReport
+from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
 from pelton.sampling.columns import columns_of
@@ -23,7 +24,6 @@ from pelton.sampling.logprobs import gather_logprobs
 from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.sampler import ERROR_MESSAGES, OK, sample, unpack_bitmask
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.worker.interface import Worker
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pelton.engine.messages import LogprobColumns, PackedLogprobs
-from pelton.request import AdapterRef, MultiModalItem, PoolingParams, TensorData
+from pelton.messages.outputs import LogprobColumns, PackedLogprobs
+from pelton.messages.request import AdapterRef, MultiModalItem, PoolingParams, TensorData
 from pelton.sampling_params import SamplingParams
 
 

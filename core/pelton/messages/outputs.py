@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from pelton.errors import ErrorInfo
+from pelton.messages.request import TensorData
 from pelton.metrics.stats import SchedulerStats
-from pelton.request import TensorData
 
 
 class FinishReason(IntEnum):
