@@ -22,11 +22,12 @@ class Entry:
     load: str  # "module:attribute"
     priority: int = 50
     doc: str = ""  # one line, shown by `pelton plugins`
-    plugin: str = field(default="", compare=False)  # who offers it; filled in by the loader
+    plugin: str = field(default="", compare=False)  # who offers it; filled in by the loader, as the next
+    hook: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """For errors: what it is, where it is loaded from, whose it is."""
-        kind = type(self).__name__.removesuffix("Entry") or "Entry"
+        """Return for errors what it is (its hook where the class does not say), where it is loaded from and whose it is."""
+        kind = type(self).__name__.removesuffix("Entry") or self.hook or "Entry"
         return f"{kind} {self.name!r} ({self.load}{f' of {self.plugin}' if self.plugin else ''})"
 
     def resolve(self) -> Any:

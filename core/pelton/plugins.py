@@ -106,7 +106,7 @@ class Plugins:
         for plugin_name, result in self.call_each(hook, **arguments):
             plugin = by_name.get(plugin_name) or LoadedPlugin(plugin_name, "?", "?", "?")
             for entry in self._checked(hook, plugin, result):
-                entry = replace(entry, plugin=str(plugin))
+                entry = replace(entry, plugin=str(plugin), hook=hook)
                 offers.setdefault(entry.name, []).append(Offer(hook, entry, plugin))
         found: list[Offer] = []
         for name, rivals in offers.items():

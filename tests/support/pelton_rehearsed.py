@@ -31,6 +31,7 @@ from pelton.plugins import load_plugins
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.worker.inputs import padding_shape
+from pelton.worker.interface import WorkerContext
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.rehearsal import rehearsal
 from pelton.worker.worker import DeviceWorker
@@ -91,7 +92,7 @@ def start(family: str, mode: CUDAGraphMode, kv_dtype: str, folder: Path) -> Devi
     model = resolve_model(config, plugins)
     platform = HopperPlatform()
     platform.has_processes = mode is not CUDAGraphMode.NONE
-    worker = DeviceWorker(config, model, platform, plugins)
+    worker = DeviceWorker(WorkerContext(config=config, model=model, platform=platform, plugins=plugins))
     worker.init_device()
     worker.load_model()
     plan = plan_kv_cache(worker.kv_cache_specs(), 2**40, num_blocks_override=2000, max_model_len=MAX_MODEL_LEN)

@@ -24,6 +24,7 @@ from pelton.plugins import load_plugins
 from pelton.sampling_params import SamplingParams
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
+from pelton.worker.interface import WorkerContext
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.step_ops import StepOps
@@ -286,7 +287,9 @@ def make_worker(path: Any, *, num_blocks: int = 120, **flat: Any) -> DeviceWorke
         }
     )
     model = resolve_model(config, plugins)
-    worker = DeviceWorker(config, model, select_platform(config, plugins), plugins)
+    worker = DeviceWorker(
+        WorkerContext(config=config, model=model, platform=select_platform(config, plugins), plugins=plugins)
+    )
     worker.init_device()
     worker.load_model()
     worker.available_kv_cache_bytes()

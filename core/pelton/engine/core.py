@@ -18,7 +18,7 @@ import msgspec
 from pelton.config import EngineConfig
 from pelton.entries import Entry
 from pelton.errors import ConfigError, EngineDeadError, EngineError, ErrorInfo, PeltonError, RequestError
-from pelton.executor.interface import Executor, StepHandle
+from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager, KVManagerContext
 from pelton.kv_cache.planner import plan_kv_cache
@@ -61,7 +61,7 @@ class EngineCore:
         self.plugins = plugins
         self.error: Exception | None = None
         self._metrics = PluginMetrics()
-        self._executor = executor or make_executor(config, model, plugins)
+        self._executor = executor or make_executor(config, model, plugins, self._metrics)
         self._is_shut_down = False
         self._context_tokens = 0
         self._grammars: GrammarManager | None = None
@@ -435,8 +435,8 @@ def with_step_budget(config: EngineConfig, fit: StepFit | None) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
-def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> Executor:
-    """The executor that the settings name, or the best there is."""
+def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics) -> Executor:
+    """Make the executor that the settings name, or the best there is."""
     name = config.parallel.distributed_executor_backend
     if name is not None:
         entry = plugins.find("pelton_executors", name, setting="distributed_executor_backend")
@@ -446,7 +446,13 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
             raise ConfigError("No plugin offers an executor; the built-in one is in pelton.builtin.")
         entry = entries[0]
     with plugins.blaming("when the executor starts"):
-        return make(entry, Executor, config, model, plugins)  # type: ignore[type-abstract]
+        if len(_parameters(entry)) == 3:
+            logger.warning(
+                "%s takes three arguments, which ends with the next minor version; take an ExecutorContext.", entry
+            )
+            return make(entry, Executor, config, model, plugins)  # type: ignore[type-abstract]
+        context = ExecutorContext(config=config, model=model, plugins=plugins, metrics=metrics)
+        return make(entry, Executor, context)  # type: ignore[type-abstract]
 
 
 def make_plan(config: EngineConfig, model: ResolvedModel, executor: Executor) -> KVCachePlan:

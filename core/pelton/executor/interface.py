@@ -7,14 +7,27 @@ hosts. The engine core's thread alone calls it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any
 
 from pelton.config import EngineConfig
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorContext:
+    """Everything that an executor is made from. A new feature is a new field with a default: old executors keep working."""
+
+    config: EngineConfig
+    model: ResolvedModel
+    plugins: Plugins
+    metrics: PluginMetrics = field(default_factory=PluginMetrics)
+    """Counters of its own."""
 
 
 class StepHandle(ABC):
@@ -38,7 +51,7 @@ class Executor(ABC):
     """Steps that may be open."""
 
     @abstractmethod
-    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
+    def __init__(self, context: ExecutorContext) -> None:
         """Start the worker(s) and load the weights. Raises `ConfigError` and friends, with the cause."""
 
     @abstractmethod

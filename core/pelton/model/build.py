@@ -20,6 +20,7 @@ from pelton.model.weights import WeightMap
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
+from pelton.plugins import calling
 from pelton.quantization.interface import QuantizationMethod
 from pelton.quantization.plain import PlainWeights
 from pelton.utils.large_pages import LargePages
@@ -170,5 +171,6 @@ def _quantization(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
         return PlainWeights()
     setting = "quantization" if named else "quantization (config.json's quant_method)"
     entry = plugins.find("pelton_quantization_methods", name, setting=setting)
-    method: QuantizationMethod = entry.resolve()(config, model)
+    with calling(entry):
+        method: QuantizationMethod = entry.resolve()(config, model)
     return method

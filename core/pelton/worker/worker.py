@@ -98,6 +98,7 @@ class DeviceWorker(Worker):
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_tokens,
                 capability=self.platform.capability(self.rank),
+                parallel=self.parallel,
             )
             self.model = build_model(self.build, self.model_info.architecture, self.plugins)
         self._is_first_start = self.platform.compile_soon(self._run_early)

@@ -8,12 +8,12 @@ import msgspec
 
 from pelton.config import EngineConfig
 from pelton.engine.in_process import InProcessClient
-from pelton.executor.interface import Executor, StepHandle
+from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan, KVCacheSpec
 from pelton.messages.report import DeviceReport
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
-from pelton.plugins import Plugins, load_plugins
+from pelton.plugins import load_plugins
 
 TOKEN = 5
 VOCAB_SIZE = 1000
@@ -34,8 +34,8 @@ class _Done(StepHandle):
 class InstantExecutor(Executor):
     """Every row that samples gets the same token."""
 
-    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
-        self._block_size = config.kv_cache.block_size
+    def __init__(self, context: ExecutorContext) -> None:
+        self._block_size = context.config.kv_cache.block_size
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         return {"layer": FullAttentionSpec(block_size=self._block_size, num_kv_heads=1, head_dim=16, dtype="bfloat16")}
@@ -80,5 +80,6 @@ def instant_client(config: EngineConfig, *, max_model_len: int, max_num_seqs: in
         tokenizer_path=None,
     )  # fmt: skip
     plugins = load_plugins(only=[])
-    core = EngineCore(config, model, plugins, executor=InstantExecutor(config, model, plugins))
+    context = ExecutorContext(config=config, model=model, plugins=plugins)
+    core = EngineCore(config, model, plugins, executor=InstantExecutor(context))
     return InProcessClient.over(core)

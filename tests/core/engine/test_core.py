@@ -13,6 +13,7 @@ from pelton.engine.core import EngineCore
 from pelton.errors import ConfigError, EngineDeadError, RequestError
 from pelton.messages.outputs import FinishReason
 from pelton.messages.report import StepFit
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES
 from pelton.plugins import load_plugins
 from pelton.sampling_params import StructuredOutputsParams
@@ -409,7 +410,7 @@ def test_wrong_settings_stop_the_start_and_the_executor(plugins, settings, messa
 def test_an_unknown_executor_is_named(plugins):
     config = EngineConfig.from_flat(distributed_executor_backend="nowhere")
     with pytest.raises(ConfigError, match="distributed_executor_backend is 'nowhere'"):
-        core_module.make_executor(config, fake_resolved_model(), plugins)
+        core_module.make_executor(config, fake_resolved_model(), plugins, PluginMetrics())
 
 
 def test_shutdown_is_idempotent_and_final(make_core):
