@@ -339,7 +339,7 @@ def register(manager: pluggy.PluginManager, module: ModuleType | object, name: s
 
 
 def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problems: list[str]) -> bool:
-    """Whether the attribute implements a hook; what is wrong with it goes into `problems`."""
+    """Return whether the attribute implements a hook; what is wrong with it goes into `problems`."""
     known = hookspecs.hooks()
     target = getattr(module, attribute)
     options = manager.parse_hookimpl_opts(module, attribute)

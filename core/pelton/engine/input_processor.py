@@ -255,7 +255,7 @@ class InputProcessor:
             )
 
     def _check_transfer(self, given: Mapping[str, Any] | None, params: SamplingParams) -> dict[str, Any] | None:
-        """What is for the KV connector: the argument, or vLLM's place in `extra_args`."""
+        """Return what is for the KV connector: the argument, or vLLM's place in `extra_args`."""
         found = given if given is not None else (params.extra_args or {}).get("kv_transfer_params")
         if found is None:
             return None

@@ -261,7 +261,7 @@ def start_worker(context: WorkerContext) -> Worker:
 
 
 def _named(platform: Platform) -> tuple[str, str]:
-    """What it is, and where it is from."""
+    """Return for errors which platform it is, and where it is from."""
     made_by = type(platform)
     return f"Platform {platform.name!r}", f"{made_by.__module__}:{made_by.__qualname__}"
 

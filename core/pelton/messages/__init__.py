@@ -1,1 +1,1 @@
-"""What crosses a thread or a process: requests, steps, outputs, reports. Plain structs, sent as msgpack."""
+"""Messages that cross a thread or a process: requests, steps, outputs, reports. Plain structs, sent as msgpack."""

@@ -169,7 +169,7 @@ def _append(
 
 
 def _stop_of(request: ScheduledRequest) -> tuple[FinishReason | None, int | None]:
-    """Whether the last known token ends the request: EOS and stop ids before length, none before min_tokens."""
+    """Return the reason for which the last known token ends the request: EOS and stop ids before length, none before min_tokens."""
     token, count = request.token_ids[-1], len(request.token_ids)
     if token in request.stop_ids and count >= request.min_tokens:
         return FinishReason.STOP, None if token in request.eos_ids else token

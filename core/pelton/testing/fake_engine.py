@@ -38,7 +38,7 @@ def pelton_executors() -> Sequence[Entry]:
 
 
 class Script(msgspec.Struct, forbid_unknown_fields=True):
-    """What should happen; step numbers count from 0."""
+    """Script of failures; step numbers count from 0."""
 
     step_s: float = 0.0
     fail_start: str | None = None

@@ -200,7 +200,7 @@ class FakeExecutor(Executor):
     # A step.
 
     def _check_columns(self, output: SchedulerOutput) -> None:
-        """What a SchedulerOutput promises of itself."""
+        """Check that the columns of a SchedulerOutput agree."""
         step, num_rows, counts = output.step_id, len(output.slots), output.num_scheduled
         total, single = sum(counts), [count == 1 for count in counts]
         faults = {

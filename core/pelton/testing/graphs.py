@@ -53,7 +53,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.copy_(saved)
 
     def save(self, tensor: Tensor) -> None:
-        """What is in its memory is put back by `undo`."""
+        """Keep what is in its memory; `undo` puts it back."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._before:
             self._before[storage.data_ptr()] = storage, storage.clone()  # type: ignore[no-untyped-call]

@@ -43,7 +43,7 @@ MAX_STEPS = 200
 
 @dataclass(slots=True)
 class Served:
-    """What a connector did for one request."""
+    """Record of what a connector did for one request."""
 
     num_brought: int
     """Tokens that it brought."""
@@ -257,7 +257,7 @@ class _Run:
                     block.fill_(NAN_BYTE)
 
     def _check_brought(self, num_brought: int) -> None:
-        """Of what was loaded; a connector may still say that it is invalid."""
+        """Check what was loaded; a connector may still say that it is invalid."""
         for place in range(-(-self.num_local // BLOCK_SIZE), (self.num_local + num_brought) // BLOCK_SIZE):
             for layer, page in self.engine.pages.items():
                 found = page[self.table[place]]

@@ -241,7 +241,7 @@ class Harness:
 
 
 class SchedulerConformance:
-    """What every scheduler has to do. Subclass, give `make_scheduler`, run with pytest."""
+    """Conformance suite of schedulers. Subclass, give `make_scheduler`, run with pytest."""
 
     overlaps = (1, 2, 3)
 

@@ -45,7 +45,7 @@ class Timer:
         self._graphs: list[Graph] = []  # the recorder's memory lives as long as one of its graphs
 
     def seconds(self, call: Callable[[], Any], reset: Callable[[], None] = lambda: None) -> float:
-        """Of one run: the median of some means, with `reset` before each."""
+        """Return the seconds of one run: the median of some means, with `reset` before each."""
         kept = [call(), call()]  # compiles, tunes, loads
         self.synchronize()
         run = call

@@ -37,7 +37,7 @@ Weights are random but for embedding and LM head: nothing is fetched. Drafts, th
 
 
 class SpeculationArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Arguments: what to measure."""
 
     models: list[str] = msgspec.field(default_factory=lambda: list(SHAPES))
     """Shapes to measure, with an LM head of their own; or folders with a config.json."""

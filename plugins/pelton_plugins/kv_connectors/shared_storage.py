@@ -73,7 +73,7 @@ class SharedStorage(KVConnector):
 
 
 def read_transfer(request: EngineRequest) -> RequestTransfer:
-    """What a request says of its transfers. Raises `RequestError`."""
+    """Return what a request says of its transfers. Raises `RequestError`."""
     given = request.kv_transfer_params
     if given is None:
         return RequestTransfer()

@@ -74,7 +74,7 @@ class WindowBlock(nn.Module):
 
 
 class WindowForCausalLM(Decoder):
-    """Its parts; `Decoder` runs them."""
+    """Parts of the model; `Decoder` runs them."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
