@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,10 +63,6 @@ class BackendEntry(Entry):
     aliases: tuple[
         str, ...
     ] = ()  # what else it may be called in settings, in either case; another's `name` comes first
-    priority_by_capability: Mapping[int, int] = field(default_factory=dict)  # capability major -> priority
-
-    def priority_on(self, capability: tuple[int, int] | None) -> int:
-        return self.priority_by_capability.get(capability[0], self.priority) if capability else self.priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

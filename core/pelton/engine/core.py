@@ -146,6 +146,11 @@ class EngineCore:
         settings = {name: str(value) for name, value in msgspec.structs.asdict(config.kv_cache).items()}
         block_size = plan.groups[0].spec.block_size if plan.groups else config.kv_cache.block_size
         settings |= {"block_size": str(block_size), "num_gpu_blocks": str(plan.num_blocks)}
+        if plan.num_padding_layers:
+            num_layers = sum(len(group.layer_names) for group in plan.groups)
+            num_places = num_layers + plan.num_padding_layers
+            note = f"KV cache: {num_layers} layers take the memory of {num_places}, so that groups are of equal size"
+            report = msgspec.structs.replace(report, notes=[*report.notes, note])
         return EngineInfo(
             report=report,
             num_blocks=plan.num_blocks,

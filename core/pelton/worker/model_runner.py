@@ -127,8 +127,6 @@ class ModelRunner:
             )
         if self._to_scrub:
             self._scrub()
-        if output.block_copies:
-            self.pool.copy_blocks(output.block_copies)
         if output.zero_block_ids:
             self.pool.zero_blocks(*self._staging.stage([output.zero_block_ids]))
         if output.new:

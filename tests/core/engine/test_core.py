@@ -20,6 +20,7 @@ from pelton.sampling_params import StructuredOutputsParams
 from pelton.testing.fake_executor import FakeExecutor
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarBackend
 from pelton.testing.fake_model import FakeModel, fake_resolved_model
+from pelton.testing.kv_specs import full_spec, window_spec
 from pelton.testing.scheduler import make_request
 
 
@@ -405,6 +406,18 @@ def test_wrong_settings_stop_the_start_and_the_executor(plugins, settings, messa
     with pytest.raises(ConfigError, match=message):
         EngineCore(config, model, plugins, executor=executor)
     assert executor.is_shut_down
+
+
+def test_memory_that_groups_of_equal_size_cost_is_noted(plugins):
+    config = EngineConfig.from_flat(max_num_seqs=4, max_num_batched_tokens=32, num_gpu_blocks_override=100)
+    model = fake_resolved_model(max_model_len=128)
+    layers = {f"full.{index}": full_spec(16) for index in range(2)}
+    layers |= {f"window.{index}": window_spec(64, 16) for index in range(3)}
+    core = EngineCore(config, model, plugins, executor=FakeExecutor(config, model, specs=layers))
+    try:
+        assert "KV cache: 5 layers take the memory of 6, so that groups are of equal size" in core.info.report.notes
+    finally:
+        core.shutdown()
 
 
 def test_an_unknown_executor_is_named(plugins):

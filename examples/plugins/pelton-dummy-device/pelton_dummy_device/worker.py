@@ -109,9 +109,6 @@ class DummyWorker(Worker):
         for slot in output.freed_slots:
             del self.rows[slot]
         for layer in self.build.attention_layers.values():
-            for source, destination in output.block_copies:
-                layer.k_cache[destination] = layer.k_cache[source]
-                layer.v_cache[destination] = layer.v_cache[source]
             for block_id in output.zero_block_ids:
                 layer.k_cache[block_id] = 0
                 layer.v_cache[block_id] = 0
