@@ -19,6 +19,7 @@ MODULES = {
     "pelton.attention.mla": "pelton.layers.latent_attention",
     "pelton.cache_folder": "pelton.utils.cache_folder",
     "pelton.engine.messages": "pelton.messages.outputs",
+    "pelton.graphs.tape": "pelton.graphs.call_graph",
     "pelton.garbage": "pelton.utils.garbage",
     "pelton.large_pages": "pelton.utils.large_pages",
     "pelton.ops.reference_step": "pelton.worker.reference_step",
@@ -28,18 +29,22 @@ MODULES = {
     "pelton.worker.staging": "pelton.utils.staging",
 }
 NAMES = {
-    "pelton.layers.linear": {
-        "PlainWeights": "pelton.quantization.plain",
-        "QuantizationMethod": "pelton.quantization.interface",
-        "make_bias": "pelton.quantization.plain",
+    "pelton.graphs.call_graph": {
+        "Tape": "pelton.graphs.call_graph:CallGraph",
+        "TapeRecorder": "pelton.graphs.call_graph:CallGraphRecorder",
     },
-    "pelton.tokenizer": {"load_tokenizer": "pelton.model.resolve"},
+    "pelton.layers.linear": {
+        "PlainWeights": "pelton.quantization.plain:PlainWeights",
+        "QuantizationMethod": "pelton.quantization.interface:QuantizationMethod",
+        "make_bias": "pelton.quantization.plain:make_bias",
+    },
+    "pelton.tokenizer": {"load_tokenizer": "pelton.model.resolve:load_tokenizer"},
 }
-"""Names that moved out of modules which are still there, and which do not import them any more."""
+"""Names that are others now, or elsewhere, by the module that had them: it has `names_of` as its `__getattr__`."""
 
 
 class _OldModules(MetaPathFinder, Loader):
-    """Finds a module of `MODULES` by its old name, after everybody else has failed to."""
+    """Finds a module of `MODULES` by its old name, after all other finders have failed to."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,14 +64,15 @@ def install() -> None:
 
 
 def names_of(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that names moved out of."""
+    """Make the `__getattr__` of a module of `NAMES`."""
 
     def get(name: str) -> Any:
-        home = NAMES[module].get(name)
-        if home is None:
+        found = NAMES[module].get(name)
+        if found is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", f"{home}.{name}")
-        return getattr(importlib.import_module(home), name)
+        _warn(f"{module}.{name}", found.replace(":", "."))
+        home, _, new = found.partition(":")
+        return getattr(importlib.import_module(home), new)
 
     return get
 

@@ -26,9 +26,9 @@ def test_a_module_is_the_same_under_its_old_name(old, monkeypatch):
 
 @pytest.mark.parametrize("module, name", [(module, name) for module, names in moved.NAMES.items() for name in names])
 def test_a_name_is_found_in_its_old_module(module, name):
-    home = importlib.import_module(moved.NAMES[module][name])
-    with pytest.warns(DeprecationWarning, match=name):
-        assert getattr(importlib.import_module(module), name) is getattr(home, name)
+    home, _, new = moved.NAMES[module][name].partition(":")
+    with pytest.warns(DeprecationWarning, match=f"{name} is {home}.{new} now"):
+        assert getattr(importlib.import_module(module), name) is getattr(importlib.import_module(home), new)
 
 
 def test_other_names_are_missing_as_ever():

@@ -36,7 +36,7 @@ _TABLE = torch.randn(_CLASSES, VOCAB, generator=torch.Generator().manual_seed(7)
 
 
 def is_captured() -> bool:
-    """A tape is being written: values must not be looked at."""
+    """A call graph is being recorded: values must not be looked at."""
     return bool(_get_current_dispatch_mode_stack())
 
 
@@ -92,7 +92,7 @@ class ContextModel:
         return results[0]
 
     def _contexts(self, cache: torch.Tensor, common: Any) -> torch.Tensor:
-        """[T], by shapes alone: a tape of graphs may hold it."""
+        """[T], by shapes alone: a captured graph may hold it."""
         token, starts = torch.arange(common.num_tokens), common.query_start_loc.long()
         row = torch.searchsorted(starts[1:], token, right=True).clamp(max=common.num_reqs - 1)
         position = common.seq_lens.long()[row] - starts[row + 1] + token

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.graphs.call_graph import reads_on_host
 from pelton.graphs.recorder import Graph, GraphRecorder
-from pelton.graphs.tape import reads_on_host
 
 if TYPE_CHECKING:
     from pelton.layers.attention import AttentionLayer

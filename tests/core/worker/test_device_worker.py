@@ -15,7 +15,7 @@ from pelton_worker_fakes import Driver, Running, make_worker
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
-from pelton.graphs.tape import TapeRecorder
+from pelton.graphs.call_graph import CallGraphRecorder
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.messages.step import GrammarMasks
 from pelton.model.build import make_build_config
@@ -120,7 +120,7 @@ def sampled(path, mode: str) -> list[list[int]]:
 
 
 def test_recorded_steps_sample_what_others_sample(model):
-    """Tapes of all sizes compute in one room: logits that a step leaves there are read before the next one."""
+    """Graphs of all sizes compute in one arena: logits that a step leaves there are read before the next one."""
     expected = sampled(model[0], "NONE")
     assert sampled(model[0], "FULL_DECODE_ONLY") == expected
 
@@ -284,7 +284,7 @@ def test_a_recorder_that_runs_what_it_records_gets_no_pieces(model, monkeypatch,
     """It would run the model a second time for them, without attention."""
     worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
     worker.config = EngineConfig.from_flat(cudagraph_capture_sizes=[1])
-    monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: TapeRecorder())
+    monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: CallGraphRecorder())
     monkeypatch.setattr(worker.build.ops, "unrecordable", lambda: [])
     worker._make_graphs(mode)
     assert [f"cudagraph_mode {mode} became {left}: platform 'cpu' records no pieces"] == worker.notes
