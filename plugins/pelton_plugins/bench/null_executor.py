@@ -31,7 +31,7 @@ class _Done(StepHandle):
         return self._output
 
 
-class InstantExecutor(Executor):
+class NullExecutor(Executor):
     """Every row that samples gets the same token."""
 
     def __init__(self, context: ExecutorContext) -> None:
@@ -63,7 +63,7 @@ class InstantExecutor(Executor):
         pass
 
 
-def instant_client(config: EngineConfig, *, max_model_len: int, max_num_seqs: int) -> InProcessClient:
+def null_client(config: EngineConfig, *, max_model_len: int, max_num_seqs: int) -> InProcessClient:
     """An engine for `max_num_seqs` requests of full length."""
     from pelton.engine.core import EngineCore
 
@@ -75,11 +75,11 @@ def instant_client(config: EngineConfig, *, max_model_len: int, max_num_seqs: in
         kv_cache=replace(config.kv_cache, num_gpu_blocks_override=num_blocks),
     )
     model = ResolvedModel(
-        name="instant", path="", weights_format="dummy", hf_config={}, architecture="none", dtype="bfloat16",
+        name="null", path="", weights_format="dummy", hf_config={}, architecture="none", dtype="bfloat16",
         max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=[0], generation_config={},
         tokenizer_path=None,
     )  # fmt: skip
     plugins = load_plugins(only=[])
     context = ExecutorContext(config=config, model=model, plugins=plugins)
-    core = EngineCore(config, model, plugins, executor=InstantExecutor(context))
+    core = EngineCore(config, model, plugins, executor=NullExecutor(context))
     return InProcessClient.over(core)

@@ -25,7 +25,7 @@ Choice = TypeVar("Choice", CompletionChoice, ChatChoice)
 
 
 @dataclass(eq=False)
-class Job(ABC, Generic[Request, Choice]):
+class CompletionAnswer(ABC, Generic[Request, Choice]):
     """Subclasses give what the engine puts out the shape of their endpoint."""
 
     id_prefix: ClassVar[str]
