@@ -161,7 +161,17 @@ class EverythingPlugin:
 @pytest.fixture
 def plugins(monkeypatch) -> Plugins:
     module = ModuleType(HERE)
-    for thing in (Executor, Scheduler, Manager, LastComeFirstServed, Proposer, Format, make_loader, find_source):
+    for thing in (
+        Executor,
+        OldExecutor,
+        Scheduler,
+        Manager,
+        LastComeFirstServed,
+        Proposer,
+        Format,
+        make_loader,
+        find_source,
+    ):
         setattr(module, thing.__name__, thing)
     monkeypatch.setitem(sys.modules, HERE, module)
     used.clear()

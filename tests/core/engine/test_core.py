@@ -411,11 +411,11 @@ def test_wrong_settings_stop_the_start_and_the_executor(plugins, settings, messa
 def test_memory_that_groups_of_equal_size_cost_is_noted(plugins):
     config = EngineConfig.from_flat(max_num_seqs=4, max_num_batched_tokens=32, num_gpu_blocks_override=100)
     model = fake_resolved_model(max_model_len=128)
-    layers = {f"full.{index}": full_spec(16) for index in range(2)}
-    layers |= {f"window.{index}": window_spec(64, 16) for index in range(3)}
+    layers = {f"full.{index}": full_spec(16) for index in range(11)}
+    layers |= {f"window.{index}": window_spec(64, 16) for index in range(20)}
     core = EngineCore(config, model, plugins, executor=FakeExecutor(config, model, specs=layers))
     try:
-        assert "KV cache: 5 layers take the memory of 6, so that groups are of equal size" in core.info.report.notes
+        assert "KV cache: 31 layers take the memory of 33, so that groups are of equal size" in core.info.report.notes
     finally:
         core.shutdown()
 
