@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pelton import moved
-
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.hookspecs import hookimpl
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from pelton.sdk.llm_engine import LLMEngine
 
 __version__ = "0.1.0"
-
-moved.install()
 
 _HOME = {
     "LLM": "pelton.sdk.llm",

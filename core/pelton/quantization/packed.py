@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pelton.errors import ConfigError
+from pelton.layers.linear import LinearShard, PlainWeights, make_bias
 from pelton.ops.interface import LinearSpec, LinearWeights
-from pelton.ops.packed_blocks import BLOCK, PANEL_ROWS, BlockKind, pack, panels_shape, weight_format
-from pelton.quantization.interface import LinearShard
-from pelton.quantization.plain import PlainWeights, make_bias
+from pelton.quantization.blocks import BLOCK, PANEL_ROWS, BlockKind, pack, panels_shape, weight_format
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +25,7 @@ NUMBERS_AT_ONCE = 2**20
 
 
 class PackedWeights(ABC):
-    """A `QuantizationMethod` whose weights lie in `pelton.ops.packed_blocks`."""
+    """A `QuantizationMethod` whose weights lie in `pelton.quantization.blocks`."""
 
     name: ClassVar[str]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from pelton.messages.step import ModelOutput
+from pelton.scheduler.output import ModelOutput
 
 
 class PendingOutput(ABC):

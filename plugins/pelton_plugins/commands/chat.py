@@ -39,7 +39,7 @@ class ChatArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Partner(Protocol):
-    """Engine or server that answers."""
+    """Who answers."""
 
     def reply(self, messages: list[Message]) -> Generator[str]:
         """The answer, piece by piece. Closing the generator stops it. Raises `PeltonError`."""

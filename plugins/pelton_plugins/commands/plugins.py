@@ -31,7 +31,7 @@ SHOWN_NOT_HERE = 3
 
 
 class PluginsArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments: what to show."""
+    """What to show."""
 
     check: bool = False
     """Load each installed plugin by itself, resolve what it offers, and say what is wrong."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from pelton.engine.client import EngineInfo
 from pelton.engine.start_table import start_table
-from pelton.messages.report import DeviceReport, EngineInfo
+from pelton.executor.interface import DeviceReport
 from pelton.testing.fake_model import fake_resolved_model
 
 

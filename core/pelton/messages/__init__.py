@@ -1,1 +1,0 @@
-"""Messages that cross a thread or a process: requests, steps, outputs, reports. Plain structs, sent as msgpack."""

@@ -1,1 +1,0 @@
-"""Helpers that know nothing of the engine."""
