@@ -276,10 +276,10 @@ def calls_to_the_launch() -> list[list[tuple[str, str]]]:
     worker's. A tiny model generates, and the last step's stacks are kept."""
     from pelton import LLM, SamplingParams
     from pelton.executor.in_process import WorkerThread
-    from pelton.graphs.tape import Tape
+    from pelton.graphs.call_graph import CallGraph
     from pelton.testing.models import make_tiny_checkpoint
 
-    submit, replay = WorkerThread.submit, Tape.replay
+    submit, replay = WorkerThread.submit, CallGraph.replay
     before: list[tuple[str, str]] = []
     found: list[list[tuple[str, str]]] = []
 
@@ -287,14 +287,18 @@ def calls_to_the_launch() -> list[list[tuple[str, str]]]:
         before[:] = project_frames(2)
         return submit(self, job)
 
-    def watched_replay(self: Tape) -> None:
+    def watched_replay(self: CallGraph) -> None:
         found[:] = [list(before), project_frames(2)]
         replay(self)
 
     with TemporaryDirectory() as folder:
         path = make_tiny_checkpoint(Path(folder) / "llama", "llama")
         llm = LLM(str(path), device="cpu", max_num_seqs=1, kv_cache_memory_bytes=2**20, disable_log_stats=True)
-        with llm, patch.object(WorkerThread, "submit", watched_submit), patch.object(Tape, "replay", watched_replay):
+        with (
+            llm,
+            patch.object(WorkerThread, "submit", watched_submit),
+            patch.object(CallGraph, "replay", watched_replay),
+        ):
             params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
             llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
     return found

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pelton import moved
+
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.hookspecs import hookimpl
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from pelton.sdk.llm_engine import LLMEngine
 
 __version__ = "0.1.0"
+
+moved.install()
 
 _HOME = {
     "LLM": "pelton.sdk.llm",

@@ -37,18 +37,6 @@ def pelton_kv_cache_managers() -> Sequence[Entry]:
 
 
 @hookimpl
-def pelton_quantization_methods() -> Sequence[Entry]:
-    at_load = "pelton.quantization.at_load"
-    return [
-        Entry(
-            name="q8_0", load=f"{at_load}:Q8Weights", priority=10, doc="int8 in blocks of 32, quantized while it loads"
-        ),
-        Entry(name="q4_0", load=f"{at_load}:Q40Weights", priority=10, doc="4 bits in blocks of 32, vocabulary in q8_0"),
-        Entry(name="q4_1", load=f"{at_load}:Q41Weights", priority=10, doc="as q4_0, with a minimum for each block"),
-    ]
-
-
-@hookimpl
 def pelton_ops() -> Sequence[OpEntry]:
     """The torch references, on every device."""
     from pelton.ops.interface import FUSED_OPS

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,12 @@ class Entry:
     load: str  # "module:attribute"
     priority: int = 50
     doc: str = ""  # one line, shown by `pelton plugins`
-    plugin: str = field(default="", compare=False)  # who offers it; filled in by the loader
+    plugin: str = field(default="", compare=False)  # who offers it; filled in by the loader, as the next
+    hook: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """For errors: what it is, where it is loaded from, whose it is."""
-        kind = type(self).__name__.removesuffix("Entry") or "Entry"
+        """Return for errors what it is (its hook where the class does not say), where it is loaded from and whose it is."""
+        kind = type(self).__name__.removesuffix("Entry") or self.hook or "Entry"
         return f"{kind} {self.name!r} ({self.load}{f' of {self.plugin}' if self.plugin else ''})"
 
     def resolve(self) -> Any:
@@ -62,10 +63,6 @@ class BackendEntry(Entry):
     aliases: tuple[
         str, ...
     ] = ()  # what else it may be called in settings, in either case; another's `name` comes first
-    priority_by_capability: Mapping[int, int] = field(default_factory=dict)  # capability major -> priority
-
-    def priority_on(self, capability: tuple[int, int] | None) -> int:
-        return self.priority_by_capability.get(capability[0], self.priority) if capability else self.priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

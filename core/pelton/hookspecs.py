@@ -154,7 +154,7 @@ def pelton_quantization_methods() -> Sequence[Entry]:
 
 @hookspec(since="1.0")
 def pelton_executors() -> Sequence[Entry]:
-    """Offer executors: `load` gives a `pelton.executor.interface.Executor` class."""
+    """Offer executors: `load` gives a `pelton.executor.interface.Executor` class, made from one `ExecutorContext`."""
     raise NotImplementedError
 
 

@@ -106,7 +106,7 @@ class Plugins:
         for plugin_name, result in self.call_each(hook, **arguments):
             plugin = by_name.get(plugin_name) or LoadedPlugin(plugin_name, "?", "?", "?")
             for entry in self._checked(hook, plugin, result):
-                entry = replace(entry, plugin=str(plugin))
+                entry = replace(entry, plugin=str(plugin), hook=hook)
                 offers.setdefault(entry.name, []).append(Offer(hook, entry, plugin))
         found: list[Offer] = []
         for name, rivals in offers.items():
@@ -339,7 +339,7 @@ def register(manager: pluggy.PluginManager, module: ModuleType | object, name: s
 
 
 def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problems: list[str]) -> bool:
-    """Whether the attribute implements a hook; what is wrong with it goes into `problems`."""
+    """Return whether the attribute implements a hook; what is wrong with it goes into `problems`."""
     known = hookspecs.hooks()
     target = getattr(module, attribute)
     options = manager.parse_hookimpl_opts(module, attribute)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pelton import hookspecs
+from pelton import hookspecs, moved
 from pelton.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +149,25 @@ def test_plugins_of_one_folder_do_not_import_another():
                 assert module.split(".")[1] == own, f"{path}:{line} imports {module}"
 
 
-TORCH_FREE = ("kv_cache", "scheduler", "config", "cli", "tokenizer", "metrics", "structured", "engine", "sdk")
+def test_our_own_code_knows_moved_modules_by_their_new_names():
+    used = {
+        name: [line for line, module in imports(tree) if module in moved.MODULES] for name, tree in trees(sources())
+    }
+    assert {name: lines for name, lines in used.items() if lines} == {}
+
+
+TORCH_FREE = (
+    "kv_cache",
+    "scheduler",
+    "config",
+    "cli",
+    "tokenizer",
+    "metrics",
+    "structured",
+    "engine",
+    "sdk",
+    "messages",
+)
 
 
 @pytest.mark.parametrize("folder", TORCH_FREE)

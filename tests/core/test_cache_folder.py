@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pelton import cache_folder
-from pelton.cache_folder import user_cache
+from pelton.utils import cache_folder
+from pelton.utils.cache_folder import user_cache
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_folder_that_cannot_be_made_is_replaced_by_a_private_one(monkeypatch, 
 def test_an_engine_process_leaves_no_private_folder(tmp_path):
     (tmp_path / "pelton").write_text("in the way")
     code = """
-from pelton.cache_folder import cache_folder
+from pelton.utils.cache_folder import cache_folder
 from pelton.engine.process import end_process
 folder = cache_folder("triton")
 print(folder, folder.is_dir(), flush=True)

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from pelton import garbage
 from pelton.config import EngineConfig
 from pelton.engine.input_processor import ProcessedRequest
-from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OutputQueue
 from pelton.errors import EngineDeadError
-from pelton.request import EngineRequest
+from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
+from pelton.messages.request import EngineRequest
 from pelton.sampling_params import SamplingParams
+from pelton.utils import garbage
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from pelton.engine.start_table import start_table
 from pelton.entries import Entry, LoaderEntry
 from pelton.errors import ConfigError
 from pelton.executor.in_process import InProcessExecutor
+from pelton.executor.interface import ExecutorContext
 from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.plugins import Plugins, load_plugins, register
 from pelton.scheduler.policy import SchedulingPolicy
@@ -40,6 +41,13 @@ class Executor(InProcessExecutor):
     def execute(self, output):
         used.append("executor")
         return super().execute(output)
+
+
+class OldExecutor(Executor):
+    """Takes what an `ExecutorContext` has one by one, as executors did."""
+
+    def __init__(self, config, model, plugins):
+        super().__init__(ExecutorContext(config=config, model=model, plugins=plugins))
 
 
 class Scheduler(DefaultScheduler):
@@ -153,7 +161,17 @@ class EverythingPlugin:
 @pytest.fixture
 def plugins(monkeypatch) -> Plugins:
     module = ModuleType(HERE)
-    for thing in (Executor, Scheduler, Manager, LastComeFirstServed, Proposer, Format, make_loader, find_source):
+    for thing in (
+        Executor,
+        OldExecutor,
+        Scheduler,
+        Manager,
+        LastComeFirstServed,
+        Proposer,
+        Format,
+        make_loader,
+        find_source,
+    ):
         setattr(module, thing.__name__, thing)
     monkeypatch.setitem(sys.modules, HERE, module)
     used.clear()
@@ -222,6 +240,18 @@ def test_a_kv_cache_manager_of_the_old_form_is_made_with_a_warning(plugins, chec
     with LLM(model=str(checkpoint), plugins=old, **SMALL) as llm:
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     assert "manager" in used and "take a KVManagerContext" in caplog.text
+
+
+def test_an_executor_of_the_old_form_is_made_with_a_warning(plugins, checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(
+        EverythingPlugin, "pelton_executors",
+        hookimpl(lambda self: [Entry(name="mine", load=f"{HERE}:OldExecutor", priority=60)]),
+    )  # fmt: skip
+    old = load_plugins(only=[])
+    register(old.manager, EverythingPlugin(), "everything", "test")
+    with LLM(model=str(checkpoint), plugins=old, **SMALL) as llm:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert "executor" in used and "take an ExecutorContext" in caplog.text
 
 
 def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):

@@ -2,8 +2,8 @@
 
 import torch
 
-from pelton.large_pages import LEAST_BYTES, PAGE_BYTES, REGION_BYTES, LargePages
 from pelton.testing.model_driver import make_test_build
+from pelton.utils.large_pages import LEAST_BYTES, PAGE_BYTES, REGION_BYTES, LargePages
 
 
 def test_tensors_are_zero_apart_and_aligned():

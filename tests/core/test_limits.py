@@ -12,8 +12,8 @@ from pelton import limits
 from pelton.config import EngineConfig
 from pelton.engine.input_processor import InputProcessor
 from pelton.errors import RequestError
+from pelton.messages.request import AdapterRef, EngineRequest, MultiModalItem, PoolingParams, TensorData
 from pelton.model.resolved import ResolvedModel
-from pelton.request import AdapterRef, EngineRequest, MultiModalItem, PoolingParams, TensorData
 from pelton.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -92,7 +92,9 @@ def test_a_factory_that_raises_or_gives_nothing(install, checkpoint, hook_name, 
     with pytest.raises(PluginError) as caught:
         LLM(model=checkpoint, **{**SMALL, **settings})
     message = str(caught.value)
-    assert "'mine'" in message and NAMED in message and "Fix the plugin, or leave it out with PELTON_PLUGINS" in message
+    kind_named = hook_name if kind == "Entry" else "StatLogger"
+    assert message.startswith(f"{kind_named} 'mine'") and NAMED in message
+    assert "Fix the plugin, or leave it out with PELTON_PLUGINS" in message
     assert (
         "RuntimeError: boom" if factory == "boom" else "nothing" if kind == "Entry" else "has no record()"
     ) in message
@@ -170,6 +172,26 @@ def test_an_error_of_our_own_stays_what_it_is(checkpoint, monkeypatch):
     monkeypatch.setattr("pelton.engine.core.make_plan", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LLM(model=checkpoint, plugins=load_plugins(only=[]), **SMALL)
+
+
+def test_a_quantization_method_that_raises(install, checkpoint):
+    install(hook("pelton_quantization_methods", "Entry(name='mine', load='acme_plugin:boom')"))
+    message = start(checkpoint, quantization="mine")
+    assert message.startswith(
+        "pelton_quantization_methods 'mine' (acme_plugin:boom of acme_plugin (acme_plugin 0.3)) fails"
+    )
+
+
+@pytest.mark.parametrize("said", ["'plenty'", "-1.5", "None"])
+def test_a_platform_whose_memory_is_not_a_number_of_bytes(install, checkpoint, said):
+    body = f"def available_kv_cache_bytes(self, *args, **kwargs): return {said}"
+    entry = "PlatformEntry(name='mine', load='acme_plugin:Mine', priority=99, probe=lambda: None)"
+    install(PLATFORM.format(body=body) + hook("pelton_platforms", entry))
+    settings = {name: value for name, value in SMALL.items() if name != "kv_cache_memory_bytes"}
+    with pytest.raises(PluginError) as caught:
+        LLM(model=checkpoint, device="mine", **settings)
+    message = str(caught.value)
+    assert message.startswith("Platform 'mine' (acme_plugin:Mine)") and f"{said}; it has to be" in message
 
 
 # Entries.

@@ -16,6 +16,7 @@ from pelton.entries import Entry, ModelEntry, PlatformEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.executor.in_process import start_worker
 from pelton.plugins import load_plugins
+from pelton.worker.interface import WorkerContext
 
 HEAD = """
 from pelton import hookimpl
@@ -336,7 +337,7 @@ def test_a_platform_whose_device_does_not_start_is_named(fails):
     with pytest.raises(
         PluginError, match=r"^Platform 'toaster' \(.*:BrokenDevice\) fails: OSError: no driver\. Choose another"
     ):
-        start_worker(None, None, BrokenDevice(fails), None)
+        start_worker(WorkerContext(config=None, model=None, platform=BrokenDevice(fails), plugins=None))
 
 
 DEVICES = """

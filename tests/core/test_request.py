@@ -6,12 +6,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason, LogprobColumns
 from pelton.engine.protocol import Add, Outputs, decoder_for_engine, decoder_for_front_end, encode
 from pelton.errors import NotSupportedError, RequestError
-from pelton.request import AdapterRef, EngineRequest, MultiModalItem, PoolingParams, TensorData
+from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason, LogprobColumns
+from pelton.messages.request import AdapterRef, EngineRequest, MultiModalItem, PoolingParams, TensorData
+from pelton.messages.step import ModelOutput, NewRequest
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import ModelOutput, NewRequest
 from pelton.testing.scheduler import Harness
 
 PIXELS = TensorData(bytes(range(24)), "float16", (3, 4))

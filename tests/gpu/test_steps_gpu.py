@@ -13,7 +13,7 @@ import pytest
 import torch
 from pelton_worker_fakes import Driver, Running, make_worker
 
-from pelton.scheduler.output import GrammarMasks, ModelOutput
+from pelton.messages.step import GrammarMasks, ModelOutput
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 from pelton.worker.pending import PendingOutput
 

@@ -19,9 +19,9 @@ import pytest
 from pelton import AsyncLLM, EngineConfig, SamplingParams
 from pelton.engine import process_client
 from pelton.engine.in_process import InProcessClient
-from pelton.engine.messages import EngineOutputs
 from pelton.engine.process_client import ProcessClient
 from pelton.errors import ConfigError, DeadlineExceededError, EngineDeadError, EngineError, PeltonError, RequestError
+from pelton.messages.outputs import EngineOutputs
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pelton import LLM, LLMEngine, SamplingParams
-from pelton.engine.messages import EngineOutputs
 from pelton.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from pelton.messages.outputs import EngineOutputs
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind

@@ -16,14 +16,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from pelton.builtin import pelton_ops
 from pelton.config import EngineConfig
 from pelton.kv_cache.planner import plan_kv_cache
+from pelton.messages.step import ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.resolve import resolve_model
 from pelton.ops.selector import OpSelector
 from pelton.platform.select import select_platform
 from pelton.plugins import load_plugins
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import ModelOutput, NewRequest, SchedulerOutput
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
+from pelton.worker.interface import WorkerContext
 from pelton.worker.kv_pool import KVPool, LayerCache
 from pelton.worker.model_runner import ModelRunner
 from pelton.worker.step_ops import StepOps
@@ -35,7 +36,7 @@ _TABLE = torch.randn(_CLASSES, VOCAB, generator=torch.Generator().manual_seed(7)
 
 
 def is_captured() -> bool:
-    """A tape is being written: values must not be looked at."""
+    """A call graph is being recorded: values must not be looked at."""
     return bool(_get_current_dispatch_mode_stack())
 
 
@@ -91,7 +92,7 @@ class ContextModel:
         return results[0]
 
     def _contexts(self, cache: torch.Tensor, common: Any) -> torch.Tensor:
-        """[T], by shapes alone: a tape of graphs may hold it."""
+        """[T], by shapes alone: a captured graph may hold it."""
         token, starts = torch.arange(common.num_tokens), common.query_start_loc.long()
         row = torch.searchsorted(starts[1:], token, right=True).clamp(max=common.num_reqs - 1)
         position = common.seq_lens.long()[row] - starts[row + 1] + token
@@ -286,7 +287,9 @@ def make_worker(path: Any, *, num_blocks: int = 120, **flat: Any) -> DeviceWorke
         }
     )
     model = resolve_model(config, plugins)
-    worker = DeviceWorker(config, model, select_platform(config, plugins), plugins)
+    worker = DeviceWorker(
+        WorkerContext(config=config, model=model, platform=select_platform(config, plugins), plugins=plugins)
+    )
     worker.init_device()
     worker.load_model()
     worker.available_kv_cache_bytes()

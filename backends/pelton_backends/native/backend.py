@@ -18,7 +18,7 @@ from pelton_backends.native.rope import fits_kernel, make_rope, make_written
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.attention.layer import AttentionLayer
+    from pelton.layers.attention import AttentionLayer
 
 LEAST_PREFIX_ROWS, LEAST_PREFIX = 8, 64
 """Rows that share a prefix, and its tokens: from here on it is read once for all."""

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pelton.cache_folder import cache_folder
 from pelton.logging import get_logger
+from pelton.utils.cache_folder import cache_folder
 from pelton_backends.native.isa import InstructionSet, probe_command, sets_of_cpu
 
 SOURCES = Path(__file__).parent / "csrc"

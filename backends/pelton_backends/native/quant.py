@@ -10,7 +10,7 @@ from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from typing import Any, ClassVar
 
 from pelton.ops.interface import Embed, EmbedNeeds, EmbedTensors, LinearWeights
-from pelton.quantization.blocks import KINDS, kinds_of
+from pelton.ops.packed_blocks import KINDS, kinds_of
 from pelton_backends.native import library
 from pelton_backends.native.embed import EmbeddingRows, scale_of
 from pelton_backends.native.library import DTYPES

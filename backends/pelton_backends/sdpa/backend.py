@@ -21,7 +21,7 @@ from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.attention.layer import AttentionLayer
+    from pelton.layers.attention import AttentionLayer
 
 DTYPES = ("float32", "bfloat16", "float16")
 

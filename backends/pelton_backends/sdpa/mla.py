@@ -20,7 +20,7 @@ from pelton_backends.sdpa.backend import DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.attention.mla import MLALayer
+    from pelton.layers.latent_attention import MLALayer
 
 
 @dataclass(slots=True)

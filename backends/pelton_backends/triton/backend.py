@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pelton.attention.layer import AttentionLayer
+    from pelton.layers.attention import AttentionLayer
 
 DTYPES = ("float16", "bfloat16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")

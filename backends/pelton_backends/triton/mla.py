@@ -11,7 +11,7 @@ from pelton_backends.triton.attention.latent import latent_attention
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.attention.mla import MLALayer
+    from pelton.layers.latent_attention import MLALayer
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_LATENT, MAX_ROPE = 512, 128

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pelton.attention.layer import AttentionLayer
+    from pelton.layers.attention import AttentionLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

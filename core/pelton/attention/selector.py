@@ -51,7 +51,7 @@ def judge_backends(
     entries: Iterable[BackendEntry], needs: AttentionNeeds, capability: Capability = None
 ) -> list[Verdict]:
     """Every entry's verdict, best place first: the rows of `pelton backends`."""
-    return [_judge(entry, needs, capability) for entry in _by_place(entries, capability)]
+    return [_judge(entry, needs, capability) for entry in _by_place(entries)]
 
 
 def select_backend(
@@ -67,7 +67,7 @@ def select_backend(
 
     Raises `ConfigError`: the named backend refuses or is unknown, or nothing fits (every entry with its reasons).
     """
-    ordered = _by_place(entries, capability)
+    ordered = _by_place(entries)
     if named is not None:
         return _select_named(ordered, needs, named, capability, phases, layout)
     verdicts: list[Verdict] = []
@@ -107,8 +107,8 @@ def _select_named(
     return Selection(verdict.name, verdict.backend, needs, "named in the settings", (verdict,))
 
 
-def _by_place(entries: Iterable[BackendEntry], capability: Capability) -> list[BackendEntry]:
-    return sorted(entries, key=lambda entry: (-entry.priority_on(capability), entry.name))
+def _by_place(entries: Iterable[BackendEntry]) -> list[BackendEntry]:
+    return sorted(entries, key=lambda entry: (-entry.priority, entry.name))
 
 
 def _judge(
@@ -121,7 +121,7 @@ def _judge(
     try:
         backend: type[AttentionBackend] = entry.resolve()
     except PluginError as error:
-        return Verdict(entry.name, entry.priority_on(capability), (str(error),), None)
+        return Verdict(entry.name, entry.priority, (str(error),), None)
     with calling(entry):
         reasons = [
             f"does not handle {name}={getattr(needs, name)}" for name in needs.optional() if name not in backend.handles
@@ -130,7 +130,7 @@ def _judge(
         reasons += [f"does not serve {phase}" for phase in sorted(phases - backend.phases)]
         if layout is not None and not reasons and backend.kv_layout(needs) != layout:
             reasons.append("its pages lie otherwise than the prefill backend's")
-    return Verdict(entry.name, entry.priority_on(capability), tuple(reasons), backend)
+    return Verdict(entry.name, entry.priority, tuple(reasons), backend)
 
 
 class AttentionSelector:

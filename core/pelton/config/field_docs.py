@@ -1,4 +1,4 @@
-"""What the string below a field of a settings struct says: help texts and the docs' tables are made from it.
+"""Strings below the fields of a settings struct: help texts and the docs' tables are made from them.
 
 Read from the source when asked for, by its syntax tree: nothing is imported and nothing costs at start-up.
 """

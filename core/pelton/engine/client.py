@@ -10,28 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from pelton.engine.messages import EngineOutputs, FinishReason
 from pelton.errors import EngineDeadError
-from pelton.executor.interface import DeviceReport
-from pelton.request import EngineRequest
-
-
-class EngineInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Facts of a started engine: the start table and `cache_config_info` are made from it."""
-
-    report: DeviceReport
-    num_blocks: int
-    block_size: int
-    kv_cache_bytes: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    phase_s: dict[str, float] = {}
-    plugin_digest: str = ""
-    cache_config: dict[str, str] = {}
-    """Every cache setting as text, resolved values included."""
+from pelton.messages.outputs import EngineOutputs, FinishReason
+from pelton.messages.report import EngineInfo
+from pelton.messages.request import EngineRequest
 
 
 class EngineClient(ABC):

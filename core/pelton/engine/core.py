@@ -15,13 +15,10 @@ from typing import Any
 
 import msgspec
 
-from pelton import garbage
 from pelton.config import EngineConfig
-from pelton.engine.client import EngineInfo
-from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
 from pelton.entries import Entry
 from pelton.errors import ConfigError, EngineDeadError, EngineError, ErrorInfo, PeltonError, RequestError
-from pelton.executor.interface import Executor, StepFit, StepHandle
+from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager, KVManagerContext
 from pelton.kv_cache.planner import plan_kv_cache
@@ -29,17 +26,20 @@ from pelton.kv_cache.spec import KVCachePlan
 from pelton.kv_transfer.interface import SchedulerConnector
 from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
+from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
+from pelton.messages.report import EngineInfo, StepFit
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins, calling, make
-from pelton.request import EngineRequest
 from pelton.scheduler.interface import Scheduler, SchedulerContext
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.structured.interface import StructuredOutputBackend, StructuredOutputContext
 from pelton.structured.manager import GrammarManager
+from pelton.utils import garbage
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class EngineCore:
         self.plugins = plugins
         self.error: Exception | None = None
         self._metrics = PluginMetrics()
-        self._executor = executor or make_executor(config, model, plugins)
+        self._executor = executor or make_executor(config, model, plugins, self._metrics)
         self._is_shut_down = False
         self._context_tokens = 0
         self._grammars: GrammarManager | None = None
@@ -146,6 +146,11 @@ class EngineCore:
         settings = {name: str(value) for name, value in msgspec.structs.asdict(config.kv_cache).items()}
         block_size = plan.groups[0].spec.block_size if plan.groups else config.kv_cache.block_size
         settings |= {"block_size": str(block_size), "num_gpu_blocks": str(plan.num_blocks)}
+        if plan.num_padding_layers:
+            num_layers = sum(len(group.layer_names) for group in plan.groups)
+            num_places = num_layers + plan.num_padding_layers
+            note = f"KV cache: {num_layers} layers take the memory of {num_places}, so that groups are of equal size"
+            report = msgspec.structs.replace(report, notes=[*report.notes, note])
         return EngineInfo(
             report=report,
             num_blocks=plan.num_blocks,
@@ -435,8 +440,8 @@ def with_step_budget(config: EngineConfig, fit: StepFit | None) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
-def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> Executor:
-    """The executor that the settings name, or the best there is."""
+def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics) -> Executor:
+    """Make the executor that the settings name, or the best there is."""
     name = config.parallel.distributed_executor_backend
     if name is not None:
         entry = plugins.find("pelton_executors", name, setting="distributed_executor_backend")
@@ -446,7 +451,13 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
             raise ConfigError("No plugin offers an executor; the built-in one is in pelton.builtin.")
         entry = entries[0]
     with plugins.blaming("when the executor starts"):
-        return make(entry, Executor, config, model, plugins)  # type: ignore[type-abstract]
+        if len(_parameters(entry)) == 3:
+            logger.warning(
+                "%s takes three arguments, which ends with the next minor version; take an ExecutorContext.", entry
+            )
+            return make(entry, Executor, config, model, plugins)  # type: ignore[type-abstract]
+        context = ExecutorContext(config=config, model=model, plugins=plugins, metrics=metrics)
+        return make(entry, Executor, context)  # type: ignore[type-abstract]
 
 
 def make_plan(config: EngineConfig, model: ResolvedModel, executor: Executor) -> KVCachePlan:

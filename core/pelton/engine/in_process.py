@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.engine.client import EngineClient
-from pelton.engine.messages import EngineOutputs, FinishReason
 from pelton.engine.process import try_add
 from pelton.errors import EngineDeadError
+from pelton.messages.outputs import EngineOutputs, FinishReason
+from pelton.messages.request import EngineRequest
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
 
 if TYPE_CHECKING:
     from pelton.engine.core import EngineCore

@@ -17,12 +17,12 @@ import msgspec
 from pelton import limits
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, NotSupportedError, RequestError
+from pelton.messages.request import EngineRequest, check_plain_data
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest, check_plain_data
 from pelton.sampling_params import MODEL_DEFAULTS, SamplingParams
 
 if TYPE_CHECKING:
-    from pelton.engine.client import EngineInfo
+    from pelton.messages.report import EngineInfo
     from pelton.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -255,7 +255,7 @@ class InputProcessor:
             )
 
     def _check_transfer(self, given: Mapping[str, Any] | None, params: SamplingParams) -> dict[str, Any] | None:
-        """What is for the KV connector: the argument, or vLLM's place in `extra_args`."""
+        """Return what is for the KV connector: the argument, or vLLM's place in `extra_args`."""
         found = given if given is not None else (params.extra_args or {}).get("kv_transfer_params")
         if found is None:
             return None

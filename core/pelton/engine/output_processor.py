@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.engine.input_processor import ProcessedRequest
-from pelton.engine.messages import EngineEvent, EngineOutput, EngineOutputs, EventType, FinishReason, PackedLogprobs
 from pelton.engine.stop_strings import StopMatcher
 from pelton.errors import ErrorInfo, PeltonError, RequestError
+from pelton.messages.outputs import EngineEvent, EngineOutput, EngineOutputs, EventType, FinishReason, PackedLogprobs
 from pelton.metrics.stats import FinishedRequestStats, IterationStats
 from pelton.outputs import CompletionOutput, LazyLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
 from pelton.sampling_params import RequestOutputKind

@@ -26,11 +26,11 @@ import msgspec
 import zmq
 
 from pelton import limits
-from pelton.cache_folder import remove_private_folders
 from pelton.engine import protocol
-from pelton.engine.messages import EngineOutput, EngineOutputs, FinishReason
 from pelton.errors import ConfigError, PeltonError, PluginError, RequestError
 from pelton.logging import get_logger, setup
+from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
+from pelton.utils.cache_folder import remove_private_folders
 
 if TYPE_CHECKING:
     from pelton.engine.core import EngineCore

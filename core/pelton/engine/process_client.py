@@ -31,12 +31,13 @@ import zmq
 from pelton import limits
 from pelton.config import EngineConfig
 from pelton.engine import protocol
-from pelton.engine.client import EngineClient, EngineInfo
-from pelton.engine.messages import EngineOutputs, FinishReason
+from pelton.engine.client import EngineClient
 from pelton.errors import ConfigError, EngineDeadError, EngineError, error_from_info
 from pelton.logging import get_logger
+from pelton.messages.outputs import EngineOutputs, FinishReason
+from pelton.messages.report import EngineInfo
+from pelton.messages.request import EngineRequest
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
 
 if TYPE_CHECKING:
     from pelton.plugins import Plugins

@@ -17,11 +17,11 @@ import msgspec
 
 from pelton import limits
 from pelton.config import EngineConfig
-from pelton.engine.client import EngineInfo
-from pelton.engine.messages import EngineOutputs, FinishReason
 from pelton.errors import EngineError, ErrorInfo, PeltonError, RequestError
+from pelton.messages.outputs import EngineOutputs, FinishReason
+from pelton.messages.report import EngineInfo
+from pelton.messages.request import EngineRequest
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
 
 PROTOCOL = 1
 MAX_IPC_PATH_BYTES = 100  # sun_path holds 108 with its end; some systems hold 104

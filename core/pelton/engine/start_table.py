@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pelton.engine.client import EngineInfo
+from pelton.messages.report import EngineInfo
 from pelton.model.resolved import ResolvedModel
 
 

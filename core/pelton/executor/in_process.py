@@ -17,13 +17,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar, cast
 
 from pelton.config import EngineConfig
-from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
-from pelton.executor.interface import DeviceReport, Executor, StepFit, StepHandle
+from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, PluginError
+from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
-from pelton.model.resolved import ResolvedModel
-from pelton.plugins import Plugins, blamed
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.worker.interface import Worker
+from pelton.messages.report import DeviceReport, StepFit
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.platform.interface import Platform
+from pelton.plugins import FIX_IT, blamed
+from pelton.worker.interface import Worker, WorkerContext
 from pelton.worker.pending import PendingOutput
 
 _SHUTDOWN_WAIT_S = 5.0
@@ -153,18 +154,24 @@ class InProcessExecutor(Executor):
     steps_are_ordered = True
     max_concurrent_steps = 2
 
-    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
+    def __init__(self, context: ExecutorContext) -> None:
         from pelton.platform.select import select_platform
 
+        config, plugins = context.config, context.plugins
         check_one_device(config)
         platform = select_platform(config, plugins)
         platform.prepare(config)
+        self._platform = platform
         self.max_concurrent_steps = max(config.scheduler.max_steps_in_flight, 1)
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None
         _live.add(self)
         try:
-            self._worker = self._run(lambda: start_worker(config, model, platform, plugins))
+            self._worker = self._run(
+                lambda: start_worker(
+                    WorkerContext(config=config, model=context.model, platform=platform, plugins=plugins)
+                )
+            )
         except BaseException:
             self.shutdown()
             raise
@@ -173,7 +180,13 @@ class InProcessExecutor(Executor):
         return self._run(self._alive().kv_cache_specs)
 
     def available_kv_cache_bytes(self) -> int:
-        return self._run(self._alive().available_kv_cache_bytes)
+        num_bytes = self._run(self._alive().available_kv_cache_bytes)
+        if not isinstance(num_bytes, int) or num_bytes < 0:
+            what, where = _named(self._platform)
+            raise PluginError(
+                f"{what} ({where}) leaves the KV cache {num_bytes!r}; it has to be a number of bytes. {FIX_IT}"
+            )
+        return num_bytes
 
     def initialize_kv_cache(self, plan: KVCachePlan) -> None:
         worker = self._alive()
@@ -237,14 +250,26 @@ class InProcessExecutor(Executor):
             raise EngineDeadError("The executor was shut down.") from None
 
 
-def start_worker(config: EngineConfig, model: ResolvedModel, platform: Any, plugins: Plugins) -> Worker:
-    """The platform's worker with its device selected and its weights loaded."""
-    made_by = type(platform)
-    with blamed(f"Platform {platform.name!r}", f"{made_by.__module__}:{made_by.__qualname__}", ADVICE):
-        worker: Worker = platform.worker_class()(config, model, platform, plugins)
+def start_worker(context: WorkerContext) -> Worker:
+    """Make the platform's worker, select its device and load the weights."""
+    platform = context.platform
+    with blamed(*_named(platform), ADVICE):
+        worker: Worker = (platform.worker_class() or _built_in())(context)
         worker.init_device()
     worker.load_model()
     return worker
+
+
+def _named(platform: Platform) -> tuple[str, str]:
+    """Return for errors which platform it is, and where it is from."""
+    made_by = type(platform)
+    return f"Platform {platform.name!r}", f"{made_by.__module__}:{made_by.__qualname__}"
+
+
+def _built_in() -> type[Worker]:
+    from pelton.worker.worker import DeviceWorker  # with torch
+
+    return DeviceWorker
 
 
 def check_one_device(config: EngineConfig) -> None:

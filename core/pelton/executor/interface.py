@@ -7,44 +7,27 @@ hosts. The engine core's thread alone calls it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from pelton.config import EngineConfig
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.messages.report import DeviceReport, StepFit
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 
-class StepFit(msgspec.Struct, frozen=True, kw_only=True):
-    """How large a step may be so that it does not last too long."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorContext:
+    """Everything that an executor is made from. A new feature is a new field with a default: old executors keep working."""
 
-    num_tokens: int
-    """Most tokens without context."""
-    context_tokens: int = 0
-    """Tokens of context at which a token's attention takes as long as its products; 0: attention costs nothing beside them."""
-
-
-class DeviceReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Facts that start-up found on the device; one row each of the start table."""
-
-    device: str = ""
-    """For people: "cpu: AMD EPYC, 2 threads"."""
-    platform: str = ""
-    attention_backend: str = ""
-    attention_reason: str = ""
-    """Why this backend: "priority 10, the only one that fits"."""
-    choices: dict[str, str] = {}
-    """What plugins chose by their settings, or without: name to value."""
-    weights_bytes: int = 0
-    phase_s: dict[str, float] = {}
-    """Seconds by start phase: device, load, profile, ..."""
-    notes: list[str] = []
-    """What was lowered or shrunk, and why."""
-    num_draft_tokens: int = 0
-    """Most drafts of a row that the workers make themselves; 0: none, or the host makes them."""
+    config: EngineConfig
+    model: ResolvedModel
+    plugins: Plugins
+    metrics: PluginMetrics = field(default_factory=PluginMetrics)
+    """Counters of its own."""
 
 
 class StepHandle(ABC):
@@ -68,7 +51,7 @@ class Executor(ABC):
     """Steps that may be open."""
 
     @abstractmethod
-    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
+    def __init__(self, context: ExecutorContext) -> None:
         """Start the worker(s) and load the weights. Raises `ConfigError` and friends, with the cause."""
 
     @abstractmethod

@@ -15,8 +15,8 @@ from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.logging import get_logger
 
 if TYPE_CHECKING:
-    from pelton.attention.layer import AttentionLayer
     from pelton.attention.metadata import ForwardBatch
+    from pelton.layers.attention import AttentionLayer
 
 T = TypeVar("T")
 

@@ -136,16 +136,6 @@ class MLASpec(KVCacheSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossAttentionSpec(FullAttentionSpec):
-    """Keys and values of the encoder's output: as many tokens as the encoder made, written once."""
-
-    max_encoder_tokens: int
-
-    def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
-        return -(-self.max_encoder_tokens // self.block_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
     """A recurrent state of fixed size; the planner raises attention block sizes until a page holds it."""
 

@@ -15,10 +15,10 @@ from pelton.config import EngineConfig
 from pelton.errors import NotSupportedError
 from pelton.kv_cache.interface import BlockIds
 from pelton.kv_cache.spec import KVCachePlan
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
-from pelton.scheduler.output import ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from torch import Tensor

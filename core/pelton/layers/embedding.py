@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pelton.layers.linear import LinearModule, LinearShard
+from pelton.layers.linear import LinearModule
 from pelton.layers.norm import RMSNorm
 from pelton.ops.interface import (
     AddNormLogits,
@@ -16,6 +16,7 @@ from pelton.ops.interface import (
     EmbedNeeds,
     EmbedTensors,
 )
+from pelton.quantization.interface import LinearShard
 
 if TYPE_CHECKING:
     from torch import Tensor

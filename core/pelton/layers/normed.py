@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pelton.layers.linear import LinearModule, LinearShard, split_heads
+from pelton.layers.linear import LinearModule, split_heads
 from pelton.layers.norm import RMSNorm
 from pelton.ops.interface import AddNormLinear, AddNormLinearNeeds, AddNormLinearTensors
+from pelton.quantization.interface import LinearShard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from pelton.metrics.snapshot import Metric
 from pelton.metrics.stats import IterationStats, SchedulerStats
 
 if TYPE_CHECKING:
-    from pelton.engine.client import EngineInfo
+    from pelton.messages.report import EngineInfo
 
 
 class StatLogger(Protocol):

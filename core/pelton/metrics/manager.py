@@ -15,8 +15,8 @@ from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.plugins import FIX_IT, calling
 
 if TYPE_CHECKING:
-    from pelton.engine.client import EngineInfo
     from pelton.entries import StatLoggerEntry
+    from pelton.messages.report import EngineInfo
     from pelton.plugins import Plugins
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,14 @@ from pelton.attention.selector import AttentionSelector
 from pelton.config import EngineConfig
 from pelton.config.plugin_settings import S, read_settings
 from pelton.errors import ConfigError
-from pelton.large_pages import LargePages
-from pelton.layers.linear import PlainWeights, QuantizationMethod
 from pelton.model.weights import WeightMap
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
+from pelton.plugins import calling
+from pelton.quantization.interface import QuantizationMethod
+from pelton.quantization.plain import PlainWeights
+from pelton.utils.large_pages import LargePages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,5 +171,6 @@ def _quantization(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
         return PlainWeights()
     setting = "quantization" if named else "quantization (config.json's quant_method)"
     entry = plugins.find("pelton_quantization_methods", name, setting=setting)
-    method: QuantizationMethod = entry.resolve()(config, model)
+    with calling(entry):
+        method: QuantizationMethod = entry.resolve()(config, model)
     return method

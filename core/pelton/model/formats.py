@@ -24,7 +24,7 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def matches(self, path: Path) -> bool:
-        """Whether `path` has this form: from its name and kind alone, nothing is read."""
+        """Return whether `path` has this form: from its name and kind alone, nothing is read."""
 
     @abstractmethod
     def read_config(self, path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.config.plugin_settings import check_plugin_settings
@@ -19,6 +19,9 @@ from pelton.model.resolved import ResolvedModel
 from pelton.model.source import SourceRequest
 from pelton.plugins import FIX_IT, Plugins, calling
 from pelton.sampling_params import MODEL_DEFAULTS
+
+if TYPE_CHECKING:
+    from pelton.tokenizer.interface import Tokenizer
 
 DUMMY_FORMAT = "dummy"
 DEFAULT_MAX_MODEL_LEN = 2048
@@ -99,6 +102,17 @@ def find_format(path: Path, plugins: Plugins) -> ModelFormat:
             return model_format
     known = "; ".join(f"{entry.name} ({entry.doc})" for entry in entries)
     raise ConfigError(f"{path} has none of the forms that models come in: {known or 'no format is installed'}.")
+
+
+def load_tokenizer(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> Tokenizer | None:
+    """Load a resolved model's tokenizer, with the settings' chat template where they have one; None when none is wanted."""
+    if model.tokenizer_path is None:
+        return None
+    path = Path(model.tokenizer_path)
+    tokenizer = find_format(path, plugins).load_tokenizer(path)
+    if config.model.chat_template is not None:
+        tokenizer.set_chat_template(config.model.chat_template)
+    return tokenizer
 
 
 def text_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

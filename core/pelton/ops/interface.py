@@ -44,7 +44,7 @@ class OpImplementation(Protocol):
     `token_range(needs) -> (least, most or None)`, when it serves only some batch sizes; the next fitting entry serves the others.
     `compose(needs, tensors, bind)` in place of `bind`: a callable made of other ops, each from `bind(op, needs, tensors)`.
     `is_recordable = True`: on devices that compute in the calling process, it computes with torch's ops and with functions
-    that it calls by `pelton.graphs.tape.launch` only, so that a step can be recorded and replayed. Without it none is there.
+    that it calls by `pelton.graphs.call_graph.launch` only, so that a step can be recorded and replayed. Without it none is there.
 
     A bound callable may have `weights_loaded()`: called once when the weights are in place. One that can read `LinearWeights` in
     another order than they are loaded in has
@@ -124,7 +124,7 @@ class LinearSpec:
     out_features: int
     weight_format: str = optional("plain")
     """plain: `weight` [out, in] of the model's dtype. q8_0, q4_0, q4_1, or one a part, joined by "+": blocks as in
-    `pelton.quantization.blocks`, a tensor `part0`, `part1`, ... for each part. fp8_e4m3: `weight` [out, in] float8_e4m3fn times
+    `pelton.ops.packed_blocks`, a tensor `part0`, `part1`, ... for each part. fp8_e4m3: `weight` [out, in] float8_e4m3fn times
     `weight_scale` [out] float32. Others by quantization plugins."""
     has_bias: bool = optional(False)
     inputs: InputRounding | None = optional(None)  # None: as they are
@@ -467,7 +467,7 @@ class PrepareInputs(Protocol):
 
 # All of them.
 
-_REFERENCE, _STEP = "pelton.ops.reference:Reference", "pelton.ops.reference_step:Reference"
+_REFERENCE, _STEP = "pelton.ops.reference:Reference", "pelton.worker.reference_step:Reference"
 _SPECULATION = "pelton.ops.reference_speculation:Reference"
 
 FUSED_OPS = {

@@ -44,7 +44,7 @@ from pelton.ops.interface import (
     QkNormRopeWriteKvNeeds,
     QkNormRopeWriteKvTensors,
 )
-from pelton.quantization.blocks import KINDS, PANEL_ROWS, dense, dequantize, kinds_of
+from pelton.ops.packed_blocks import KINDS, PANEL_ROWS, dense, dequantize, kinds_of
 
 if TYPE_CHECKING:
     from torch import Tensor

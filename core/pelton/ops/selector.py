@@ -102,7 +102,7 @@ class OpSelector:
         return fork
 
     def unrecordable(self) -> list[str]:
-        """Entries in use that a tape may not see all of: strangers' that do not say otherwise."""
+        """Return the entries in use that cannot be recorded: third-party ops without `is_recordable`."""
         used = {name for choice in self.choices for name in choice.names}
         return sorted(name for name in used if not _is_recordable(self._loaded[name]))
 

@@ -82,11 +82,9 @@ class Platform(ABC):
         thread, when `supported_graph_modes` has more than NONE."""
         return None
 
-    def worker_class(self) -> type[Worker]:
-        """The worker that serves this device; the built-in one unless overridden."""
-        from pelton.worker.worker import DeviceWorker
-
-        return DeviceWorker
+    def worker_class(self) -> type[Worker] | None:
+        """The worker that serves this device; None: the built-in one, `pelton.worker.worker.DeviceWorker`."""
+        return None
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait for all queued work; nothing to wait for on synchronous devices."""

@@ -1,1 +1,1 @@
-"""Weights kept as blocks of small integers: their forms, and the methods that make them."""
+"""Quantization methods: their interface, plain weights, and the common part of those with packed blocks."""

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pelton.errors import ConfigError
-from pelton.layers.linear import LinearShard, PlainWeights, make_bias
 from pelton.ops.interface import LinearSpec, LinearWeights
-from pelton.quantization.blocks import BLOCK, PANEL_ROWS, BlockKind, pack, panels_shape, weight_format
+from pelton.ops.packed_blocks import BLOCK, PANEL_ROWS, BlockKind, pack, panels_shape, weight_format
+from pelton.quantization.interface import LinearShard
+from pelton.quantization.plain import PlainWeights, make_bias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,7 @@ NUMBERS_AT_ONCE = 2**20
 
 
 class PackedWeights(ABC):
-    """A `QuantizationMethod` whose weights lie in `pelton.quantization.blocks`."""
+    """A `QuantizationMethod` whose weights lie in `pelton.ops.packed_blocks`."""
 
     name: ClassVar[str]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pelton.engine.messages import LogprobColumns, PackedLogprobs
+from pelton.messages.outputs import LogprobColumns, PackedLogprobs
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pelton.scheduler.output import NewRequest
-from pelton.worker.staging import Column, StagingRing
+from pelton.messages.step import NewRequest
+from pelton.utils.staging import Column, StagingRing
 
 GROUP = 32
 """Tokens of a group of `SideTables.touched`."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pelton.config import SchedulerConfig
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
+from pelton.messages.step import NewRequest
 from pelton.scheduler.allocations import Allocations, is_cached_later
 from pelton.scheduler.gates import Gate, Verdict
 from pelton.scheduler.kv_transfers import KVTransfers
-from pelton.scheduler.output import NewRequest
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.preemption import Preemption
 from pelton.scheduler.request import ScheduledRequest

@@ -19,7 +19,7 @@ from pelton.scheduler.step import OpenSteps, StepBuilder
 
 
 def is_cached_later(num_new: int) -> bool:
-    """Whether the blocks that a row of so many tokens fills become findable with its result, not when they are allocated:
+    """Return whether the blocks that a row of so many tokens fills are cached with its result, not when they are allocated:
     a backend may write and read a step of one-token rows in one launch, so no row of it may read what another brings."""
     return num_new == 1
 

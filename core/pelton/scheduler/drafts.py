@@ -16,9 +16,9 @@ from pelton.scheduler.request import ScheduledRequest
 from pelton.spec_decode.interface import DraftProposer
 
 if TYPE_CHECKING:
+    from pelton.messages.step import ModelOutput, SchedulerOutput
     from pelton.metrics.stats import SchedulerStats
     from pelton.scheduler.interface import SchedulerContext
-    from pelton.scheduler.output import ModelOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _PAUSE_STEPS = 64
 
 
 class Payoff:
-    """Whether drafts that the device makes are worth their place in a step, from the share that was accepted lately."""
+    """Estimate of whether the device's drafts are worth their place in a step, from the share that was accepted lately."""
 
     def __init__(self, min_rate: float) -> None:
         self._min_rate = min_rate

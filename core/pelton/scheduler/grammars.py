@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pelton.engine.messages import FinishReason
 from pelton.errors import EngineError
-from pelton.scheduler.output import GrammarMasks
+from pelton.messages.outputs import FinishReason
+from pelton.messages.step import GrammarMasks
 from pelton.scheduler.request import ScheduledRequest
 from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.step import OpenStep

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pelton.config import SchedulerConfig
-from pelton.engine.messages import EngineOutput, FinishReason
 from pelton.errors import ErrorInfo
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
+from pelton.messages.outputs import EngineOutput, FinishReason
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import SchedulerStats
-from pelton.request import EngineRequest
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.kv_transfer.interface import SchedulerConnector, TransferEnd
-from pelton.request import EngineRequest
-from pelton.scheduler.output import ModelOutput
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import ModelOutput
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Who comes first, who may come in, who has to go, and how much a request gets: `SchedulingPolicy`.
+"""Scheduling policies: the order of requests, admission, the victims of preemption, and how much a request gets.
 
 The waiting queue is a heap with lazy deletion; it is never sorted.
 """
@@ -35,7 +35,7 @@ class SchedulingPolicy(ABC):
         return True
 
     def victim(self, candidates: Sequence[ScheduledRequest]) -> ScheduledRequest:
-        """Who gives up its blocks: one of `candidates`, the running requests that this step has not served yet, in rank
+        """Choose the request that gives up its blocks: one of `candidates`, the running requests that this step has not served yet, in rank
         order. The first of them is the one that needs a block."""
         return candidates[-1]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from pelton.engine.messages import EngineEvent, PackedLogprobs
 from pelton.kv_cache.hashing import BlockHasher, pack_tokens, placeholder_hashes
-from pelton.request import EngineRequest
+from pelton.messages.outputs import EngineEvent, PackedLogprobs
+from pelton.messages.request import EngineRequest
 
 
 class RequestStatus(IntEnum):

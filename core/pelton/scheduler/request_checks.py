@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pelton.config import SchedulerConfig
 from pelton.errors import NotSupportedError, QueueFullError, RequestError
 from pelton.kv_cache.interface import KVCacheManager
-from pelton.request import EngineRequest
+from pelton.messages.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

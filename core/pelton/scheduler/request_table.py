@@ -9,8 +9,8 @@ import logging
 from bisect import insort
 from collections.abc import Callable
 
-from pelton.engine.messages import EngineEvent, EngineOutput, EventType, FinishReason
 from pelton.errors import EngineError, ErrorInfo, PeltonError
+from pelton.messages.outputs import EngineEvent, EngineOutput, EventType, FinishReason
 from pelton.metrics.stats import SchedulerStats
 from pelton.scheduler.allocations import Allocations
 from pelton.scheduler.drafts import Drafts

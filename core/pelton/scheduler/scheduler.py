@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pelton.engine.messages import EngineOutput, FinishReason
 from pelton.errors import DeadlineExceededError, EngineError, ErrorInfo, RequestError
+from pelton.messages.outputs import EngineOutput, FinishReason
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.stats import SchedulerStats
-from pelton.request import EngineRequest
 from pelton.scheduler import grammars
 from pelton.scheduler.admission import Admission
 from pelton.scheduler.allocations import Allocations
@@ -26,7 +27,6 @@ from pelton.scheduler.gates import AdapterGate, Gate, GrammarGate, InFlightGate,
 from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.invalid_blocks import find_readers
 from pelton.scheduler.kv_transfers import KVTransfers
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.scheduler.policy import FCFSPolicy, SchedulingPolicy
 from pelton.scheduler.preemption import Preemption
 from pelton.scheduler.request import RequestStatus, ScheduledRequest

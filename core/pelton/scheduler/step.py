@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from pelton.engine.messages import EngineOutput
-from pelton.scheduler.output import NewRequest, SchedulerOutput
+from pelton.messages.outputs import EngineOutput
+from pelton.messages.step import NewRequest, SchedulerOutput
 from pelton.scheduler.request import ScheduledRequest
 
 LEAST_CHUNK_TOKENS = 16

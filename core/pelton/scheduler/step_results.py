@@ -5,15 +5,15 @@ Nearly all rows of nearly all steps bring a token that ends nothing: those take 
 
 from __future__ import annotations
 
-from pelton.engine.messages import EngineOutput, FinishReason, LogprobColumns, PackedLogprobs
 from pelton.errors import EngineError
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
+from pelton.messages.outputs import EngineOutput, FinishReason, LogprobColumns, PackedLogprobs
+from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.scheduler import grammars
 from pelton.scheduler.allocations import Allocations
 from pelton.scheduler.drafts import Drafts
 from pelton.scheduler.kv_transfers import KVTransfers
-from pelton.scheduler.output import ModelOutput, SchedulerOutput
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
 from pelton.scheduler.request_table import RequestTable
 from pelton.scheduler.step import OpenStep
@@ -169,7 +169,7 @@ def _append(
 
 
 def _stop_of(request: ScheduledRequest) -> tuple[FinishReason | None, int | None]:
-    """Whether the last known token ends the request: EOS and stop ids before length, none before min_tokens."""
+    """Return the reason for which the last known token ends the request: EOS and stop ids before length, none before min_tokens."""
     token, count = request.token_ids[-1], len(request.token_ids)
     if token in request.stop_ids and count >= request.min_tokens:
         return FinishReason.STOP, None if token in request.eos_ids else token

@@ -14,21 +14,22 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pelton import garbage
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
-from pelton.engine.client import EngineClient, EngineInfo
+from pelton.engine.client import EngineClient
 from pelton.engine.input_processor import InputProcessor, Prompt
-from pelton.engine.messages import EngineOutputs, FinishReason
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OutputQueue
 from pelton.errors import DeadlineExceededError, EngineDeadError, EngineError, PeltonError, error_from_info
 from pelton.logging import get_logger
+from pelton.messages.outputs import EngineOutputs, FinishReason
+from pelton.messages.report import EngineInfo
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import SamplingParams
 from pelton.sdk.front_end import FrontEnd
+from pelton.utils import garbage
 
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric

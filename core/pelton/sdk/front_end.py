@@ -14,7 +14,7 @@ from pelton.engine.input_processor import InputProcessor
 from pelton.errors import RequestError
 
 if TYPE_CHECKING:
-    from pelton.engine.client import EngineInfo
+    from pelton.messages.report import EngineInfo
     from pelton.plugins import Plugins
     from pelton.tokenizer import Tokenizer
 
@@ -25,9 +25,8 @@ class FrontEnd:
     """explicit: flat names of the settings that the user gave; plugins may not change those."""
 
     def __init__(self, config: EngineConfig, plugins: Plugins | None = None, explicit: Collection[str] = ()) -> None:
-        from pelton.model.resolve import resolve_model
+        from pelton.model.resolve import load_tokenizer, resolve_model
         from pelton.plugins import load_plugins
-        from pelton.tokenizer import load_tokenizer
 
         began = time.monotonic()
         _show_log(config)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
-from pelton.engine.client import EngineClient, EngineInfo
+from pelton.engine.client import EngineClient
 from pelton.engine.input_processor import ProcessedRequest, Prompt
-from pelton.engine.messages import FinishReason
 from pelton.engine.output_processor import OutputProcessor
 from pelton.errors import EngineDeadError
 from pelton.logging import get_logger
+from pelton.messages.outputs import FinishReason
+from pelton.messages.report import EngineInfo
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.outputs import RequestOutput

@@ -14,11 +14,11 @@ import torch
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.attention.kv_cache import page_views
-from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import CommonMetadata
 from pelton.attention.selector import AttentionSelector, judge_backends
 from pelton.entries import BackendEntry
 from pelton.kv_cache.spec import FullAttentionSpec
+from pelton.layers.attention import AttentionLayer
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.paged_rows import slots_of, step_metadata
 from pelton.testing.plugins import plugins_of
@@ -165,7 +165,7 @@ class AttentionStep:
         return self.metadata_of(self.case.rows)
 
     def metadata_of(self, rows: tuple[tuple[int, int], ...], first: int = 0) -> CommonMetadata:
-        """Of a step of as many tokens, over the tables from `first` on."""
+        """Make the metadata of a step of as many tokens, over the tables from `first` on."""
         return step_metadata(
             rows, self.tables[first : first + len(rows)], self.case.block_size,
             kernel_block_size=self.layer.k_cache.shape[1],
@@ -238,7 +238,7 @@ class AttentionBackendConformance:
 
     @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "bfloat16", "window"])
     def test_a_bound_forward_is_that_of_each_step(self, name: str) -> None:
-        """Of steps of all kinds one after the other, on the same tensors."""
+        """Run steps of all kinds one after the other on the same tensors."""
         step = self.make_step(CASES[name])
         step.write()
         rows, output = step.case.rows, torch.empty_like(step.query)

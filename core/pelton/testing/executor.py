@@ -15,13 +15,13 @@ import pytest
 
 from pelton.config import EngineConfig
 from pelton.errors import NotSupportedError, PeltonError
-from pelton.executor.interface import Executor, StepHandle
+from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.spec import KVCachePlan
+from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import load_plugins
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 
 VOCAB = 128
 MAX_MODEL_LEN = 64
@@ -61,7 +61,9 @@ class ExecutorConformance:
     @pytest.fixture
     def executor(self) -> Iterator[Executor]:
         flat = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "load_format": "dummy", **self.settings}
-        executor = self.executor_class(EngineConfig.from_flat(**flat), tiny_model(), load_plugins())
+        executor = self.executor_class(
+            ExecutorContext(config=EngineConfig.from_flat(**flat), model=tiny_model(), plugins=load_plugins())
+        )
         yield executor
         executor.shutdown()
 

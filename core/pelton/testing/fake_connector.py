@@ -8,8 +8,8 @@ import msgspec
 
 from pelton.kv_cache.interface import BlockIds
 from pelton.kv_transfer.interface import SchedulerConnector
-from pelton.request import EngineRequest
-from pelton.scheduler.output import ModelOutput, SchedulerOutput
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.testing.fake_model import running_hashes
 from pelton.testing.fake_store import JUNK, FakeStore
 

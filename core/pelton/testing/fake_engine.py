@@ -22,9 +22,9 @@ from pelton.entries import Entry
 from pelton.errors import ConfigError
 from pelton.executor.interface import StepHandle
 from pelton.hookspecs import hookimpl
+from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
-from pelton.scheduler.output import ModelOutput, SchedulerOutput
 from pelton.testing.fake_executor import FakeExecutor
 
 PELTON_API = ">=1,<2"
@@ -38,7 +38,7 @@ def pelton_executors() -> Sequence[Entry]:
 
 
 class Script(msgspec.Struct, forbid_unknown_fields=True):
-    """What should happen; step numbers count from 0."""
+    """Script of failures; step numbers count from 0."""
 
     step_s: float = 0.0
     fail_start: str | None = None

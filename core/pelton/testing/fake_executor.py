@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pelton.config import EngineConfig
-from pelton.engine.messages import LogprobColumns
 from pelton.errors import EngineDeadError
-from pelton.executor.interface import DeviceReport, Executor, StepHandle
+from pelton.executor.interface import Executor, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.messages.outputs import LogprobColumns
+from pelton.messages.report import DeviceReport
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.testing.fake_connector import FakeTransfers
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.fake_store import FakeRow, FakeStore, num_new_and_draft
@@ -199,7 +200,7 @@ class FakeExecutor(Executor):
     # A step.
 
     def _check_columns(self, output: SchedulerOutput) -> None:
-        """What a SchedulerOutput promises of itself."""
+        """Check that the columns of a SchedulerOutput agree."""
         step, num_rows, counts = output.step_id, len(output.slots), output.num_scheduled
         total, single = sum(counts), [count == 1 for count in counts]
         faults = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from pelton.engine.messages import FinishReason
+from pelton.messages.outputs import FinishReason
+from pelton.messages.request import EngineRequest
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
 from pelton.structured.interface import Grammar
 
 EMPTY = 1  # hash of no tokens
@@ -65,7 +65,7 @@ class FakeModel:
     def generate(
         self, request: EngineRequest, *, max_model_len: int, grammar: Grammar | None = None
     ) -> tuple[list[int], FinishReason]:
-        """What a request gets when it runs alone, by the rules and not by any scheduler's code."""
+        """Return what a request gets when it runs alone, by the rules and not by any scheduler's code."""
         params = request.sampling_params
         prompt = request.prompt_token_ids
         stop_ids = set(params.stop_token_ids or ())
@@ -94,7 +94,7 @@ class FakeModel:
 def fake_resolved_model(
     *, vocab_size: int = 50, max_model_len: int = 256, eos_token_ids: Sequence[int] = (0,)
 ) -> ResolvedModel:
-    """What `resolve_model` would give for the fake model."""
+    """Make what `resolve_model` would give for the fake model."""
     return ResolvedModel(
         name="fake", path="fake", weights_format="dummy", hf_config={}, architecture="Fake", dtype="float32",
         max_model_len=max_model_len, vocab_size=vocab_size, eos_token_ids=list(eos_token_ids), generation_config={},

@@ -1,4 +1,4 @@
-"""What a fake device holds: rows with their block tables, and blocks with a running hash per token slot.
+"""Memory of a fake device: rows with their block tables, and blocks with a running hash per token slot.
 
 It checks all that it is told: who writes where, and whether each row reads the hashes of its own tokens.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pelton.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
-from pelton.scheduler.output import NewRequest, SchedulerOutput
+from pelton.messages.step import NewRequest, SchedulerOutput
 from pelton.testing.fake_model import extend_hash, running_hashes
 
 JUNK = -1  # what a failed step or load leaves in the blocks it wrote
@@ -114,7 +114,7 @@ class FakeStore:
             self._touched[output.step_id] = (set(output.slots), held)
 
     def read(self, output: SchedulerOutput, rows: Sequence[FakeRow]) -> None:
-        """What each row attends to has to be its own tokens."""
+        """Check that each row attends to its own tokens."""
         for place, row in enumerate(rows):
             if row.is_spoilt:
                 continue
@@ -150,7 +150,7 @@ class FakeStore:
     def _check_counts(
         self, output: SchedulerOutput, row: FakeRow, num_new: int, num_draft: int, *, samples: bool
     ) -> bool:
-        """Whether the row has the tokens that it is to compute."""
+        """Check that the row has the tokens that it is to compute."""
         name, end, num_tokens = row.new.request_id, row.num_computed + num_new, len(row.tokens)
         if end > num_tokens:
             self._violations.append(f"{name} computes token {end - 1} of {num_tokens}")
@@ -219,7 +219,7 @@ class FakeStore:
                 )
 
     def _check_proven(self, output: SchedulerOutput, block_ids: Sequence[int], name: str) -> None:
-        """What was left unread may be NaN, and is zeroed when it is handed on. (What left the window of a row that goes on
+        """Check that unread content, which may be NaN, is zeroed when it is handed on. (What left the window of a row that goes on
         is not looked at.)"""
         for block in block_ids:
             if block not in self._unproven:
@@ -232,7 +232,7 @@ class FakeStore:
                 )
 
     def _has_passed(self, row: FakeRow, block: int) -> bool:
-        """Whether the block had left the row's window."""
+        """Return whether the block had left the row's window."""
         return any(
             block in table[: self._first_read(group, row.num_computed) // self.specs[group].block_size]
             for group, table in enumerate(row.tables)

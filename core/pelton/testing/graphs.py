@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.graphs.call_graph import reads_on_host
 from pelton.graphs.recorder import Graph, GraphRecorder
-from pelton.graphs.tape import reads_on_host
 
 if TYPE_CHECKING:
-    from pelton.attention.layer import AttentionLayer
+    from pelton.layers.attention import AttentionLayer
 
 
 class FakeGraph:
@@ -53,7 +53,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.copy_(saved)
 
     def save(self, tensor: Tensor) -> None:
-        """What is in its memory is put back by `undo`."""
+        """Keep what is in its memory; `undo` puts it back."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._before:
             self._before[storage.data_ptr()] = storage, storage.clone()  # type: ignore[no-untyped-call]

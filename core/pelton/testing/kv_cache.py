@@ -195,7 +195,7 @@ class KVSimulation:
         return tables, self.manager.num_free_blocks, self.manager.usage
 
     def check(self) -> None:
-        """What the interface lets see of the invariants."""
+        """Check the invariants that the interface lets see."""
         held: set[int] = set()
         owners: dict[int, int] = {}
         for request_id in self.requests:
@@ -264,7 +264,7 @@ class KVSimulation:
                 )
 
     def _signatures(self, request: SimulatedRequest) -> list[int]:
-        """By position: a number that stands for all tokens up to it."""
+        """Return by position a number that stands for all tokens up to it."""
         signature = 0 if request.salt is None else sum(request.salt.encode())
         signatures = []
         for token_id in request.device_tokens:

@@ -28,10 +28,10 @@ from torch import Tensor
 from pelton.config import EngineConfig
 from pelton.errors import RequestError
 from pelton.kv_transfer.interface import ConnectorContext, KVConnector, TransferEnd
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
-from pelton.request import EngineRequest
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import ModelOutput, NewRequest, SchedulerOutput
 from pelton.testing.kv_specs import full_spec, make_plan
 
 BLOCK_SIZE, NUM_BLOCKS, PAGE_BYTES = 4, 64, 96
@@ -43,7 +43,7 @@ MAX_STEPS = 200
 
 @dataclass(slots=True)
 class Served:
-    """What a connector did for one request."""
+    """Record of what a connector did for one request."""
 
     num_brought: int
     """Tokens that it brought."""
@@ -257,7 +257,7 @@ class _Run:
                     block.fill_(NAN_BYTE)
 
     def _check_brought(self, num_brought: int) -> None:
-        """Of what was loaded; a connector may still say that it is invalid."""
+        """Check what was loaded; a connector may still say that it is invalid."""
         for place in range(-(-self.num_local // BLOCK_SIZE), (self.num_local + num_brought) // BLOCK_SIZE):
             for layer, page in self.engine.pages.items():
                 found = page[self.table[place]]

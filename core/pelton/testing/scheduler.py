@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pelton.config import KVCacheConfig, SchedulerConfig
-from pelton.engine.messages import EngineOutput, EventType, FinishReason
 from pelton.errors import EngineError, RequestError
 from pelton.executor.interface import StepHandle
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.kv_cache.spec import KVCacheSpec
-from pelton.request import AdapterRef, EngineRequest
+from pelton.messages.outputs import EngineOutput, EventType, FinishReason
+from pelton.messages.request import AdapterRef, EngineRequest
+from pelton.messages.step import SchedulerOutput
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.interface import Scheduler, SchedulerContext
-from pelton.scheduler.output import SchedulerOutput
 from pelton.scheduler.scheduler import DefaultScheduler
 from pelton.testing.fake_executor import FakeExecutor
 from pelton.testing.fake_model import FakeModel
@@ -241,7 +241,7 @@ class Harness:
 
 
 class SchedulerConformance:
-    """What every scheduler has to do. Subclass, give `make_scheduler`, run with pytest."""
+    """Conformance suite of schedulers. Subclass, give `make_scheduler`, run with pytest."""
 
     overlaps = (1, 2, 3)
 

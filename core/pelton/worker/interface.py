@@ -7,32 +7,47 @@ from one thread. A platform's worker subclasses this, or the built-in one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pelton.config import EngineConfig
-from pelton.executor.interface import DeviceReport, StepFit
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.messages.report import DeviceReport, StepFit
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
+from pelton.parallel.context import ParallelContext
 from pelton.plugins import Plugins
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from pelton.platform.interface import Platform
     from pelton.worker.pending import PendingOutput
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """Everything that a worker is made from. A new feature is a new field with a default: old workers keep working."""
+
+    config: EngineConfig
+    model: ResolvedModel
+    platform: Platform
+    plugins: Plugins
+    rank: int = 0
+    """Of its device on this host."""
+    parallel: ParallelContext = field(default_factory=ParallelContext)
+    """Its place among the ranks that share the model, and the collectives between them."""
+
+
 class Worker(ABC):
     """Order: `init_device` -> `load_model` -> `kv_cache_specs` -> `available_kv_cache_bytes` -> `initialize_kv_cache`
     -> `warm_up` -> steps. What else a worker can do is reached by `Executor.call`, which refuses what it has not."""
 
-    def __init__(
-        self, config: EngineConfig, model: ResolvedModel, platform: Platform, plugins: Plugins, *, rank: int = 0
-    ) -> None:
-        self.config = config
-        self.model_info = model
-        self.platform = platform
-        self.plugins = plugins
-        self.rank = rank
+    def __init__(self, context: WorkerContext) -> None:
+        self.config = context.config
+        self.model_info = context.model
+        self.platform = context.platform
+        self.plugins = context.plugins
+        self.rank = context.rank
+        self.parallel = context.parallel
 
     @abstractmethod
     def init_device(self) -> None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -57,12 +57,6 @@ class KVPool:
             ]
             described.append(f"{layer.name}: {layer.kind} {', '.join(views)}")
         return "; ".join(described)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(source, destination): all sources are read before any destination is written."""
-        for page in self.pages:
-            sources = torch.tensor([source for source, _ in pairs], device=page.device)
-            page[[destination for _, destination in pairs]] = page[sources]
 
     def zero_blocks(self, block_ids: Tensor) -> None:
         """block_ids: int64, on the pages' device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from pelton.scheduler.output import ModelOutput
+from pelton.messages.step import ModelOutput
 
 
 class PendingOutput(ABC):

@@ -24,7 +24,7 @@ def usable_cores() -> int:
 
 
 def core_cpus() -> list[int]:
-    """Of each physical core that this process may use, the first CPU."""
+    """Return the first CPU of each physical core that this process may use."""
     return sorted({_siblings(cpu): cpu for cpu in sorted(_affinity(), reverse=True)}.values())
 
 

@@ -52,9 +52,9 @@ class CPUPlatform(Platform):
         bind_team(num_threads(), host.core_cpus())
 
     def graph_recorder(self) -> GraphRecorder:
-        from pelton.graphs.tape import TapeRecorder
+        from pelton.graphs.call_graph import CallGraphRecorder
 
-        return TapeRecorder()
+        return CallGraphRecorder()
 
     def describe(self, local_rank: int = 0) -> str:
         count = num_threads()

@@ -34,7 +34,7 @@ DOC = """Speed of decoding, alone and beside programs that use the same cores: w
 
 
 class BusyArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What is decoded, and for how long."""
+    """Arguments of the measurement: what is decoded, and for how long."""
 
     num_seqs: int = 16
     """Requests at once, where there are many."""

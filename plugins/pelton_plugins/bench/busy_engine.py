@@ -29,7 +29,7 @@ def main() -> int:
 
 
 class Work:
-    """What is decoded. No prompt comes twice."""
+    """Work that is decoded. No prompt comes twice."""
 
     def __init__(self, llm: LLM, num_seqs: int, input_len: int, output_len: int) -> None:
         self.llm, self.num_seqs, self.input_len, self.output_len = llm, num_seqs, input_len, output_len

@@ -32,7 +32,7 @@ DOC = """Time the kernels of a decode step in captured chains, with and without 
 
 
 class ChainArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What is built, and at which sizes it is timed."""
+    """Arguments: what is built, and at which sizes it is timed."""
 
     models: list[str] = msgspec.field(default_factory=lambda: list(SHAPES))
     """Shapes to measure; or folders with a config.json."""

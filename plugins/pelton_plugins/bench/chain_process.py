@@ -23,8 +23,9 @@ from pelton.kv_cache.planner import plan_kv_cache
 from pelton.model.resolve import resolve_model
 from pelton.platform.select import select_platform
 from pelton.plugins import load_plugins
-from pelton.sampling.tails import GREEDY
 from pelton.worker.inputs import StepShape
+from pelton.worker.interface import WorkerContext
+from pelton.worker.step_ops import GREEDY
 from pelton.worker.worker import DeviceWorker
 
 COPY_BYTES = 2**30
@@ -44,7 +45,7 @@ class Timer:
         self._graphs: list[Graph] = []  # the recorder's memory lives as long as one of its graphs
 
     def seconds(self, call: Callable[[], Any], reset: Callable[[], None] = lambda: None) -> float:
-        """Of one run: the median of some means, with `reset` before each."""
+        """Return the seconds of one run: the median of some means, with `reset` before each."""
         kept = [call(), call()]  # compiles, tunes, loads
         self.synchronize()
         run = call
@@ -86,7 +87,9 @@ def make_worker(settings: dict[str, Any], most_rows: int) -> DeviceWorker:
     platform = select_platform(config, plugins)
     room = max(config.scheduler.max_num_seqs or platform.default_max_num_seqs, most_rows)
     config = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_num_seqs=room))
-    worker = platform.worker_class()(config, model, platform, plugins)
+    worker = (platform.worker_class() or DeviceWorker)(
+        WorkerContext(config=config, model=model, platform=platform, plugins=plugins)
+    )
     assert isinstance(worker, DeviceWorker)
     worker.init_device()
     worker.load_model()

@@ -59,7 +59,7 @@ def serve(seed: object, num: int = 64, num_out: int = 64) -> Requests:
 
 
 def batch_of(workload: str, repeat: int) -> Requests:
-    """What one repeat of a workload sends at once. Raises `KeyError` for one that is not known."""
+    """Return what one repeat of a workload sends at once. Raises `KeyError` for one that is not known."""
     makers: dict[str, Callable[[], Requests]] = {
         "ttft": lambda: latency(2 * repeat, num_out=1),
         "latency": lambda: latency(2 * repeat + 1),
@@ -217,7 +217,7 @@ ENGINES: dict[str, Any] = {"llama.cpp": LlamaCpp, "transformers": Transformers}
 
 
 def probe(name: str) -> dict[str, Any]:
-    """Whether the interpreter has the engine, and the versions of what it has."""
+    """Return whether the interpreter has the engine, and the versions of what it has."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

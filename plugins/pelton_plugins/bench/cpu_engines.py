@@ -56,7 +56,7 @@ class Engine:
 
     @property
     def key(self) -> str:
-        """Its name in a file of results."""
+        """Name of the engine in a file of results."""
         return self.name if self.isa == AUTO else f"{self.name}@{self.isa}"
 
     def server_command(self, port: int, folder: Path) -> list[str]:
@@ -240,7 +240,7 @@ def _end(process: subprocess.Popen[Any], how: signal.Signals | None) -> None:
 
 
 def last_line(log: Path) -> str:
-    """What a process said last, as the rest of a sentence."""
+    """Return what a process said last, as the rest of a sentence."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f": {lines[-1][:300]}" if lines else "."
 

@@ -1,4 +1,4 @@
-"""What the rows of the table for CPUs are compared with: other engines' figures, and what is aimed at.
+"""Figures that the rows of the table for CPUs are compared with: other engines' figures, and what is aimed at.
 
 Measured on 2026-11-21 on two cores of an AMD EPYC with AVX512-BF16, SmolLM2-135M-Instruct dequantized to bfloat16, greedy,
 `ignore_eos`, token-id prompts, medians of 3 to 5 runs; where several runs were made the better one stands here. vLLM was

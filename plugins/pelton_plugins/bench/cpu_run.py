@@ -220,7 +220,7 @@ def weight_bytes_of(engine: Engine, found: dict[str, Any], work: cpu_sets.ModelW
 
 
 def figures(name: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Of a row: medians over the repeats."""
+    """Return the figures of a row: medians over the repeats."""
     seconds = {workload: statistics.median(values) for workload, values in times.items()}
     if name == "ttft":
         return {"ttft_ms": seconds["ttft"] * 1e3, "all_seconds": times["ttft"]}
@@ -244,7 +244,7 @@ def figures(name: str, times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def measure_server(server: Server, repeat: int, *, has_load: bool) -> dict[str, float]:
-    """What one server does: memory when it is up, the load's figures, memory after it."""
+    """Measure one server: memory when it is up, the load's figures, memory after it."""
     found = {"start_s": server.start_s, "idle_rss_mib": server.rss_mib()}
     if has_load:
         asyncio.run(send_load(server.url, cpu_driver.serve("warm", CLIENTS, WARM_UP_OUTPUT)))

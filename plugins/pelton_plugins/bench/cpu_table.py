@@ -58,7 +58,7 @@ is a variant's name they are compared; @SET is a build for one instruction set, 
 
 
 class CpuTableArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure, which engines beside Pelton, and where results gather."""
+    """Arguments: what to measure, which engines beside Pelton, and where results gather."""
 
     rows: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_ROWS))
     """Rows to measure, also as one comma list."""
@@ -174,14 +174,14 @@ def check_sets(texts: list[str]) -> list[str]:
 
 
 def find_work(config: EngineConfig, settings: dict[str, Any]) -> ModelWork | None:
-    """What a token of the model computes; None for a model that is not a plain decoder."""
+    """Return what a token of the model computes; None for a model that is not a plain decoder."""
     flat = {key: value for key, value in settings.items() if key != "plugin_config"}
     flat |= {"skip_tokenizer_init": True, "load_format": config.load.load_format}
     return work_of(resolve_model(EngineConfig.from_flat(**flat), load_plugins()).hf_config)
 
 
 class Peer(NamedTuple):
-    """What --peer names."""
+    """One engine that --peer names."""
 
     kind: str
     label: str

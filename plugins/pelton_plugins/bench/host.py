@@ -18,8 +18,8 @@ from pelton.engine.client import EngineClient
 from pelton.errors import ConfigError, EngineError
 from pelton.metrics.stats import STEP, WAIT
 from pelton_plugins.bench.bounds import check_at_least
-from pelton_plugins.bench.instant import instant_client
 from pelton_plugins.bench.metrics import percentile
+from pelton_plugins.bench.null_executor import null_client
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
 
 FRONT_END = "front end"  # of the API's process when the engine has one of its own
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
         result = _with_model({**sizes, **settings}, arguments)
     else:
         config = EngineConfig.from_flat(**{"max_num_seqs": arguments.num_seqs, **settings})
-        client = instant_client(config, max_model_len=longest, max_num_seqs=arguments.num_seqs)
+        client = null_client(config, max_model_len=longest, max_num_seqs=arguments.num_seqs)
         try:
             result = measure(client, _front_end(client, config), arguments, vocab_size=1000)
         finally:
@@ -91,7 +91,7 @@ class _FrontEnd:
 
     def add(self, index: int, prompt: list[int], num_tokens: int) -> None:
         from pelton.engine.input_processor import ProcessedRequest
-        from pelton.request import EngineRequest
+        from pelton.messages.request import EngineRequest
         from pelton.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(

@@ -86,7 +86,7 @@ class LoadArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Third:
-    """What was seen in one third of the load."""
+    """Figures of one third of the load."""
 
     itls: LogHistogram = field(default_factory=LogHistogram)
     ttfts: LogHistogram = field(default_factory=LogHistogram)

@@ -13,7 +13,7 @@ DRIVER_TOOL = "nvidia-smi"
 
 
 async def device_bytes() -> int | None:
-    """Of all devices together; None where the driver has no tool to ask."""
+    """Return the bytes of all devices together; None where the driver has no tool to ask."""
     if shutil.which(DRIVER_TOOL) is None:
         return None
     process = await asyncio.create_subprocess_exec(

@@ -19,7 +19,7 @@ Prompt = list[int] | str
 
 
 class OfflineArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What vLLM's offline commands have in common."""
+    """Arguments that vLLM's offline commands have in common."""
 
     n: int = 1
     """Sequences made for each prompt."""
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def makes_text(config: EngineConfig, arguments: OfflineArguments) -> bool:
-    """Whether tokens become text: unless that is switched off, or the model has no tokenizer to do it with."""
+    """Return whether tokens become text: unless that is switched off, or the model has no tokenizer to do it with."""
     from pelton.model.resolve import locate
     from pelton.plugins import load_plugins
 

@@ -1,4 +1,4 @@
-"""What the rows of the table are compared with: other engines' figures, the device's floor, and what is aimed at.
+"""Figures that the rows of the table are compared with: other engines' figures, the device's floor, and what is aimed at.
 
 Measured on 2026-11-21 on one NVIDIA H200 (4.29 TB/s device copy, 786 TFLOP/s in bf16; Python 3.12, torch 2.11 with CUDA
 13, triton 3.6): random bf16 weights of the real shapes, token-id prompts, greedy, `ignore_eos`, each engine alone on the
@@ -79,7 +79,7 @@ BANDWIDTH = 4.29e12  # bytes a second, copied
 def _long_aims(
     weight_bytes: float, kv_bytes: int, longest: int, targets: dict[str, float], vllm: dict[str, float]
 ) -> dict[str, Aim]:
-    """Of the rows over long contexts; the floor reads the weights once and every row's context once."""
+    """Return the aims of the rows over long contexts; the floor reads the weights once and every row's context once."""
     found = {}
     for case in long_context.CASES:
         if case.max_model_len <= longest:

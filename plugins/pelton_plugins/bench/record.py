@@ -1,4 +1,4 @@
-"""What a result says of where it came from, and where it goes: versions, device, settings, date; a JSON file."""
+"""Provenance of a result, and the file that it goes to: versions, device, settings, date; a JSON file."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Seen:
 
 @dataclass
 class Third:
-    """What clients saw in one third of the load."""
+    """Figures that clients saw in one third of the load."""
 
     gaps: LogHistogram = field(default_factory=LogHistogram)
     ttfts: LogHistogram = field(default_factory=LogHistogram)

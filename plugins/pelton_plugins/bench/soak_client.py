@@ -34,7 +34,7 @@ class _Chunk(msgspec.Struct):
 
 @dataclass
 class Answer:
-    """What came of one request."""
+    """Outcome of one request."""
 
     error: str | None = None
     has_left: bool = False

@@ -138,7 +138,7 @@ class Source:
 
 
 def wrong_answer(request: Request, answer: dict[str, Any]) -> str | None:
-    """What a whole answer lacks; None when it is as asked."""
+    """Return what a whole answer lacks; None when it is as asked."""
     choices = answer.get("choices", [])
     if len(choices) != request.num_choices:
         return f"{len(choices)} choices; {request.num_choices} were asked for"

@@ -45,7 +45,7 @@ Contexts above the usual max_model_len have a process of their own; {FIRST_START
 
 
 class TableArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure, and where results gather."""
+    """Arguments: what to measure, and where results gather."""
 
     rows: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_ROWS))
     """Rows to measure, also as one comma list; those that have an aim for the model when unset."""
@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
 
 
 def workloads_of(names: list[str]) -> list[str]:
-    """What has to run for rows of these names."""
+    """Return what has to run for rows of these names."""
     for name in names:
         if name not in WORKLOADS and name not in GROUPS:
             raise ConfigError(f"--rows has {name!r}; the rows are {', '.join([*WORKLOADS, *GROUPS])}.")
@@ -99,7 +99,7 @@ def workloads_of(names: list[str]) -> list[str]:
 
 
 def has_aim(model: str, workload: str) -> bool:
-    """Whether a row is measured for a model without being asked for: of a stranger's model, all are."""
+    """Return whether a row is measured for a model without being asked for: all are, for a model that is not known."""
     if model not in peers.AIMS:
         return True
     return workload in peers.AIMS[model] or (workload in SAMPLING and model == SAMPLING_MODEL)
@@ -215,7 +215,7 @@ def _about(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines_of(job: dict[str, Any], environ: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """What the process says, line by line. Raises when it ends badly."""
+    """Return what the process says, line by line. Raises when it ends badly."""
     command = [sys.executable, "-m", "pelton_plugins.bench.measure", json.dumps(job)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stdout is not None

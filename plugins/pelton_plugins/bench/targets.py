@@ -1,4 +1,4 @@
-"""What is loaded: an engine in a process of its own behind `AsyncLLM`, or a server at a URL. One interface for both."""
+"""Targets of a load: an engine in a process of its own behind `AsyncLLM`, or a server at a URL. One interface for both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pelton_plugins.bench.metrics import RequestTimes
 
 @dataclass(frozen=True, slots=True)
 class TargetState:
-    """Of the engine, between steps."""
+    """State of the engine, between steps."""
 
     kv_cache_usage: float
     """Share of blocks that requests hold, 0 to 1; blocks that are cached only are free."""

@@ -1,4 +1,4 @@
-"""What the measurements generate from: token-id prompts, and how many tokens each is continued by.
+"""Prompts of the measurements: token-id prompts, and how many tokens each is continued by.
 
 The workloads of the table draw their lengths and tokens from one random stream (Python's `random`, seed 0) in a fixed
 order, the same as the script that measured the other engines: the numbers compare request by request.

@@ -140,7 +140,7 @@ def _unasked(plugins: Plugins, platform: Platform) -> dict[str, Any]:
     rows = [
         {
             "name": entry.name,
-            "priority": entry.priority_on(platform.capability()),
+            "priority": entry.priority,
             "verdict": "not asked: name a model",
             "is_chosen": False,
         }

@@ -39,7 +39,7 @@ class ChatArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """Engine or server that answers."""
 
     def reply(self, messages: list[Message]) -> Generator[str]:
         """The answer, piece by piece. Closing the generator stops it. Raises `PeltonError`."""

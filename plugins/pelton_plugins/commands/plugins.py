@@ -31,7 +31,7 @@ SHOWN_NOT_HERE = 3
 
 
 class PluginsArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What to show."""
+    """Arguments: what to show."""
 
     check: bool = False
     """Load each installed plugin by itself, resolve what it offers, and say what is wrong."""

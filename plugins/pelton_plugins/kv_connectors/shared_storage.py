@@ -16,9 +16,9 @@ from pelton.errors import ConfigError, RequestError
 from pelton.kv_cache.hashing import BlockHasher, placeholder_hashes
 from pelton.kv_cache.interface import BlockIds
 from pelton.kv_transfer.interface import ConnectorContext, KVConnector, SchedulerConnector, TransferEnd, WorkerConnector
+from pelton.messages.request import EngineRequest
+from pelton.messages.step import SchedulerOutput
 from pelton.metrics.plugin_metrics import PluginMetrics
-from pelton.request import EngineRequest
-from pelton.scheduler.output import SchedulerOutput
 from pelton_plugins.kv_connectors.fingerprint import model_fingerprint
 
 HASH = "sha256"
@@ -73,7 +73,7 @@ class SharedStorage(KVConnector):
 
 
 def read_transfer(request: EngineRequest) -> RequestTransfer:
-    """What a request says of its transfers. Raises `RequestError`."""
+    """Return what a request says of its transfers. Raises `RequestError`."""
     given = request.kv_transfer_params
     if given is None:
         return RequestTransfer()

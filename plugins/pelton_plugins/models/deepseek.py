@@ -10,10 +10,10 @@ import math
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
-from pelton.attention.mla import MLALayer
 from pelton.errors import ConfigError
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
+from pelton.layers.latent_attention import MLALayer
 from pelton.layers.linear import MergedGateUp, RowParallelLinear
 from pelton.layers.mla import HeadsLinear, LatentUp
 from pelton.layers.norm import RMSNorm

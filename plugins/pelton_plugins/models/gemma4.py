@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
 from pelton.errors import ConfigError
+from pelton.layers.attention import AttentionLayer
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
@@ -162,7 +162,7 @@ class Gemma4ForCausalLM(Decoder):
 
 
 def _layer_field(config: BuildConfig, index: int, name: str) -> Any:
-    """Of one layer: global layers may have heads of another size and number than local ones."""
+    """Return the field for one layer: global layers may have heads of another size and number than local ones."""
     hf = config.hf
     own = (hf.get("per_layer_config") or {}).get(str(index), {})
     if name in own:

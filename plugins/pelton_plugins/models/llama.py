@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
+from pelton.layers.attention import AttentionLayer
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear

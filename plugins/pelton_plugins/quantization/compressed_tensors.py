@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.config import EngineConfig
-    from pelton.layers.linear import LinearShard
     from pelton.model.build import BuildConfig
     from pelton.model.resolved import ResolvedModel
+    from pelton.quantization.interface import LinearShard
 
 FORMATS = ("float-quantized", "naive-quantized")
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.config import EngineConfig
-    from pelton.layers.linear import LinearShard
     from pelton.model.build import BuildConfig
     from pelton.model.resolved import ResolvedModel
+    from pelton.quantization.interface import LinearShard
 
 
 class FBGEMMWeights(StoredFp8):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pelton.errors import ConfigError
-from pelton.layers.linear import PlainWeights, make_bias
 from pelton.ops.interface import InputRounding, LinearSpec, LinearWeights
+from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.numbers import E4M3, round_rows, row_scales
 from pelton_plugins.quantization.reference import FORMAT
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.config import EngineConfig
-    from pelton.layers.linear import LinearShard, QuantizationMethod
     from pelton.model.build import BuildConfig
     from pelton.model.loading import LazyWeight
     from pelton.model.resolved import ResolvedModel
+    from pelton.quantization.interface import LinearShard, QuantizationMethod
 
 NUMBERS_AT_ONCE = 2**22
 """While weights are rounded: little is held beside the result."""

@@ -15,6 +15,10 @@ _PACKAGE = "pelton_plugins.quantization"
 @hookimpl
 def pelton_quantization_methods() -> Sequence[Entry]:
     return [
+        Entry(name="q8_0", load=f"{_PACKAGE}.at_load:Q8Weights", priority=10,
+              doc="int8 in blocks of 32, quantized while it loads"),
+        Entry(name="q4_0", load=f"{_PACKAGE}.at_load:Q40Weights", priority=10, doc="4 bits in blocks of 32, vocabulary in q8_0"),
+        Entry(name="q4_1", load=f"{_PACKAGE}.at_load:Q41Weights", priority=10, doc="as q4_0, with a minimum for each block"),
         Entry(name="fp8", load=f"{_PACKAGE}.fp8:make_fp8",
               doc="e4m3 weights and inputs, rounded while they load, or of a checkpoint that says 'fp8'"),
         Entry(name="compressed-tensors", load=f"{_PACKAGE}.compressed_tensors:CompressedTensors",

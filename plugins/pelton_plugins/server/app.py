@@ -1,4 +1,4 @@
-"""The ASGI application: built-in and plugins' routes on Litestar, behind the edge."""
+"""The ASGI application: built-in and plugins' routes on Litestar, behind the middleware."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from litestar.types import ASGIApp
 
 from pelton.errors import PluginError
 from pelton.plugins import Plugins
-from pelton_plugins.server.edge import Edge
 from pelton_plugins.server.errors import describe
+from pelton_plugins.server.middleware import Middleware
 from pelton_plugins.server.openapi import describe_api
 from pelton_plugins.server.state import ServerState
 
@@ -47,4 +47,4 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
         )
     except ImproperlyConfiguredException as error:
         raise PluginError(f"The plugins' HTTP routes do not fit together: {error}.") from error
-    return Edge(router, state)
+    return Middleware(router, state)

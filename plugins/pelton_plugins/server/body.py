@@ -139,7 +139,7 @@ def _split(message: str) -> tuple[str, str]:
 
 
 def _at(value: Any, path: str) -> Any:
-    """What stands at a simple path such as "[3]" or ".a[0]"; the whole value where it cannot be followed."""
+    """Return what stands at a simple path such as "[3]" or ".a[0]"; the whole value where it cannot be followed."""
     current = value
     for step in path.replace("[", ".").replace("]", "").split(".")[1:]:
         try:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from pelton.outputs import CompletionOutput
+from pelton_plugins.server.completion_answer import CompletionAnswer
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Ready
-from pelton_plugins.server.job import Job
 from pelton_plugins.server.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from pelton_plugins.server.params import check_chat, sampling_params
 from pelton_plugins.server.prompts import check_fan_out, check_length, content_text, render, truncate
@@ -41,11 +41,11 @@ async def create_chat_completion(exchange: Exchange, request: ChatCompletionRequ
     check_fan_out(1, params.n)
     prompt = truncate(llm, request, await render(llm, request), max_tokens)
     check_length(llm, prompt, max_tokens)
-    await _ChatJob(exchange, llm, request, params, [prompt]).run()
+    await _ChatAnswer(exchange, llm, request, params, [prompt]).run()
 
 
 @dataclass(eq=False)
-class _ChatJob(Job[ChatCompletionRequest, ChatChoice]):
+class _ChatAnswer(CompletionAnswer[ChatCompletionRequest, ChatChoice]):
     """One prompt."""
 
     id_prefix = "chatcmpl"

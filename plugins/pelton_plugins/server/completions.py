@@ -11,9 +11,9 @@ import msgspec
 
 from pelton.outputs import CompletionOutput, RequestOutput
 from pelton.sampling_params import SamplingParams
+from pelton_plugins.server.completion_answer import CompletionAnswer
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Ready
-from pelton_plugins.server.job import Job
 from pelton_plugins.server.logprobs import (
     TextOffsets,
     TokenWriter,
@@ -43,7 +43,7 @@ async def create_completion(exchange: Exchange, request: CompletionRequest) -> N
     check_completion(request)
     params = _params(request, llm.model.generation_config)
     prompts = await read_prompts(llm, request, params)
-    await _CompletionJob(exchange, llm, request, params, prompts).run()
+    await _TextAnswer(exchange, llm, request, params, prompts).run()
 
 
 def _params(request: CompletionRequest, model_defaults: dict[str, Any]) -> SamplingParams:
@@ -58,7 +58,7 @@ def _params(request: CompletionRequest, model_defaults: dict[str, Any]) -> Sampl
 
 
 @dataclass(eq=False)
-class _CompletionJob(Job[CompletionRequest, CompletionChoice]):
+class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
     """Choices are numbered through all prompts: n of the first, n of the second, and so on."""
 
     id_prefix = "cmpl"

@@ -40,7 +40,7 @@ class TokenWriter:
         return cls(known, skip_special_tokens=params.skip_special_tokens, as_ids=as_ids)
 
     def name(self, token_id: int, text: str | None) -> str:
-        """Its text, or `bytes:\\xf0\\x9f` where it is not valid UTF-8 on its own."""
+        """Text of the token, or `bytes:\\xf0\\x9f` where it is not valid UTF-8 on its own."""
         if self.as_ids:
             return f"token_id:{token_id}"
         if text and REPLACEMENT in text and self.tokenizer is not None:
@@ -50,7 +50,7 @@ class TokenWriter:
         return text or ""
 
     def raw(self, token_id: int, text: str | None) -> list[int]:
-        """Its bytes in the answer's text: none for a special token that is left out there."""
+        """Bytes of the token in the answer's text: none for a special token that is left out there."""
         if self.tokenizer is None:
             return list((text or "").encode())
         if self.skip_special_tokens and token_id in self.tokenizer.skipped_token_ids:

@@ -16,7 +16,7 @@ REF = "#/components/schemas/{name}"
 
 
 def api(request: type[msgspec.Struct] | None, response: type[msgspec.Struct] | None) -> dict[str, Any]:
-    """What a route handler says of itself, as its `opt`."""
+    """Make a route handler's description of itself, its `opt`."""
     return {"pelton_request": request, "pelton_response": response}
 
 

@@ -105,7 +105,7 @@ def _json_size(extra_args: dict[str, Any]) -> int:
 
 
 def sent_names(request: msgspec.Struct) -> dict[str, str]:
-    """What the engine calls otherwise than this request does: from its name to the field that the client sent."""
+    """Return the names that differ between engine and request: from the engine's name to the field that the client sent."""
     if not isinstance(request, GenerateRequest):
         return {}
     names: list[tuple[str, str, bool]] = [
@@ -191,7 +191,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 
 
 def check_template(request: ChatCompletionRequest | TokenizeRequest, *, trust_template: bool) -> None:
-    """What a request says of the chat template and how to render it."""
+    """Check what a request says of the chat template and how to render it."""
     if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt contradict each other; set one.",

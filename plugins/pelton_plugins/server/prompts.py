@@ -94,7 +94,7 @@ def truncate(llm: AsyncLLM | Any, request: GenerateRequest, prompt: Prompt, max_
 
 
 def max_model_len(llm: AsyncLLM | Any) -> int:
-    """Of the running engine, which may have shrunk the model's own to what fits."""
+    """Length limit of the running engine, which may have shrunk the model's own to what fits."""
     return int(min(llm.model.max_model_len, llm.info.max_model_len))
 
 

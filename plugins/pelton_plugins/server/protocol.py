@@ -31,7 +31,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions have in common."""
 
     model: str | None = None
     n: int | None = None

@@ -163,7 +163,7 @@ def minor_version(text: str, setting: str = "version") -> tuple[int, int]:
 
 
 def is_shown(family: Family, version: tuple[int, int], show_hidden_for: tuple[int, int] | None) -> bool:
-    """Whether `version` of Pelton exports a family."""
+    """Return whether `version` of Pelton exports a family."""
     if family.deprecated_in is None or version <= family.deprecated_in:
         return True
     major, minor = family.deprecated_in

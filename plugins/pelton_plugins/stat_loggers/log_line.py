@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from pelton.config import EngineConfig
-from pelton.metrics.hit_rate import HitRateWindow
 from pelton.metrics.stats import IterationStats, SchedulerStats
+from pelton_plugins.stat_loggers.hit_rate import HitRateWindow
 
 logger = logging.getLogger("pelton.stats")
 

@@ -17,7 +17,7 @@ from pelton.metrics.stats import WAIT, FinishedRequestStats, IterationStats, Sch
 from pelton_plugins.stat_loggers.families import FAMILIES, UP_TO_MODEL_LEN, Family, help_text, is_shown, minor_version
 
 if TYPE_CHECKING:
-    from pelton.engine.client import EngineInfo
+    from pelton.messages.report import EngineInfo
 
 DEFAULT_MODEL_LEN = 131_072  # for the token buckets, until the engine says its own
 

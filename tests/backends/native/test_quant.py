@@ -17,8 +17,8 @@ from pelton.ops.interface import (
     LinearWeights,
     NormSpec,
 )
+from pelton.ops.packed_blocks import KINDS, dense, pack, panels_shape, quantize, weight_format
 from pelton.ops.reference import ReferenceAddNormLogits, ReferenceEmbed
-from pelton.quantization.blocks import KINDS, dense, pack, panels_shape, quantize, weight_format
 from pelton_backends.native.quant import (
     QuantAddNormLinear,
     QuantAddNormLogits,

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from pelton.errors import ConfigError
+from pelton.messages.step import NewRequest
 from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds, SampleTensors
-from pelton.ops.reference_step import ReferenceSample
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
 from pelton.sampling.random import uniform
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest
 from pelton.worker.batch_state import BatchState
+from pelton.worker.reference_step import ReferenceSample
 from pelton_backends.native import library
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pelton.ops.interface import PrepareInputsNeeds, PrepareInputsTensors, SampleNeeds, SampleTensors
-from pelton.ops.reference_step import ReferenceSample
 from pelton.sampling.sampler import NOT_FINITE, OK
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
+from pelton.worker.reference_step import ReferenceSample
 from pelton_backends.native.sampling import NativeSample
 from pelton_backends.native.step import NativePrepareInputs
 

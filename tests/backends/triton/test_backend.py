@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from pelton.attention.interface import AttentionNeeds, GraphSupport
-from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import BatchDescriptor
 from pelton.attention.selector import AttentionSelector
 from pelton.entries import BackendEntry
+from pelton.layers.attention import AttentionLayer
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.testing.attention import CASES, MIXED, AttentionBackendConformance, AttentionCase, AttentionStep

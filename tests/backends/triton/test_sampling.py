@@ -8,14 +8,14 @@ import random
 import pytest
 import torch
 
+from pelton.messages.step import NewRequest
 from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds, SampleTensors
-from pelton.ops.reference_step import ReferenceLogprobs, ReferenceSample
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.random import uniform
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest
 from pelton.worker.batch_state import BatchState
+from pelton.worker.reference_step import ReferenceLogprobs, ReferenceSample
 
 MAX_LEN = 40
 INF = float("inf")

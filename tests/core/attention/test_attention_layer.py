@@ -5,9 +5,9 @@ import torch
 
 import pelton_backends.sdpa.plugin
 from pelton.attention.kv_cache import bind_kv_cache
-from pelton.attention.layer import AttentionLayer
 from pelton.errors import ConfigError
 from pelton.kv_cache.spec import FullAttentionSpec, KVCacheGroup, KVCachePlan, KVCacheTensor, SlidingWindowSpec
+from pelton.layers.attention import AttentionLayer
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.plugins import plugins_of
 

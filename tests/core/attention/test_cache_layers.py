@@ -9,13 +9,13 @@ import pelton_backends.sdpa.plugin
 from pelton.attention.cache_layer import CacheLayer
 from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import bind_caches, cache_specs
-from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
 from pelton.attention.selector import AttentionSelector
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.spec import FullAttentionSpec
+from pelton.layers.attention import AttentionLayer
 from pelton.testing.graphs import StaticAttention
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.paged_rows import step_metadata

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from pelton.attention.interface import OPTIONAL_NEEDS, AttentionBackend, AttentionNeeds, GraphSupport
-from pelton.attention.selector import AttentionSelector, judge_backends, select_backend
+from pelton.attention.selector import AttentionSelector, select_backend
 from pelton.config import EngineConfig
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
@@ -59,19 +59,6 @@ def test_selects_backend(make, winner):
     entries = make()
     assert select_backend(entries, NEEDS).name == winner
     assert select_backend(reversed(entries), NEEDS).name == winner  # install order is irrelevant
-
-
-def test_priority_may_depend_on_the_devices_capability():
-    entries = [
-        entry("flash_attn", 100),
-        entry("flashinfer", 90, priority_by_capability={10: 110}),
-        entry("triton", 50),
-        entry("flex", 40),
-    ]
-    order = lambda capability: [v.name for v in judge_backends(entries, NEEDS, capability)]  # noqa: E731
-    assert order((9, 0)) == ["flash_attn", "flashinfer", "triton", "flex"] == order((8, 6)) == order(None)
-    assert order((10, 0)) == ["flashinfer", "flash_attn", "triton", "flex"]
-    assert select_backend(entries, NEEDS, capability=(10, 0)).name == "flashinfer"
 
 
 def test_a_named_backend_wins_over_every_priority():

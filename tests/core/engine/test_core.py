@@ -10,15 +10,17 @@ import pytest
 from pelton.config import EngineConfig
 from pelton.engine import core as core_module
 from pelton.engine.core import EngineCore
-from pelton.engine.messages import FinishReason
 from pelton.errors import ConfigError, EngineDeadError, RequestError
-from pelton.executor.interface import StepFit
+from pelton.messages.outputs import FinishReason
+from pelton.messages.report import StepFit
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES
 from pelton.plugins import load_plugins
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.testing.fake_executor import FakeExecutor
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarBackend
 from pelton.testing.fake_model import FakeModel, fake_resolved_model
+from pelton.testing.kv_specs import full_spec, window_spec
 from pelton.testing.scheduler import make_request
 
 
@@ -406,10 +408,22 @@ def test_wrong_settings_stop_the_start_and_the_executor(plugins, settings, messa
     assert executor.is_shut_down
 
 
+def test_memory_that_groups_of_equal_size_cost_is_noted(plugins):
+    config = EngineConfig.from_flat(max_num_seqs=4, max_num_batched_tokens=32, num_gpu_blocks_override=100)
+    model = fake_resolved_model(max_model_len=128)
+    layers = {f"full.{index}": full_spec(16) for index in range(11)}
+    layers |= {f"window.{index}": window_spec(64, 16) for index in range(20)}
+    core = EngineCore(config, model, plugins, executor=FakeExecutor(config, model, specs=layers))
+    try:
+        assert "KV cache: 31 layers take the memory of 33, so that groups are of equal size" in core.info.report.notes
+    finally:
+        core.shutdown()
+
+
 def test_an_unknown_executor_is_named(plugins):
     config = EngineConfig.from_flat(distributed_executor_backend="nowhere")
     with pytest.raises(ConfigError, match="distributed_executor_backend is 'nowhere'"):
-        core_module.make_executor(config, fake_resolved_model(), plugins)
+        core_module.make_executor(config, fake_resolved_model(), plugins, PluginMetrics())
 
 
 def test_shutdown_is_idempotent_and_final(make_core):

@@ -23,12 +23,12 @@ import zmq
 from pelton.config import EngineConfig
 from pelton.engine import process, process_client, protocol
 from pelton.engine.core import EngineCore
-from pelton.engine.messages import EngineOutput, FinishReason
 from pelton.engine.process_client import ProcessClient
 from pelton.errors import ConfigError, EngineDeadError, EngineError, PluginError, RequestError
+from pelton.messages.outputs import EngineOutput, FinishReason
+from pelton.messages.request import EngineRequest
 from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
-from pelton.request import EngineRequest
 from pelton.sampling_params import SamplingParams
 from pelton.testing.fake_executor import FakeExecutor
 from pelton.testing.fake_model import fake_resolved_model

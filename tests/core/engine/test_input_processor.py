@@ -10,10 +10,9 @@ import pytest
 
 from pelton import limits
 from pelton.config import EngineConfig
-from pelton.engine.client import EngineInfo
 from pelton.engine.input_processor import InputProcessor, child_seed
 from pelton.errors import ConfigError, NotSupportedError, RequestError
-from pelton.executor.interface import DeviceReport
+from pelton.messages.report import DeviceReport, EngineInfo
 from pelton.model.resolved import ResolvedModel
 from pelton.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pelton.testing.fake_model import fake_resolved_model

@@ -11,7 +11,10 @@ import pytest
 
 from pelton.config import EngineConfig
 from pelton.engine.input_processor import InputProcessor
-from pelton.engine.messages import (
+from pelton.engine.output_processor import OutputProcessor, Processed
+from pelton.engine.output_queue import OutputQueue
+from pelton.errors import EngineDeadError, EngineError, ErrorInfo, QueueFullError, RequestError
+from pelton.messages.outputs import (
     EngineEvent,
     EngineOutput,
     EngineOutputs,
@@ -19,9 +22,6 @@ from pelton.engine.messages import (
     FinishReason,
     LogprobColumns,
 )  # fmt: skip
-from pelton.engine.output_processor import OutputProcessor, Processed
-from pelton.engine.output_queue import OutputQueue
-from pelton.errors import EngineDeadError, EngineError, ErrorInfo, QueueFullError, RequestError
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
 from pelton.sampling_params import RequestOutputKind, SamplingParams
 from pelton.testing.fake_model import fake_resolved_model

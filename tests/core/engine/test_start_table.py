@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pelton.engine.client import EngineInfo
 from pelton.engine.start_table import start_table
-from pelton.executor.interface import DeviceReport
+from pelton.messages.report import DeviceReport, EngineInfo
 from pelton.testing.fake_model import fake_resolved_model
 
 

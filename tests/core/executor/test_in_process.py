@@ -15,8 +15,9 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
 from pelton.executor import in_process
 from pelton.executor.in_process import InProcessExecutor, WorkerThread
-from pelton.executor.interface import DeviceReport
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.executor.interface import ExecutorContext
+from pelton.messages.report import DeviceReport
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.interface import Worker
 
 
@@ -87,7 +88,13 @@ def make(monkeypatch):
     made: list[InProcessExecutor] = []
 
     def build(**flat) -> InProcessExecutor:
-        made.append(InProcessExecutor(EngineConfig.from_flat(**flat), SimpleNamespace(), SimpleNamespace()))
+        made.append(
+            InProcessExecutor(
+                ExecutorContext(
+                    config=EngineConfig.from_flat(**flat), model=SimpleNamespace(), plugins=SimpleNamespace()
+                )
+            )
+        )
         return made[-1]
 
     yield build

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -9,7 +10,7 @@ from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.single_type import FullAttentionManager
-from pelton.kv_cache.spec import CrossAttentionSpec, MambaSpec
+from pelton.kv_cache.spec import FullAttentionSpec, MambaSpec
 from pelton.testing.kv_specs import full_spec, make_plan, window_spec
 
 
@@ -321,6 +322,13 @@ def test_a_state_is_one_block_for_a_whole_request_and_nothing_is_found():
     assert [len(new) for new in request.start()] == [5, 1]
     assert manager.max_blocks_needed(17) == 6
     assert manager.lookup(Request(manager, "b", range(17))) == (([], []), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttentionSpec(FullAttentionSpec):
+    """Keys and values of an encoder's output: as many tokens as it made, written once."""
+
+    max_encoder_tokens: int
 
 
 def test_a_manager_of_a_plugin_is_used():

@@ -10,7 +10,6 @@ from pelton.errors import ConfigError
 from pelton.kv_cache.planner import bytes_per_block, bytes_per_token, plan_kv_cache, with_num_blocks
 from pelton.kv_cache.spec import (
     ChunkedLocalSpec,
-    CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLASpec,
@@ -268,11 +267,8 @@ def test_a_model_without_cache_needs_has_an_empty_plan():
     assert (plan.groups, plan.tensors, plan.bytes_per_block) == ((), (), 0)
 
 
-def test_pages_of_the_other_specs():
+def test_pages_of_latents():
     assert MLASpec(block_size=16, latent_dim=576, dtype="bfloat16").page_size_bytes == 16 * 576 * 2
-    cross = CrossAttentionSpec(block_size=16, num_kv_heads=1, head_dim=8, dtype="float32", max_encoder_tokens=1500)
-    assert cross.page_size_bytes == FULL.page_size_bytes
-    assert cross.max_blocks(5) == 94
 
 
 @settings(max_examples=100, deadline=None)

@@ -15,7 +15,7 @@ from pelton.kv_cache.single_type import (
     TypeBlocks,
     make_managers,
 )
-from pelton.kv_cache.spec import CrossAttentionSpec, FullAttentionSpec, MambaSpec, MLASpec
+from pelton.kv_cache.spec import FullAttentionSpec, MambaSpec, MLASpec
 from pelton.testing.kv_specs import chunked_spec, full_spec, window_spec
 
 
@@ -156,11 +156,12 @@ def test_a_plugin_adds_a_manager_and_may_replace_one():
 
 
 def test_a_spec_without_a_manager_is_refused_even_where_its_parent_has_one():
-    cross = CrossAttentionSpec(block_size=4, num_kv_heads=1, head_dim=8, dtype="float16", max_encoder_tokens=9)
-    with pytest.raises(
-        ConfigError, match=r"CrossAttentionSpec, which no KV-cache manager handles.*pelton_kv_cache_specs"
-    ):
-        make_managers([cross], BlockPool(10), 4)
+    class OddSpec(FullAttentionSpec):
+        """A plugin's, which forgot its manager."""
+
+    odd = OddSpec(block_size=4, num_kv_heads=1, head_dim=8, dtype="float16")
+    with pytest.raises(ConfigError, match=r"OddSpec, which no KV-cache manager handles.*pelton_kv_cache_specs"):
+        make_managers([odd], BlockPool(10), 4)
 
 
 def longest_by_trial(manager, cached, max_tokens, alignment):

@@ -1,4 +1,4 @@
-"""Hit-rate window, buckets, exposition, guarded stat loggers."""
+"""Buckets, exposition, guarded stat loggers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,9 @@ from pelton.config import EngineConfig
 from pelton.entries import StatLoggerEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.metrics.buckets import BucketCounts, one_two_five
-from pelton.metrics.hit_rate import HitRateWindow
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, render_text
 from pelton.metrics.stats import IterationStats, SchedulerStats
-
-
-def test_the_1001st_query_drops_the_first():
-    window = HitRateWindow()
-    window.observe(1, 100, 100)
-    for _ in range(999):
-        window.observe(1, 100, 0)
-    assert window.num_queries == 1000
-    assert window.hit_rate == pytest.approx(1 / 1000)
-    window.observe(1, 100, 0)
-    assert window.num_queries == 1000
-    assert window.hit_rate == 0.0
-
-
-def test_a_step_of_many_queries_is_kept_whole():
-    window = HitRateWindow(max_queries=10)
-    window.observe(25, 100, 50)
-    assert window.hit_rate == 0.5
-    window.observe(3, 100, 0)
-    assert (window.num_queries, window.hit_rate) == (3, 0.0)
-
-
-def test_no_queries_is_no_division():
-    window = HitRateWindow()
-    window.observe(0, 0, 0)
-    assert (window.num_queries, window.hit_rate) == (0, 0.0)
 
 
 def test_buckets_count_values_at_a_bound_below_it():

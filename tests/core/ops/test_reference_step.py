@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 
+from pelton.messages.step import NewRequest
 from pelton.ops.interface import PrepareInputsNeeds, PrepareInputsTensors, SampleNeeds, SampleTensors
-from pelton.ops.reference_step import ReferencePrepareInputs, ReferenceSample
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
 from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.penalties import apply_side_tables
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, sample
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape
+from pelton.worker.reference_step import ReferencePrepareInputs, ReferenceSample
 
 VOCAB, NUM_SEQS, MAX_LEN = 70, 8, 40
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pelton.ops.interface import LinearSpec, LinearWeights
-from pelton.quantization.blocks import (
+from pelton.ops.packed_blocks import (
     KINDS,
     PANEL_ROWS,
     dense,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from pelton.messages.step import NewRequest
 from pelton.sampling import columns
 from pelton.sampling.columns import SAMPLING_COLUMNS, SamplingColumn, active_columns, columns_of, host_columns
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest
 from pelton.worker import batch_state
 from pelton.worker.batch_state import BatchState
 

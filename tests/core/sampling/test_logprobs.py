@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pelton.engine.messages import LogprobColumns, PackedLogprobs
+from pelton.messages.outputs import LogprobColumns, PackedLogprobs
 from pelton.sampling.logprobs import HostLogprobs, gather_logprobs
 
 

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
+from pelton.messages.step import NewRequest
 from pelton.sampling.metadata import SideRows
 from pelton.sampling.penalties import apply_side_tables
 from pelton.sampling.side_tables import SideTables
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest
 
 VOCAB, NUM_SIDE_SLOTS, WIDTH = 30, 6, 40
 EOS = [2, 5]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pelton.engine.messages import FinishReason
+from pelton.messages.outputs import FinishReason
 from pelton.testing.scheduler import Harness, make_request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pelton.engine.messages import FinishReason
+from pelton.messages.outputs import FinishReason
 from pelton.testing.scheduler import Harness, make_request
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pelton.engine.messages import FinishReason
 from pelton.errors import RequestError
+from pelton.messages.outputs import FinishReason
 from pelton.scheduler.gates import Gate, Verdict
 from pelton.testing.scheduler import Harness, make_request
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from pelton_worker_fakes import VOCAB, make_runner, oracle_greedy
 
-from pelton.engine.messages import FinishReason
-from pelton.scheduler.output import SchedulerOutput
+from pelton.messages.outputs import FinishReason
+from pelton.messages.step import SchedulerOutput
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.scheduler import Harness, make_request
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pelton.config import SchedulerConfig
-from pelton.engine.messages import FinishReason
 from pelton.errors import RequestError
+from pelton.messages.outputs import FinishReason
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy
 from pelton.testing.fake_connector import FakeConnector

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from pelton.config import SchedulerConfig
-from pelton.engine.messages import EventType, FinishReason, LogprobColumns
 from pelton.errors import EngineError, NotSupportedError, QueueFullError, RequestError
+from pelton.messages.outputs import EventType, FinishReason, LogprobColumns
+from pelton.messages.step import ModelOutput
 from pelton.sampling_params import StructuredOutputsParams
-from pelton.scheduler.output import ModelOutput
 from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy
 from pelton.scheduler.slots import SlotPool
 from pelton.testing.fake_connector import FakeConnector

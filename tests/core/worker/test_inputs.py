@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pelton.kv_cache.hashing import pack_tokens
+from pelton.messages.step import NewRequest, SchedulerOutput
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import NewRequest, SchedulerOutput
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
 from pelton.worker.step_plan import plan_drafts, plan_step, ramp

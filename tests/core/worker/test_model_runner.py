@@ -13,9 +13,9 @@ from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.kv_transfer.interface import WorkerConnector
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.testing.graphs import FakeGraphRecorder
-from pelton.worker.staging import StagingRing
+from pelton.utils.staging import StagingRing
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 
@@ -452,20 +452,13 @@ def test_side_slot_of_another_owner_leaves_nothing_behind(driver):
     assert second.output == oracle_greedy(PROMPTS[1], 7)
 
 
-def test_block_copies_come_before_the_step(driver):
+def test_blocks_are_zeroed_before_the_step(driver):
     first = driver.add(0, PROMPTS[4])
     driver.step([(first, 4)])
     pool = driver.runner.pool
-    before = [layer.views[0].clone() for layer in pool.layers]
-    driver.runner.execute(SchedulerOutput(step_id=7, block_copies=[(1, 50), (0, 51)]))
-    for layer, old in zip(pool.layers, before, strict=True):
-        ratio = old.shape[0] // pool.num_blocks
-        assert torch.equal(layer.views[0][50 * ratio : 51 * ratio], old[ratio : 2 * ratio])
-    driver.runner.execute(SchedulerOutput(step_id=8, zero_block_ids=[50]))
-    assert all(
-        float(layer.views[0][50 * (layer.views[0].shape[0] // pool.num_blocks)].abs().sum()) == 0
-        for layer in pool.layers
-    )
+    block_id = int(pool.pages[0].ne(0).any(dim=1).nonzero()[-1])
+    driver.runner.execute(SchedulerOutput(step_id=8, zero_block_ids=[block_id]))
+    assert all(int(page[block_id].abs().sum()) == 0 for page in pool.pages)
 
 
 class Connector(WorkerConnector):

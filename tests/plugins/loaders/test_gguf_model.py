@@ -7,10 +7,9 @@ import torch
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
-from pelton.model.resolve import resolve_model
+from pelton.model.resolve import load_tokenizer, resolve_model
 from pelton.model.source import SourceRequest
 from pelton.testing.plugins import plugins_of
-from pelton.tokenizer import load_tokenizer
 from pelton_plugins.loaders import plugin as loaders
 from pelton_plugins.loaders.gguf.config import hf_config
 from pelton_plugins.loaders.gguf.dequantize import dequantize

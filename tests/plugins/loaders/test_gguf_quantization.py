@@ -9,9 +9,9 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.model.build import make_build_config
 from pelton.model.resolve import resolve_model
+from pelton.ops.packed_blocks import KINDS
 from pelton.ops.selector import OpSelector
 from pelton.plugins import load_plugins
-from pelton.quantization.blocks import KINDS
 from pelton.testing.model_driver import ModelDriver, TensorWeight
 from pelton.testing.models import make_tiny_checkpoint
 

@@ -14,7 +14,7 @@ import uvicorn
 
 from pelton.entries import Entry
 from pelton.errors import EngineDeadError, NotSupportedError, RequestError
-from pelton.executor.interface import DeviceReport
+from pelton.messages.report import DeviceReport
 from pelton.metrics.snapshot import Gauge, Metric
 from pelton.model.resolved import ResolvedModel
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput

@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 
 from pelton.errors import DeadlineExceededError
-from pelton_plugins.server.edge import Edge
 from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.exchange import KEEP_ALIVE, Exchange
 from pelton_plugins.server.http_metrics import HttpMetrics
+from pelton_plugins.server.middleware import Middleware
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "ab", "max_tokens": 200, "ignore_eos": True}
@@ -105,9 +105,9 @@ async def test_an_error_that_escapes_counts_as_500_even_where_the_client_left(st
     async def gone():
         return {"type": "http.disconnect"}
 
-    edge = Edge(fails, start().state)
+    middleware = Middleware(fails, start().state)
     with pytest.raises(ZeroDivisionError):
-        await edge({"type": "http", "method": "GET", "path": "/x", "headers": []}, gone, None)
+        await middleware({"type": "http", "method": "GET", "path": "/x", "headers": []}, gone, None)
     assert statuses == [500]
 
 

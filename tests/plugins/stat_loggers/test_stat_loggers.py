@@ -9,9 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pelton.config import EngineConfig
-from pelton.engine.client import EngineInfo
 from pelton.errors import ConfigError
-from pelton.executor.interface import DeviceReport
+from pelton.messages.report import DeviceReport, EngineInfo
 from pelton.metrics.snapshot import render_text
 from pelton.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 from pelton.plugins import load_plugins

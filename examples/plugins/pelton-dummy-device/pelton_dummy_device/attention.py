@@ -14,7 +14,7 @@ from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 
 if TYPE_CHECKING:
-    from pelton.attention.layer import AttentionLayer
+    from pelton.layers.attention import AttentionLayer
 
 
 class LoopBackend(AttentionBackend):

@@ -1,4 +1,4 @@
-"""What the device offers: sizes, dtypes, and its worker. torch is imported inside methods only."""
+"""Platform of the dummy device: sizes, dtypes, and its worker. torch is imported inside methods only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DummyPlatform(Platform):
         return "dummy: CPU tensors, for tests and for reading"
 
     def available_kv_cache_bytes(self, config: EngineConfig, *, weights_bytes: int, peak_activation_bytes: int) -> int:
-        """What is set has to fit into the device's memory, which is the host's here. Weights are in it already."""
+        """Return what is set; it has to fit into the device's memory, which is the host's here. Weights are in it already."""
         wanted = config.kv_cache.kv_cache_memory_bytes
         if wanted is None:
             return DEFAULT_KV_CACHE_BYTES

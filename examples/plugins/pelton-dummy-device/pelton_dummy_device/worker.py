@@ -14,8 +14,9 @@ from torch import Tensor
 from pelton.attention.kv_cache import bind_kv_cache
 from pelton.attention.metadata import CommonMetadata, ForwardBatch
 from pelton.errors import NotSupportedError
-from pelton.executor.interface import DeviceReport
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.messages.report import DeviceReport
+from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
 from pelton.sampling.columns import columns_of
@@ -23,7 +24,6 @@ from pelton.sampling.logprobs import gather_logprobs
 from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.sampler import ERROR_MESSAGES, OK, sample, unpack_bitmask
 from pelton.sampling_params import SamplingParams
-from pelton.scheduler.output import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.worker.interface import Worker
 
 
@@ -109,9 +109,6 @@ class DummyWorker(Worker):
         for slot in output.freed_slots:
             del self.rows[slot]
         for layer in self.build.attention_layers.values():
-            for source, destination in output.block_copies:
-                layer.k_cache[destination] = layer.k_cache[source]
-                layer.v_cache[destination] = layer.v_cache[source]
             for block_id in output.zero_block_ids:
                 layer.k_cache[block_id] = 0
                 layer.v_cache[block_id] = 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
+from pelton.layers.attention import AttentionLayer
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
@@ -62,7 +62,7 @@ class TinyBlock(nn.Module):
 
 
 class TinyForCausalLM(Decoder):
-    """Its parts; `Decoder` runs them. A model that is no chain of layers has the methods of
+    """Parts of the model; `Decoder` runs them. A model that is no chain of layers has the methods of
     `pelton.model.interface.CausalLM` itself."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:

@@ -10,7 +10,7 @@ from pelton.kv_cache.spec import SlidingWindowSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchedWindowSpec(SlidingWindowSpec):
-    """What a layer needs: pages as full attention has them, and the tokens of its window."""
+    """Need of a layer: pages as full attention has them, and the tokens of its window."""
 
     release_blocks: int
 

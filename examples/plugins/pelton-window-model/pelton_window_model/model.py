@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pelton.attention.layer import AttentionLayer
 from pelton.attention.metadata import ForwardBatch
 from pelton.kv_cache.spec import KVCacheSpec
+from pelton.layers.attention import AttentionLayer
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
@@ -74,7 +74,7 @@ class WindowBlock(nn.Module):
 
 
 class WindowForCausalLM(Decoder):
-    """Its parts; `Decoder` runs them."""
+    """Parts of the model; `Decoder` runs them."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)

@@ -16,7 +16,7 @@ from pelton.ops.interface import FusedOp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchScaleNeeds:
-    """What an implementation may refuse."""
+    """Needs that an implementation may refuse."""
 
     dtype: str
     size: int  # H
@@ -25,7 +25,7 @@ class BranchScaleNeeds:
 
 @dataclass(slots=True)
 class BranchScaleTensors:
-    """What it is bound to: nothing but a place."""
+    """Tensors that it is bound to: nothing but a place."""
 
     device: torch.device
 

@@ -8,7 +8,7 @@ from pelton.errors import ConfigError
 
 
 class WindowModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be set."""
+    """Settings of the example model."""
 
     release_blocks: int = 4
     """Blocks that a window has passed and that are given back together: fewer, larger releases for some more memory."""

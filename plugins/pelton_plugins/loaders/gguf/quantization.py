@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pelton.errors import ConfigError
-from pelton.quantization.blocks import KINDS, BlockKind
+from pelton.ops.packed_blocks import KINDS, BlockKind
 from pelton.quantization.packed import PackedWeights
 from pelton_plugins.loaders.gguf.file import GGUFFile
 from pelton_plugins.loaders.gguf.loader import PLAIN_DTYPES, GGUFWeight
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.config import EngineConfig
-    from pelton.layers.linear import LinearShard
     from pelton.model.loading import LazyWeight
     from pelton.model.resolved import ResolvedModel
+    from pelton.quantization.interface import LinearShard
 
 
 class GGUFBlocks(PackedWeights):

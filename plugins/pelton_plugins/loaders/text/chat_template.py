@@ -130,7 +130,7 @@ def _environment() -> GuardedEnvironment:
 
 
 def read_template(given: str) -> str:
-    """What --chat-template names: a file, or the template itself."""
+    """Return the template that --chat-template names: a file, or the template itself."""
     looks_inline = "{{" in given or "{%" in given or "\n" in given
     if looks_inline:
         return given
@@ -226,7 +226,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 def _reads_content_parts(template: nodes.Template) -> bool:
-    """Whether the template goes through a message's content part by part; else it takes it as a string."""
+    """Return whether the template goes through a message's content part by part; else it takes it as a string."""
     return any(_is_content(loop.iter) for loop in template.find_all(nodes.For))
 
 

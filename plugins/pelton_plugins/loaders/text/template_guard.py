@@ -50,7 +50,7 @@ class RaisedByTemplate(jinja2.TemplateRuntimeError):
 
 
 class Budget:
-    """What one rendering may still do."""
+    """Budget of what one rendering may still do."""
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + MAX_SECONDS

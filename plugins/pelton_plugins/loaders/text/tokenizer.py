@@ -198,7 +198,7 @@ _TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0x
 
 
 def _composes(backend: tokenizers.Tokenizer) -> bool | None:
-    """Whether the normalizer makes one character of several; None where something drops parts of a text."""
+    """Return whether the normalizer makes one character of several; None where something drops parts of a text."""
     composes = False
     for part, inner in ((backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers")):
         state = {inner: []} if part is None else json.loads(part.__getstate__())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pelton.quantization.blocks import KINDS, BlockKind, quantize
+from pelton.ops.packed_blocks import KINDS, BlockKind, quantize
 from pelton.quantization.packed import PackedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.config import EngineConfig
-    from pelton.layers.linear import LinearShard
     from pelton.model.loading import LazyWeight
     from pelton.model.resolved import ResolvedModel
+    from pelton.quantization.interface import LinearShard
 
 
 class QuantizedAtLoad(PackedWeights):

@@ -8,11 +8,12 @@ import msgspec
 
 from pelton.config import EngineConfig
 from pelton.engine.in_process import InProcessClient
-from pelton.executor.interface import DeviceReport, Executor, StepHandle
+from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan, KVCacheSpec
+from pelton.messages.report import DeviceReport
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
-from pelton.plugins import Plugins, load_plugins
-from pelton.scheduler.output import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.plugins import load_plugins
 
 TOKEN = 5
 VOCAB_SIZE = 1000
@@ -30,11 +31,11 @@ class _Done(StepHandle):
         return self._output
 
 
-class InstantExecutor(Executor):
+class NullExecutor(Executor):
     """Every row that samples gets the same token."""
 
-    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
-        self._block_size = config.kv_cache.block_size
+    def __init__(self, context: ExecutorContext) -> None:
+        self._block_size = context.config.kv_cache.block_size
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         return {"layer": FullAttentionSpec(block_size=self._block_size, num_kv_heads=1, head_dim=16, dtype="bfloat16")}
@@ -62,7 +63,7 @@ class InstantExecutor(Executor):
         pass
 
 
-def instant_client(config: EngineConfig, *, max_model_len: int, max_num_seqs: int) -> InProcessClient:
+def null_client(config: EngineConfig, *, max_model_len: int, max_num_seqs: int) -> InProcessClient:
     """An engine for `max_num_seqs` requests of full length."""
     from pelton.engine.core import EngineCore
 
@@ -74,10 +75,11 @@ def instant_client(config: EngineConfig, *, max_model_len: int, max_num_seqs: in
         kv_cache=replace(config.kv_cache, num_gpu_blocks_override=num_blocks),
     )
     model = ResolvedModel(
-        name="instant", path="", weights_format="dummy", hf_config={}, architecture="none", dtype="bfloat16",
+        name="null", path="", weights_format="dummy", hf_config={}, architecture="none", dtype="bfloat16",
         max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=[0], generation_config={},
         tokenizer_path=None,
     )  # fmt: skip
     plugins = load_plugins(only=[])
-    core = EngineCore(config, model, plugins, executor=InstantExecutor(config, model, plugins))
+    context = ExecutorContext(config=config, model=model, plugins=plugins)
+    core = EngineCore(config, model, plugins, executor=NullExecutor(context))
     return InProcessClient.over(core)

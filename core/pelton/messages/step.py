@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pelton.engine.messages import LogprobColumns, PackedLogprobs
-from pelton.request import AdapterRef, MultiModalItem, PoolingParams, TensorData
+from pelton.messages.outputs import LogprobColumns, PackedLogprobs
+from pelton.messages.request import AdapterRef, MultiModalItem, PoolingParams, TensorData
 from pelton.sampling_params import SamplingParams
 
 
@@ -66,11 +66,9 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Slots given back since the last step, before `new` is applied."""
     grammar_rows: list[int] = []
     """Rows that sample under a mask, which `Executor.sample` brings."""
-    block_copies: list[tuple[int, int]] = []
-    """(source, destination), whole manager blocks, before anything else."""
     zero_block_ids: list[int] = []
     """Blocks handed on in this step, of which no result has told that what their last holder wrote is finite: NaN would
-    reach the next one even where attention masks. Zeroed after the copies, before anything else."""
+    reach the next one even where attention masks. Zeroed before anything else."""
     common_prefix_blocks: list[int] = []
     """Per group: leading blocks shared by every row."""
     max_query_len: int = 0

@@ -1,4 +1,4 @@
-"""A tape plays again what ran while it was recorded, in memory that all tapes share."""
+"""A call graph replays what ran while it was recorded, in memory that all call graphs share."""
 
 import ctypes
 
@@ -7,8 +7,8 @@ import torch
 
 from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
+from pelton.graphs.call_graph import CallGraphRecorder, launch
 from pelton.graphs.captures import FullGraphs
-from pelton.graphs.tape import TapeRecorder, launch
 from pelton.testing.graphs import FakeGraphRecorder
 
 
@@ -31,7 +31,7 @@ def test_torch_ops_and_launches_are_played_in_their_order():
         y[3] = 7.0
         return y + x
 
-    graph, result = record(TapeRecorder(), call)
+    graph, result = record(CallGraphRecorder(), call)
     assert result.tolist() == [3.0, 6.0, 9.0, 10.0]
     x += 10
     graph.replay()
@@ -43,7 +43,7 @@ def test_ops_that_may_view_are_played_where_they_copy(inference):
     x = torch.arange(6.0).view(2, 3)
     with torch.inference_mode(inference):
         graph, results = record(
-            TapeRecorder(),
+            CallGraphRecorder(),
             lambda: [x.to(torch.bfloat16), x.t().reshape(6), x.t().contiguous(), x.reshape(3, 2), x.float()],
         )
         x += 1
@@ -55,15 +55,15 @@ def test_ops_that_may_view_are_played_where_they_copy(inference):
 
 def test_a_replay_makes_no_tensor_anew():
     x = torch.ones(8)
-    graph, result = record(TapeRecorder(), lambda: torch.empty(8).copy_(x))
+    graph, result = record(CallGraphRecorder(), lambda: torch.empty(8).copy_(x))
     address = result.data_ptr()
     x.fill_(3.0)
     graph.replay()
     assert result.data_ptr() == address and result.tolist() == [3.0] * 8
 
 
-def test_tensors_of_one_tape_lie_where_those_of_another_were():
-    recorder = TapeRecorder()
+def test_tensors_of_one_graph_lie_where_those_of_another_were():
+    recorder = CallGraphRecorder()
 
     def call():
         scratch = torch.empty(100, 3)
@@ -74,7 +74,7 @@ def test_tensors_of_one_tape_lie_where_those_of_another_were():
 
 
 def test_a_result_that_is_kept_is_nobody_elses():
-    recorder = TapeRecorder()
+    recorder = CallGraphRecorder()
     x = torch.full((5,), 2.0)
     one, kept = record(recorder, lambda: x + 1)
     two, other = record(recorder, lambda: x + 2)
@@ -85,7 +85,7 @@ def test_a_result_that_is_kept_is_nobody_elses():
 @pytest.mark.parametrize("shape, order", [((3, 5), (1, 0)), ((2, 3, 4), (2, 0, 1)), ((4,), (0,)), ((0, 3), (1, 0))])
 def test_results_keep_shape_and_strides(shape, order):
     x = torch.randn(shape)
-    graph, result = record(TapeRecorder(), lambda: x.permute(order) * 1)
+    graph, result = record(CallGraphRecorder(), lambda: x.permute(order) * 1)
     expected = x.permute(order) * 1
     assert result.stride() == expected.stride()
     x.add_(1)
@@ -96,7 +96,7 @@ def test_results_keep_shape_and_strides(shape, order):
 def test_what_was_viewed_is_read_where_it_lies():
     x = torch.arange(6)
     view = x[2:4]
-    graph, result = record(TapeRecorder(), lambda: view.view(2, 1).expand(2, 3) + 0)
+    graph, result = record(CallGraphRecorder(), lambda: view.view(2, 1).expand(2, 3) + 0)
     x += 1
     graph.replay()
     assert result.tolist() == [[3] * 3, [4] * 3]
@@ -110,13 +110,13 @@ def test_a_launch_outside_of_a_recording_is_a_call():
 
 def test_a_call_that_fails_ends_the_replay():
     answers = iter([0, 1])
-    graph, _ = record(TapeRecorder(), lambda: launch(lambda: next(answers)))
+    graph, _ = record(CallGraphRecorder(), lambda: launch(lambda: next(answers)))
     with pytest.raises(EngineError, match="no memory"):
         graph.replay()
 
 
 def test_a_step_that_reads_on_the_host_runs_and_is_not_captured(caplog):
-    graphs, calls = FullGraphs(TapeRecorder()), []
+    graphs, calls = FullGraphs(CallGraphRecorder()), []
 
     def step():
         calls.append(1)
@@ -127,7 +127,7 @@ def test_a_step_that_reads_on_the_host_runs_and_is_not_captured(caplog):
     assert sum("reads values on the host" in str(record.exc_info) for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("recorder", [TapeRecorder, FakeGraphRecorder])
+@pytest.mark.parametrize("recorder", [CallGraphRecorder, FakeGraphRecorder])
 @pytest.mark.parametrize(
     "read",
     [
@@ -153,7 +153,7 @@ def test_what_depends_on_values_is_not_captured(recorder, read, inference):
 
 def test_repeats_of_a_known_length_are_captured():
     with torch.inference_mode():
-        graphs, x = FullGraphs(TapeRecorder()), torch.tensor([1, 1, 1])
+        graphs, x = FullGraphs(CallGraphRecorder()), torch.tensor([1, 1, 1])
         for values in ([1, 1, 1], [1, 0, 2]):
             x.copy_(torch.tensor(values))
             got = graphs.run(CUDAGraphMode.FULL, "key", lambda: torch.arange(3).repeat_interleave(x, output_size=3) + 0)
@@ -161,7 +161,7 @@ def test_repeats_of_a_known_length_are_captured():
 
 
 def test_a_step_that_raises_leaves_the_recorder_ready():
-    graphs = FullGraphs(TapeRecorder())
+    graphs = FullGraphs(CallGraphRecorder())
     with pytest.raises(ZeroDivisionError):
         graphs.run(CUDAGraphMode.FULL, "bad", lambda: 1 // 0)
     x = torch.ones(2)
@@ -171,14 +171,14 @@ def test_a_step_that_raises_leaves_the_recorder_ready():
 
 
 def test_the_first_run_of_a_key_runs_once():
-    graphs, total = FullGraphs(TapeRecorder()), torch.zeros(1)
+    graphs, total = FullGraphs(CallGraphRecorder()), torch.zeros(1)
     for _ in range(3):
         graphs.run(CUDAGraphMode.FULL, "key", lambda: total.add_(1))
     assert total.item() == 3.0
 
 
-def test_tapes_of_many_sizes_share_their_memory():
-    recorder, x = TapeRecorder(), torch.ones(1)
+def test_graphs_of_many_sizes_share_their_memory():
+    recorder, x = CallGraphRecorder(), torch.ones(1)
     graphs = []
     for rows in range(1, 65):
         result = torch.zeros(rows)
@@ -190,7 +190,7 @@ def test_tapes_of_many_sizes_share_their_memory():
 
         graphs.append((record(recorder, call)[0], result))
     most = 64 * 40_000 * 4
-    assert 2 * most <= recorder._room.num_bytes <= 8 * most  # 64 tapes, each with memory of its own, would take 65
+    assert 2 * most <= recorder._arena.num_bytes <= 8 * most  # 64 graphs, each with memory of its own, would take 65
     x.fill_(5.0)
     for graph, result in reversed(graphs):
         graph.replay()

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from pelton.errors import ErrorInfo
+from pelton.messages.request import TensorData
 from pelton.metrics.stats import SchedulerStats
-from pelton.request import TensorData
 
 
 class FinishReason(IntEnum):
@@ -140,4 +140,3 @@ class EngineOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     timestamp: float = 0.0
     """Engine's monotonic clock: the NEW_TOKENS stamp of every output here that has tokens."""
     stats: SchedulerStats | None = None
-    engine_index: int = 0

@@ -25,7 +25,7 @@ Choice = TypeVar("Choice", CompletionChoice, ChatChoice)
 
 
 @dataclass(eq=False)
-class Job(ABC, Generic[Request, Choice]):
+class CompletionAnswer(ABC, Generic[Request, Choice]):
     """Subclasses give what the engine puts out the shape of their endpoint."""
 
     id_prefix: ClassVar[str]
@@ -75,7 +75,7 @@ class Job(ABC, Generic[Request, Choice]):
 
     @abstractmethod
     def choices(self, ready: Ready) -> list[Choice]:
-        """Of finished outputs."""
+        """Return the choices of finished outputs."""
 
     @abstractmethod
     def response(self, choices: list[Choice], usage: Usage) -> msgspec.Struct:
@@ -83,11 +83,11 @@ class Job(ABC, Generic[Request, Choice]):
 
     @abstractmethod
     def deltas(self, ready: Ready) -> list[bytes]:
-        """What a stream tells of these outputs: a choice as JSON for each of its chunks."""
+        """Return what a stream reports of these outputs: a choice as JSON for each of its chunks."""
 
 
 class Usages:
-    """What a stream says about usage: nothing, totals at the end, or also running totals in every chunk."""
+    """Kinds of usage that a stream reports: nothing, totals at the end, or also running totals in every chunk."""
 
     def __init__(self, request: GenerateRequest, *, force: bool) -> None:
         options = request.stream_options

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from pelton.errors import ConfigError
+from pelton.ops.packed_blocks import KINDS, dequantize, pack, panels_shape, quantize
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import load_plugins
-from pelton.quantization.at_load import Q8Weights, Q40Weights, Q41Weights
-from pelton.quantization.blocks import KINDS, dequantize, pack, panels_shape, quantize
 from pelton.testing.model_driver import ModelDriver, TensorWeight, checkpoint_weights
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.quantization.at_load import Q8Weights, Q40Weights, Q41Weights
 
 METHODS = {"q8_0": Q8Weights, "q4_0": Q40Weights, "q4_1": Q41Weights}
 PROMPT = [5, 9, 200, 31, 77, 4, 18]

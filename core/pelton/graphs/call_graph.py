@@ -1,7 +1,7 @@
-"""Graphs of devices that compute in the calling process: a tape of calls on fixed addresses, played again in their order.
+"""Call graphs: the calls of a step on fixed addresses, recorded and replayed, for devices that compute in the calling process.
 
 The calls run while they are recorded. Functions of C go through `launch`; torch's ops are seen by the recorder. What makes the
-step's memory is recorded as well: tensors lie in the recorder's room, which all tapes share, so a replay allocates nothing.
+step's memory is recorded as well: tensors lie in the recorder's arena, which all call graphs share, so a replay allocates nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from enum import Enum
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,8 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pelton import moved
 from pelton.errors import EngineError
 from pelton.graphs.recorder import Graph, GraphRecorder
+
+if not TYPE_CHECKING:
+    __getattr__ = moved.names_of(__name__)
 
 _HOST_READS = (
     "aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.allclose", "aten.nonzero", "aten.argwhere",
@@ -32,7 +36,7 @@ _LEAST_CHUNK = 2**21
 
 
 def reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether an op of torch brings values from the device to the host, or makes a shape of them: a recorded step cannot have
+    """Return whether an op of torch brings values from the device to the host, or makes a shape of them: a recorded step cannot have
     one. Of what passes no dispatcher, `Tensor.tolist` and `numpy` on a CPU, nothing is seen."""
     name = str(func)
     if name.startswith(_INDEXING):
@@ -42,7 +46,7 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     return name.startswith(_HOST_READS)
 
 
-class Tape:
+class CallGraph:
     """Calls in the order of their capture; each returns 0 or None, or it failed."""
 
     def __init__(self) -> None:
@@ -54,36 +58,36 @@ class Tape:
                 raise EngineError("A step's kernel failed: it found no memory. Give the process more memory.")
 
 
-_recording: ContextVar[Tape | None] = ContextVar("pelton_tape", default=None)
+_recording: ContextVar[CallGraph | None] = ContextVar("pelton_call_graph", default=None)
 
 
 def launch(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that computes in memory given by address, and put the call on the tape that this thread records, if any.
+    """Call a function that computes in memory given by address; where this thread records a call graph, the call becomes part of it.
 
     arguments: numbers, addresses and structs, which stay as they are. It returns 0 or None, or it failed.
     """
-    tape = _recording.get()
-    if tape is not None:
-        tape.calls.append(partial(function, *arguments))
+    graph = _recording.get()
+    if graph is not None:
+        graph.calls.append(partial(function, *arguments))
     return function(*arguments)
 
 
-class TapeRecorder(GraphRecorder):
+class CallGraphRecorder(GraphRecorder):
     """A step that reads a value on the host (`item`) runs, and is refused at its `end`."""
 
     runs_calls: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._room = _Room()
+        self._arena = _Arena()
         self._mode: _Watch | None = None
-        self._token: Token[Tape | None] | None = None
+        self._token: Token[CallGraph | None] | None = None
 
     def begin(self) -> None:
         assert self._mode is None, "a capture runs already"
-        tape = Tape()
-        self._room.start()
-        self._mode = _Watch(tape, self._room)
-        self._token = _recording.set(tape)
+        graph = CallGraph()
+        self._arena.start()
+        self._mode = _Watch(graph, self._arena)
+        self._token = _recording.set(graph)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> Graph:
@@ -92,7 +96,7 @@ class TapeRecorder(GraphRecorder):
         self.abort()
         if mode.refused is not None:
             raise EngineError(f"{mode.refused} reads values on the host while a step is recorded.")
-        return mode.tape
+        return mode.graph
 
     def abort(self) -> None:
         if self._mode is not None and self._token is not None:
@@ -115,11 +119,11 @@ def _kind(func: Any) -> _Kind:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Puts torch's ops on the tape, and their results into the room."""
+    """Records torch's ops, and puts their results into the arena."""
 
-    def __init__(self, tape: Tape, room: _Room) -> None:
+    def __init__(self, graph: CallGraph, arena: _Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape, self._room = tape, room
+        self.graph, self._arena = graph, arena
         self.refused: str | None = None
 
     @classmethod
@@ -133,7 +137,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refused = str(func)
         result = func(*args, **(kwargs or {}))
         if kind is _Kind.EMPTY:
-            return self._room.like(result)
+            return self._arena.like(result)
         if kind is _Kind.WRITE:
             self._record(func, args, kwargs, None)
             return result
@@ -141,16 +145,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if not made or any(one.untyped_storage().data_ptr() in given for one in made):
             return result  # a view, whose address stays; its schema does not say: `to` and `reshape` may copy
-        kept = tree_map_only(Tensor, lambda one: self._room.like(one).copy_(one), result)
+        kept = tree_map_only(Tensor, lambda one: self._arena.like(one).copy_(one), result)
         self._record(
-            func, args, kwargs, [self._room.unowned(one) for one in tree_leaves(kept) if isinstance(one, Tensor)]
+            func, args, kwargs, [self._arena.weak_ref(one) for one in tree_leaves(kept) if isinstance(one, Tensor)]
         )
         return kept
 
     def _record(self, func: Any, args: Any, kwargs: Any, results: list[Tensor] | None) -> None:
-        args, kwargs = tree_map_only(Tensor, self._room.unowned, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, self._arena.weak_ref, (args, kwargs or {}))
         call = partial(func, *args, **kwargs)
-        self.tape.calls.append(partial(_again, call, results))
+        self.graph.calls.append(partial(_again, call, results))
 
 
 def _again(call: Callable[[], Any], results: list[Tensor] | None) -> None:
@@ -161,7 +165,7 @@ def _again(call: Callable[[], Any], results: list[Tensor] | None) -> None:
 
 
 class _Piece(np.ndarray):
-    """Memory of one tensor, which goes back to the room with it."""
+    """Memory of one tensor, which goes back to the arena with it."""
 
     give_back: Callable[[], None] | None = None
 
@@ -170,9 +174,9 @@ class _Piece(np.ndarray):
             self.give_back()
 
 
-class _Room:
-    """Memory for tensors that are made while recording. What one leaves is there for later ones, of later tapes too: they are
-    played one after the other."""
+class _Arena:
+    """Memory for tensors that are made while recording. What one leaves is there for later ones, of later graphs too: they are
+    replayed one after the other."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[Tensor, np.ndarray]] = []
@@ -185,7 +189,7 @@ class _Room:
         return sum(chunk.numel() for chunk, _ in self._chunks)
 
     def start(self) -> None:
-        """For the next tape: from the beginning, where no tensor of an earlier one is left."""
+        """Begin the next graph: at the start of memory, where no tensor of an earlier one is left."""
         if not self._num_pieces:
             self._chunk = self._used = 0
             self._free.clear()
@@ -198,8 +202,8 @@ class _Room:
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return flat.as_strided(tensor.shape, tensor.stride()) if span == tensor.numel() else flat.view(tensor.shape)
 
-    def unowned(self, tensor: Tensor) -> Tensor:
-        """The same memory, free for others as soon as its tensor is gone; memory of others as it is."""
+    def weak_ref(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the same memory, which is free for others as soon as its owner is gone; memory of others as it is."""
         address = tensor.untyped_storage().data_ptr()
         for chunk, _ in self._chunks:
             start = address - chunk.data_ptr()
@@ -225,7 +229,7 @@ class _Room:
     def _carve(self, size: int) -> tuple[int, int]:
         while self._chunk < len(self._chunks) and self._used + size > self._chunks[self._chunk][0].numel():
             self._chunk, self._used = self._chunk + 1, 0
-        if self._chunk == len(self._chunks):  # twice as large as the last: tapes for ever more rows take little in all
+        if self._chunk == len(self._chunks):  # twice as large as the last: graphs for ever more rows take little in all
             last = self._chunks[-1][0].numel() if self._chunks else 0
             memory = torch.empty(max(size, 2 * last, _LEAST_CHUNK), dtype=torch.uint8)
             self._chunks.append((memory, memory.numpy()))

@@ -25,7 +25,7 @@ CLIENT_LEFT = 499
 REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
 
 
-class Edge:
+class Middleware:
     """Deny by default: with keys set, all paths but the public ones need one."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:

@@ -1,0 +1,1 @@
+"""Messages that cross a thread or a process: requests, steps, outputs, reports. Plain structs, sent as msgpack."""
