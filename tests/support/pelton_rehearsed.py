@@ -15,7 +15,7 @@ import pkgutil
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.testing.models import make_tiny_checkpoint
+from pelton.worker.graph_setup import use_graphs
 from pelton.worker.inputs import padding_shape
 from pelton.worker.interface import WorkerContext
 from pelton.worker.model_runner import ModelRunner
-from pelton.worker.rehearsal import rehearsal
+from pelton.worker.warm_up import WarmUpPlan, run_with_few_layers
 from pelton.worker.worker import DeviceWorker
 from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_platforms.cuda.compile_client import CompileServer
@@ -98,7 +99,7 @@ def start(family: str, mode: CUDAGraphMode, kv_dtype: str, folder: Path) -> Devi
     plan = plan_kv_cache(worker.kv_cache_specs(), 2**40, num_blocks_override=2000, max_model_len=MAX_MODEL_LEN)
     worker.initialize_kv_cache(plan)
     if mode is not CUDAGraphMode.NONE:
-        worker._make_graphs(mode)
+        use_graphs(worker.loaded, worker.runner, mode)
     return worker
 
 
@@ -122,9 +123,9 @@ def main(family: str, mode: str, kv_dtype: str = "auto") -> None:
     with tempfile.TemporaryDirectory() as folder:
         worker = start(family, CUDAGraphMode(mode), kv_dtype, Path(folder))
     runner = worker.runner
-    steps = rehearsal(runner)
+    plan = WarmUpPlan.make(runner)
 
-    def run(steps: list[Callable[[], None]]) -> None:
+    def run(steps: Sequence[Callable[[], None]]) -> None:
         for step in steps:
             step()
 
@@ -134,9 +135,9 @@ def main(family: str, mode: str, kv_dtype: str = "auto") -> None:
         first_start.close()
         told["early"] = len(first_start.compiled)
     told |= {
-        "of_the_last_two": compile_ahead(lambda: worker._run_few_layers(steps[-2:])),
-        "of_all": compile_ahead(lambda: worker._run_few_layers(steps)),
-        "of_all_layers": compile_ahead(lambda: run(steps[::5])),
+        "of_the_last_two": compile_ahead(lambda: run_with_few_layers(worker.model, plan.sentinels)),
+        "of_all": compile_ahead(lambda: run_with_few_layers(worker.model, plan.all())),
+        "of_all_layers": compile_ahead(lambda: run(plan.all()[::5])),
         "of_odd_steps": compile_ahead(lambda: odd_steps(runner)),
     }
     print(json.dumps(told))

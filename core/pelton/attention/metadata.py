@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pelton.sampling.tails import Tail
+
+NO_CACHE = -1
+"""`group_id` of a backend whose layers have no cache: its metadata has no blocks."""
+
 
 @dataclass(slots=True)
 class CommonMetadata:
@@ -41,10 +46,21 @@ class BatchDescriptor:
     num_tokens: int
     num_reqs: int
     uniform_query_len: int = 0  # most tokens of a row, of which one is known and the others are drafts; 0: any rows
-    has_lora: bool = False
-    sampling: str = ""
+    has_lora: bool = False  # some row has an adapter
+    tail: Tail | None = None  # what follows the forward pass; None: nothing, the hidden states are what the step gives
     has_common_prefix: bool = False  # attention reads `CommonMetadata.common_prefix`
     is_prompt: bool = False  # one row of 2 to num_tokens tokens, with none before them: max_seq_len is num_tokens
+    side_layout: int = 0  # where side tables lie (`SideTables.layout_version`); 0 too where the tail reads none
+
+    def __str__(self) -> str:
+        rows = f" in {self.num_reqs} rows" if self.num_reqs else ""
+        if self.uniform_query_len:
+            rows += f" of {self.uniform_query_len}"
+        words = [f"{self.num_tokens} tokens{rows}" if not self.is_prompt else f"a prompt of {self.num_tokens} tokens"]
+        words += [
+            word for word, is_so in (("adapters", self.has_lora), ("a common prefix", self.has_common_prefix)) if is_so
+        ]
+        return " with ".join(words) + (f": {self.tail}" if self.tail is not None else "")
 
 
 @dataclass(slots=True)

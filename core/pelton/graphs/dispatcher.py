@@ -8,10 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.modes import captures_decode, captures_pieces
+
+if TYPE_CHECKING:
+    from pelton.sampling.tails import Tail
 
 MAX_MIXED_TOKENS = 512
 """Of the largest captured step that is no decode step, unless `max_piece_tokens` says more."""
@@ -73,24 +77,24 @@ class GraphDispatcher:
         *,
         is_prompt: bool = False,
         has_lora: bool = False,
-        sampling: str = "",
+        tail: Tail | None = None,
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The mode that a step runs under, and its key, padded. uniform_query_len: most tokens of a row, where rows are decodes and
-        their drafts; 0: other rows.
+        their drafts; 0: other rows, whose graphs end at the hidden states.
         is_prompt: the step is one row of several tokens, with none before them."""
         if uniform_query_len in self.decode_sizes:
             size = _padded(self.decode_sizes[uniform_query_len], num_reqs * uniform_query_len)
             if size is not None:
                 return CUDAGraphMode.FULL, BatchDescriptor(
-                    size, size // uniform_query_len, uniform_query_len, has_lora, sampling
+                    size, size // uniform_query_len, uniform_query_len, has_lora, tail
                 )
         size = _padded(self.mixed_sizes, num_tokens)
         if is_prompt and size in self.prompt_sizes:
             return CUDAGraphMode.FULL, BatchDescriptor(size, 1, has_lora=has_lora, is_prompt=True)
         if size is None:
-            return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs, uniform_query_len, has_lora, sampling)
+            return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs, uniform_query_len, has_lora, tail)
         if self.mode is CUDAGraphMode.FULL:
-            return CUDAGraphMode.FULL, BatchDescriptor(size, min(size, self.max_num_seqs), 0, has_lora, sampling)
+            return CUDAGraphMode.FULL, BatchDescriptor(size, min(size, self.max_num_seqs), 0, has_lora)
         return CUDAGraphMode.PIECEWISE, BatchDescriptor(size, 0, 0, has_lora)
 
     @property
@@ -117,7 +121,7 @@ class GraphDispatcher:
         ]
 
     def valid_keys(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
-        """All without adapters, those of small steps first: one row's, which the first request needs, then the rest."""
+        """All without adapters and tails, those of small steps first: one row's, which the first request needs, then the rest."""
         found = [
             (CUDAGraphMode.FULL, BatchDescriptor(size, size // length, length))
             for length, sizes in self.decode_sizes.items()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,10 @@ from pelton.sampling.columns import (
 )
 from pelton.sampling.side_tables import SideTables
 from pelton.utils.staging import StagingRing
+
+if TYPE_CHECKING:
+    from pelton.messages.request import PoolingParams
+    from pelton.worker.step_adapters import StepAdapters
 
 NO_LOGPROBS, ALL_LOGPROBS = -2, -1  # in the logprobs columns; all: the whole vocabulary
 
@@ -66,11 +71,13 @@ class BatchState(SamplingTensors):
         # The last column takes what must not be kept: tokens past max_model_len, rows that do not sample.
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         width = -(-rows // 4) * 4  # every column starts at a multiple of 16 bytes
-        self._integers = torch.zeros(5 + len(INTEGER_COLUMNS), width, dtype=torch.int64, device=device)
+        self._integers = torch.zeros(6 + len(INTEGER_COLUMNS), width, dtype=torch.int64, device=device)
         (
-            self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.num_logprobs, *integers,
+            self.num_computed_tokens, self.num_prompt_tokens, self.seeds, self.side_slots, self.num_logprobs,
+            self.adapter_slots, *integers,
         ) = self._integers[:, :rows]  # fmt: skip
         self.side_slots.fill_(-1)
+        self.adapter_slots.fill_(-1)
         self.num_logprobs.fill_(NO_LOGPROBS)
         self._floats = torch.zeros(len(FLOAT_COLUMNS), width, device=device)
         tensors = dict(zip((*INTEGER_COLUMNS, *FLOAT_COLUMNS), (*integers, *self._floats[:, :rows]), strict=True))
@@ -83,6 +90,7 @@ class BatchState(SamplingTensors):
             for size in block_sizes
         ]
         self.draft_token_ids = torch.zeros(rows, max_draft_tokens, dtype=torch.int64, device=device)
+        self.adapters: StepAdapters | None = None  # where adapters lie; None: no request has one
         self.side = SideTables(num_side_slots, vocab_size, device, num_parts)
         self.host = HostColumns(rows, vocab_size)
         self._staging = StagingRing(num_parts, 1024, device)
@@ -121,7 +129,7 @@ class BatchState(SamplingTensors):
         slots = [request.slot for request in new]
         token_ids = [_token_ids(request) for request in new]
         for request, ids in zip(new, token_ids, strict=True):
-            self.host.add(request, ids)
+            self.host.add(request, ids, self._adapter_slot(request))
         with_side = [request for request in new if request.side_slot >= 0]
         if with_side:
             self.side.add(*with_side)
@@ -133,6 +141,7 @@ class BatchState(SamplingTensors):
             [request.seed for request in new],
             [request.side_slot for request in new],
             host.num_logprobs[slots].tolist(),
+            host.adapter_slots[slots].tolist(),
             *[host.sampling[column.name][slots].tolist() for column in INTEGER_COLUMNS],
         ]
         floats = np.concatenate([host.sampling[column.name][slots] for column in FLOAT_COLUMNS]).astype(np.float64)
@@ -155,11 +164,14 @@ class BatchState(SamplingTensors):
         for own in cells:
             own.write(columns)
 
+    def _adapter_slot(self, request: NewRequest) -> int:
+        return -1 if self.adapters is None or request.adapter is None else self.adapters.slot_of(request.adapter)
+
     def blocks_of(self, owner: SlotOwner) -> list[Tensor]:
         """For each group its row of the block table, whoever has the slot now."""
         return [table[owner.slot] for table in self.block_tables] if owner.blocks is None else owner.blocks
 
-    def append_blocks(self, appends: list[tuple[int, int, int, list[int]]]) -> None:
+    def append_blocks(self, appends: Sequence[tuple[int, int, int, list[int]]]) -> None:
         """One scatter a group."""
         by_group: list[tuple[list[int], list[int]]] = [([], []) for _ in self.block_tables]
         for group, slot, start, block_ids in appends:
@@ -219,6 +231,8 @@ class HostColumns:
         self.side_slots = np.full(rows, -1, dtype=np.int64)
         self.num_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
+        self.adapter_slots = np.full(rows, -1, dtype=np.int64)
+        self.pooling: dict[int, PoolingParams] = {}  # by slot, of requests that pool
         # Its tokens need more than temperature and filters: tables, logprobs.
         self.has_extras = np.zeros(rows, dtype=bool)
         self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
@@ -227,8 +241,13 @@ class HostColumns:
         # Replaced, never written to: a step in flight holds the list of its time.
         self.owners = [SlotOwner(slot) for slot in range(rows)]
 
-    def add(self, request: NewRequest, token_ids: npt.NDArray[np.int64]) -> None:
+    def add(self, request: NewRequest, token_ids: npt.NDArray[np.int64], adapter_slot: int = -1) -> None:
         slot, params = request.slot, request.sampling_params
+        self.adapter_slots[slot] = adapter_slot
+        if request.pooling_params is not None:
+            self.pooling[slot] = request.pooling_params
+        elif self.pooling:
+            self.pooling.pop(slot, None)
         for column in SAMPLING_COLUMNS:
             self.sampling[column.name][slot] = column.read(params, self.vocab_size)
         self.side_slots[slot] = request.side_slot

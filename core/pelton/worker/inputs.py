@@ -64,6 +64,8 @@ class InputBuffers:
             for table, ratio in zip(state.block_tables, self.blocks_per_block, strict=True)
         ]
         self.token_index = torch.arange(max_num_tokens, device=device)
+        self.no_blocks = torch.zeros(rows, 0, dtype=torch.int32, device=device)
+        self.no_slots = torch.zeros(0, dtype=torch.int64, device=device)
         self.parts = [torch.arange(ratio, dtype=torch.int32, device=device) for ratio in self.blocks_per_block]
 
 
@@ -137,4 +139,22 @@ def common_metadata(state: BatchState, buffers: InputBuffers, group: int, shape:
         max_query_len=shape.max_query_len,
         max_seq_len=shape.max_seq_len,
         common_prefix_len=common[group] * block_size if common else 0,
+    )
+
+
+def uncached_metadata(buffers: InputBuffers, shape: StepShape) -> CommonMetadata:
+    """For layers without a cache: which tokens are whose, and no block."""
+    num_rows = shape.num_padded_reqs
+    return CommonMetadata(
+        query_start_loc=buffers.query_start_loc[: num_rows + 1],
+        seq_lens=buffers.seq_lens[:num_rows],
+        block_table=buffers.no_blocks[:num_rows],
+        slot_mapping=buffers.no_slots,
+        num_reqs=num_rows,
+        num_tokens=shape.num_padded_tokens,
+        num_actual_tokens=shape.num_tokens,
+        num_decode_rows=shape.num_decode_rows,
+        num_decode_tokens=shape.num_decode_rows,
+        max_query_len=shape.max_query_len,
+        max_seq_len=shape.max_seq_len,
     )

@@ -1,17 +1,19 @@
-"""Run a step: state, inputs, forward, sample, state again; one copy of columns in, one of tokens out.
+"""Run a step: state, inputs, forward, tail, state again; one copy of columns in, one of tokens out.
 
-    execute(output) -> add -> plan -> prepare_inputs -> backend.build -> forward -> logits -> sample -> advance
+    execute(output) -> add -> plan -> StepProgram.run(key) -> readback
 
-Three roads. A decode step is one captured graph where the device has graphs, with side tables and logprobs too. Any other
-step prepares its inputs, runs the forward pass (captured, in pieces or eager) and ends in the `sample` seam; or in
-`StepSampler` where rows ask for what no variant of the seam has: drafts, very many logprobs. With grammar rows `execute`
-ends at the logits and `sample` goes on from there. What a step needs is told by counts that the host has; nothing here
-waits for the device, the result is a `PendingOutput`.
+A step's key says all that steps differ in. Decode steps, with drafts too, are one captured graph where the device has graphs; of
+others the forward pass is captured, whole or in pieces, or nothing is. Rows that ask for what no variant of the `sample` op
+has, very many logprobs say, leave their logits to `StepSampler`. With grammar rows `execute` ends at the logits and `sample`
+goes on from there. What a step needs follows from counts that the host has; nothing here waits for the device, the result is a
+`PendingOutput`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,22 +26,23 @@ from pelton.config.compilation import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.graphs.captures import run_apart
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.model.interface import CausalLM
+from pelton.model.interface import CausalLM, PooledRows
 from pelton.sampling.logprobs import LogprobTensors
+from pelton.sampling.tails import Logits, Pool, Sample, Tail, Variant, Verify
 from pelton.utils.staging import StagingRing, mask_column, mask_words
-from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS, BatchState, SlotOwner
+from pelton.worker.batch_state import BatchState, SlotOwner
+from pelton.worker.graph_runner import GraphRunner
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
 from pelton.worker.kv_pool import KVPool
 from pelton.worker.pending import PendingOutput
-from pelton.worker.readback import HostCopies, HostPool, StepOutput, prompt_tensors, read_back_all
-from pelton.worker.step_graphs import LOGITS, StepGraphs
-from pelton.worker.step_ops import FULL, GREEDY, LOGPROBS, MASKED, StepOps
-from pelton.worker.step_plan import StepPlan, plan_drafts, plan_step
+from pelton.worker.readback import Readback, StepOutput
+from pelton.worker.step_ops import StepOps
+from pelton.worker.step_plan import Ints, StepPlan, plan_drafts, plan_step
+from pelton.worker.step_program import StepInputs, StepProgram
 from pelton.worker.step_sampler import Step, StepColumns, StepSampler
+from pelton.worker.step_tails import TailChooser
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from pelton.graphs.dispatcher import GraphDispatcher
     from pelton.graphs.recorder import GraphRecorder
     from pelton.kv_transfer.interface import WorkerConnector
@@ -67,12 +70,14 @@ class ModelRunner:
         self.pool = pool
         self.ops = ops
         self.connectors: dict[str, WorkerConnector] = {}
-        self.graphs: StepGraphs | None = None
+        self.graphs: GraphRunner | None = None
+        self.tails = TailChooser(state, ops)
+        self._program = StepProgram(model, state, backends, ops)
         self._staging = StagingRing(num_staging_parts, 4096, state.device)
-        self._host_pool = HostPool()
+        self._to_scrub: list[SlotOwner] = []  # added to by whoever reads results
+        self._readback = Readback(state, ops, self._to_scrub.append)
         self._sampler = StepSampler(model, state, buffers, self._staging, ops)
         self._pending: Step | None = None
-        self._to_scrub: list[SlotOwner] = []  # added to by whoever reads results
 
     @property
     def draft_proposer(self) -> WorkerDraftProposer | None:
@@ -87,20 +92,23 @@ class ModelRunner:
         connector.register_kv_caches(self.pool.caches(), self.pool.layout())
         self.connectors[name] = connector
 
-    def use_graphs(self, dispatcher: GraphDispatcher, recorder: GraphRecorder) -> StepGraphs:
+    def use_graphs(self, dispatcher: GraphDispatcher, recorder: GraphRecorder) -> GraphRunner:
         """Capture and replay steps from now on."""
-        self.graphs = StepGraphs(
-            dispatcher, recorder, self.model, self.state, self.buffers, self.backends, self.ops, self._staging
+        self.graphs = GraphRunner(
+            dispatcher, recorder, self._program, self.state, self.buffers, self.backends, self._staging
         )
+        self.tails.records_calls = recorder.runs_calls
         return self.graphs
 
-    def run_padding(self, shape: StepShape, variants: Sequence[str] = (), *, in_pieces: bool = False) -> None:
+    def run_padding(self, shape: StepShape, variants: Sequence[Variant] = (), *, in_pieces: bool = False) -> None:
         """A step of nothing but padding, without a graph, and `variants` of sampling for one row. in_pieces: with the kernels of
         a step in pieces."""
         rows = shape.num_padded_reqs
         slots, scheduled = self._staging.stage([[self.state.padding_slot] * rows, [0] * rows])
         batch = self.ops.forward_batch(slots, scheduled, shape, self.backends)
         hidden = run_apart(self.model.forward, batch) if in_pieces else self.model.forward(batch)
+        if not hasattr(self.model, "compute_logits"):
+            return
         logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
         result = torch.zeros(1, 2, dtype=torch.int32, device=self.state.device)
         for variant in variants:
@@ -117,7 +125,7 @@ class ModelRunner:
         """A prompt's step of `num_tokens` and a decode step: kernels, attention's for either kind of rows too, are compiled and
         libraries choose theirs."""
         for shape in (padding_shape(num_tokens, num_tokens), padding_shape(1, self.state.max_model_len)):
-            self.run_padding(shape, self.tail_variants)
+            self.run_padding(shape, self.tails.variants)
 
     def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
         """Launch a step; None when it has grammar rows: `sample` then gives the result."""
@@ -136,9 +144,7 @@ class ModelRunner:
                 connector.start_load(output.extensions[name])
         step = self._decode(output)
         if step is None:
-            if output.block_appends:
-                self.state.append_blocks(output.block_appends)
-            step = self._forward(output)
+            step = self._run(output)
         for connector in self.connectors.values():
             connector.wait_for_save()
         if isinstance(step, StepOutput):
@@ -161,157 +167,96 @@ class ModelRunner:
     # A decode step as one graph.
 
     def _decode(self, output: SchedulerOutput) -> StepOutput | Step | None:
-        """The launched step, up to its logits where rows ask for more than a token; None when no graph serves it."""
-        num_rows, num_draft = len(output.slots), sum(output.num_draft)
+        """The launched step, up to its logits where rows ask for more than its tail gives; None when no graph serves it."""
+        num_rows, total_draft, graphs = len(output.slots), sum(output.num_draft), self.graphs
         if (
-            self.graphs is None or not num_rows or output.total_num_scheduled_tokens != num_rows + num_draft
-            or False in output.samples or self.draft_proposer is not None
+            graphs is None or not num_rows or output.total_num_scheduled_tokens != num_rows + total_draft
+            or False in output.samples or self.draft_proposer is not None or self.state.host.pooling
         ):  # fmt: skip
             return None
-        if num_draft:
-            return self._decode_drafts(self.graphs, output)
-        slots = np.asarray(output.slots, dtype=np.int64)
-        tail = self._tail_variant(slots, bool(output.grammar_rows))
-        is_whole = tail is not None and not output.grammar_rows
-        prefix = output.common_prefix_blocks
-        key = self.graphs.decode_key(
-            num_rows, tail if is_whole and tail is not None else LOGITS,
-            has_common_prefix=bool(prefix) and self.graphs.uses_common_prefix(num_rows, prefix),
-        )  # fmt: skip
+        slots, has_masks = np.asarray(output.slots, dtype=np.int64), bool(output.grammar_rows)
+        num_draft = np.asarray(output.num_draft, dtype=np.int64) if total_draft else None
+        tail = self.tails.of_decode(slots, num_draft, has_masks=has_masks)
+        prefix, has_lora, width = output.common_prefix_blocks, self._has_adapters(slots), 1
+        if num_draft is not None:
+            if isinstance(tail, Logits) or self.ops.drafts is None:
+                return None  # kept are the logits of one token a row
+            width = self.ops.drafts.width
+        key = graphs.decode_key(num_rows, tail, width, prefix, has_lora=has_lora)
         if key is None:
             return None
-        _, key = self.graphs.at_hand(CUDAGraphMode.FULL, key)
-        found = self.graphs.decode(key, slots, output.block_appends, prefix)
-        if found is None:
-            self.state.append_blocks(output.block_appends)
-            found = self.graphs.decode(key, slots, (), prefix)
-        assert found is not None
-        if is_whole and tail is not None:
-            return self._decoded(output, slots, tail, found)
-        plan = plan_step(output, self.state.host)
-        return Step(output, plan, self._stage(plan), logits=found[:num_rows], tail=tail, num_padded_rows=len(found))
-
-    def _decode_drafts(self, graphs: StepGraphs, output: SchedulerOutput) -> StepOutput | None:
-        """The same for rows of which some have drafts."""
-        slots, num_draft = (np.asarray(column, dtype=np.int64) for column in (output.slots, output.num_draft))
-        variant = self._verified_variant(slots, num_draft, has_masks=bool(output.grammar_rows))
-        if variant is None or self.ops.drafts is None:
-            return None
-        key = graphs.decode_key(len(slots), variant, self.ops.drafts.width)
-        if key is None:
-            return None
-        _, key = graphs.at_hand(CUDAGraphMode.FULL, key)
-        self._place_drafts(output, slots, 1 + num_draft)
-        found = graphs.decode(key, slots, output.block_appends, num_draft=num_draft)
-        if found is None:
-            self.state.append_blocks(output.block_appends)
-            found = graphs.decode(key, slots, (), num_draft=num_draft)
-        assert found is not None
-        self.state.host.num_computed_tokens[slots] += 1 + num_draft
-        return self._verified(output, np.arange(len(slots)), found[: len(slots)])
-
-    def _verified_variant(
-        self, slots: npt.NDArray[np.int64], num_draft: npt.NDArray[np.int64], *, has_masks: bool
-    ) -> str | None:
-        """The variant of sampling, where `StepDrafts.verify` can end a step of these rows; None: `StepSampler` does."""
-        drafts = self.ops.drafts
-        if drafts is None or has_masks or num_draft.max() >= drafts.width:
-            return None
-        variant = self._tail_variant(slots, has_masks=False)
-        has_side = (self.state.host.side_slots[slots] >= 0).any()
-        return None if has_side or variant not in (GREEDY, FULL) else variant
-
-    @property
-    def tail_variants(self) -> tuple[str, ...]:
-        """Variants of the `sample` op that decode graphs end in."""
-        return (
-            (GREEDY, FULL) if self._seam_suits_all or self.graphs is None or not self.graphs.runs_calls else (GREEDY,)
-        )
-
-    @property
-    def _seam_suits_all(self) -> bool:
-        """False: on a CPU `StepSampler` does better for random rows, as it runs only the filters that some row has."""
-        return self.state.device.type != "cpu" or self.ops.skips_unused
-
-    def _tail_variant(self, slots: npt.NDArray[np.int64], has_masks: bool) -> str | None:
-        """The least variant of the `sample` seam that gives these rows what they ask for; None when none does."""
-        host = self.state.host
-        variant = FULL if has_masks or host.temperature[slots].any() else GREEDY
-        if FULL not in self.tail_variants:
-            return None if variant == FULL or host.has_extras[slots].any() else GREEDY
-        if host.has_extras[slots].any():
-            wanted = host.num_logprobs[slots]
-            if (wanted == ALL_LOGPROBS).any() or wanted.max() > self.ops.num_logprobs:
-                return None
-            variant = FULL if (wanted == NO_LOGPROBS).all() else LOGPROBS
-        return MASKED + variant if has_masks else variant
-
-    def _decoded(
-        self, output: SchedulerOutput, slots: npt.NDArray[np.int64], variant: str, result: Tensor
-    ) -> StepOutput:
-        """The result of a decode step that one graph, or two, have queued."""
-        num_rows = len(slots)
-        self.state.host.num_computed_tokens[slots] += 1
-        return self._sampled(output, np.arange(num_rows), slots, variant, result[:num_rows])
-
-    def _sample_masked(self, step: Step, masks: GrammarMasks) -> StepOutput:
-        """The second graph of a decode step with grammar rows, whose masks are here now."""
-        assert self.graphs is not None and step.tail is not None
-        self._place_masks(step, masks)
-        result = self.graphs.tail(step.num_padded_rows, step.tail)
-        return self._decoded(step.output, step.plan.slots, step.tail, result)
-
-    def _place_masks(self, step: Step, masks: GrammarMasks) -> None:
-        """Where variants with masks read them."""
-        words, has_mask = self.ops.mask
-        slots = step.plan.slots[np.asarray(step.output.grammar_rows)]
-        index, given = self._staging.stage([slots, mask_column(masks.bitmask, len(slots), words.shape[1])])
-        words[index] = mask_words(given, len(slots), words.shape[1])
-        has_mask.zero_()
-        has_mask.index_fill_(0, index, True)  # `has_mask[index] = True` waits for the device
+        num_scheduled: Ints | int = 1
+        if num_draft is not None:
+            num_scheduled = 1 + num_draft
+            self._place_drafts(output, slots, num_scheduled)
+        found = graphs.decode(key, slots, output.block_appends, num_draft, prefix)
+        if isinstance(tail, Logits):
+            plan = plan_step(output, self.state.host)
+            columns = self._stage(plan)
+            inputs = self._inputs(plan, columns, tail, has_lora=has_lora)
+            return Step(output, plan, columns, inputs, tail, found[:num_rows], num_padded_rows=len(found))
+        self.state.host.num_computed_tokens[slots] += num_scheduled
+        return self._readback.queue(output, tail, found[:num_rows], np.arange(num_rows), slots)
 
     # Any other step.
 
-    def _forward(self, output: SchedulerOutput) -> Step:
+    def _run(self, output: SchedulerOutput) -> Step:
+        if output.block_appends:
+            self.state.append_blocks(output.block_appends)
         plan = plan_step(output, self.state.host)
-        mode, key = self._place(plan)
-        columns = self._stage(plan)
-        step = Step(output, plan, columns)
+        has_lora = self._has_adapters(plan.slots)
+        mode, key = self._place(plan, has_lora=has_lora)
+        columns, tail = self._stage(plan), Logits() if output.grammar_rows else self._tail(plan, has_masks=False)
+        inputs = self._inputs(plan, columns, tail, has_lora=has_lora)
+        step = Step(output, plan, columns, inputs, tail)
         if not output.slots:
             return step
-        logit_tokens = columns.logit_tokens
         if plan.has_drafts:
             self._place_drafts(output, plan.slots, plan.num_scheduled)
-            if self._seam_suits_all and len(plan.sample_rows):
-                step.verified = self._verified_variant(
-                    plan.sample_slots, plan.num_draft, has_masks=bool(output.grammar_rows)
-                )
-            drafts = self.ops.drafts
-            if drafts is not None and drafts.are_made_here:
-                step.num_draft = drafts.make(columns.sample_slots, columns.num_draft)
-            if drafts is not None and step.verified is not None:
-                (logit_tokens,) = self._staging.stage([plan.verified_tokens(drafts.width)])
-        if self.graphs is not None and mode is CUDAGraphMode.FULL:
-            step.hidden = self.graphs.mixed(key, plan.slots, plan.num_scheduled)
-        else:
-            batch = self.ops.forward_batch(columns.slots, columns.num_scheduled, plan.shape, self.backends)
-            step.hidden = self.model.forward(batch) if self.graphs is None else self.graphs.forward(mode, key, batch)
-        if len(plan.sample_rows):
-            step.logits = self.model.compute_logits(step.hidden, logit_tokens)
+        forward = None if self.graphs is None else partial(self.graphs.forward, mode, key, plan)
+        step.given = self._program.run(replace(key, tail=tail), inputs, forward)
         step.prompt_logprobs = self._sampler.prompt_logprobs(step)
         return step
 
-    def _place(self, plan: StepPlan) -> tuple[CUDAGraphMode, BatchDescriptor]:
+    def _tail(self, plan: StepPlan, *, has_masks: bool) -> Tail | None:
+        return self.tails.of_others(plan, has_masks=has_masks, has_proposer=self.draft_proposer is not None)
+
+    def _place(self, plan: StepPlan, *, has_lora: bool) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The mode and key of a step that is no decode graph; its tokens padded to the key's."""
-        shape = plan.shape
         if self.graphs is None:
-            return CUDAGraphMode.NONE, BatchDescriptor(shape.num_tokens, shape.num_reqs)
-        is_prompt = shape.num_reqs == 1 and shape.max_seq_len == shape.num_tokens > 1
-        mode, key = self.graphs.dispatcher.dispatch(shape.num_tokens, shape.num_reqs, is_prompt=is_prompt)
-        if mode is not CUDAGraphMode.NONE:
-            mode, key = self.graphs.at_hand(mode, key)
-            shape.num_padded_tokens = key.num_tokens
-        return mode, key
+            return CUDAGraphMode.NONE, BatchDescriptor(plan.shape.num_tokens, plan.shape.num_reqs, has_lora=has_lora)
+        return self.graphs.place(plan, has_lora=has_lora)
+
+    def _has_adapters(self, slots: Ints) -> bool:
+        return self.ops.adapters is not None and bool((self.state.host.adapter_slots[slots] >= 0).any())
+
+    def _inputs(self, plan: StepPlan, columns: StepColumns, tail: Tail | None, *, has_lora: bool = False) -> StepInputs:
+        logit_tokens, pooled = columns.logit_tokens, None
+        if isinstance(tail, Verify):
+            assert self.ops.drafts is not None
+            (logit_tokens,) = self._staging.stage([plan.verified_tokens(self.ops.drafts.width)])
+        elif isinstance(tail, Pool):
+            pooled = self._pooled_rows(plan)
+        return StepInputs(
+            shape=plan.shape, slots=columns.slots, num_scheduled=columns.num_scheduled,
+            sample_slots=columns.sample_slots, logit_tokens=logit_tokens,
+            num_draft=columns.num_draft if plan.has_drafts else None, num_unsampled=columns.num_unsampled,
+            pooled=pooled, has_adapters=has_lora,
+        )  # fmt: skip
+
+    def _pooled_rows(self, plan: StepPlan) -> PooledRows:
+        host, rows, starts = self.state.host, plan.pooled_rows, plan.query_start_loc
+        (last_tokens,) = self._staging.stage([starts[rows + 1] - 1])
+        return PooledRows(
+            params=[host.pooling[slot] for slot in plan.slots[rows].tolist()],
+            slots=plan.slots[rows],
+            starts=starts[rows],
+            counts=plan.num_scheduled[rows],
+            num_before=host.num_computed_tokens[plan.slots[rows]],
+            is_last=plan.is_pooled_last,
+            last_tokens=last_tokens,
+            query_start_loc=self.buffers.query_start_loc[: plan.shape.num_padded_reqs + 1],
+        )
 
     def _stage(self, plan: StepPlan) -> StepColumns:
         return StepColumns(
@@ -323,9 +268,7 @@ class ModelRunner:
             )
         )  # fmt: skip
 
-    def _place_drafts(
-        self, output: SchedulerOutput, slots: npt.NDArray[np.int64], num_scheduled: npt.NDArray[np.int64]
-    ) -> None:
+    def _place_drafts(self, output: SchedulerOutput, slots: Ints, num_scheduled: Ints) -> None:
         """Drafts lie in `token_ids` after the known tokens, where inputs, bad words and the next step find them."""
         made_here = self.ops.drafts is not None and self.ops.drafts.are_made_here
         drafts = None if made_here and not output.draft_token_ids else plan_drafts(output, slots, num_scheduled)
@@ -342,107 +285,39 @@ class ModelRunner:
         place = (state.num_computed_tokens[rows] + offsets).clamp(max=state.max_model_len)
         state.token_ids[rows, place] = values.to(torch.int32)
 
-    # From logits to the result.
+    # From the tail to the result.
 
     def _finish(self, step: Step, masks: GrammarMasks | None) -> ModelOutput | PendingOutput:
-        output, plan, host = step.output, step.plan, self.state.host
-        if masks is not None and step.tail is not None:
-            return self._given(self._sample_masked(step, masks))
-        variant = self._seam_variant(plan, masks)
-        if step.verified is not None:
-            launched = self._verify(step, step.verified)
-        elif variant is not None:
-            launched = self._finish_by_seam(step, variant, masks)
-        else:
-            assert step.logits is not None
-            sampled = self._sampler.sample(step, masks)
-            copies, fields = read_back_all(step, sampled, host.num_logprobs, self._host_pool)
-            launched = self._plain_output(output, plan.sample_rows, copies)
-            for name, value in fields.items():
-                setattr(launched, name, value)
-        host.num_computed_tokens[plan.slots] += plan.num_scheduled
-        launched.prompt_logprobs = step.prompt_logprobs
-        return self._given(launched)
-
-    def _seam_variant(self, plan: StepPlan, masks: GrammarMasks | None) -> str | None:
-        """The variant of the `sample` op that finishes a step that is no decode graph; None: `StepSampler` does."""
-        if plan.has_drafts or self.draft_proposer is not None:
-            return None
-        slots, host = plan.sample_slots, self.state.host
-        if self._seam_suits_all:
-            return self._tail_variant(slots, masks is not None)
-        is_plain = masks is None and not len(plan.side_rows) and not len(plan.logprob_rows)
-        return GREEDY if is_plain and not host.temperature[slots].any() else None
-
-    def _verify(self, step: Step, variant: str) -> StepOutput:
-        """Count what is neither sampled nor a draft, then verify the drafts."""
-        plan, columns, state, drafts = step.plan, step.columns, self.state, self.ops.drafts
-        assert drafts is not None and step.logits is not None
-        state.num_computed_tokens.index_add_(0, columns.slots, columns.num_unsampled)
-        num_draft = columns.num_draft if step.num_draft is None else step.num_draft
-        result = torch.zeros(len(plan.sample_rows), 3 + drafts.width, dtype=torch.int32, device=state.device)
-        drafts.verify(variant, step.logits, columns.sample_slots, num_draft, result)
-        return self._verified(step.output, plan.sample_rows, result, prompt_tensors(step))
-
-    def _verified(
-        self,
-        output: SchedulerOutput,
-        sample_rows: npt.NDArray[np.int64],
-        result: Tensor,
-        prompts: Sequence[Tensor] = (),
-    ) -> StepOutput:
-        """Read what `Verify` has left for the rows that sampled."""
-        launched = self._plain_output(output, sample_rows, self._copies([result, *prompts]))
-        launched.is_plain, launched.is_verified = False, True
-        return launched
-
-    def _finish_by_seam(self, step: Step, variant: str, masks: GrammarMasks | None) -> StepOutput:
-        """Count what is not sampled, then the seam counts one more for each row that samples."""
-        plan, columns, state, prompts = step.plan, step.columns, self.state, prompt_tensors(step)
-        state.num_computed_tokens.index_add_(0, columns.slots, columns.num_unsampled)
-        if step.logits is None:
-            return self._plain_output(step.output, plan.sample_rows, self._copies(prompts))
+        output, plan, inputs, tail, given = step.output, step.plan, step.inputs, step.tail, step.given
         if masks is not None:
-            self._place_masks(step, masks)
-        result = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=state.device)
-        self.ops.sample(variant)(step.logits, columns.sample_slots, result)
-        return self._sampled(step.output, plan.sample_rows, plan.sample_slots, variant, result, prompts)
+            is_left = step.num_padded_rows > 0
+            tail = self.tails.of_left_logits(plan.slots) if is_left else self._tail(plan, has_masks=True)
+            if isinstance(tail, Sample):
+                self._place_masks(step, masks)
+                given = self._sample_left(step, tail)
+        if tail is None or isinstance(tail, Pool):
+            self._program.count(inputs)
+        elif isinstance(tail, Logits):
+            given = self._sampler.sample(step, masks)
+        self.state.host.num_computed_tokens[plan.slots] += plan.num_scheduled
+        rows = plan.pooled_rows if isinstance(tail, Pool) else plan.sample_rows
+        return self._given(self._readback.queue(output, tail, given, rows, plan.slots[rows], step.prompt_logprobs))
 
-    def _sampled(
-        self,
-        output: SchedulerOutput,
-        sample_rows: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
-        variant: str,
-        result: Tensor,
-        prompts: Sequence[Tensor] = (),
-    ) -> StepOutput:
-        """Read what `variant` has left for the rows that sampled, whose slots these are. prompts: logprobs of the step's prompts."""
-        copies, has_logprobs, num_rows = [result], variant.endswith(LOGPROBS), len(slots)
-        if has_logprobs:
-            copies += self.ops.logprobs.part(0, num_rows).tensors()
-        launched = self._plain_output(output, sample_rows, self._copies([*copies, *prompts]))
-        if has_logprobs:
-            launched.has_logprobs, launched.num_logprobs = True, self.state.host.num_logprobs[slots]
-        return launched
+    def _sample_left(self, step: Step, tail: Sample) -> Tensor:
+        """From the logits of a step whose masks are here now; a decode step's by its second graph."""
+        if not tail.is_apart:
+            return self._program.end(tail, step.logits, step.inputs)
+        assert self.graphs is not None
+        return self.graphs.sample_apart(step.num_padded_rows, tail)[: len(step.plan.slots)]
 
-    def _copies(self, tensors: list[Tensor]) -> HostCopies:
-        return HostCopies(tensors, self._host_pool, self.state.device)
-
-    def _plain_output(
-        self, output: SchedulerOutput, sample_rows: npt.NDArray[np.int64], copies: HostCopies
-    ) -> StepOutput:
-        errors = self.state.host.errors
-        return StepOutput(
-            output=ModelOutput(step_id=output.step_id),
-            num_rows=len(output.slots),
-            sample_rows=sample_rows,
-            slots=output.slots,
-            owners=self.state.host.owners,
-            copies=copies,
-            errors={row: errors[slot] for row, slot in enumerate(output.slots) if slot in errors} if errors else {},
-            scrub=self._to_scrub.append,
-        )
+    def _place_masks(self, step: Step, masks: GrammarMasks) -> None:
+        """Where variants with masks read them."""
+        words, has_mask = self.ops.mask
+        slots = step.plan.slots[np.asarray(step.output.grammar_rows)]
+        index, given = self._staging.stage([slots, mask_column(masks.bitmask, len(slots), words.shape[1])])
+        words[index] = mask_words(given, len(slots), words.shape[1])
+        has_mask.zero_()
+        has_mask.index_fill_(0, index, True)  # `has_mask[index] = True` waits for the device
 
     def _given(self, launched: StepOutput) -> ModelOutput | PendingOutput:
         """On a CPU the step is done."""

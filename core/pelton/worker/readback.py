@@ -9,22 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from pelton.messages.step import ModelOutput
+from pelton.messages.request import TensorData
+from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.sampling.logprobs import HostLogprobs
 from pelton.sampling.sampler import ERROR_MESSAGES, NOT_FINITE
-from pelton.worker.batch_state import NO_LOGPROBS, SlotOwner
+from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
+from pelton.worker.batch_state import NO_LOGPROBS, BatchState, SlotOwner
 from pelton.worker.pending import PendingOutput
 from pelton.worker.step_plan import Ints
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pelton.worker.step_sampler import PromptLogprobs, Sampled, Step
+    from pelton.worker.step_ops import StepOps
+    from pelton.worker.step_sampler import PromptLogprobs
 
 _LEAST_BYTES = 4096
 _ALIGNMENT = 16
@@ -98,23 +100,23 @@ class HostCopies:
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput(PendingOutput):
-    """One step's result, whatever it sampled. r = rows that sample."""
+    """One step's result. r = rows that sample, or pool."""
 
     output: ModelOutput  # filled in by `result`
     num_rows: int
-    sample_rows: Ints  # [r]
+    rows: Ints  # [r]
     slots: Sequence[int]  # [R]
     owners: Sequence[SlotOwner]  # by slot, when the step was launched
-    # Tokens [r, 1 + K], accepted [r], codes [r], or, plain, tokens and codes [r, 2]; then logprobs, then drafts.
-    # After them what `prompt_logprobs` has on the device.
+    # What the tail gave: tokens and codes [r, 2], then logprobs; what `Verify` left; a tensor of each row that was pooled;
+    # after `Logits` tokens [r, 1 + K], accepted [r], codes [r], then logprobs, then drafts. At the end what `prompt_logprobs` has
+    # on the device.
+    tail: Tail | None
     copies: HostCopies
     prompt_logprobs: PromptLogprobs | None = None
-    is_plain: bool = True
-    is_verified: bool = False  # one array: what `Verify` left
     errors: dict[int, str] = field(default_factory=dict)  # by row: what was wrong with the request itself
     has_logprobs: bool = False
     num_logprobs: Ints | None = None  # [r]
-    first_logprob: Ints | None = None  # [r], into the rows of logprobs; row by row where it is plain
+    first_logprob: Ints | None = None  # [r], into the rows of logprobs; row by row after `Sample`
     has_drafts: bool = False
     scrub: Callable[[SlotOwner], None]  # told of each one whose logits were not finite
 
@@ -127,14 +129,15 @@ class StepOutput(PendingOutput):
         output.row_errors = list(self.errors.items())
         if self.prompt_logprobs is not None:
             arrays = self._take_prompts(self.prompt_logprobs, arrays)
-        if arrays and self.is_verified:
+        output.token_ids = [[] for _ in range(self.num_rows)]
+        if isinstance(self.tail, Sample):
+            self._take_sampled(*arrays)
+        elif isinstance(self.tail, Verify):
             self._take_verified(*arrays)
-        elif arrays and self.is_plain:
-            self._take_plain(*arrays)
-        elif arrays:
+        elif isinstance(self.tail, Pool):
+            self._take_pooled(arrays)
+        elif self.tail is not None:
             self._take_all(arrays)
-        else:
-            output.token_ids = [[] for _ in range(self.num_rows)]
         return output
 
     def _take_prompts(self, prompts: PromptLogprobs, arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -150,14 +153,13 @@ class StepOutput(PendingOutput):
         self.output.prompt_logprobs = dict(zip([part[0] for part in parts], found, strict=True))
         return arrays
 
-    def _take_plain(self, columns: np.ndarray, *logprobs: np.ndarray) -> None:
-        """One token for each row that samples."""
+    def _take_sampled(self, columns: np.ndarray, *logprobs: np.ndarray) -> None:
+        """Take one token for each row that samples."""
         output, tokens = self.output, columns[:, 0].tolist()
-        rows, good = self.sample_rows, np.ones(len(tokens), dtype=bool)
+        rows, good = self.rows, np.ones(len(tokens), dtype=bool)
         if len(tokens) == self.num_rows and not self.errors and not columns[:, 1].any():
             output.token_ids = [[token] for token in tokens]
         else:
-            output.token_ids = [[] for _ in range(self.num_rows)]
             for index, row in enumerate(rows.tolist()):
                 good[index] = self._is_good(row, int(columns[index, 1]))
                 if good[index]:
@@ -170,20 +172,23 @@ class StepOutput(PendingOutput):
 
     def _take_verified(self, columns: np.ndarray) -> None:
         """Take, for each row that samples, its accepted drafts and one more token."""
-        output, rows = self.output, self.sample_rows.tolist()
-        output.token_ids = [[] for _ in range(self.num_rows)]
+        output, rows = self.output, self.rows.tolist()
         output.num_draft = [0] * self.num_rows
         for row, (accepted, code, drafted, *tokens) in zip(rows, columns.tolist(), strict=True):
             output.num_draft[row] = drafted
             if self._is_good(row, code):
                 output.token_ids[row] = tokens[: accepted + 1]
 
+    def _take_pooled(self, arrays: list[np.ndarray]) -> None:
+        for row, values in zip(self.rows.tolist(), arrays, strict=True):
+            if self._is_good(row, 0 if np.isfinite(values).all() else NOT_FINITE):
+                self.output.pooled[row] = TensorData(values.astype("<f4").tobytes(), "float32", values.shape)
+
     def _take_all(self, arrays: list[np.ndarray]) -> None:
         output = self.output
-        output.token_ids = [[] for _ in range(self.num_rows)]
         token_ids, num_accepted, codes = (array.tolist() for array in arrays[:3])
         logprobs = HostLogprobs(*arrays[3:6]) if self.has_logprobs else None
-        for index, row in enumerate(self.sample_rows.tolist()):
+        for index, row in enumerate(self.rows.tolist()):
             count = num_accepted[index] + 1
             if self._is_good(row, codes[index]):
                 output.token_ids[row] = token_ids[index][:count]
@@ -191,7 +196,7 @@ class StepOutput(PendingOutput):
                     self._take_logprobs(logprobs, index, row, count)
         if self.has_drafts:
             output.draft_token_ids = [[] for _ in range(self.num_rows)]
-            for row, drafts in zip(self.sample_rows.tolist(), arrays[-1].tolist(), strict=True):
+            for row, drafts in zip(self.rows.tolist(), arrays[-1].tolist(), strict=True):
                 output.draft_token_ids[row] = drafts
 
     def _take_logprobs(self, logprobs: HostLogprobs, index: int, row: int, count: int) -> None:
@@ -208,28 +213,53 @@ class StepOutput(PendingOutput):
         return not code and row not in self.errors
 
 
-def prompt_tensors(step: Step) -> list[Tensor]:
-    """Return the tensors of the step's prompt logprobs on the device."""
-    prompts = step.prompt_logprobs
-    return [] if prompts is None or prompts.tensors is None else prompts.tensors.tensors()
+class Readback:
+    """Queues the copies of steps' results."""
 
+    def __init__(self, state: BatchState, ops: StepOps, scrub: Callable[[SlotOwner], None]) -> None:
+        """scrub: see `StepOutput`."""
+        self._state, self._ops, self._scrub = state, ops, scrub
+        self._pool = HostPool()
 
-def read_back_all(
-    step: Step, sampled: Sampled, num_logprobs: Ints, pool: HostPool
-) -> tuple[HostCopies, dict[str, object]]:
-    """Queue the copies of everything that was sampled; further fields of `StepOutput`. num_logprobs [S + 1]: by slot."""
-    plan = step.plan
-    tensors = [sampled.token_ids, sampled.num_accepted, sampled.codes]
-    if sampled.logprobs is not None:
-        tensors += sampled.logprobs.tensors()
-    if sampled.draft_token_ids is not None:
-        tensors.append(sampled.draft_token_ids)
-    tensors += prompt_tensors(step)
-    fields: dict[str, object] = {
-        "is_plain": False,
-        "has_logprobs": sampled.logprobs is not None,
-        "has_drafts": sampled.draft_token_ids is not None,
-        "num_logprobs": num_logprobs[plan.sample_slots],
-        "first_logprob": np.searchsorted(plan.logprob_rows, plan.logit_starts[:-1]),
-    }
-    return HostCopies(tensors, pool, sampled.codes.device), fields
+    def queue(
+        self,
+        output: SchedulerOutput,
+        tail: Tail | None,
+        given: Any,
+        rows: Ints,
+        slots: Ints,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> StepOutput:
+        """What the tail gave for `rows` [r] of these slots, on its way to the host; after `Logits` not these are given, but what
+        `StepSampler` made of them."""
+        host, tensors = self._state.host, list[Tensor]()
+        num_logprobs = host.num_logprobs[slots] if len(slots) else None
+        has_logprobs = isinstance(tail, Sample) and tail.variant.has_logprobs
+        if isinstance(tail, Pool):
+            is_there = [tensor is not None for tensor in given]
+            rows, tensors = rows[is_there], [tensor.float() for tensor in given if tensor is not None]
+        elif isinstance(tail, Sample | Verify):
+            tensors.append(given)
+            if has_logprobs:
+                tensors += self._ops.logprobs.part(0, len(rows)).tensors()
+        elif tail is not None:
+            tensors, has_logprobs = given.tensors(), given.logprobs is not None
+        if prompt_logprobs is not None and prompt_logprobs.tensors is not None:
+            tensors += prompt_logprobs.tensors.tensors()
+        errors = host.errors
+        return StepOutput(
+            output=ModelOutput(step_id=output.step_id),
+            num_rows=len(output.slots),
+            rows=rows,
+            slots=output.slots,
+            owners=host.owners,
+            tail=tail,
+            copies=HostCopies(tensors, self._pool, self._state.device),
+            prompt_logprobs=prompt_logprobs,
+            errors={row: errors[slot] for row, slot in enumerate(output.slots) if slot in errors} if errors else {},
+            has_logprobs=has_logprobs,
+            num_logprobs=num_logprobs,
+            first_logprob=given.first_logprob if isinstance(tail, Logits) else None,
+            has_drafts=isinstance(tail, Logits) and given.draft_token_ids is not None,
+            scrub=self._scrub,
+        )

@@ -7,7 +7,18 @@ suits both. While a step runs nobody gets a token, and nothing can be stopped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pelton.attention.interface import AttentionNeeds
+from pelton.layers.embedding import VocabMatrix
+from pelton.layers.linear import LinearModule
+from pelton.messages.report import StepFit
+from pelton.worker.inputs import padding_shape
+
+if TYPE_CHECKING:
+    from pelton.worker.loaded import LoadedModel
+    from pelton.worker.model_runner import ModelRunner
 
 LEAST_STEP_TOKENS = 64
 """Fewer would read the weights too often, whatever the speed."""
@@ -34,3 +45,39 @@ def fitting_tokens(speed: float, target_s: float, least: int, most: int) -> int:
     """Tokens of a step that takes `target_s` at most: a power of two, within the bounds whatever the speed."""
     fitting = max(int(speed * target_s), 1)
     return min(max(1 << (fitting.bit_length() - 1), least), most)
+
+
+def fit_step(loaded: LoadedModel, runner: ModelRunner, target_s: float) -> StepFit:
+    """Find how many tokens a step of `target_s` may have. Padding is computed for it: attention over a long context is reckoned by
+    its operations."""
+
+    def run(num_tokens: int) -> None:
+        runner.run_padding(padding_shape(num_tokens, num_tokens))
+        loaded.platform.synchronize()
+
+    speed = measure_speed(run, loaded.max_num_tokens)
+    least = max(LEAST_STEP_TOKENS, loaded.max_num_seqs, loaded.config.kv_cache.block_size)
+    count = fitting_tokens(speed, target_s, least, loaded.max_num_tokens)
+    if count < loaded.max_num_tokens:
+        loaded.notes.append(
+            f"max_num_batched_tokens {count}: {count / speed:.1f} s a step at the measured {speed:.0f} tokens/s"
+        )
+    layers = loaded.build.cache_layers.values()
+    return StepFit(num_tokens=count, context_tokens=context_tokens(loaded.model, layers))
+
+
+def product_operations(model: Any) -> int:
+    """Operations of a token's products, the vocabulary's left out. All experts of a layer count."""
+    return 2 * sum(
+        module.spec.in_features * module.spec.out_features
+        for module in model.modules()
+        if isinstance(module, LinearModule) and not isinstance(module, VocabMatrix)
+    )
+
+
+def context_tokens(model: Any, layers: Iterable[Any]) -> int:
+    """Tokens of context at which a token's attention in these layers has as many operations as its products; 0 where none
+    attends to all. Layers with a window read no more of a long context, and those of other kinds a state."""
+    needs = [layer.needs for layer in layers if isinstance(getattr(layer, "needs", None), AttentionNeeds)]
+    operations = sum(4 * need.num_heads * need.head_dim for need in needs if not need.sliding_window)
+    return product_operations(model) // operations if operations else 0

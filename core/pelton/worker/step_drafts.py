@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
+from pelton.ops.interface import Sample as SampleOp
+from pelton.ops.interface import SampleNeeds, SampleTensors
 from pelton.ops.speculation import (
     LookupDrafts,
     LookupDraftsNeeds,
@@ -20,6 +21,7 @@ from pelton.ops.speculation import (
     VerifyNeeds,
     VerifyTensors,
 )
+from pelton.sampling.tails import Variant
 from pelton.worker.batch_state import BatchState
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class StepDrafts:
         self._row = torch.arange(most, device=state.device)
         self._sampled = torch.zeros(state.max_num_seqs * self.width, 2, dtype=torch.int32, device=state.device)
         self._num_found = torch.zeros(state.max_num_seqs, dtype=torch.int64, device=state.device)
-        self._sample: dict[str, Sample] = {}
+        self._sample: dict[Variant, SampleOp] = {}
         self._verify: Verify = ops.bind("verify", VerifyNeeds(num_drafts=num_drafts), VerifyTensors(state))
         self._look_up: LookupDrafts | None = None
         if lookup is not None:
@@ -62,21 +64,23 @@ class StepDrafts:
         self._look_up(slots, num_draft, found)
         return found
 
-    def verify(self, variant: str, logits: Tensor, slots: Tensor, num_draft: Tensor, result: Tensor) -> None:
+    def verify(self, variant: Variant, logits: Tensor, slots: Tensor, num_draft: Tensor, result: Tensor) -> None:
         """logits [R (1 + k), V], which may be overwritten; variant: of sampling, without tables and masks. See `Verify`."""
         rows, width = self._rows, self.width
         sample, sampled = self._bound(variant), self._sampled[: len(logits)]
         for start in range(0, len(logits), rows.max_num_seqs):
             part = logits[start : start + rows.max_num_seqs]
-            if variant != "greedy":
+            if not variant.is_greedy:
                 self._state.lend(rows, slots[start // width : (start + len(part)) // width], width)
             sample(part, self._row[: len(part)], sampled[start : start + len(part)])
         self._verify(slots, num_draft, sampled, result)
 
-    def _bound(self, variant: str) -> Sample:
+    def _bound(self, variant: Variant) -> SampleOp:
         if variant not in self._sample:
             needs = SampleNeeds(
-                vocab_size=self._state.vocab_size, max_num_seqs=self._rows.max_num_seqs, variant=variant
+                vocab_size=self._state.vocab_size,
+                max_num_seqs=self._rows.max_num_seqs,
+                variant="greedy" if variant.is_greedy else "full",
             )
             self._sample[variant] = self._ops.bind("sample", needs, SampleTensors(self._rows))
         return self._sample[variant]

@@ -1,4 +1,4 @@
-"""The two seams that the runner calls itself: a step's inputs, and the tail of a step whose rows each take one token."""
+"""The ops that a step calls itself, around the model's: its inputs, and what the rows that sample ask for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pelton.attention.interface import AttentionBackend
-from pelton.attention.metadata import BatchDescriptor, ForwardBatch
+from pelton.attention.metadata import NO_CACHE, BatchDescriptor, ForwardBatch
 from pelton.ops.interface import (
     Logprobs,
     LogprobsNeeds,
@@ -16,26 +16,25 @@ from pelton.ops.interface import (
     PrepareInputs,
     PrepareInputsNeeds,
     PrepareInputsTensors,
-    Sample,
     SampleNeeds,
     SampleTensors,
 )
+from pelton.ops.interface import Sample as SampleOp
 from pelton.ops.selector import OpSelector
 from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.sampling.logprobs import LogprobTensors
+from pelton.sampling.tails import FULL, GREEDY, Variant
 from pelton.worker.batch_state import BatchState
-from pelton.worker.inputs import InputBuffers, StepShape
+from pelton.worker.inputs import InputBuffers, StepShape, uncached_metadata
+from pelton.worker.reference_step import ReferencePrepareInputs
+from pelton.worker.step_adapters import StepAdapters
 from pelton.worker.step_drafts import StepDrafts
 
 NUM_LOGPROBS = 20
-"""Alternatives a row that the seam can give; rows that want more take `StepSampler`."""
+"""Alternatives a row that the op can give; rows that want more take `StepSampler`."""
 
 PROMPT_LOGPROB_ROWS = 256
 """Positions of prompts whose logits are there at once: a whole step's would be gigabytes with a large vocabulary."""
-
-GREEDY, FULL, LOGPROBS = "greedy", "full", "logprobs"
-MASKED = "masked+"
-"""Before `FULL` or `LOGPROBS`: with the grammar's masks."""
 
 
 class StepOps:
@@ -43,24 +42,39 @@ class StepOps:
 
     def __init__(self, ops: OpSelector, state: BatchState, buffers: InputBuffers) -> None:
         self._ops, self._state, self._buffers = ops, state, buffers
-        self._sample: dict[str, Sample] = {}
+        self._sample: dict[Variant, SampleOp] = {}
         self._logprobs: LogprobTensors | None = None
         self._prompt_logprobs: Logprobs | None = None
         self._mask: tuple[Tensor, Tensor] | None = None
         self.drafts: StepDrafts | None = None
+        self._adapters: StepAdapters | None = None
         needs = PrepareInputsNeeds(
             max_num_tokens=buffers.max_num_tokens,
             max_num_seqs=state.max_num_seqs,
             block_sizes=state.block_sizes,
             max_model_len=state.max_model_len,
         )
-        self.prepare_inputs: PrepareInputs = ops.bind("prepare_inputs", needs, PrepareInputsTensors(state, buffers))
+        tensors = PrepareInputsTensors(state, buffers)
+        self.prepare_inputs: PrepareInputs = (
+            ops.bind("prepare_inputs", needs, tensors)
+            if state.block_sizes
+            else ReferencePrepareInputs.bind(needs, tensors)  # kernels fill block tables, of which there are none
+        )
         self.sample(GREEDY)
         self.sample(FULL)
 
     def use_drafts(self, num_drafts: int, lookup: LookupDraftsNeeds | None) -> None:
         """Rows may have up to `num_drafts` drafts; lookup: how the device makes them, None where the host does."""
         self.drafts = StepDrafts(self._ops, self._state, num_drafts, lookup)
+
+    @property
+    def adapters(self) -> StepAdapters | None:
+        """Set: rows may have adapters."""
+        return self._adapters
+
+    @adapters.setter
+    def adapters(self, adapters: StepAdapters | None) -> None:
+        self._adapters = self._state.adapters = adapters
 
     def forward_batch(
         self,
@@ -70,6 +84,7 @@ class StepOps:
         backends: Sequence[AttentionBackend],
         key: BatchDescriptor | None = None,
         prefix_lens: Tensor | None = None,
+        has_adapters: bool = False,
     ) -> ForwardBatch:
         """Prepare a step's inputs and describe it to `backends`, one a set of metadata. slots, num_scheduled [R] int64; key: of the
         step when it is captured; prefix_lens [groups] int32: where such a step finds its common prefixes, in tokens."""
@@ -77,28 +92,39 @@ class StepOps:
         if prefix_lens is not None:
             for group, common in enumerate(groups):
                 common.common_prefix = prefix_lens[group : group + 1]
+        adapter = None
+        if self._adapters is not None:
+            adapter = self._adapters.prepare(slots, shape, self._buffers, is_used=has_adapters)
         num_tokens = shape.num_padded_tokens
         return ForwardBatch(
             input_ids=self._buffers.input_ids[:num_tokens],
             positions=self._buffers.positions[:num_tokens],
-            attention=tuple(backend.build(groups[backend.group_id], key) for backend in backends),
+            attention=tuple(
+                backend.build(
+                    groups[backend.group_id]
+                    if backend.group_id != NO_CACHE
+                    else uncached_metadata(self._buffers, shape),
+                    key,
+                )
+                for backend in backends
+            ),
             num_tokens=num_tokens,
+            adapter=adapter,
             slot_mappings=tuple(common.slot_mapping for common in groups),
         )
 
-    def sample(self, variant: str) -> Sample:
-        """The seam for rows that want no more than `variant`; greedy for no parameters at all."""
+    def sample(self, variant: Variant) -> SampleOp:
+        """The op for rows that want no more than `variant`; greedy for no parameters at all."""
         if variant not in self._sample:
-            is_masked, kind = variant.startswith(MASKED), variant.removeprefix(MASKED)
             needs = SampleNeeds(
                 vocab_size=self._state.vocab_size, max_num_seqs=self._state.max_num_seqs,
-                variant=GREEDY if kind == GREEDY else FULL, has_mask=is_masked,
-                num_logprobs=self.num_logprobs if kind == LOGPROBS else 0,
+                variant="greedy" if variant.is_greedy else "full", has_mask=variant.has_mask,
+                num_logprobs=self.num_logprobs if variant.has_logprobs else 0,
             )  # fmt: skip
             tensors = SampleTensors(
                 self._state,
-                mask=self.mask if is_masked else None,
-                logprobs=self.logprobs if kind == LOGPROBS else None,
+                mask=self.mask if variant.has_mask else None,
+                logprobs=self.logprobs if variant.has_logprobs else None,
             )
             self._sample[variant] = self._ops.bind("sample", needs, tensors)
         return self._sample[variant]
@@ -114,7 +140,7 @@ class StepOps:
 
     @property
     def logprobs(self) -> LogprobTensors:
-        """Filled by variants with LOGPROBS, by row of the step."""
+        """Filled by variants with logprobs, by row of the step."""
         if self._logprobs is None:
             self._logprobs = LogprobTensors.make(self._state.max_num_seqs, self.num_logprobs, self._state.device)
         return self._logprobs
@@ -131,7 +157,7 @@ class StepOps:
 
     @property
     def mask(self) -> tuple[Tensor, Tensor]:
-        """Read by variants with MASKED, by slot: words [S + 1, ceil(V / 32)] int32, whether there is one [S + 1] bool."""
+        """Read by variants with masks, by slot: words [S + 1, ceil(V / 32)] int32, whether there is one [S + 1] bool."""
         if self._mask is None:
             rows, num_words, device = self._state.max_num_seqs + 1, -(-self._state.vocab_size // 32), self._state.device
             self._mask = (

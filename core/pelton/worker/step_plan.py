@@ -1,7 +1,7 @@
 """One step's columns as the host lays them out: which tokens belong to which row, which need logits.
 
 Counts only, no token value: so it can be made while the step before still runs. Vectorised over rows.
-R = rows, r = rows that sample, n = rows of logits (1 + drafts for each row that samples), d = drafts.
+R = rows, r = rows that sample, n = rows of logits (1 + drafts for each row that samples), d = drafts, p = rows that pool.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pelton.worker.batch_state import NO_LOGPROBS, HostColumns
 from pelton.worker.inputs import StepShape
 
 Ints = npt.NDArray[np.int64]
+_NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class StepPlan:
     side_rows: Ints  # [m], rows of logits that read side tables
     logprob_rows: Ints  # rows of logits whose logprobs are wanted
     num_unsampled: Ints  # [R], num_scheduled less drafts, less one where the row samples
+    pooled_rows: Ints  # [p], which sample nothing
+    is_pooled_last: npt.NDArray[np.bool_]  # [p], the step computes the row's last token
     shape: StepShape
 
     @property
@@ -63,7 +66,13 @@ def plan_step(output: SchedulerOutput, host: HostColumns) -> StepPlan:
     """From the scheduler's columns."""
     slots, num_scheduled = _ints(output.slots), _ints(output.num_scheduled)
     query_start_loc = np.concatenate([[0], num_scheduled.cumsum()])
-    sample_rows = np.flatnonzero(np.asarray(output.samples, dtype=bool))
+    samples, pooled_rows = np.asarray(output.samples, dtype=bool), _NONE
+    is_pooled_last = samples[:0]
+    if host.pooling:
+        pooled_rows = np.flatnonzero([slot in host.pooling for slot in output.slots])
+        is_pooled_last, samples = samples[pooled_rows], samples.copy()
+        samples[pooled_rows] = False
+    sample_rows = np.flatnonzero(samples)
     all_drafts = _ints(output.num_draft) if output.num_draft else np.zeros(len(slots), dtype=np.int64)
     num_draft = all_drafts[sample_rows]
     num_logits = num_draft + 1
@@ -86,7 +95,9 @@ def plan_step(output: SchedulerOutput, host: HostColumns) -> StepPlan:
         logit_slots=logit_slots,
         side_rows=np.flatnonzero(host.side_slots[logit_slots] >= 0),
         logprob_rows=np.flatnonzero(host.num_logprobs[logit_slots] != NO_LOGPROBS),
-        num_unsampled=num_scheduled - all_drafts - np.asarray(output.samples, dtype=np.int64),
+        num_unsampled=num_scheduled - all_drafts - samples,
+        pooled_rows=pooled_rows,
+        is_pooled_last=is_pooled_last,
         shape=StepShape(
             num_reqs=num_reqs,
             num_tokens=num_tokens,

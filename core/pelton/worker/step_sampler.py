@@ -1,7 +1,7 @@
 """From a step's logits to its tokens, with everything a request may ask for: masks, side tables, drafts, logprobs.
 
 Torch ops chosen by what the host knows of the rows; nothing here waits for the device but prompt logprobs with more
-alternatives than the seams give. What the `sample` seam can do is left to it (`model_runner.py`).
+alternatives than the ops give. What the `sample` op can do is left to it (`step_tails.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pelton.sampling.columns import active_columns
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logprobs
 from pelton.sampling.metadata import SamplingMetadata, SideRows
 from pelton.sampling.sampler import sample, unpack_bitmask
+from pelton.sampling.tails import Logits, Tail
 from pelton.utils.staging import StagingRing, mask_column, mask_words
 from pelton.worker.batch_state import NO_LOGPROBS, BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.step_ops import PROMPT_LOGPROB_ROWS, StepOps
 from pelton.worker.step_plan import StepPlan, ramp
+from pelton.worker.step_program import StepInputs
 
 if TYPE_CHECKING:
     from pelton.worker.drafts import WorkerDraftProposer
@@ -60,22 +62,23 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class Step:
-    """One step between its forward pass and its result."""
+    """One step between its launch and its result."""
 
     output: SchedulerOutput
     plan: StepPlan
     columns: StepColumns
-    hidden: Any = None
-    logits: Tensor | None = None  # [n, V]
+    inputs: StepInputs
+    tail: Tail | None = None  # that has been run
+    given: Any = None  # what it gave
     prompt_logprobs: PromptLogprobs | None = None
-    # Of a decode step that a graph has run up to its logits:
-    num_padded_rows: int = 0
-    tail: str | None = None  # variant of the `sample` seam that can finish it
-    # Of a step with drafts:
-    verified: str | None = (
-        None  # variant of sampling with which `StepDrafts.verify` finishes it: 1 + k rows of logits a row
-    )
-    num_draft: Tensor | None = None  # [r], of those that the device has made
+    num_padded_rows: int = 0  # of a decode step that a graph has run up to its logits
+
+    @property
+    def logits(self) -> Tensor:
+        """[n, V]"""
+        assert isinstance(self.tail, Logits)
+        logits: Tensor = self.given
+        return logits
 
 
 @dataclass(slots=True)
@@ -85,8 +88,15 @@ class Sampled:
     token_ids: Tensor  # [r, 1 + K]
     num_accepted: Tensor  # [r]
     codes: Tensor  # [r]
+    first_logprob: np.ndarray  # [r], into the rows of `logprobs`
     logprobs: LogprobTensors | None = None  # of `StepPlan.logprob_rows`
     draft_token_ids: Tensor | None = None  # [r, max_draft_tokens], for the next step
+
+    def tensors(self) -> list[Tensor]:
+        """In the order of the fields."""
+        drafts = [] if self.draft_token_ids is None else [self.draft_token_ids]
+        logprobs = [] if self.logprobs is None else self.logprobs.tensors()
+        return [self.token_ids, self.num_accepted, self.codes, *logprobs, *drafts]
 
 
 class StepSampler:
@@ -103,7 +113,6 @@ class StepSampler:
         self._staging = staging
 
     def sample(self, step: Step, masks: GrammarMasks | None) -> Sampled:
-        assert step.logits is not None
         plan, columns, state = step.plan, step.columns, self.state
         metadata = self._sampling_metadata(plan, columns)
         raw = step.logits[columns.logprob_rows] if len(plan.logprob_rows) else None
@@ -118,7 +127,7 @@ class StepSampler:
         state.advance(columns.slots, columns.num_scheduled, columns.sample_slots, num_rejected, last)
         if self.draft_proposer is not None:
             last_tokens = columns.logit_tokens[self._index(plan.logit_starts[:-1]) + sampled.num_accepted]
-            drafts = self.draft_proposer.propose(state, columns.sample_slots, step.hidden, last_tokens)
+            drafts = self.draft_proposer.propose(state, columns.sample_slots, step.inputs.hidden, last_tokens)
             state.draft_token_ids[columns.sample_slots, : drafts.shape[1]] = drafts
             sampled.draft_token_ids = drafts
         return sampled
@@ -169,15 +178,17 @@ class StepSampler:
 
     def _verify(self, plan: StepPlan, logit_tokens: Tensor, token_ids: Tensor, codes: Tensor) -> Sampled:
         """Accept drafts while each equals what was sampled in its place: exact in law, and lossless for greedy rows."""
+        first_logprob = np.searchsorted(plan.logprob_rows, plan.logit_starts[:-1])
         if not plan.has_drafts:
-            return Sampled(token_ids.unsqueeze(-1), torch.zeros_like(token_ids), codes)
+            return Sampled(token_ids.unsqueeze(-1), torch.zeros_like(token_ids), codes, first_logprob)
         grid, is_draft = plan.draft_grid()
         index, drafted = (staged.view(grid.shape) for staged in self._staging.stage([grid.ravel(), is_draft.ravel()]))
         following = self.buffers.input_ids[(logit_tokens + 1).clamp(max=plan.shape.num_padded_tokens - 1)]
         is_equal = (token_ids == following)[index] & drafted.bool()
         num_accepted = is_equal.long().cumprod(dim=1).sum(dim=1)
         is_taken = torch.arange(grid.shape[1], device=index.device) <= num_accepted.unsqueeze(-1)
-        return Sampled(token_ids[index], num_accepted, torch.where(is_taken, codes[index], 0).amax(dim=1))
+        code = torch.where(is_taken, codes[index], 0).amax(dim=1)
+        return Sampled(token_ids[index], num_accepted, code, first_logprob)
 
     def _count_outputs(self, plan: StepPlan, side: SideRows | None, token_ids: Tensor, num_accepted: Tensor) -> None:
         if side is None or not side.has_penalties:
@@ -222,19 +233,19 @@ class StepSampler:
         )
         total = int(ends[-1])
         if wanted.min() < 0 or wanted.max() > self._ops.num_logprobs:
-            found.on_host = self._wide_prompt_logprobs(step.hidden, index, chosen, found.parts)
+            found.on_host = self._wide_prompt_logprobs(step.inputs.hidden, index, chosen, found.parts)
         elif total:
             found.tensors = LogprobTensors.make(total, self._ops.num_logprobs, state.device)
             for start in range(0, total, PROMPT_LOGPROB_ROWS):
                 stop = min(start + PROMPT_LOGPROB_ROWS, total)
-                logits = self.model.compute_logits(step.hidden, index[start:stop])
+                logits = self.model.compute_logits(step.inputs.hidden, index[start:stop])
                 self._ops.prompt_logprobs(logits, chosen[start:stop], found.tensors.part(start, stop))
         return found
 
     def _wide_prompt_logprobs(
         self, hidden: Any, index: Tensor, chosen: Tensor, parts: Sequence[PromptPart]
     ) -> list[HostLogprobs]:
-        """Prompt logprobs of each part, with more alternatives than the seam has: they go to the host piece by piece, which waits."""
+        """Prompt logprobs of each part, with more alternatives than the op has: they go to the host piece by piece, which waits."""
         found = []
         for _, first, end, most in parts:
             pieces = []

@@ -23,9 +23,9 @@ from pelton.kv_cache.planner import plan_kv_cache
 from pelton.model.resolve import resolve_model
 from pelton.platform.select import select_platform
 from pelton.plugins import load_plugins
+from pelton.sampling.tails import GREEDY
 from pelton.worker.inputs import StepShape
 from pelton.worker.interface import WorkerContext
-from pelton.worker.step_ops import GREEDY
 from pelton.worker.worker import DeviceWorker
 
 COPY_BYTES = 2**30

@@ -1,7 +1,8 @@
 """`pelton bench speculation`: decoding with drafts, at full acceptance and at none, against decoding without.
 
 Weights are `cycle_loader`'s: texts either go round, so that every draft is right, or never come back to a token, so that there is
-nothing to draft. Each engine has a process of its own. All engines must give the same ids.
+nothing to draft; or each of their n-grams is in the prompt with another token behind it, so that drafts are found and refused. Each
+engine has a process of its own. All engines must give the same ids.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
 from pelton_plugins.bench.shapes import SHAPES, write_shape
 
-CASES = ("repeats", "never repeats")
+CASES = ("repeats", "never repeats", "misleads")
 MOST_COST, LEAST_SPEEDUP, MOST_LOSS = 1.25, 2.5, 0.05
 """What is aimed at: a step with 3 drafts by one without, the gain at full acceptance, the loss at none."""
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_pauses")
-DOC = """Measure n-gram speculation: texts that go round, whose drafts are all right, and texts that never come back to a token.
+_NGRAM = 3
+"""Tokens that are found again in a prompt that misleads: `prompt_lookup_min`."""
+DOC = """Measure n-gram speculation: texts that go round, whose drafts are all right, texts that never come back to a token, and texts
+whose drafts are all wrong.
 Weights are random but for embedding and LM head: nothing is fetched. Drafts, those accepted and pauses are counted.
 
   pelton bench speculation --models qwen3-0.6b --rows 1 8 32 --drafts 3 5"""
@@ -80,7 +84,7 @@ def _measure_model(
     untied = folder / "untied"
     untied.mkdir()
     (untied / "config.json").write_text(json.dumps(config))
-    longest = arguments.input_len + arguments.output_len
+    longest = max(arguments.input_len, (_NGRAM + 1) * arguments.output_len) + arguments.output_len
     base = {"load_format": "cycle", "skip_tokenizer_init": True, "max_model_len": longest + 64, "model": str(untied)}
     found: dict[str, Any] = {}
     for count in (0, *arguments.drafts):
@@ -162,10 +166,7 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 for repeat in range(arguments.repeats + 1):
                     draw = random.Random(f"{case} {rows} {repeat}").randrange
                     prompts, others = (
-                        [
-                            _prompt(case, draw, arguments.input_len, vocab_size, num_round_tokens(vocab_size))
-                            for _ in range(rows)
-                        ]
+                        [_prompt(case, draw, arguments, vocab_size, num_round_tokens(vocab_size)) for _ in range(rows)]
                         for _ in range(2)
                     )
                     outputs, took = _timed(llm, prompts, greedy([arguments.output_len] * rows))
@@ -186,11 +187,17 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
 
 
-def _prompt(case: str, draw: Any, length: int, vocab_size: int, first: int) -> list[int]:
-    if case == CASES[0]:
+def _prompt(case: str, draw: Any, arguments: SpeculationArguments, vocab_size: int, first: int) -> list[int]:
+    if case == "repeats":
         token_id = draw(first)
-        return [token_id - token_id % 8 + (token_id + i) % 8 for i in range(length)]
-    return [draw(first, vocab_size - 4096) for _ in range(length)]
+        return [token_id - token_id % 8 + (token_id + i) % 8 for i in range(arguments.input_len)]
+    if case == "never repeats":
+        return [draw(first, vocab_size - 4096) for _ in range(arguments.input_len)]
+    start = draw(
+        first + _NGRAM, vocab_size - 4096
+    )  # what is generated goes on from here; what follows in the prompt does not
+    grams = [[*range(start + place - _NGRAM, start + place), draw(first)] for place in range(arguments.output_len)]
+    return [*(token for gram in grams for token in gram), *range(start - _NGRAM, start)]
 
 
 def _timed(llm: Any, prompts: list[list[int]], params: Any) -> tuple[list[list[int]], float]:

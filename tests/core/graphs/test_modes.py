@@ -11,6 +11,7 @@ from pelton.attention.support import GraphSupport
 from pelton.config.compilation import CompilationConfig, CUDAGraphMode
 from pelton.graphs.dispatcher import GraphDispatcher, default_sizes, mixed_sizes
 from pelton.graphs.modes import lower_mode, requested_mode
+from pelton.sampling.tails import GREEDY, Sample
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
@@ -94,8 +95,8 @@ def dispatcher(mode: CUDAGraphMode, **kwargs: object) -> GraphDispatcher:
 
 def test_uniform_decode_is_full_else_pieces_else_nothing() -> None:
     both = dispatcher(BOTH)
-    mode, key = both.dispatch(3, 3, 1, sampling="greedy")
-    assert (mode, key.num_tokens, key.num_reqs, key.uniform_query_len, key.sampling) == (FULL, 4, 4, 1, "greedy")
+    mode, key = both.dispatch(3, 3, 1, tail=Sample(GREEDY))
+    assert (mode, key.num_tokens, key.num_reqs, key.uniform_query_len, key.tail) == (FULL, 4, 4, 1, Sample(GREEDY))
     mode, key = both.dispatch(30, 3)
     assert (mode, key.num_tokens, key.uniform_query_len) == (PIECEWISE, 32, 0)
     mode, key = both.dispatch(257, 3)
@@ -188,9 +189,9 @@ def test_valid_keys_start_with_the_smallest_step() -> None:
 
 def test_stand_ins_are_larger_keys_of_the_same_kind_up_to_a_power_of_two() -> None:
     both = dispatcher(BOTH)
-    _, decode = both.dispatch(33, 33, 1, sampling="greedy")
+    _, decode = both.dispatch(33, 33, 1, tail=Sample(GREEDY))
     assert [(key.num_tokens, key.num_reqs) for key in both.stand_ins(decode)] == [(48, 48), (56, 56), (64, 64)]
-    assert {key.sampling for key in both.stand_ins(decode)} == {"greedy"}
+    assert {key.tail for key in both.stand_ins(decode)} == {Sample(GREEDY)}
     _, pieces = both.dispatch(100, 3)
     assert [(key.num_tokens, key.num_reqs) for key in both.stand_ins(pieces)] == [(128, 0)]
     _, exact = both.dispatch(16, 16, 1)

@@ -9,6 +9,7 @@ import torch
 from pelton.builtin import pelton_ops
 from pelton.messages.step import NewRequest
 from pelton.ops.selector import OpSelector
+from pelton.sampling.tails import FULL
 from pelton.sampling_params import SamplingParams
 from pelton.spec_decode.rejection import rejection, residual, speculate
 from pelton.worker.batch_state import BatchState
@@ -81,7 +82,7 @@ def test_verified_steps_sample_by_the_law() -> None:
     result = torch.zeros(num_rows, 6, dtype=torch.int32)
     step = StepDrafts(OpSelector(pelton_ops()), state, 2, None)
     slots = torch.arange(num_rows)
-    step.verify("full", logits.repeat(num_rows, 1), slots, torch.full((num_rows,), 2), result)
+    step.verify(FULL, logits.repeat(num_rows, 1), slots, torch.full((num_rows,), 2), result)
     rows = result.numpy()
     for place, law in enumerate(laws):
         tokens = rows[rows[:, 0] >= place][:, 3 + place]

@@ -24,8 +24,11 @@ from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
-from pelton.worker.step_graphs import StepGraphs
-from pelton.worker.worker import _ATTENTION_BYTES, DeviceWorker, max_piece_tokens
+from pelton.worker.capture_plan import CaptureQueue
+from pelton.worker.first_start import FirstStart
+from pelton.worker.graph_runner import GraphRunner
+from pelton.worker.graph_setup import choose_mode, max_piece_tokens, use_graphs
+from pelton.worker.memory import ATTENTION_BYTES, StepMemory
 from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_plugins.bench.shapes import write_shape
 
@@ -177,7 +180,7 @@ def test_a_note_says_what_became_of_a_graph_mode(model, monkeypatch, flat, suppo
     monkeypatch.setattr(worker.platform, "supported_graph_modes", offered)
     monkeypatch.setattr(worker.build.attention, "graph_support", lambda: support)
     assert worker.notes == []
-    assert worker._graph_mode() is mode
+    assert choose_mode(worker.loaded) is mode
     assert len(worker.notes) == (note is not None)
     assert note is None or re.search(note, worker.notes[0])
     worker.shutdown()
@@ -188,7 +191,7 @@ def test_graphs_without_room_are_the_operators_error(model, monkeypatch):
         raise torch.OutOfMemoryError("Tried to allocate.")
 
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
-    monkeypatch.setattr(StepGraphs, "make_room", make_room)
+    monkeypatch.setattr(GraphRunner, "make_room", make_room)
     with pytest.raises(
         ConfigError, match=r"Captured graphs compute in \d+ bytes.*num_gpu_blocks_override.*enforce_eager"
     ):
@@ -201,7 +204,7 @@ def test_prompts_are_captured_where_all_backends_can_be(model, monkeypatch, supp
     worker.config = EngineConfig.from_flat(cudagraph_capture_sizes=[1, 16])
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
     monkeypatch.setattr(worker.build.attention, "graph_support", lambda: support)
-    worker._make_graphs(BOTH)
+    use_graphs(worker.loaded, worker.runner, BOTH)
     assert worker.runner.graphs.dispatcher.prompt_sizes == ([16] if support is ALWAYS else [])
     worker.shutdown()
 
@@ -266,7 +269,7 @@ def test_memory_is_kept_for_what_the_profile_leaves_out(model, monkeypatch):
     num_blocks = -(-state.max_model_len // worker.config.kv_cache.block_size)  # this worker's pool has smaller ones
     blocks = sum(table.nbytes * num_blocks // table.shape[1] for table in tables)
     held = state.token_ids.nbytes + blocks + side
-    assert asked[0] - 1000 - len(state.block_tables) * _ATTENTION_BYTES == pytest.approx(held, rel=0.03)
+    assert asked[0] - 1000 - len(state.block_tables) * ATTENTION_BYTES == pytest.approx(held, rel=0.03)
     assert min(blocks, side) > 0.06 * held, "each would be missed"
 
 
@@ -286,7 +289,7 @@ def test_a_recorder_that_runs_what_it_records_gets_no_pieces(model, monkeypatch,
     worker.config = EngineConfig.from_flat(cudagraph_capture_sizes=[1])
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: CallGraphRecorder())
     monkeypatch.setattr(worker.build.ops, "unrecordable", lambda: [])
-    worker._make_graphs(mode)
+    use_graphs(worker.loaded, worker.runner, mode)
     assert [f"cudagraph_mode {mode} became {left}: platform 'cpu' records no pieces"] == worker.notes
     graphs = worker.runner.graphs
     assert (graphs is None) if left is NONE else graphs.dispatcher.mode is left
@@ -305,20 +308,20 @@ def test_memory_of_the_largest_step_is_taken_before_requests_come(model, monkeyp
             raise torch.OutOfMemoryError("Tried to allocate.")
         return empty(*size, **kwargs)
 
-    def note(name):
-        method = getattr(DeviceWorker, name)
-        monkeypatch.setattr(DeviceWorker, name, lambda self, *args: order.append(name) or method(self, *args))
+    def note(owner, name):
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *args: order.append(name) or method(self, *args))
 
-    note("_compile_ahead")
-    note("_make_room")
-    note("_capture")
+    note(FirstStart, "compile_steps")
+    note(StepMemory, "make_room_for_captures")
+    note(CaptureQueue, "capture_first")
     monkeypatch.setattr(CPUPlatform, "supported_graph_modes", tuple(CUDAGraphMode))
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
     monkeypatch.setattr(CPUPlatform, "measure_peak_bytes", lambda self, run: peak)
     monkeypatch.setattr(torch, "empty", take)
     worker = make_worker(model[0], cudagraph_mode="FULL_DECODE_ONLY")
     # What compiling took is given back, and the room is taken in a capture, which frees nothing.
-    assert order == ["_compile_ahead", "_make_room", "cpu", "_capture"]
+    assert order == ["compile_steps", "make_room_for_captures", "cpu", "capture_first"]
     notes = [note for note in worker.report().notes if f"the largest step takes ({peak} bytes)" in note]
     assert len(notes) == (not is_left)
 

@@ -14,7 +14,7 @@ from pelton_plugins.bench.cycle_loader import following
 
 VOCAB = 256
 SETTINGS = {
-    "load_format": "cycle", "skip_tokenizer_init": True, "max_model_len": 96, "kv_cache_memory_bytes": 2**22, "device": "cpu",
+    "load_format": "cycle", "skip_tokenizer_init": True, "max_model_len": 128, "kv_cache_memory_bytes": 2**22, "device": "cpu",
     "log_level": "error",
 }  # fmt: skip
 
@@ -46,10 +46,20 @@ def test_texts_go_on_as_the_loader_says(model: str) -> None:
         assert list(output.outputs[0].token_ids) == expected
 
 
-def test_all_drafts_of_texts_that_go_round_are_right(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        speculation, "_prompt", lambda case, draw, length, size, first: prompt(case, draw, length, first)
-    )
+def test_drafts_are_all_right_where_texts_go_round_and_all_wrong_where_they_mislead(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_prompt = speculation._prompt
+
+    def prompt(case: str, draw: Any, arguments: Any, size: int, first: int) -> list[int]:
+        """As the command's, of fewer tokens that are never come back to."""
+        if case == "repeats":
+            return [i % 8 for i in range(arguments.input_len)]
+        if case == "never repeats":
+            return [draw(first, first + 100) for _ in range(arguments.input_len)]
+        return make_prompt(case, draw, arguments, 4096 + size - arguments.output_len, first)
+
+    monkeypatch.setattr(speculation, "_prompt", prompt)
     arguments = {"rows": [2], "input_len": 16, "output_len": 24, "repeats": 1}
     found: dict[str, Any] = {}
     for count in (0, 3):
@@ -60,15 +70,10 @@ def test_all_drafts_of_texts_that_go_round_are_right(model: str, monkeypatch: py
     repeats, never = found["3"]["repeats, 2"], found["3"]["never repeats, 2"]
     assert repeats["num_accepted_tokens"] == repeats["num_draft_tokens"] > 0 and repeats["tokens_a_step"] > 2
     assert never["num_accepted_tokens"] == 0 and never["tokens_a_step"] == 1
+    misleads = found["3"]["misleads, 2"]
+    assert misleads["num_accepted_tokens"] == 0 and misleads["num_draft_tokens"] > 0
     assert {name: one["ids"] for name, one in found["3"].items()} == {
         name: one["ids"] for name, one in found["0"].items()
     }
     table = speculation.render({"engines": found, "ids_are_equal": True})
     assert "never repeats" in table and "The ids are those without drafts." in table
-
-
-def prompt(case: str, draw: Any, length: int, first: int) -> list[int]:
-    """As the command's, of fewer tokens that are never come back to."""
-    if case == speculation.CASES[0]:
-        return [i % 8 for i in range(length)]
-    return [draw(first, first + 100) for _ in range(length)]

@@ -16,7 +16,7 @@ from pelton_e2e import generate, greedy, greedy_reference, make_llm, make_prompt
 from pelton.config import EngineConfig, KVRole
 from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.testing.models import make_tiny_checkpoint
-from pelton.worker.step_graphs import StepGraphs
+from pelton.worker.graph_runner import GraphRunner
 from pelton_plugins.kv_connectors.plugin import pelton_kv_connectors
 from pelton_plugins.kv_connectors.shared_storage import SharedStorage
 
@@ -104,8 +104,8 @@ def test_modes(model, tmp_path, more):
 def test_decode_steps_stay_captured(model, tmp_path, monkeypatch):
     path, prompts, expected = model
     replayed = []
-    decode = StepGraphs.decode
-    monkeypatch.setattr(StepGraphs, "decode", lambda *a, **k: (replayed.append(a), decode(*a, **k))[1])
+    decode = GraphRunner.decode
+    monkeypatch.setattr(GraphRunner, "decode", lambda *a, **k: (replayed.append(a), decode(*a, **k))[1])
     with make_llm(path, **settings(tmp_path)) as llm:
         replayed.clear()  # those of the start
         assert generate(llm, prompts[:1], greedy(NUM_TOKENS)) == expected[:1]

@@ -1,38 +1,61 @@
-"""Every kind of step that requests can ask for, of nothing but padding: its kernels are compiled before the first request."""
+"""Warm-up steps: every kind of step that requests can ask for, run on padding, so that no request waits for a compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from pelton.graphs.dispatcher import default_sizes
+from pelton.sampling.tails import FULL, LOGPROBS, Sample, Variant, Verify
+from pelton.worker.capture_plan import CapturePlan
+from pelton.worker.graph_runner import GraphRunner
 from pelton.worker.inputs import StepShape, padding_shape
 from pelton.worker.model_runner import ModelRunner
-from pelton.worker.step_graphs import StepGraphs
-from pelton.worker.step_ops import FULL, GREEDY, LOGPROBS, MASKED
 
 _SHORT = 16
 _PROMPTS = (_SHORT, 64, 1024, 2048, 4096, 8192)
 """Tokens of prompts: attention, and what lies between two layers, have kernels for few and for many."""
-_RARE = (LOGPROBS, MASKED + FULL, MASKED + LOGPROBS)
+_RARE = (LOGPROBS, Variant(has_mask=True), Variant(has_mask=True, has_logprobs=True))
 """Variants of sampling that no graph is captured with at the start."""
 
 
-def rehearsal(runner: ModelRunner) -> list[Callable[[], None]]:
-    """Each runs one step. The last two need kernels that hardly a request asks for, and some of every other kind: an earlier
-    start that has compiled these has compiled them all."""
-    steps = [] if runner.graphs is None else list(_captured(runner, runner.graphs))
-    steps += [partial(runner.run_padding, shape, in_pieces=True) for shape in _shapes_in_pieces(runner)]
-    steps += [partial(runner.run_padding, shape, runner.tail_variants) for shape in _eager_shapes(runner)]
-    steps.append(runner.run_prompt_logprobs)
-    rare = _RARE if FULL in runner.tail_variants else ()
-    last = padding_shape(1, runner.state.max_model_len)
-    return [*steps, partial(runner.run_padding, last, rare)]
+@dataclass(frozen=True, slots=True)
+class WarmUpPlan:
+    """Steps of nothing but padding; each is run by a call."""
+
+    steps: tuple[Callable[[], None], ...]
+    """Every kind of step that requests ask for, but for those of `sentinels`."""
+    sentinels: tuple[Callable[[], None], ...]
+    """They need kernels that hardly a request asks for, and some of every other kind: an earlier start that has compiled these has
+    compiled them all."""
+
+    @classmethod
+    def make(cls, runner: ModelRunner) -> WarmUpPlan:
+        steps = [] if runner.graphs is None else list(_captured(runner, runner.graphs))
+        steps += [partial(runner.run_padding, shape, in_pieces=True) for shape in _shapes_in_pieces(runner)]
+        steps += [partial(runner.run_padding, shape, runner.tails.variants) for shape in _eager_shapes(runner)]
+        rare = _RARE if FULL in runner.tails.variants else ()
+        last = padding_shape(1, runner.state.max_model_len)
+        return cls(tuple(steps), (runner.run_prompt_logprobs, partial(runner.run_padding, last, rare)))
+
+    def all(self) -> tuple[Callable[[], None], ...]:
+        return self.steps + self.sentinels
+
+    def longest_first(self) -> tuple[Callable[[], None], ...]:
+        """All of them, those of long prompts first: their kernels take a compiler longest."""
+        return self.steps[::-1] + self.sentinels
+
+
+def run_with_few_layers(model: Any, steps: Iterable[Callable[[], None]]) -> None:
+    """Run steps through one layer of each kind."""
+    with few_layers(model):
+        for step in steps:
+            step()
 
 
 @contextmanager
@@ -74,18 +97,16 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(getattr(value, field.name), Tensor) for field in fields(value))
 
 
-def _captured(runner: ModelRunner, graphs: StepGraphs) -> Iterator[Callable[[], None]]:
-    """All sizes; sampling, and attention behind a common prefix, are the same for many of them."""
-    for mode, key in graphs.dispatcher.valid_keys():
-        size, variants = key.num_reqs, [key.sampling]
-        if key.uniform_query_len:
-            is_power = size & (size - 1) == 0
-            variants = list(runner.tail_variants) if is_power else [GREEDY]
-            if is_power and key.uniform_query_len == 1 and _shares_prefix(runner, size):
-                prefixed = replace(key, sampling=GREEDY, has_common_prefix=True)
-                yield partial(graphs.warm_up, mode, prefixed, captures=False)
-        for variant in variants:
-            yield partial(graphs.warm_up, mode, replace(key, sampling=variant), captures=False)
+def _captured(runner: ModelRunner, graphs: GraphRunner) -> Iterator[Callable[[], None]]:
+    """Every size that is captured; sampling, and attention behind a common prefix, are the same for many of them."""
+    first = runner.tails.variants[0]
+    for mode, key in CapturePlan.make(graphs.dispatcher, runner.tails.variants).captures:
+        size = key.num_reqs
+        is_power = size & (size - 1) == 0
+        if key.uniform_query_len == 1 and key.tail == Sample(first) and is_power and _shares_prefix(runner, size):
+            yield partial(graphs.warm_up, mode, replace(key, has_common_prefix=True), captures=False)
+        if is_power or key.tail in (None, Sample(first), Verify(first)):
+            yield partial(graphs.warm_up, mode, key, captures=False)
 
 
 def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:

@@ -15,8 +15,8 @@ from pelton.config import CUDAGraphMode
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.messages.step import GrammarMasks, SchedulerOutput
 from pelton.ops.speculation import LookupDraftsNeeds
+from pelton.sampling.tails import FULL, Logits, Sample, Variant
 from pelton.testing.graphs import FakeGraphRecorder
-from pelton.worker.step_graphs import LOGITS
 
 PROMPTS = [[7, 9], [3, 1, 4, 1, 5]]
 EVERY_TOKEN = np.packbits(np.arange(64) < VOCAB, bitorder="little").tobytes()
@@ -64,7 +64,7 @@ def test_each_group_is_told_the_prefix_that_its_own_backend_reads_once(monkeypat
     batch = runner.ops.forward_batch
 
     def note(*args):
-        told.append(args[-1].tolist() if isinstance(args[-1], torch.Tensor) else None)
+        told.append(args[5].tolist() if isinstance(args[5], torch.Tensor) else None)
         return batch(*args)
 
     monkeypatch.setattr(runner.ops, "forward_batch", note)
@@ -209,17 +209,19 @@ def test_graphs_of_side_tables_that_moved_are_freed(driver):
     driver.decode(requests, 2)
     decode_with_masks(driver, requests)
     graphs = driver.runner.graphs
-    old = {key for key in graphs.full._captured if key.sampling != LOGITS}
-    assert {key.sampling for key in old} == {"full", "tail of masked+full"}
+    masked = Sample(Variant(has_mask=True), is_apart=True)
+    old = {key for key in graphs.full._captured if key.tail != Logits()}
+    assert {key.tail for key in old} == {Sample(FULL), masked}
     late = driver.add(2, PROMPTS[0], side_slot=2)
     late.bad_words = [[1] * 20]
     driver.step([(late, 2)])
     driver.decode(requests, 2)
     decode_with_masks(driver, requests)
     assert not old & set(graphs.full._captured)
-    assert {key.sampling for key in graphs.full._captured} == {"full@1", LOGITS, "tail of masked+full@1"}
-    graphs.warm_up(CUDAGraphMode.FULL, replace(next(iter(old)), num_tokens=8, num_reqs=8, sampling="full"))
-    assert {key.sampling for key in graphs.full._captured if key.num_reqs == 8} == {"full@1"}
+    found = {(key.tail, key.side_layout) for key in graphs.full._captured}
+    assert found == {(Sample(FULL), 1), (Logits(), 0), (masked, 1)}
+    graphs.warm_up(CUDAGraphMode.FULL, replace(next(iter(old)), num_tokens=8, num_reqs=8, tail=Sample(FULL)))
+    assert {key.side_layout for key in graphs.full._captured if key.num_reqs == 8} == {1}
 
 
 def new_request(driver: Driver, slot: int, side_slots: list[int], chooser: random.Random) -> Running:
@@ -351,7 +353,7 @@ def test_drafts_of_the_device_are_made_and_verified_in_a_graph() -> None:
     assert {key.uniform_query_len for key in driver.runner.graphs.full._captured} == {4}
 
 
-def test_a_prompt_beside_drafted_rows_and_rows_that_ask_for_more_take_the_other_road() -> None:
+def test_a_prompt_beside_drafted_rows_and_rows_that_ask_for_more_are_sampled_by_torch_ops() -> None:
     driver = with_drafts(None)
     first, second = driver.add(0, PROMPTS[0]), driver.add(1, PROMPTS[1], logprobs=2)
     driver.step([(first, 2), (second, 5)])

@@ -6,9 +6,10 @@ import pytest
 import torch
 from pelton_worker_fakes import Driver, make_worker
 
+from pelton.sampling.tails import FULL, GREEDY, LOGPROBS, Variant
 from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_greedy
 from pelton.worker.inputs import padding_shape
-from pelton.worker.rehearsal import few_layers, rehearsal
+from pelton.worker.warm_up import WarmUpPlan, few_layers
 from pelton_platforms.cpu.platform import CPUPlatform
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73))]
@@ -19,6 +20,14 @@ COUNT = 12
 def model(request, tmp_path_factory):
     path = make_tiny_checkpoint(tmp_path_factory.mktemp("rehearsal") / request.param, request.param)
     return path, reference_greedy(load_reference(path), PROMPTS, COUNT)
+
+
+def plan_of_numbers(monkeypatch) -> list[int]:
+    """Five steps, of which the last two are sentinels; what is returned notes which were run."""
+    seen: list[int] = []
+    steps = tuple(lambda n=n: seen.append(n) for n in range(5))
+    monkeypatch.setattr(WarmUpPlan, "make", lambda runner: WarmUpPlan(steps[:3], steps[3:]))
+    return seen
 
 
 @pytest.fixture
@@ -49,10 +58,9 @@ def test_a_first_start_runs_every_step_and_serves_as_if_it_had_not(model, compil
 
 
 @torch.inference_mode()
-def test_a_second_start_runs_the_two_last_steps_only(model, compiles, monkeypatch):
+def test_a_second_start_runs_the_sentinels_only(model, compiles, monkeypatch):
     compiles += [0, 0]
-    seen = []
-    monkeypatch.setattr("pelton.worker.worker.rehearsal", lambda runner: [lambda n=n: seen.append(n) for n in range(5)])
+    seen = plan_of_numbers(monkeypatch)
     worker = make_worker(model[0])
     assert seen == [3, 4] and "compile kernels" not in worker.report().phase_s
     worker.shutdown()
@@ -61,8 +69,7 @@ def test_a_second_start_runs_the_two_last_steps_only(model, compiles, monkeypatc
 @torch.inference_mode()
 def test_a_first_start_runs_all_steps_in_their_order(model, compiles, monkeypatch):
     compiles += [0, 1, 5]
-    seen = []
-    monkeypatch.setattr("pelton.worker.worker.rehearsal", lambda runner: [lambda n=n: seen.append(n) for n in range(5)])
+    seen = plan_of_numbers(monkeypatch)
     make_worker(model[0]).shutdown()
     assert seen == [3, 4, 0, 1, 2, 3, 4]
 
@@ -79,17 +86,18 @@ def test_it_has_all_captured_sizes_all_samplers_and_rows_of_both_kinds(model, mo
         monkeypatch.setattr(owner, name, lambda *args: note(args) or method(*args))
 
     spy(runner.ops, "forward_batch", lambda args: shapes.append(args[2]))
-    spy(graphs, "_decode", lambda args: keys.add((args[0].num_reqs, args[0].has_common_prefix)))
+    spy(graphs, "_run", lambda args: keys.add((args[0].num_reqs, args[0].has_common_prefix)))
     spy(runner.ops, "sample", lambda args: variants.add(args[0]))
     for backend in runner.backends:
         monkeypatch.setattr(backend, "uses_common_prefix", lambda num_rows, length: num_rows >= 4 and length >= 96)
-    monkeypatch.setattr(type(runner), "tail_variants", ("greedy", "full"))
+    monkeypatch.setattr(type(runner.tails), "variants", (GREEDY, FULL))
     captured = len(graphs.full)
-    for step in rehearsal(runner):
+    for step in WarmUpPlan.make(runner).all():
         step()
     assert len(graphs.full) == captured, "nothing is captured"
     assert keys == {(1, False), (4, False), (4, True), (12, False)}
-    assert variants == {"greedy", "full", "logprobs", "masked+full", "masked+logprobs"}
+    masked = {Variant(has_mask=True), Variant(has_mask=True, has_logprobs=True)}
+    assert variants == {GREEDY, FULL, LOGPROBS, *masked}
     assert padding_shape(16, 96, 1) in shapes and padding_shape(16, 96, 8) in shapes
     prompts = [(shape.num_padded_tokens, shape.max_seq_len) for shape in shapes if not shape.num_decode_rows]
     assert prompts == [(16, 16), (16, 96), (64, 64), (64, 96)], "a step has at most 64 tokens"
@@ -104,7 +112,7 @@ def test_without_graphs_it_has_rows_of_one_token_of_all_sizes_with_a_common_pref
         monkeypatch.setattr(backend, "uses_common_prefix", lambda num_rows, length: num_rows >= 8)
     shapes = []
     monkeypatch.setattr(runner, "run_padding", lambda shape, variants: shapes.append(shape))
-    for step in rehearsal(runner):
+    for step in WarmUpPlan.make(runner).all():
         step()
     decodes = [shape for shape in shapes[:-1] if shape.num_padded_tokens == shape.num_padded_reqs]
     found = [(shape.num_padded_reqs, *shape.common_prefix_blocks[:1]) for shape in decodes]
@@ -126,7 +134,7 @@ def test_of_layers_that_launch_the_same_kernels_one_is_gone_through_and_the_firs
 
 
 @torch.inference_mode()
-def test_an_early_rehearsal_leaves_no_trace(model, monkeypatch):
+def test_warm_up_steps_before_there_are_weights_leave_no_trace(model, monkeypatch):
     ran = []
 
     def compile_soon(self, run):

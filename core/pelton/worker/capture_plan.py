@@ -1,0 +1,112 @@
+"""Which steps are captured before requests ask for them, and in which order: one value, made at the start."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from pelton.attention.metadata import BatchDescriptor
+from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
+from pelton.logging import get_logger, phase
+from pelton.sampling.tails import Sample, Tail, Variant, Verify
+
+if TYPE_CHECKING:
+    from pelton.config import CUDAGraphMode
+    from pelton.worker.graph_runner import GraphRunner
+    from pelton.worker.model_runner import ModelRunner
+
+logger = get_logger(__name__)
+
+FIRST_TOKENS = 8
+"""Steps up to this size are captured at the start; larger ones in idle moments, or when a step first has their size."""
+
+
+class Capture(NamedTuple):
+    """One graph, or the pieces of one step."""
+
+    mode: CUDAGraphMode
+    key: BatchDescriptor
+
+    def __str__(self) -> str:
+        return f"{self.mode}: {self.key}"
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """What the first requests need comes first, then sizes that may stand in for many others, then the rest; steps with adapters
+    behind those without."""
+
+    captures: tuple[Capture, ...]
+    num_first: int
+    """Of them, at the start; the others in idle moments."""
+
+    @classmethod
+    def make(cls, dispatcher: GraphDispatcher, variants: Sequence[Variant], *, has_lora: bool = False) -> CapturePlan:
+        """variants: of sampling, that each decode step is captured with."""
+        keys = sorted(dispatcher.valid_keys(), key=lambda item: _order_of_use(item[1]))
+        captures = [Capture(mode, replace(key, tail=tail)) for mode, key in keys for tail in _tails(key, variants)]
+        num_first = sum(capture.key.num_tokens <= FIRST_TOKENS for capture in captures)
+        if has_lora:
+            captures += [Capture(mode, replace(key, has_lora=True)) for mode, key in captures]
+        return cls(tuple(captures), num_first)
+
+    def __str__(self) -> str:
+        lines = list(map(str, self.captures))
+        return "\n".join(["at the start:", *lines[: self.num_first], "in idle moments:", *lines[self.num_first :]])
+
+
+def _tails(key: BatchDescriptor, variants: Sequence[Variant]) -> Iterator[Tail | None]:
+    if not key.uniform_query_len:
+        yield None
+        return
+    for variant in variants:
+        yield Sample(variant) if key.uniform_query_len == 1 else Verify(variant)
+
+
+def _order_of_use(key: BatchDescriptor) -> tuple[bool, int]:
+    size = key.num_tokens
+    is_stand_in = (
+        size & (size - 1) == 0 and not key.is_prompt and (size <= MAX_MIXED_TOKENS or key.uniform_query_len > 0)
+    )
+    return size > FIRST_TOKENS and not is_stand_in, size
+
+
+def plan_captures(runner: ModelRunner, graphs: GraphRunner) -> CapturePlan:
+    """The plan of a start."""
+    variants = runner.tails.variants
+    plan = CapturePlan.make(
+        graphs.dispatcher,
+        variants[:1] if graphs.runs_calls else variants,  # a step that is recorded late loses little
+        has_lora=runner.ops.adapters is not None,
+    )
+    logger.debug("Steps to be captured, %s", plan)
+    return plan
+
+
+class CaptureQueue:
+    """Works a plan off."""
+
+    def __init__(self, plan: CapturePlan, graphs: GraphRunner, synchronize: Callable[[], None]) -> None:
+        self._graphs, self._synchronize = graphs, synchronize
+        self._num_first = plan.num_first
+        self._left = deque(plan.captures)
+
+    def capture_first(self, phase_s: dict[str, float]) -> None:
+        """Those of the start."""
+        with phase("capture graphs", phase_s, total=self._num_first, unit=" graphs") as progress:
+            for _ in range(self._num_first):
+                self._graphs.warm_up(*self._left.popleft())
+                progress.advance(1)
+            self._synchronize()
+
+    def capture_next(self) -> bool:
+        """One more, of those that no step has captured meanwhile; False: none is left."""
+        while self._left:
+            capture = self._left.popleft()
+            if not self._graphs.has(*capture):
+                self._graphs.warm_up(*capture)
+                self._synchronize()
+                return True
+        return False

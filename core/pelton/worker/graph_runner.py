@@ -1,0 +1,241 @@
+"""Captured steps of one runner: decode steps and short prompts whole, others in pieces around attention.
+
+A decode step sends one block of columns, launches one graph and reads one result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pelton.attention.interface import AttentionBackend
+from pelton.attention.metadata import BatchDescriptor
+from pelton.config.compilation import CUDAGraphMode
+from pelton.graphs.captures import FullGraphs, PieceGraphs, run_apart
+from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
+from pelton.graphs.recorder import Graph, GraphRecorder
+from pelton.sampling.tails import Logits, Sample, Tail
+from pelton.utils.staging import StagingRing
+from pelton.worker.batch_state import BatchState
+from pelton.worker.graph_columns import Appends, GraphColumns
+from pelton.worker.inputs import InputBuffers, padding_shape
+from pelton.worker.step_program import StepInputs, StepProgram
+
+if TYPE_CHECKING:
+    from pelton.worker.step_plan import Ints, StepPlan
+
+_PATIENCE = 8
+"""Steps of a size that take a larger one's graph before they get their own."""
+_PROMPT_PATIENCE = 1
+"""Of a prompt's size, in pieces. Few others wait for such a capture: the step has one row."""
+
+
+class GraphRunner:
+    """Decides with the dispatcher, captures with the platform's recorder what the program runs."""
+
+    def __init__(
+        self,
+        dispatcher: GraphDispatcher,
+        recorder: GraphRecorder,
+        program: StepProgram,
+        state: BatchState,
+        buffers: InputBuffers,
+        backends: Sequence[AttentionBackend],
+        staging: StagingRing,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.program = program
+        self.full = FullGraphs(recorder)
+        self.pieces = PieceGraphs(recorder)
+        self._recorder = recorder
+        self._room: Graph | None = None
+        self._state, self._backends, self._staging = state, list(backends), staging
+        most, query_len = dispatcher.most_decode_rows, dispatcher.decode_query_len
+        most_mixed = min(max(dispatcher.mixed_sizes, default=0), state.max_num_seqs)
+        program.most_left_rows = most
+        self._columns = GraphColumns(
+            state, buffers, staging, most_rows=most, most_mixed_rows=most_mixed, query_len=query_len
+        )
+        self._side_layout = state.side.layout_version
+        self._num_asked: Counter[BatchDescriptor] = Counter()  # of keys whose graphs were not captured
+        largest = max(*chain.from_iterable(dispatcher.decode_sizes.values()), *dispatcher.mixed_sizes, 0, 0)
+        if largest:
+            for backend in self._backends:
+                backend.reserve(BatchDescriptor(largest, max(most, most_mixed), query_len))
+
+    @property
+    def runs_calls(self) -> bool:
+        """See `GraphRecorder.runs_calls`."""
+        return self._recorder.runs_calls
+
+    def at_hand(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """Return the dispatched key, or that of a larger step, or of a prompt's pieces, while this graph is not captured and has seldom
+        been asked for: a capture takes tens of milliseconds, and a server whose load rises would stop at every size on its
+        way."""
+        captured = self.full if mode is CUDAGraphMode.FULL else self.pieces
+        if key in captured or mode is CUDAGraphMode.NONE or self._recorder.runs_calls:
+            return mode, key
+        self._num_asked[key] += 1
+        is_due = self._num_asked[key] > (_PROMPT_PATIENCE if key.is_prompt else _PATIENCE)
+        if key.is_prompt and (not is_due or self.full.is_refused(key)):
+            return self.at_hand(*self.dispatcher.dispatch(key.num_tokens, 1, has_lora=key.has_lora))
+        if is_due:
+            return mode, key
+        larger = self.dispatcher.stand_ins(key)
+        is_large = key.num_tokens > MAX_MIXED_TOKENS and not key.uniform_query_len
+        to_capture = larger[-1] if larger and not is_large else key  # padding of large pieces is not worth a capture
+        return mode, next((other for other in larger if other in captured), to_capture)
+
+    # Decode steps.
+
+    def decode_key(
+        self,
+        num_rows: int,
+        tail: Tail,
+        query_len: int = 1,
+        common_prefix_blocks: Sequence[int] = (),
+        *,
+        has_lora: bool = False,
+    ) -> BatchDescriptor | None:
+        """The key of a decode step with at most `query_len` tokens a row; None when it is not captured whole."""
+        if self._side_layout != self._state.side.layout_version:
+            self._side_tables_moved()
+        mode, key = self.dispatcher.dispatch(num_rows * query_len, num_rows, query_len, has_lora=has_lora, tail=tail)
+        if mode is not CUDAGraphMode.FULL or key.uniform_query_len != query_len:
+            return None
+        key = self._at_place(key)
+        if query_len == 1 and common_prefix_blocks and self.uses_common_prefix(num_rows, common_prefix_blocks):
+            key = replace(key, has_common_prefix=True)
+        return self.at_hand(mode, key)[1]
+
+    def uses_common_prefix(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> bool:
+        """Whether some group's backend reads so long a common prefix once."""
+        return any(self._prefix_lens(num_rows, common_prefix_blocks))
+
+    def _prefix_lens(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> list[int]:
+        """Per group, in tokens; 0 where none of its backends wants it."""
+        sizes = self._state.block_sizes
+        lengths = [count * size for count, size in zip(common_prefix_blocks, sizes, strict=True)]
+        wanted = {
+            backend.group_id for backend in self._backends
+            if backend.group_id >= 0 and lengths[backend.group_id]
+            and backend.uses_common_prefix(num_rows, lengths[backend.group_id])
+        }  # fmt: skip
+        return [length if group in wanted else 0 for group, length in enumerate(lengths)]
+
+    def decode(
+        self,
+        key: BatchDescriptor,
+        slots: Ints,
+        appends: Appends,
+        num_draft: Ints | None = None,
+        common_prefix_blocks: Sequence[int] = (),
+        *,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
+    ) -> Tensor:
+        """Run a decode step of `key`; what its tail gives, with padding. Logits stay until the next such step. Rows beyond
+        `slots` are padding. With mode NONE nothing is captured."""
+        prefix_lens: Sequence[int] = ()
+        if key.has_common_prefix:
+            prefix_lens = self._prefix_lens(len(slots), common_prefix_blocks or [0] * len(self._state.block_tables))
+        if not self._columns.stage_decode(key, slots, appends, num_draft, prefix_lens):
+            self._state.append_blocks(appends)
+            self._columns.stage_decode(key, slots, (), num_draft, prefix_lens)
+        if isinstance(key.tail, Logits) and self._recorder.runs_calls and not self.program.has_left_logits:
+            mode = CUDAGraphMode.NONE  # makes their memory: not in that which all recorded steps compute in
+        found: Tensor = self.full.run(mode, key, partial(self._run, key))
+        return found
+
+    def sample_apart(self, num_rows: int, tail: Sample) -> Tensor:
+        """Sample from the logits that `decode` left, of `num_rows` with padding: result [n, 2]."""
+        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, tail=tail)
+        key = self._at_place(key)
+        found: Tensor = self.full.run(mode, key, partial(self._run, key))
+        return found
+
+    def _run(self, key: BatchDescriptor) -> Any:
+        """The call that is captured."""
+        return self.program.run(key, self._columns.inputs(key))
+
+    # Any other step.
+
+    def place(self, plan: StepPlan, *, has_lora: bool = False) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """The mode and key of a step that is no decode graph; the plan's tokens are padded to the key's."""
+        shape = plan.shape
+        is_prompt = shape.num_reqs == 1 and shape.max_seq_len == shape.num_tokens > 1
+        mode, key = self.dispatcher.dispatch(shape.num_tokens, shape.num_reqs, is_prompt=is_prompt, has_lora=has_lora)
+        if mode is not CUDAGraphMode.NONE:
+            mode, key = self.at_hand(mode, key)
+            shape.num_padded_tokens = key.num_tokens
+        return mode, key
+
+    def forward(self, mode: CUDAGraphMode, key: BatchDescriptor, plan: StepPlan, inputs: StepInputs) -> Any:
+        """The forward pass of a step of any rows, in the part of it that the mode captures: what the model gives."""
+        if mode is CUDAGraphMode.FULL:
+            return self._rows(mode, key, plan.slots, plan.num_scheduled)
+        batch = self.program.batch(key, inputs)
+        return self.pieces.run(mode, key, self.program.model.forward, batch)
+
+    def _rows(self, mode: CUDAGraphMode, key: BatchDescriptor, slots: Ints, num_scheduled: Ints) -> Any:
+        self._columns.stage_rows(key, slots, num_scheduled)
+        return self.full.run(mode, key, partial(self._run, key))
+
+    # Before there are requests.
+
+    def make_room(self, num_bytes: int) -> None:
+        """Let all captures compute in one piece of memory. Without it each that is larger than those before takes another
+        piece of the recorder's pool, and none is given back."""
+        device = self._state.device
+        self._recorder.begin()
+        try:
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)[:1].zero_()
+            self._room = self._recorder.end()
+        except BaseException:
+            self._recorder.abort()
+            raise
+
+    def has(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
+        return self._at_place(key) in (self.full if mode is CUDAGraphMode.FULL else self.pieces)
+
+    def warm_up(self, mode: CUDAGraphMode, key: BatchDescriptor, *, captures: bool = True) -> None:
+        """Run and capture a step of nothing but padding, or only run it."""
+        key = self._at_place(key)
+        nothing, run_mode = np.zeros(0, dtype=np.int64), mode if captures else CUDAGraphMode.NONE
+        if mode is CUDAGraphMode.FULL:
+            if key.uniform_query_len:
+                self.decode(key, nothing, (), mode=run_mode)
+            else:
+                self._rows(run_mode, key, nothing, nothing)
+            return
+        slots, scheduled = self._staging.stage([[self._state.padding_slot], [0]])
+        shape = padding_shape(key.num_tokens, max_seq_len=key.num_tokens)
+        inputs = StepInputs(
+            shape=shape, slots=slots, num_scheduled=scheduled, sample_slots=slots[:0], logit_tokens=slots[:0],
+            has_adapters=key.has_lora,
+        )  # fmt: skip
+        batch, forward = self.program.batch(key, inputs), self.program.model.forward
+        run = partial(self.pieces.run, mode, key, forward) if captures else partial(run_apart, forward)
+        run(batch)
+
+    def _at_place(self, key: BatchDescriptor) -> BatchDescriptor:
+        """The key where the side tables lie now: a step whose tail reads them is captured anew when they have moved."""
+        if not self._side_layout or key.tail is None or not key.tail.reads_side_tables:
+            return key
+        return replace(key, side_layout=self._side_layout)
+
+    def _side_tables_moved(self) -> None:
+        """Free the graphs that read them where they were, once none is running. They move a few times in an engine's life."""
+        self._side_layout = self._state.side.layout_version
+        if self._state.device.type != "cpu":
+            done = torch.Event(self._state.device)
+            done.record()
+            done.synchronize()
+        self.full.discard(lambda key: self._at_place(key) != key)

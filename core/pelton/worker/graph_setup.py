@@ -1,0 +1,100 @@
+"""Graphs of a worker: the mode that its model gets, and which sizes are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pelton.attention.support import GraphSupport
+from pelton.config import CUDAGraphMode
+from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
+from pelton.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
+from pelton.worker.speed import product_operations
+
+if TYPE_CHECKING:
+    from pelton.worker.loaded import LoadedModel
+    from pelton.worker.model_runner import ModelRunner
+
+_HIDING_OPERATIONS = 6e11
+"""Of a layer's products that hide the launches of a layer without graphs: 0.86 ms at the 700 TFLOP/s that large ones reach on an
+H200. Those launches take a slow host 0.5 to 0.7 ms, one step in ten up to 1 (docs/performance.md)."""
+_MAX_PIECE_TOKENS = 16_384
+
+
+def setup_graphs(loaded: LoadedModel, runner: ModelRunner) -> None:
+    """Have the runner capture steps, where settings, backends and platform allow it."""
+    mode = choose_mode(loaded)
+    if mode is not CUDAGraphMode.NONE:
+        use_graphs(loaded, runner, mode)
+
+
+def choose_mode(loaded: LoadedModel) -> CUDAGraphMode:
+    """Return the mode that the settings ask for, lowered to what backends and platform can do. A note says why, but where a
+    platform with graphs makes of a level's mode what it always does."""
+    compilation, platform, notes = loaded.config.compilation, loaded.platform, loaded.notes
+    offered, named = platform.supported_graph_modes, compilation.cudagraph_mode
+    is_pooling = not hasattr(loaded.model, "compute_logits")
+    requested = requested_mode(compilation, is_pooling=is_pooling)
+    mode, why = lower_mode(requested, loaded.build.attention.graph_support(), offered=offered)
+    usual, _ = lower_mode(requested, GraphSupport.ALWAYS, offered=offered)
+    is_usual = mode is usual and (mode is not CUDAGraphMode.NONE or set(offered) == {CUDAGraphMode.NONE})
+    if mode is not requested and (named is not None or not is_usual):
+        notes.append(f"cudagraph_mode {requested} became {mode}: {why}")
+    if compilation.enforce_eager and named not in (None, CUDAGraphMode.NONE):
+        notes.append(f"enforce_eager wins over cudagraph_mode {named}: no graphs are captured")
+    sizes, folder = compilation.cudagraph_capture_sizes, compilation.debug_dump_path
+    if mode is CUDAGraphMode.NONE and sizes is not None:
+        notes.append(f"cudagraph_capture_sizes {', '.join(map(str, sizes))} left out: no graphs are captured")
+    if folder is not None and (mode is CUDAGraphMode.NONE or not platform.dumps_graphs):
+        why = "no graphs are captured" if mode is CUDAGraphMode.NONE else f"platform {platform.name!r} writes none"
+        notes.append(f"debug_dump_path {folder} stays empty: {why}")
+    return mode
+
+
+def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) -> None:
+    """From now on the runner captures and replays steps, where the platform can. Notes say what became of the mode."""
+    platform, notes, support = loaded.platform, loaded.notes, loaded.build.attention.graph_support()
+    recorder = platform.graph_recorder()
+    if recorder is None:
+        notes.append(f"cudagraph_mode {mode} became NONE: platform {platform.name!r} gives no recorder")
+        return
+    foreign = loaded.build.ops.unrecordable() if recorder.runs_calls else []
+    if foreign:
+        notes.append(f"cudagraph_mode {mode} became NONE: {', '.join(foreign)} may not be recordable")
+        return
+    if recorder.runs_calls and captures_pieces(mode):  # it would run the model again, without attention
+        whole = CUDAGraphMode.FULL_DECODE_ONLY if captures_decode(mode) else CUDAGraphMode.NONE
+        notes.append(f"cudagraph_mode {mode} became {whole}: platform {platform.name!r} records no pieces")
+        mode = whole
+    drafts = runner.ops.drafts
+    takes_drafts = support >= GraphSupport.UNIFORM_BATCH and not recorder.runs_calls
+    dispatcher = GraphDispatcher(
+        mode, max_num_seqs=loaded.max_num_seqs, max_num_tokens=loaded.max_num_tokens, sizes=_sizes(loaded),
+        decode_query_len=drafts.width if drafts is not None and takes_drafts else 1,
+        max_piece_tokens=max_piece_tokens(loaded.model, len(loaded.build.cache_layers)),
+        captures_prompts=not recorder.runs_calls and support is GraphSupport.ALWAYS,
+    )  # fmt: skip
+    keys, wanted = dispatcher.valid_keys(), loaded.config.compilation.cudagraph_capture_sizes or ()
+    too_large = [size for size in wanted if size > dispatcher.most_tokens]
+    if too_large:
+        notes.append(
+            f"cudagraph_capture_sizes {', '.join(map(str, too_large))} left out: steps that {mode} captures have at most "
+            f"{dispatcher.most_tokens} tokens" + ("" if keys else "; nothing is captured")
+        )
+    if keys:
+        runner.use_graphs(dispatcher, recorder)
+
+
+def _sizes(loaded: LoadedModel) -> Sequence[int] | None:
+    sizes = loaded.config.compilation.cudagraph_capture_sizes
+    return range(1, loaded.max_num_seqs + 1) if sizes is None and not loaded.platform.pads_graphs else sizes
+
+
+def max_piece_tokens(model: Any, num_layers: int) -> int:
+    """Tokens up to which a step is worth capturing in pieces: with more, a layer's products take the device longer than all
+    launches of a layer take the host. All experts of a layer count."""
+    operations = product_operations(model)
+    if not operations:
+        return MAX_MIXED_TOKENS
+    tokens = int(_HIDING_OPERATIONS * num_layers / operations)
+    return min(max(tokens // 64 * 64, MAX_MIXED_TOKENS), _MAX_PIECE_TOKENS)

@@ -1,0 +1,42 @@
+"""A model's weights, by the loader of its checkpoint's form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pelton.logging import Progress, phase
+from pelton.worker.memory import module_bytes
+
+if TYPE_CHECKING:
+    from pelton.model.loading import LazyWeight, WeightLoader
+    from pelton.worker.loaded import LoadedModel
+
+
+def load_weights(loaded: LoadedModel, phase_s: dict[str, float]) -> int:
+    """Load and finish them; returns the bytes that they take."""
+    loader, expected = _make_loader(loaded), loaded.build.weights.expected()
+    loader.expect(expected)
+    item_bytes = loaded.build.dtype.itemsize
+    total = sum(math.prod(shape) for shape in expected.values()) * item_bytes
+    with phase("load weights", phase_s, total=total, unit="B") as progress:
+        loaded.model.load_weights(_watched(loader.weights(), progress, item_bytes))
+        loaded.build.ops.weights_loaded()
+    return module_bytes(loaded.model)
+
+
+def _make_loader(loaded: LoadedModel) -> WeightLoader:
+    named = loaded.config.load.load_format
+    name = loaded.info.weights_format if named == "auto" else named
+    entry = loaded.plugins.find("pelton_model_loaders", name, setting="load_format")
+    loader: WeightLoader = entry.resolve()(loaded.config, loaded.info)
+    return loader
+
+
+def _watched(
+    weights: Iterator[tuple[str, LazyWeight]], progress: Progress, item_bytes: int
+) -> Iterator[tuple[str, LazyWeight]]:
+    for name, weight in weights:
+        yield name, weight
+        progress.advance(math.prod(weight.shape) * item_bytes)

@@ -1,0 +1,35 @@
+"""What the parts of a worker need to know of each other: a model on its device, and what it was started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from pelton.config import EngineConfig
+    from pelton.kv_cache.spec import KVCacheSpec
+    from pelton.model.build import BuildConfig
+    from pelton.model.resolved import ResolvedModel
+    from pelton.platform.interface import Platform
+    from pelton.plugins import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """Made once the modules are there; their weights may come later."""
+
+    config: EngineConfig
+    info: ResolvedModel
+    platform: Platform
+    plugins: Plugins
+    build: BuildConfig
+    model: Any
+    """A `CausalLM`, or a `PoolingModel`."""
+    specs: dict[str, KVCacheSpec]
+    device: torch.device
+    max_num_seqs: int
+    max_num_tokens: int
+    notes: list[str]
+    """For the operator: what became of settings, added to by whoever finds it out."""

@@ -1,0 +1,49 @@
+"""A worker's runner: the KV pool that a plan asks for, the state of the batch, and the ops of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pelton.attention.kv_cache import bind_caches
+from pelton.spec_decode.select import make_draft_proposer
+from pelton.worker.batch_state import BatchState
+from pelton.worker.inputs import InputBuffers
+from pelton.worker.kv_pool import KVPool, LayerCache
+from pelton.worker.model_runner import ModelRunner
+from pelton.worker.step_ops import StepOps
+
+if TYPE_CHECKING:
+    from pelton.kv_cache.spec import KVCachePlan
+    from pelton.ops.selector import OpSelector
+    from pelton.worker.loaded import LoadedModel
+
+
+def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> ModelRunner:
+    """Allocate all of it. Raises `MemoryError` where the pool does not fit, torch's own error where the state does not."""
+    config, num_parts = loaded.config, loaded.config.scheduler.max_steps_in_flight + 1
+    bound = bind_caches(plan, loaded.build)
+    caches = [LayerCache(one.name, one.group_id, one.views, type(one.spec).__name__) for one in bound.layers]
+    pool = KVPool(plan.num_blocks, caches)
+    state = BatchState(
+        max_num_seqs=loaded.max_num_seqs,
+        max_model_len=loaded.info.max_model_len,
+        vocab_size=loaded.info.vocab_size,
+        block_sizes=[group.spec.block_size for group in plan.groups],
+        num_side_slots=config.scheduler.num_side_slots(loaded.max_num_seqs),
+        device=loaded.device,
+        num_parts=num_parts,
+    )
+    buffers = InputBuffers(state, max_num_tokens=loaded.max_num_tokens, kernel_block_sizes=bound.kernel_block_sizes)
+    step_ops = StepOps(ops, state, buffers)
+    _use_drafts(loaded, step_ops)
+    return ModelRunner(loaded.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * num_parts)
+
+
+def _use_drafts(loaded: LoadedModel, step_ops: StepOps) -> None:
+    """Let rows have drafts where the settings say so; on a GPU the device makes them itself, where the proposer has a way."""
+    proposer = make_draft_proposer(loaded.config, loaded.info, loaded.plugins)
+    if proposer is None:
+        return
+    on_device = loaded.config.speculative.drafts_on_device
+    is_made_there = on_device or (on_device is None and loaded.device.type != "cpu")
+    step_ops.use_drafts(proposer.max_draft_tokens, proposer.lookup if is_made_there else None)

@@ -1,0 +1,129 @@
+"""What every step runs: its inputs and drafts, the model's forward pass, logits, and the tail that its key names.
+
+    block tables, drafts -> prepare_inputs, backend.build -> forward -> logits -> sample | verify | pool
+
+Captured or not, decode, mixed or prompt, the steps differ in their key alone, and in where their columns lie: those of a captured
+step at fixed addresses, with sizes from the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
+
+if TYPE_CHECKING:
+    from pelton.attention.interface import AttentionBackend
+    from pelton.attention.metadata import BatchDescriptor, ForwardBatch
+    from pelton.model.interface import CausalLM, PooledRows, PoolingModel
+    from pelton.worker.batch_state import BatchState
+    from pelton.worker.inputs import StepShape
+    from pelton.worker.step_ops import StepOps
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInputs:
+    """One step's columns on the device. R = rows, r = rows that sample, n = rows of logits."""
+
+    shape: StepShape
+    slots: Tensor  # [R] int64
+    num_scheduled: Tensor  # [R] int64, drafts included
+    sample_slots: Tensor  # [r] int64
+    logit_tokens: Tensor  # [n] int64, index of the token whose output is the logits; 1 + k a row for `Verify`
+    num_draft: Tensor | None = None  # [r] int64, at most; then those that were found
+    num_unsampled: Tensor | None = None  # [R] int64, tokens that count before the row samples; None: there are none
+    appends: Sequence[tuple[Tensor, Tensor]] = ()  # for each KV group places in its block table, flat, and block ids
+    prefix_lens: Tensor | None = None  # [groups] int32, tokens of common prefixes
+    pooled: PooledRows | None = None
+    result: Tensor | None = None  # where the tail writes; None: memory of its own
+    is_fixed: bool = False  # all of them lie at fixed addresses, as a captured step reads them
+    has_adapters: bool = False
+    hidden: Any = None  # filled in where it is not fixed: what the forward pass gave
+
+
+class StepProgram:
+    """One worker's steps. Nothing in it asks the device anything."""
+
+    def __init__(
+        self, model: CausalLM | PoolingModel, state: BatchState, backends: Sequence[AttentionBackend], ops: StepOps
+    ) -> None:
+        self.model = model
+        self.ops = ops
+        self._state, self._backends = state, list(backends)
+        self.most_left_rows = 0  # of captured steps that end at the logits
+        self._logits: Tensor | None = None  # [most_left_rows, V]: where all of those leave them
+
+    @property
+    def has_left_logits(self) -> bool:
+        """Whether there is memory for the logits of captured steps: the first such step makes it."""
+        return self._logits is not None
+
+    def run(self, key: BatchDescriptor, inputs: StepInputs, forward: Callable[[StepInputs], Any] | None = None) -> Any:
+        """Return what the key's tail gives: hidden states without one, [n, V] logits, [r, 2] tokens and codes, [r, 4 + k] what
+        `Verify` says, or a list of what the model has pooled. forward: in place of `self.forward`, by graphs."""
+        tail = key.tail
+        if isinstance(tail, Sample) and tail.is_apart:
+            assert self._logits is not None, "a step has left its logits"
+            return self.end(tail, self._logits[: key.num_reqs], inputs)
+        self._append_blocks(inputs)
+        if inputs.num_draft is not None and self.ops.drafts is not None:
+            inputs.num_draft = self.ops.drafts.make(inputs.sample_slots, inputs.num_draft)
+        hidden = self.forward(key, inputs) if forward is None else forward(inputs)
+        if not inputs.is_fixed:
+            inputs.hidden = hidden
+        if tail is None:
+            return hidden
+        if isinstance(tail, Pool):
+            assert inputs.pooled is not None
+            return cast("PoolingModel", self.model).pool(hidden, inputs.pooled)
+        logits = cast("CausalLM", self.model).compute_logits(hidden, inputs.logit_tokens)
+        if isinstance(tail, Logits):
+            return self._keep(logits) if inputs.is_fixed else logits
+        return self.end(tail, logits, inputs)
+
+    def batch(self, key: BatchDescriptor, inputs: StepInputs) -> ForwardBatch:
+        """Prepare the inputs of the forward pass."""
+        return self.ops.forward_batch(
+            inputs.slots, inputs.num_scheduled, inputs.shape, self._backends, key if inputs.is_fixed else None,
+            inputs.prefix_lens, inputs.has_adapters,
+        )  # fmt: skip
+
+    def forward(self, key: BatchDescriptor, inputs: StepInputs) -> Any:
+        return self.model.forward(self.batch(key, inputs))
+
+    def count(self, inputs: StepInputs) -> None:
+        """Count the tokens of the step that nothing is sampled behind."""
+        if inputs.num_unsampled is not None:
+            self._state.num_computed_tokens.index_add_(0, inputs.slots, inputs.num_unsampled)
+
+    def end(self, tail: Tail, logits: Tensor, inputs: StepInputs) -> Tensor:
+        """From the logits to the tokens of the rows that sample, and the state that follows. logits may be overwritten."""
+        self.count(inputs)
+        rows, result, device = len(inputs.sample_slots), inputs.result, self._state.device
+        if isinstance(tail, Verify):
+            drafts, num_draft = self.ops.drafts, inputs.num_draft
+            assert drafts is not None and num_draft is not None
+            if result is None:
+                result = torch.zeros(rows, 3 + drafts.width, dtype=torch.int32, device=device)
+            drafts.verify(tail.variant, logits, inputs.sample_slots, num_draft, result)
+            return result
+        assert isinstance(tail, Sample)
+        if result is None:
+            result = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self.ops.sample(tail.variant)(logits, inputs.sample_slots, result)
+        return result
+
+    def _append_blocks(self, inputs: StepInputs) -> None:
+        for table, (places, ids) in zip(self._state.block_tables, inputs.appends, strict=False):
+            table.view(-1).scatter_(0, places, ids)
+
+    def _keep(self, logits: Tensor) -> Tensor:
+        """A copy where the tail finds them: a graph's own memory is free to the next one, which the tail is."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self.most_left_rows, logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)

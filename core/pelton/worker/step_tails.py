@@ -1,0 +1,90 @@
+"""Which tail gives the rows of a step what they ask for, by what the host knows of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pelton.sampling.tails import FULL, GREEDY, Logits, Pool, Sample, Tail, Variant, Verify
+from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS
+
+if TYPE_CHECKING:
+    from pelton.worker.batch_state import BatchState
+    from pelton.worker.step_ops import StepOps
+    from pelton.worker.step_plan import Ints, StepPlan
+
+LOGITS = Logits()
+
+
+class TailChooser:
+    """`LOGITS` where no variant of the `sample` op serves all rows: `StepSampler` does then."""
+
+    def __init__(self, state: BatchState, ops: StepOps) -> None:
+        self._state, self._ops = state, ops
+        self.records_calls = False  # see `GraphRecorder.runs_calls`
+
+    @property
+    def op_suits_all(self) -> bool:
+        """False: on a CPU `StepSampler` does better for random rows, as it runs only the filters that some row has."""
+        return self._state.device.type != "cpu" or self._ops.skips_unused
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Those that decode graphs end in. Others come with rows that ask for more than most do."""
+        return (GREEDY, FULL) if self.op_suits_all or not self.records_calls else (GREEDY,)
+
+    def variant(self, slots: Ints, *, has_masks: bool) -> Variant | None:
+        """The least that gives rows of these slots one token each; None: none does."""
+        host = self._state.host
+        has_extras = bool(host.has_extras[slots].any())
+        is_greedy = not (has_masks or has_extras or host.temperature[slots].any())
+        if is_greedy:
+            return GREEDY
+        if FULL not in self.variants:
+            return None
+        if not has_extras:
+            return Variant(has_mask=True) if has_masks else FULL
+        wanted = host.num_logprobs[slots]
+        if (wanted == ALL_LOGPROBS).any() or wanted.max() > self._ops.num_logprobs:
+            return None
+        return Variant(has_mask=has_masks, has_logprobs=bool((wanted != NO_LOGPROBS).any()))
+
+    def of_decode(self, slots: Ints, num_draft: Ints | None, *, has_masks: bool) -> Tail:
+        """The tail of a captured step in which each row takes one token behind its last, or behind its drafts. `LOGITS` too while
+        its masks have not come."""
+        if num_draft is not None:
+            return self._of_drafts(slots, num_draft, has_masks=has_masks)
+        variant = None if has_masks else self.variant(slots, has_masks=False)
+        return LOGITS if variant is None else Sample(variant)
+
+    def of_left_logits(self, slots: Ints) -> Tail:
+        """The tail of a captured step that has left its logits, its masks at hand."""
+        variant = self.variant(slots, has_masks=True)
+        return LOGITS if variant is None else Sample(variant, is_apart=True)
+
+    def of_others(self, plan: StepPlan, *, has_masks: bool, has_proposer: bool) -> Tail | None:
+        """The tail of any other step, its masks at hand."""
+        if len(plan.pooled_rows):
+            return Pool()
+        if not len(plan.sample_rows):
+            return None
+        if plan.has_drafts:
+            is_served = self.op_suits_all and not has_proposer
+            return self._of_drafts(plan.sample_slots, plan.num_draft, has_masks=has_masks) if is_served else LOGITS
+        if has_proposer:
+            return LOGITS
+        if self.op_suits_all:
+            variant = self.variant(plan.sample_slots, has_masks=has_masks)
+        else:
+            is_plain = not (has_masks or len(plan.side_rows) or len(plan.logprob_rows))
+            variant = GREEDY if is_plain and not self._state.host.temperature[plan.sample_slots].any() else None
+        return LOGITS if variant is None else Sample(variant)
+
+    def _of_drafts(self, slots: Ints, num_draft: Ints, *, has_masks: bool) -> Tail:
+        """`Verify` has neither side tables, masks nor logprobs."""
+        drafts = self._ops.drafts
+        if drafts is None or has_masks or num_draft.max() >= drafts.width:
+            return LOGITS
+        if (self._state.host.side_slots[slots] >= 0).any():
+            return LOGITS
+        variant = self.variant(slots, has_masks=False)
+        return Verify(variant) if variant in (GREEDY, FULL) and variant is not None else LOGITS

@@ -1,0 +1,87 @@
+"""The plan of captures as a value: what it has, in which order, and how it is worked off."""
+
+from __future__ import annotations
+
+import pytest
+from pelton_worker_fakes import make_runner
+
+from pelton.config import CUDAGraphMode
+from pelton.graphs.dispatcher import GraphDispatcher
+from pelton.sampling.tails import FULL, GREEDY, Sample, Verify
+from pelton.testing.graphs import FakeGraphRecorder
+from pelton.worker.capture_plan import CapturePlan, CaptureQueue
+
+VARIANTS = (GREEDY, FULL)
+
+
+def dispatcher(mode: CUDAGraphMode, **settings: object) -> GraphDispatcher:
+    return GraphDispatcher(mode, max_num_seqs=24, max_num_tokens=64, **settings)  # type: ignore[arg-type]
+
+
+def test_small_sizes_come_first_then_those_that_stand_in_for_others() -> None:
+    plan = CapturePlan.make(dispatcher(CUDAGraphMode.FULL_DECODE_ONLY), VARIANTS)
+    assert [capture.key.num_reqs for capture in plan.captures[::2]] == [1, 2, 4, 8, 16, 24]
+    assert plan.num_first == 2 * 4
+    assert [capture.key.tail for capture in plan.captures] == [Sample(GREEDY), Sample(FULL)] * 6
+    wide = CapturePlan.make(dispatcher(CUDAGraphMode.FULL_DECODE_ONLY, sizes=[3, 12, 16, 20]), VARIANTS)
+    assert [capture.key.num_reqs for capture in wide.captures[::2]] == [3, 16, 12, 20]
+
+
+def test_every_valid_key_is_there_once_with_the_tails_that_it_can_have() -> None:
+    graphs = dispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, decode_query_len=4, captures_prompts=True)
+    plan = CapturePlan.make(graphs, VARIANTS)
+    assert len(set(plan.captures)) == len(plan.captures)
+    tails = {(key.uniform_query_len, key.tail) for _, key in plan.captures}
+    assert tails == {(0, None), *((1, Sample(one)) for one in VARIANTS), *((4, Verify(one)) for one in VARIANTS)}
+    kinds = {(mode, key.num_tokens, key.uniform_query_len, key.is_prompt) for mode, key in plan.captures}
+    assert kinds == {(mode, key.num_tokens, key.uniform_query_len, key.is_prompt) for mode, key in graphs.valid_keys()}
+
+
+def test_steps_with_adapters_are_captured_behind_all_others_and_never_at_the_start() -> None:
+    graphs = dispatcher(CUDAGraphMode.FULL_AND_PIECEWISE)
+    without, with_lora = CapturePlan.make(graphs, VARIANTS), CapturePlan.make(graphs, VARIANTS, has_lora=True)
+    half = len(without.captures)
+    assert with_lora.captures[:half] == without.captures and with_lora.num_first == without.num_first
+    assert len(with_lora.captures) == 2 * half and all(key.has_lora for _, key in with_lora.captures[half:])
+
+
+def test_it_is_readable() -> None:
+    graphs = dispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, sizes=[8, 16], decode_query_len=2, captures_prompts=True)
+    assert str(CapturePlan.make(graphs, [GREEDY], has_lora=True)).splitlines() == [
+        "at the start:",
+        "FULL: 8 tokens in 8 rows of 1: sample greedy",
+        "FULL: 8 tokens in 4 rows of 2: verify greedy",
+        "PIECEWISE: 8 tokens",
+        "in idle moments:",
+        *[
+            "FULL: 16 tokens in 16 rows of 1: sample greedy",
+            "FULL: 16 tokens in 8 rows of 2: verify greedy",
+            "PIECEWISE: 16 tokens",
+            "FULL: a prompt of 16 tokens",
+        ],
+        "FULL: 8 tokens in 8 rows of 1 with adapters: sample greedy",
+        "FULL: 8 tokens in 4 rows of 2 with adapters: verify greedy",
+        "PIECEWISE: 8 tokens with adapters",
+        "FULL: 16 tokens in 16 rows of 1 with adapters: sample greedy",
+        "FULL: 16 tokens in 8 rows of 2 with adapters: verify greedy",
+        "PIECEWISE: 16 tokens with adapters",
+        "FULL: a prompt of 16 tokens with adapters",
+    ]
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_working_it_off_captures_all_of_it_once(mode: CUDAGraphMode) -> None:
+    runner = make_runner(num_blocks=128)
+    graphs = runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), FakeGraphRecorder())
+    plan = CapturePlan.make(graphs.dispatcher, VARIANTS)
+    queue, waits = CaptureQueue(plan, graphs, lambda: waits.append(1)), []
+    queue.capture_first({})
+    assert len(graphs.full) + len(graphs.pieces) == plan.num_first and len(waits) == 1
+    later = plan.captures[plan.num_first :]
+    if later:
+        graphs.warm_up(*later[0])  # a step has come first
+    while queue.capture_next():
+        pass
+    assert all(graphs.has(*capture) for capture in plan.captures)
+    assert len(graphs.full) + len(graphs.pieces) == len(plan.captures)
+    assert len(waits) == max(len(later), 1)
