@@ -38,7 +38,7 @@ class _Bound:
     """A layer's constants, as the kernels read them."""
 
     attention: library.Attention
-    rope: library.Rope | None  # None: its seam is another op's
+    rope: library.Rope | None  # None: rope is an op of its own
 
 
 class NativeBackend(AttentionBackend):

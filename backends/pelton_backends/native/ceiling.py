@@ -1,12 +1,14 @@
 """Ceilings of this machine's cores: float32 products a second, and bytes read from memory a second.
 
-`python -m pelton_backends.native.ceiling` prints both, `--json` as JSON; `--isa` takes another instruction set.
+`python -m pelton_backends.native.ceiling` prints both, `--json` as JSON; `--isa` takes another instruction set; `--follow` measures
+once for each line of its input, so that a run can be told from what the machine did meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from ctypes import CDLL, c_double, c_int64
 
@@ -52,12 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pelton_backends.native.ceiling", description=__doc__)
     parser.add_argument("--isa", help="an instruction set, such as avx2; the best of this CPU by default")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--follow", action="store_true", help="measure once for each line of the standard input")
     options = parser.parse_args(arguments)
-    speed, bandwidth, name = gflops(options.isa), read_gb_s(options.isa), options.isa or library.isa_in_use().name
-    if options.json:
-        print(json.dumps({"isa": name, "gflops": speed, "read_gb_s": bandwidth}))
-    else:
-        print(f"{name}: {speed:.0f} GFLOP/s float32, {bandwidth:.1f} GB/s read")
+    for _ in sys.stdin if options.follow else range(1):
+        print(_measured(options.isa, as_json=options.json), flush=True)
+
+
+def _measured(isa: str | None, *, as_json: bool) -> str:
+    speed, bandwidth, name = gflops(isa), read_gb_s(isa), isa or library.isa_in_use().name
+    if as_json:
+        return json.dumps({"isa": name, "gflops": speed, "read_gb_s": bandwidth})
+    return f"{name}: {speed:.0f} GFLOP/s float32, {bandwidth:.1f} GB/s read"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pelton.ops.interface import Embed, EmbedNeeds, EmbedTensors
 from pelton_backends.native import library
 from pelton_backends.native.library import DTYPES
 from pelton_backends.native.linear import PANELS
-from pelton_backends.native.seams import HANDLES, refusals
+from pelton_backends.native.linear_ops import HANDLES, refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable

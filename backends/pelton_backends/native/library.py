@@ -96,8 +96,8 @@ class Kernels:
         self.prepare_inputs = _typed(
             library.pelton_prepare_inputs, None, c_void_p, c_void_p, c_void_p, c_int64, c_int64
         )
-        self.set_threads = _untaped(library.pelton_set_threads, None, c_int)
-        self.rest = _untaped(library.pelton_rest, None)
+        self.set_threads = _unrecorded(library.pelton_set_threads, None, c_int)
+        self.rest = _unrecorded(library.pelton_rest, None)
         self.take_best = _typed(
             library.pelton_take_best, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p
         )
@@ -161,11 +161,11 @@ def _load(isa: InstructionSet) -> Kernels:
 
 
 def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:
-    """Calls go on the tape of a step that is being recorded."""
-    return partial(launch, _untaped(function, result, *arguments))
+    """Record its calls in the call graph of a step that is being captured."""
+    return partial(launch, _unrecorded(function, result, *arguments))
 
 
-def _untaped(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:
+def _unrecorded(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:
     function.restype, function.argtypes = result, list(arguments)
     typed: Callable[..., int] = function
     return typed

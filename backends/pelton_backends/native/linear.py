@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from pelton_backends.native import library
-from pelton_backends.native.seams import HANDLES, AddNormSeam, LinearSeam, LogitsSeam, Product, Seam, refusals
+from pelton_backends.native.linear_ops import HANDLES, AddNormLinearOp, FusedOp, LinearOp, LogitsOp, Product, refusals
 
 PANELS = "pelton_native.panels"
 """The order of weights that csrc/product.c reads."""
@@ -31,7 +31,7 @@ class _PlainProduct(Product):
         self.op.is_packed = True
 
 
-class _Plain(Seam):
+class _Plain(FusedOp):
     handles = HANDLES
 
     @staticmethod
@@ -45,13 +45,13 @@ class _Plain(Seam):
         return _PlainProduct(needs, tensors)
 
 
-class NativeLinear(LinearSeam, _Plain):
+class NativeLinear(LinearOp, _Plain):
     pass
 
 
-class NativeAddNormLinear(AddNormSeam, _Plain):
+class NativeAddNormLinear(AddNormLinearOp, _Plain):
     """Also `add_norm_gated_linear`."""
 
 
-class NativeAddNormLogits(LogitsSeam, _Plain):
+class NativeAddNormLogits(LogitsOp, _Plain):
     pass

@@ -1,6 +1,6 @@
 """Products with packed blocks in C, for any number of rows, and rows of a packed embedding.
 
-One call a seam: norm, products of every part, bias and activation. Inputs are rounded to 16 bits in blocks of 32: less
+One call a fused op: norm, products of every part, bias and activation. Inputs are rounded to 16 bits in blocks of 32: less
 than bfloat16 loses (docs/quantization.md).
 """
 
@@ -14,7 +14,7 @@ from pelton.ops.packed_blocks import KINDS, kinds_of
 from pelton_backends.native import library
 from pelton_backends.native.embed import EmbeddingRows, scale_of
 from pelton_backends.native.library import DTYPES
-from pelton_backends.native.seams import HANDLES, AddNormSeam, LinearSeam, LogitsSeam, Product, Seam, refusals
+from pelton_backends.native.linear_ops import HANDLES, AddNormLinearOp, FusedOp, LinearOp, LogitsOp, Product, refusals
 
 KIND_NUMBERS = {"q8_0": 0, "q4_0": 1, "q4_1": 2}
 MOST_PARTS = 3
@@ -53,7 +53,7 @@ def _format_refusals(weight_format: str) -> list[str]:
     return [] if kinds_of(weight_format) else [f"weight format {weight_format!r}, only {', '.join(KINDS)}"]
 
 
-class _Blocks(Seam):
+class _Blocks(FusedOp):
     handles = HANDLES
 
     @staticmethod
@@ -70,15 +70,15 @@ class _Blocks(Seam):
         return _BlocksProduct(needs, tensors)
 
 
-class QuantLinear(LinearSeam, _Blocks):
+class QuantLinear(LinearOp, _Blocks):
     pass
 
 
-class QuantAddNormLinear(AddNormSeam, _Blocks):
+class QuantAddNormLinear(AddNormLinearOp, _Blocks):
     """Also `add_norm_gated_linear`."""
 
 
-class QuantAddNormLogits(LogitsSeam, _Blocks):
+class QuantAddNormLogits(LogitsOp, _Blocks):
     pass
 
 

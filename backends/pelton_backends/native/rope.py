@@ -35,7 +35,7 @@ def make_written(qkv: Tensor, positions: Tensor, slot_mapping: Tensor) -> librar
 
 
 class NativeQkNormRopeWriteKv:
-    """The seam by itself, for attention backends without their own."""
+    """The fused op by itself, for attention backends without their own."""
 
     handles = frozenset(["q_norm", "k_norm", "writes_kv", "unit_offset"])
     is_recordable: ClassVar[bool] = True

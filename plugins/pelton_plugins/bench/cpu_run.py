@@ -63,6 +63,9 @@ class Run:
         """Engines that ended, did not start or cannot run, and why."""
         self.timed: dict[str, tuple[dict[str, list[float]], dict[str, str]]] = {}
         """By workload, for two rows may need the same: once more, and its prompts would be in the prefix caches."""
+        self.ceilings = cpu_sets.Ceilings(self.isa)
+        self.near: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        """By workload and engine: what the machine could do at most around each repeat. It changes within minutes."""
 
     def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(engine, row) as they are measured; one that failed has the reason."""
@@ -102,11 +105,9 @@ class Run:
                     drivers[engine.name] = driver
                 except EngineError as error:
                     self.broken[engine.name] = f"{CANNOT_LOAD}: {error}"
+            stack.enter_context(self.ceilings)
             for name in names:
-                ceiling = cpu_sets.measure_ceiling(self.isa) if name in SHARED else {}
                 times, errors = self._repeats(drivers, name)
-                if name in SHARED:  # before and after: machines that others use change within minutes
-                    ceiling = cpu_sets.better_ceiling(ceiling, cpu_sets.measure_ceiling(self.isa))
                 for engine in self._having([name]):
                     if engine.name in self.broken:
                         yield self._row(engine, name, error=self.broken[engine.name])
@@ -114,16 +115,25 @@ class Run:
                         yield self._row(engine, name, error=errors[engine.name])
                     else:
                         found = figures(name, times[engine.name]) | loaded[engine.name]
-                        if ceiling:
-                            found["ceiling"] = ceiling
-                        yield self._row(engine, name, **found, **self._share(engine, name, found))
+                        yield self._row(engine, name, **found, **self._shares(engine, name, times[engine.name], found))
 
-    def _share(self, engine: Engine, name: str, found: dict[str, Any]) -> dict[str, float]:
-        if self.work is None or name not in SHARED:
+    def _shares(
+        self, engine: Engine, name: str, times: dict[str, list[float]], loaded: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The best ceiling, and the median of each repeat's share of what the machine could do around it."""
+        near = [one for one in self.near.get((name, engine.name), []) if one]
+        if not near:
             return {}
-        weight_bytes = weight_bytes_of(engine, found, self.work)
-        share = cpu_sets.share_of_ceiling(name, found, self.work, weight_bytes, cpu_driver.batch_of(name, 0))
-        return {"share": share} if share is not None and math.isfinite(share) else {}
+        about: dict[str, Any] = {"ceiling": cpu_sets.better_ceiling(*near)}
+        if self.work is None:
+            return about
+        weight_bytes, shares = weight_bytes_of(engine, loaded, self.work), []
+        for repeat, ceiling in enumerate(near):
+            found = figures(name, {workload: [seconds[repeat]] for workload, seconds in times.items()})
+            found["ceiling"] = ceiling
+            share = cpu_sets.share_of_ceiling(name, found, self.work, weight_bytes, cpu_driver.batch_of(name, 0))
+            shares += [share] if share is not None and math.isfinite(share) else []
+        return {**about, "share": statistics.median(shares), "all_shares": shares} if shares else about
 
     def _repeats(
         self, drivers: dict[str, Driver], name: str
@@ -143,6 +153,7 @@ class Run:
         """Engine to the seconds of each repeat, and engine to error."""
         seconds: dict[str, list[float]] = {one: [] for one in drivers}
         errors: dict[str, str] = {}
+        before = self._ceiling(workload)
         for repeat in range(self.repeats):
             for engine in self._having([name]):
                 one, driver = engine.name, drivers.get(engine.name)
@@ -152,7 +163,14 @@ class Run:
                     seconds[one].append(driver.ask(do="time", workload=workload, repeat=repeat)["seconds"])
                 except EngineError as error:
                     errors[one] = str(error)
+                    continue
+                after = self._ceiling(workload)
+                self.near.setdefault((workload, one), []).append(cpu_sets.ceiling_between(before, after))
+                before = after
         return seconds, errors
+
+    def _ceiling(self, workload: str) -> dict[str, Any]:
+        return self.ceilings.measure() if workload in SHARED else {}
 
     def _sampling(self) -> tuple[str, dict[str, Any]]:
         """Requests that ask for more than greedy tokens, of Pelton alone."""

@@ -12,7 +12,6 @@ from typing import Any
 
 AUTO = "auto"
 CEILING_MODULE = "pelton_backends.native.ceiling"
-CEILING_TIMEOUT_S = 120.0  # the first use of a set compiles it
 ENVIRON = {
     name: {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl}
     for name, aten, onednn, mkl in (
@@ -44,26 +43,61 @@ def features() -> list[str]:
     return [name for name in SHOWN_FEATURES if name in words]
 
 
-def measure_ceiling(isa: str) -> dict[str, Any]:
-    """`isa`, `gflops` and `read_gb_s` of the cores that this process may use; empty when it cannot be measured.
+class Ceilings:
+    """Our program that measures ceilings, started at the first measurement and kept: another takes a fifth of a second.
 
-    Our program runs in a process of its own: it is the kernels' part, which need not be installed.
+    It is the kernels' part, which need not be installed: measurements are empty then.
     """
-    chosen = [] if isa == AUTO else ["--isa", isa]
-    command = [sys.executable, "-m", CEILING_MODULE, "--json", *chosen]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CEILING_TIMEOUT_S, check=False)
-        found = json.loads(done.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
+
+    def __init__(self, isa: str) -> None:
+        self._isa, self._cannot_run = isa, False
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Ceilings:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def measure(self) -> dict[str, Any]:
+        """`isa`, `gflops` and `read_gb_s` of the cores that this process may use; empty when it cannot be measured."""
+        if self._cannot_run:
+            return {}
+        self._process = self._process or self._start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+            found = json.loads(self._process.stdout.readline())
+            return {"isa": str(found["isa"]), "gflops": float(found["gflops"]), "read_gb_s": float(found["read_gb_s"])}
+        except (OSError, ValueError, KeyError, TypeError):
+            self._cannot_run = True
+            return {}
+
+    def _start(self) -> subprocess.Popen[str]:
+        chosen = [] if self._isa == AUTO else ["--isa", self._isa]
+        return subprocess.Popen(
+            [sys.executable, "-m", CEILING_MODULE, "--json", "--follow", *chosen],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+
+def better_ceiling(*measured: dict[str, Any]) -> dict[str, Any]:
+    """The highest figures of all measurements: what others do on the machine only lowers them."""
+    found = [one for one in measured if one]
+    if not found:
         return {}
-    return {"isa": str(found["isa"]), "gflops": float(found["gflops"]), "read_gb_s": float(found["read_gb_s"])}
+    return {**found[0], **{name: max(one[name] for one in found) for name in ("gflops", "read_gb_s")}}
 
 
-def better_ceiling(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The higher figures of two measurements: what others do on the machine only lowers them."""
-    if not one or not other:
-        return one or other
-    return {**one, **{name: max(one[name], other[name]) for name in ("gflops", "read_gb_s")}}
+def ceiling_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What the machine could do during a repeat: the mean reading speed of both ends, and the better float32 rate."""
+    found = better_ceiling(before, after)
+    if before and after:
+        found["read_gb_s"] = (before["read_gb_s"] + after["read_gb_s"]) / 2
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """The measured ceilings: numbers that a CPU can have, printed as asked."""
 
+import io
 import json
+import sys
 
 from pelton_backends.native import ceiling, library
 
@@ -16,3 +18,10 @@ def test_ceilings_are_speeds_of_a_cpu(isa, capsys):
 def test_ceilings_in_words(capsys):
     ceiling.main([])
     assert capsys.readouterr().out.startswith(f"{library.isa_in_use().name}: ")
+
+
+def test_ceilings_are_measured_again_for_each_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n"))
+    monkeypatch.setattr(ceiling, "READ_BYTES", 8 << 20)
+    ceiling.main(["--json", "--follow"])
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 2

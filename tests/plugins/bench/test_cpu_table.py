@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -208,11 +209,16 @@ def ceiling(monkeypatch) -> list[str]:
     """The sets that a ceiling was measured for; the machine is not measured."""
     asked = []
 
-    def measure(isa):
-        asked.append(isa)
-        return dict(CEILING)
+    class Ceilings(contextlib.nullcontext):
+        def __init__(self, isa):
+            super().__init__()
+            self.isa = isa
 
-    monkeypatch.setattr(cpu_sets, "measure_ceiling", measure)
+        def measure(self):
+            asked.append(self.isa)
+            return dict(CEILING)
+
+    monkeypatch.setattr(cpu_sets, "Ceilings", Ceilings)
     return asked
 
 
@@ -260,7 +266,9 @@ def test_a_run_beside_a_peer_gathers_rows_of_both(model, fake_flags, peer_python
     assert found["pelton"]["latency"]["run"] == found["vllm"]["latency"]["run"]
     assert found["vllm"]["ttft"]["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert "pelton" not in found["vllm"]["ttft"]["versions"]
-    assert found["pelton"]["latency"]["ceiling"] == CEILING and ceiling == ["auto"] * 6
+    assert found["pelton"]["latency"]["ceiling"] == CEILING and ceiling == ["auto"] * 3 * 7, (
+        "before each repeat and behind it"
+    )
     out = capfd.readouterr().out
     assert "X VLLM" in out and "fake" in out
     # A row alone, of Pelton's alone: the others stay, and there is no ratio of two runs.
@@ -344,7 +352,7 @@ def test_every_engine_runs_once_for_each_instruction_set(model, fake_flags, peer
     assert main(["bench", "cpu-table", "--isa", "auto,avx2", "--variants", "float32", *flags, *peers]) == 0
     found = json.loads(results.read_text())
     names = ["pelton", "pelton float32", "vllm", "vllm:float32"]
-    assert [*found] == [*names, *(f"{name}@avx2" for name in names)] and ceiling == ["auto"] * 2 + ["avx2"] * 2
+    assert [*found] == [*names, *(f"{name}@avx2" for name in names)] and ceiling == ["auto"] * 5 + ["avx2"] * 5
     switched = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     for name in names:
         one, other = found[name]["batch16"], found[f"{name}@avx2"]["batch16"]
@@ -438,7 +446,7 @@ def test_parts_of_the_table_name_the_set_and_compare_with_its_aims():
 @pytest.mark.parametrize(
     "script, found",
     [
-        ("print('x'); print('{\"isa\": \"avx2\", \"gflops\": 9, \"read_gb_s\": 3.5}')", CEILING | {"gflops": 9.0, "read_gb_s": 3.5}),
+        ("input(); print('{\"isa\": \"avx2\", \"gflops\": 9, \"read_gb_s\": 3.5}')", CEILING | {"gflops": 9.0, "read_gb_s": 3.5}),
         ("raise SystemExit(1)", {}),
         ("print('no JSON')", {}),
     ],
@@ -449,13 +457,21 @@ def test_ceilings_are_measured_by_a_program_of_their_own(script, found, tmp_path
     program.chmod(0o755)
     (tmp_path / "script").write_text(script)
     monkeypatch.setattr(sys, "executable", str(program))
-    assert cpu_sets.measure_ceiling("avx2") == found
+    with cpu_sets.Ceilings("avx2") as ceilings:
+        assert ceilings.measure() == found
+        assert ceilings.measure() == {}, "the program has ended"
 
 
 def test_the_better_of_two_measurements_is_the_ceiling():
     low, high = CEILING | {"gflops": 100.0}, CEILING | {"read_gb_s": 30.0}
     assert cpu_sets.better_ceiling(low, high) == cpu_sets.better_ceiling({}, CEILING) == CEILING
     assert cpu_sets.better_ceiling(CEILING, {}) == CEILING and cpu_sets.better_ceiling({}, {}) == {}
+
+
+def test_a_repeat_is_judged_by_what_memory_gave_around_it():
+    before, after = CEILING | {"gflops": 100.0}, CEILING | {"read_gb_s": 30.0}
+    assert cpu_sets.ceiling_between(before, after) == CEILING | {"read_gb_s": 35.0}
+    assert cpu_sets.ceiling_between({}, after) == after and cpu_sets.ceiling_between({}, {}) == {}
 
 
 def test_the_program_that_measures_ceilings_is_there():

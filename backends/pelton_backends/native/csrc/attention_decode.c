@@ -21,7 +21,7 @@ struct decode {
     float *scores;           /* [queries, CHUNK] */
     float *partial;          /* [QUERIES, LANES keys, LANES] */
     struct softmax *rows;    /* [queries] */
-    float *keys, *values;    /* [CHUNK, padded], where heads are no whole blocks */
+    float *keys, *values;    /* [CHUNK, padded], where they are not read in place */
     int64_t num_queries, padded;
     int dtype;               /* that keys and values are read in */
 };
@@ -206,16 +206,22 @@ INLINE void attend_chunk(const struct attention *op, const struct decode *decode
 ATTEND_CHUNK(1, F32)
 ATTEND_CHUNK(2, F32)
 ATTEND_CHUNK(3, F32)
+#if PELTON_ISA < ISA_AVX512_BF16
 ATTEND_CHUNK(1, BF16)
 ATTEND_CHUNK(2, BF16)
 ATTEND_CHUNK(3, BF16)
+#endif
 
 typedef void (*chunk_fn)(const struct attention *, const struct decode *, const struct chunk *, int64_t);
 
 /* As few rounds as can be, and as even: four queries go two by two. */
 static void attend_head(const struct attention *op, const struct decode *decode, const struct chunk *chunk, int64_t query) {
-    static const chunk_fn fns[2][3] = {{attend_chunk_1F32, attend_chunk_2F32, attend_chunk_3F32},
-                                       {attend_chunk_1BF16, attend_chunk_2BF16, attend_chunk_3BF16}};
+    static const chunk_fn fns[2][3] = {
+        {attend_chunk_1F32, attend_chunk_2F32, attend_chunk_3F32},
+#if PELTON_ISA < ISA_AVX512_BF16
+        {attend_chunk_1BF16, attend_chunk_2BF16, attend_chunk_3BF16},
+#endif
+    };
     int64_t rounds = (op->group + 2) / 3;
     for (int64_t left = op->group; rounds > 0; rounds--) {
         int64_t num = (left + rounds - 1) / rounds;
@@ -238,20 +244,20 @@ static void find_keys(const struct attention *op, const int32_t *table, int64_t 
     }
 }
 
-/* The chunk at `first`, and what the task or the next one will read then; keys past its end are its last once more. */
+/* The chunk at `first`; keys past its end are its last once more. For each of its keys one is fetched that stands CHUNK keys later,
+   where the next row's keys follow this row's. */
 static void find_chunk(const struct attention *op, const struct task *task, int64_t head, int64_t first, struct chunk *chunk) {
-    int64_t next = first + CHUNK, num_next = least(CHUNK, task->last_key - next), padded = round_up(chunk->count, LANES);
+    int64_t next = first + CHUNK, padded = round_up(chunk->count, LANES), own = least(most(task->last_key - next, 0), padded);
+    int64_t later = task->next_key + most(next - task->last_key, 0);
+    int64_t num_later = task->next_table == NULL ? 0 : least(most(task->next_length - later, 0), padded - own);
     find_keys(op, task->table, head, first, chunk->count, chunk->keys);
     for (int64_t i = chunk->count; i < padded; i++)
         chunk->keys[i] = chunk->keys[chunk->count - 1];
     for (int64_t i = 0; i < padded; i++)
         chunk->values[i] = (const char *)op->v_cache + (chunk->keys[i] - (const char *)op->k_cache);
-    const int32_t *table = task->table;
-    if (num_next <= 0)
-        table = task->next_table, next = task->next_key, num_next = least(CHUNK, task->next_length - next);
-    num_next = table == NULL ? 0 : most(num_next, 0);
-    find_keys(op, table, head, next, num_next, chunk->ahead);
-    for (int64_t i = num_next; i < padded; i++)
+    find_keys(op, task->table, head, next, own, chunk->ahead);
+    find_keys(op, task->next_table, head, later, num_later, chunk->ahead + own);
+    for (int64_t i = own + num_later; i < padded; i++)
         chunk->ahead[i] = NULL;
 }
 
@@ -264,11 +270,16 @@ static void widen_chunk(const struct attention *op, const struct decode *decode,
     }
 }
 
+/* Whether keys are read where they lie, not made float32 first. Bfloat16 that attention_avx512.c does not take is rare there. */
+INLINE int reads_in_place(const struct attention *op) {
+    return op->head_dim % BLOCK == 0 && (op->dtype == DTYPE_F32 || PELTON_ISA < ISA_AVX512_BF16);
+}
+
 /* 0: no memory. */
 static int make_decode(const struct attention *op, const struct task *task, struct decode *decode) {
     int64_t queries = task->num_heads * op->group, padded = round_up(op->head_dim, BLOCK);
-    int is_whole = padded == op->head_dim;
-    int64_t line = 2 * padded + CHUNK, fixed = QUERIES * LANES * LANES + (is_whole ? 0 : 2 * CHUNK * padded);
+    int is_in_place = reads_in_place(op);
+    int64_t line = 2 * padded + CHUNK, fixed = QUERIES * LANES * LANES + (is_in_place ? 0 : 2 * CHUNK * padded);
     struct softmax *rows = pelton_scratch((size_t)queries * sizeof *rows + (size_t)(queries * line + fixed) * sizeof(float));
     if (rows == NULL)
         return 0;
@@ -283,7 +294,7 @@ static int make_decode(const struct attention *op, const struct task *task, stru
         .values = memory + queries * line + QUERIES * LANES * LANES + CHUNK * padded,
         .num_queries = queries,
         .padded = padded,
-        .dtype = is_whole ? op->dtype : DTYPE_F32,
+        .dtype = is_in_place ? op->dtype : DTYPE_F32,
     };
     return 1;
 }
@@ -329,7 +340,7 @@ int pelton_decode(const struct attention *op, const struct task *task, struct tu
         chunk.count = least(CHUNK, task->last_key - first);
         for (int64_t head = 0; head < task->num_heads; head++) {
             find_chunk(op, task, task->head + head, first, &chunk);
-            if (decode.padded != op->head_dim)
+            if (!reads_in_place(op))
                 widen_chunk(op, &decode, &chunk);
             attend_head(op, &decode, &chunk, head * op->group);
         }

@@ -19,6 +19,10 @@ enum {
 /* Vectors of a panel that M rows meet at once. */
 #define VECS_OF(M) ((M)*PANEL_VECS <= MOST_WIDE_SUMS ? PANEL_VECS : (M)*4 <= MOST_WIDE_SUMS && PANEL_VECS > 4 ? 4 : 2)
 
+/* Where bfloat16 has products of its own (linear_bf16.c), it comes here with an odd number of inputs only: panels are made float32 as
+   they are read, and half of this file need not be compiled. */
+#define HAS_BF16_PANELS (PELTON_ISA < ISA_AVX512_BF16)
+
 /* The sums stay in their registers: compilers that mix the two halves of a step run out of them. */
 #if defined(__x86_64__)
 #define KEEP(REGISTER) __asm__("" : "+x"(REGISTER))
@@ -105,10 +109,12 @@ INLINE void multiply_block(const float *rows, const char *panel, int64_t k, floa
 #define EACH_MORE_ROWS(DTYPE)
 #endif
 
+#if HAS_BF16_PANELS
 static void multiply_bf16(const void *rows, const void *panel, int64_t k, float *sums, const char *fetch, int64_t fetch_bytes,
                           int64_t m) {
     switch (m) { EACH_ROWS(DTYPE_BF16) EACH_MORE_ROWS(DTYPE_BF16) }
 }
+#endif
 
 static void multiply_f32(const void *rows, const void *panel, int64_t k, float *sums, const char *fetch, int64_t fetch_bytes,
                          int64_t m) {
@@ -117,6 +123,7 @@ static void multiply_f32(const void *rows, const void *panel, int64_t k, float *
 
 /* ---- panels of a plain weight ---- */
 
+#if HAS_BF16_PANELS
 static void pack_panel_bf16(const struct shape *shape, const void *weight, int64_t index, void *panel) {
     for (int64_t column = 0; column < PANEL; column++) {
         const bf16 *row = (const bf16 *)weight + weight_row(shape, index, column) * shape->k;
@@ -130,13 +137,26 @@ static void pack_panel_bf16(const struct shape *shape, const void *weight, int64
     }
 }
 
-static void pack_panel_f32(const struct shape *shape, const void *weight, int64_t index, void *panel) {
+#endif
+
+/* A panel in float32 of either dtype. */
+INLINE void pack_wide_panel(const struct shape *shape, const void *weight, int64_t index, void *panel, int dtype) {
     for (int64_t column = 0; column < PANEL; column++) {
-        const float *row = (const float *)weight + weight_row(shape, index, column) * shape->k;
+        int64_t row = weight_row(shape, index, column) * shape->k;
         for (int64_t i = 0; i < shape->k; i++)
-            ((float *)panel)[i * PANEL + column] = row[i];
+            ((float *)panel)[i * PANEL + column] = load(weight, row + i, dtype);
     }
 }
+
+static void pack_panel_f32(const struct shape *shape, const void *weight, int64_t index, void *panel) {
+    pack_wide_panel(shape, weight, index, panel, DTYPE_F32);
+}
+
+#if !HAS_BF16_PANELS
+static void pack_panel_wide(const struct shape *shape, const void *weight, int64_t index, void *panel) {
+    pack_wide_panel(shape, weight, index, panel, DTYPE_BF16);
+}
+#endif
 
 /* ---- rows ---- */
 
@@ -169,7 +189,7 @@ INLINE void pack_block(const void *rows, int64_t m, int64_t k, float *to, int dt
 
 static void pack_block_bf16(const void *rows, int64_t m, int64_t k, void *to) {
     pack_block(rows, m, k, to, DTYPE_BF16);
-    if (k % 2)
+    if (k % 2 && HAS_BF16_PANELS)
         memset((float *)to + k * m, 0, (size_t)m * sizeof(float));
 }
 
@@ -189,7 +209,9 @@ INLINE void spread_rows(const void *rows, int64_t m, int64_t k, float *to, int d
         }
 }
 
+#if HAS_BF16_PANELS
 static void spread_rows_bf16(const void *rows, int64_t m, int64_t k, void *to) { spread_rows(rows, m, k, to, DTYPE_BF16); }
+#endif
 static void spread_rows_f32(const void *rows, int64_t m, int64_t k, void *to) { spread_rows(rows, m, k, to, DTYPE_F32); }
 
 /* Vectors of weights from number `i` on, two of bfloat16. Behind the last number are zeros. */
@@ -237,9 +259,11 @@ INLINE void dots(const char *weight, const float *rows, int64_t k, int64_t count
         dots(weight, rows, k, count, sums, M, DTYPE);           \
         break;
 
+#if HAS_BF16_PANELS
 static void dots_bf16(const void *weight, const void *rows, int64_t k, int64_t count, float *sums, int64_t m) {
     switch (m) { DOTS(1, DTYPE_BF16) DOTS(2, DTYPE_BF16) DOTS(3, DTYPE_BF16) DOTS(4, DTYPE_BF16) }
 }
+#endif
 
 static void dots_f32(const void *weight, const void *rows, int64_t k, int64_t count, float *sums, int64_t m) {
     switch (m) { DOTS(1, DTYPE_F32) DOTS(2, DTYPE_F32) DOTS(3, DTYPE_F32) DOTS(4, DTYPE_F32) }
@@ -310,13 +334,19 @@ static void prepare_f32(const struct linear *op, const struct rows *in, int64_t 
 
 /* ---- what follows a product ---- */
 
-INLINE vec activate(vec x, int activation) {
-    if (activation == ACTIVATION_SILU)
-        return x / (1.0f + vec_exp(-x));
+INLINE vec silu(vec x) { return x / (1.0f + vec_exp(-x)); }
+
+static __attribute__((noinline)) vec gelu(vec x, int activation) {
     if (activation == ACTIVATION_GELU_TANH)
         return 0.5f * x * (1.0f + vec_tanh(0.79788456f * (x + 0.044715f * x * x * x)));
     for (int i = 0; i < LANES; i++)
         x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
+    return x;
+}
+
+static __attribute__((noinline)) vec capped(vec x, float soft_cap) {
+    for (int i = 0; i < LANES; i++)
+        x[i] = soft_cap * tanhf(x[i] / soft_cap);
     return x;
 }
 
@@ -326,25 +356,47 @@ INLINE void load_bias(const struct linear *op, int64_t first, int64_t count, flo
         vec_store(bias + i, op->bias == NULL ? vec_all(0.0f) : load_part(op->bias, first + i, count - i, dtype));
 }
 
-INLINE void finish_rows(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
-                        size_t row_bytes, int dtype) {
+INLINE void finish_gated(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
+                         size_t row_bytes, int is_silu, int dtype) {
     float bias[PANEL], up_bias[PANEL];
     load_bias(op, first, count, bias, dtype);
-    if (op->activation != ACTIVATION_NONE)
-        load_bias(op, op->out_features / 2 + first, count, up_bias, dtype);
+    load_bias(op, op->out_features / 2 + first, count, up_bias, dtype);
+    for (int64_t row = 0; row < m; row++, sums += PANEL, output += row_bytes)
+        for (int64_t i = 0; i < count; i += LANES) {
+            vec gate = vec_round(vec_load(sums + i) + vec_load(bias + i), dtype);
+            vec up = vec_round(vec_load(sums + PANEL / 2 + i) + vec_load(up_bias + i), dtype);
+            vec active = vec_round(is_silu ? silu(gate) : gelu(gate, op->activation), dtype);
+            store_part(output, first + i, active * up, count - i, dtype);
+        }
+}
+
+INLINE void finish_plain(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
+                         size_t row_bytes, int is_logits, int dtype) {
+    float bias[PANEL];
+    load_bias(op, first, count, bias, dtype);
     for (int64_t row = 0; row < m; row++, sums += PANEL, output += row_bytes)
         for (int64_t i = 0; i < count; i += LANES) {
             vec numbers = vec_load(sums + i) + vec_load(bias + i);
-            if (op->activation != ACTIVATION_NONE) {
-                vec up = vec_round(vec_load(sums + PANEL / 2 + i) + vec_load(up_bias + i), dtype);
-                numbers = vec_round(activate(vec_round(numbers, dtype), op->activation), dtype) * up;
-            } else if (op->is_logits) {
+            if (is_logits)
                 numbers = vec_round(numbers, dtype);
-                for (int lane = 0; lane < LANES && op->soft_cap > 0.0f; lane++)
-                    numbers[lane] = op->soft_cap * tanhf(numbers[lane] / op->soft_cap);
-            }
-            store_part(output, first + i, numbers, count - i, op->is_logits ? DTYPE_F32 : dtype);
+            if (is_logits && op->soft_cap > 0.0f)
+                numbers = capped(numbers, op->soft_cap);
+            store_part(output, first + i, numbers, count - i, is_logits ? DTYPE_F32 : dtype);
         }
+}
+
+/* What does not change within a call is decided outside of the loops: a number that is taken out of a vector there keeps the vector
+   in memory. */
+INLINE void finish_rows(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
+                        size_t row_bytes, int dtype) {
+    if (op->activation == ACTIVATION_SILU)
+        finish_gated(op, sums, m, first, count, output, row_bytes, 1, dtype);
+    else if (op->activation != ACTIVATION_NONE)
+        finish_gated(op, sums, m, first, count, output, row_bytes, 0, dtype);
+    else if (op->is_logits)
+        finish_plain(op, sums, m, first, count, output, row_bytes, 1, dtype);
+    else
+        finish_plain(op, sums, m, first, count, output, row_bytes, 0, dtype);
 }
 
 static void finish_bf16(const struct linear *op, float *sums, int64_t m, int64_t first, int64_t count, char *output,
@@ -360,11 +412,19 @@ static void finish_f32(const struct linear *op, float *sums, int64_t m, int64_t 
 /* Few rows whose vectors are a whole line follow the stream that the core fetches by itself; others look further ahead. */
 enum { NEAR_ROWS = PANEL_VECS == 2 ? 4 : MOST_WIDE_SUMS / PANEL_VECS, FETCH_FAR = 14 << 10 };
 
+#if HAS_BF16_PANELS
 const struct engine pelton_vec_bf16 = {
     .most_rows = MOST_ROWS, .dot_rows = DOT_ROWS, .near_rows = NEAR_ROWS, .fetch_far = FETCH_FAR, .x_bytes = sizeof(float),
     .weight_bytes = sizeof(bf16), .step = 2, .pack_panel = pack_panel_bf16, .pack_block = pack_block_bf16,
     .multiply = multiply_bf16, .spread_rows = spread_rows_bf16, .dots = dots_bf16, .prepare = prepare_bf16, .finish = finish_bf16,
 };
+#else
+const struct engine pelton_vec_bf16 = {
+    .most_rows = MOST_ROWS, .near_rows = NEAR_ROWS, .fetch_far = FETCH_FAR, .x_bytes = sizeof(float), .weight_bytes = sizeof(float),
+    .step = 1, .pack_panel = pack_panel_wide, .pack_block = pack_block_bf16, .multiply = multiply_f32, .prepare = prepare_bf16,
+    .finish = finish_bf16,
+};
+#endif
 
 const struct engine pelton_vec_f32 = {
     .most_rows = MOST_ROWS, .dot_rows = DOT_ROWS, .near_rows = NEAR_ROWS, .fetch_far = FETCH_FAR, .x_bytes = sizeof(float),

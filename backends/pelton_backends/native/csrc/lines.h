@@ -43,14 +43,15 @@ INLINE void store_lanes(void *to, int64_t index, vec numbers, int dtype) {
         *(loose_half_vec *)((bf16 *)to + index) = (loose_half_vec)__builtin_convertvector(bf16_bits(numbers) >> 16, half_vec);
 }
 
-/* The first `count` of them: zeros behind, or nothing written. */
+/* The first `count` of them: zeros behind, or nothing written. They go through memory by themselves: a vector that is indexed stays
+   there. */
 INLINE vec load_part(const void *from, int64_t index, int64_t count, int dtype) {
     if (count >= LANES)
         return load_lanes(from, index, dtype);
-    vec numbers = {0};
+    float numbers[LANES] = {0};
     for (int i = 0; i < count; i++)
         numbers[i] = load(from, index + i, dtype);
-    return numbers;
+    return vec_load(numbers);
 }
 
 INLINE void store_part(void *to, int64_t index, vec numbers, int64_t count, int dtype) {
@@ -58,8 +59,10 @@ INLINE void store_part(void *to, int64_t index, vec numbers, int64_t count, int 
         store_lanes(to, index, numbers, dtype);
         return;
     }
+    float part[LANES];
+    vec_store(part, numbers);
     for (int i = 0; i < count; i++)
-        store(to, index + i, numbers[i], dtype);
+        store(to, index + i, part[i], dtype);
 }
 
 /* exp with a relative error below 2e-7; 0 below -87, 1.7e38 from 88 on; a NaN stays one. */

@@ -7,6 +7,10 @@
 #define _GNU_SOURCE
 #include "pool.h"
 
+#if defined(PELTON_OPENMP)
+#include "pool_openmp.h"
+#else
+
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -349,3 +353,5 @@ EXPORT void pelton_rest(void) {
             nanosleep(&moment, NULL);
         }
 }
+
+#endif

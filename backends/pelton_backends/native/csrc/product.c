@@ -274,7 +274,8 @@ static void pack_panel(void *context, int64_t index, struct turn *turn) {
 EXPORT int pelton_pack(const struct linear *op, void *weight) {
     struct packing packing = {.engine = pelton_engine(op), .shape = shape_of(op), .panels = weight};
     int64_t k = packing.shape.k;
-    if (packing.shape.columns % packing.shape.width || k % packing.engine->step || (uintptr_t)weight % 64)
+    int is_same_size = packing.engine->weight_bytes == (int64_t)size_of(op->dtype);
+    if (!is_same_size || packing.shape.columns % packing.shape.width || k % packing.engine->step || (uintptr_t)weight % 64)
         return 1;
     size_t bytes = (size_t)(op->out_features * k) * size_of(op->dtype);
     void *plain = malloc(bytes);

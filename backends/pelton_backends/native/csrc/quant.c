@@ -450,7 +450,7 @@ static void dequantize(const uint8_t *const *panels, const int *kinds, int64_t n
 
 #endif
 
-/* ---- the seams ---- */
+/* ---- the fused ops ---- */
 
 /* What one task computes, for some rows: 32 columns of a part, or 16 of the gate and the 16 of up that belong to them. */
 struct span {

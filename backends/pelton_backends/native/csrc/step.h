@@ -1,4 +1,4 @@
-/* What the seams around a step's forward pass are called with; `step.py` mirrors the structs. */
+/* What the ops around a step's forward pass are called with; `step.py` mirrors the structs. */
 #ifndef PELTON_STEP_H
 #define PELTON_STEP_H
 

@@ -26,7 +26,7 @@ HANDLES = frozenset(["unit_offset", "has_bias", "post_norm", "soft_cap", "weight
 
 
 def refusals(needs: Any) -> list[str]:
-    """Reasons that seams share, whatever their weights are."""
+    """Reasons against an op that do not depend on the form of its weights."""
     if needs.dtype not in DTYPES:
         return [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
     if getattr(needs, "tp_size", 1) > 1:
@@ -39,7 +39,7 @@ def refusals(needs: Any) -> list[str]:
 
 
 class Product:
-    """One matrix with what a seam has around it: norms, bias, activation, soft cap."""
+    """One matrix with what a fused op has around it: norms, bias, activation, soft cap."""
 
     def __init__(self, needs: Any, tensors: Any) -> None:
         """The arguments of any fused op."""
@@ -97,7 +97,7 @@ class Product:
         return output
 
 
-class Seam(ABC):
+class FusedOp(ABC):
     """Of one form of weights: a subclass says which products, and what they refuse."""
 
     is_recordable: ClassVar[bool] = True
@@ -119,12 +119,12 @@ class Seam(ABC):
         return cls(needs, tensors)
 
 
-class LinearSeam(Seam):
+class LinearOp(FusedOp):
     def __call__(self, x: Tensor) -> Tensor:
         return self.result(x.shape[0], x.contiguous())
 
 
-class AddNormSeam(Seam):
+class AddNormLinearOp(FusedOp):
     """With or without a gate."""
 
     def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ class AddNormSeam(Seam):
         return self.result(hidden.shape[0], hidden, address, address), residual
 
 
-class LogitsSeam(Seam):
+class LogitsOp(FusedOp):
     def __init__(self, needs: AddNormLogitsNeeds, tensors: Any) -> None:
         super().__init__(needs, tensors)
         self.vocab_size = needs.vocab_size
