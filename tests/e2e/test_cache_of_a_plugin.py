@@ -15,7 +15,7 @@ from pelton_e2e import generate, greedy, make_llm, make_prompts
 from torch import Tensor, nn
 
 from pelton.attention.cache_layer import register as register_layer
-from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
 from pelton.entries import BackendEntry, Entry, ModelEntry
 from pelton.hookspecs import hookimpl
 from pelton.kv_cache.single_type import FullAttentionManager
@@ -67,18 +67,19 @@ class MeanBackend(AttentionBackend):
     def build(self, common: Any, key: Any = None) -> Any:
         return common
 
-    def slot_mapping(self, metadata: Any) -> Tensor:
-        return metadata.slot_mapping
+    def bind(self, layer: Any) -> BoundAttention:
+        return Means(layer)
 
-    def forward(self, layer: Any, query: Tensor, metadata: Any, output: Tensor) -> Tensor:
-        starts, size = metadata.query_start_loc.tolist(), self.needs.block_size
+
+class Means(BoundAttention):
+    def __call__(self, query: Tensor, metadata: Any, output: Tensor) -> None:
+        layer, starts, size = self.layer, metadata.query_start_loc.tolist(), self.layer.rows.shape[1]
         for row, length in enumerate(metadata.seq_lens.tolist()):
             first, last = starts[row], starts[row + 1]
             place = torch.arange(length)
             context = layer.rows[metadata.block_table[row][place // size].long(), place % size]
             means = context.cumsum(0) / (place + 1)[:, None]
             output[first:last] = means[length - (last - first) :]
-        return output
 
 
 class RunningMean(nn.Module):
@@ -98,14 +99,14 @@ class RunningMean(nn.Module):
         return RowSpec(block_size=self.block_size, size=SIZE)
 
     def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
-        (self.rows,), self.metadata_index, self.backend = views, metadata_index, backend
+        (self.rows,), self.metadata_index, self.group_id = views, metadata_index, backend.group_id
+        self.attend = backend.bind(self)
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: Any) -> tuple[Tensor, Tensor]:
         output = torch.zeros_like(hidden)
         if batch.attention:
-            metadata = batch.attention[self.metadata_index]
-            write_rows(hidden, self.rows, self.backend.slot_mapping(metadata))
-            self.backend.forward(self, hidden, metadata, output)
+            write_rows(hidden, self.rows, batch.slot_mappings[self.group_id])
+            self.attend(hidden, batch.attention[self.metadata_index], output)
         return output, hidden
 
 

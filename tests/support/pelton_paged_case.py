@@ -33,7 +33,9 @@ class PagedCase:
         soft_cap: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
+        junk: float = torch.nan,
     ) -> None:
+        """junk: what lies in the cache where nothing of a row's does."""
         generator = torch.Generator(device=device).manual_seed(len(rows) + sum(map(sum, rows)))
         self.rows, self.device, self.dtype = rows, device, dtype
         self.causal, self.window, self.soft_cap = causal, window, soft_cap
@@ -55,8 +57,7 @@ class PagedCase:
 
         self.num_blocks = sum(-(-length // block_size) for length in lengths) + 2
         axes = (kv_heads, block_size) if heads_first else (block_size, kv_heads)
-        pages = torch.full((self.num_blocks, 2, *axes, head_dim), torch.nan, device=device)
-        pages[0] = 0  # the null block
+        pages = torch.full((self.num_blocks, 2, *axes, head_dim), junk, device=device)
         k_pages, v_pages = (pages.transpose(2, 3) if heads_first else pages).unbind(1)
         ids = (torch.randperm(self.num_blocks - 2, generator=generator, device=device) + 1).int().tolist()
         width = max(-(-max(lengths) // block_size), 1) + 3

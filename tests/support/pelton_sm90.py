@@ -41,7 +41,7 @@ from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, Verif
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.worker.batch_state import BatchState
 from pelton_backends.triton.attention.cascade import cascade_attention
-from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, PartBuffers, decode_attention
+from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, NormRope, PartBuffers, decode_attention
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
@@ -130,7 +130,8 @@ class Attention:
         parts = PartBuffers.allocate(
             torch.device("cpu"), max_rows=ROWS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
         )
-        new = NewTokens(self.tokens, self.tokens, HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec)
+        made = NormRope(HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec)
+        new = NewTokens(self.tokens, self.tokens, made)
         decode_attention(
             self.qkv, *self.caches, self.query, self.lengths, self.table, parts, num_rows=ROWS, max_seq_len=8192,
             scale=1.0, new=new, pdl=True, shape=shape,

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
+from pelton.attention.interface import (
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionParams,
+    BoundAttention,
+    GraphSupport,
+    KVLayout,
+)
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.errors import EngineError
 from pelton_backends.native import library
@@ -17,8 +24,6 @@ from pelton_backends.native.rope import fits_kernel, make_rope, make_written
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pelton.layers.attention import AttentionLayer
 
 LEAST_PREFIX_ROWS, LEAST_PREFIX = 8, 64
 """Rows that share a prefix, and its tokens: from here on it is read once for all."""
@@ -31,14 +36,6 @@ class NativeMetadata:
     common: CommonMetadata  # keeps the tensors alive
     step: library.Step
     prefix: Tensor | None = None  # the struct has its address
-
-
-@dataclass(slots=True)
-class _Bound:
-    """A layer's constants, as the kernels read them."""
-
-    attention: library.Attention
-    rope: library.Rope | None  # None: rope is an op of its own
 
 
 class NativeBackend(AttentionBackend):
@@ -86,56 +83,49 @@ class NativeBackend(AttentionBackend):
             return None
         return torch.tensor([common.common_prefix_len], dtype=torch.int32)
 
-    def slot_mapping(self, metadata: NativeMetadata) -> Tensor:
-        return metadata.common.slot_mapping
+    def bind(self, layer: AttentionParams) -> BoundAttention:
+        return NativeAttention(layer)
 
-    def forward(self, layer: AttentionLayer, query: Tensor, metadata: NativeMetadata, output: Tensor) -> Tensor:
-        bound = self._bound(layer)
+
+class NativeAttention(BoundAttention):
+    """A layer's constants as the kernels read them, and the two calls."""
+
+    layer: AttentionParams
+
+    def __init__(self, layer: AttentionParams) -> None:
+        super().__init__(layer)
+        k_cache = layer.k_cache
+        self._kernels = library.kernels()
+        self._row = layer.num_heads * layer.head_dim
+        self._attention = library.Attention(
+            k_cache.data_ptr(), layer.v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+            k_cache.shape[1], layer.num_heads, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads,
+            layer.head_dim, layer.sliding_window or 0, layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
+        )  # fmt: skip
+        fits = fits_kernel(layer.write_needs)
+        self._rope = make_rope(layer.write_needs, layer.write_tensors) if fits else None
+
+    def __call__(self, query: Tensor, metadata: NativeMetadata, output: Tensor) -> None:
         query = query if query.is_contiguous() else query.contiguous()
         failed = self._kernels.attend(
-            byref(bound.attention), byref(metadata.step), query.data_ptr(), layer.num_heads * layer.head_dim,
-            output.data_ptr(),
-        )  # fmt: skip
-        return _checked(output, failed)
+            byref(self._attention), byref(metadata.step), query.data_ptr(), self._row, output.data_ptr()
+        )
+        _check(failed)
 
-    def forward_qkv(
-        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: NativeMetadata, output: Tensor
-    ) -> Tensor:
-        bound = self._bound(layer)
-        if bound.rope is None:
-            return super().forward_qkv(layer, qkv, positions, metadata, output)
+    def write_and_attend(
+        self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, metadata: NativeMetadata, output: Tensor
+    ) -> None:
+        if self._rope is None:
+            super().write_and_attend(qkv, positions, slot_mapping, metadata, output)
+            return
         qkv = qkv if qkv.is_contiguous() else qkv.contiguous()
-        written = make_written(qkv, positions, metadata.common.slot_mapping)
         failed = self._kernels.rope_attend(
-            byref(bound.rope), byref(bound.attention), byref(written), byref(metadata.step),
-            qkv.data_ptr(), output.data_ptr(),
+            byref(self._rope), byref(self._attention), byref(make_written(qkv, positions, slot_mapping)),
+            byref(metadata.step), qkv.data_ptr(), output.data_ptr(),
         )  # fmt: skip
-        return _checked(output, failed)
-
-    def _bound(self, layer: AttentionLayer) -> _Bound:
-        found = self._layers.get(layer)
-        if found is None:
-            found = self._layers[layer] = _bind(layer)
-        return found
-
-    def __init__(self, needs: AttentionNeeds, *arguments: object, **named: object) -> None:
-        super().__init__(needs, *arguments, **named)  # type: ignore[arg-type]
-        self._kernels = library.kernels()
-        self._layers: dict[AttentionLayer, _Bound] = {}
+        _check(failed)
 
 
-def _bind(layer: AttentionLayer) -> _Bound:
-    k_cache = layer.k_cache
-    attention = library.Attention(
-        k_cache.data_ptr(), layer.v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        k_cache.shape[1], layer.num_heads, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim,
-        layer.sliding_window or 0, layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
-    )  # fmt: skip
-    rope = make_rope(layer.write_needs, layer.write_tensors) if fits_kernel(layer.write_needs) else None
-    return _Bound(attention, rope)
-
-
-def _checked(output: Tensor, failed: int) -> Tensor:
+def _check(failed: int) -> None:
     if failed:
         raise EngineError("Attention found no memory for its scratch space. Give the process more memory.")
-    return output

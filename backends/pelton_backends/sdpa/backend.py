@@ -2,7 +2,7 @@
 
 Decode rows (one token each) are one gather and one batched call over the longest context, or over the window;
 the other rows are one call each. Lengths are read on the host, which costs nothing on a CPU and rules out
-graphs. Masked places are never read from a block's stale part: they point at the null block, which is finite.
+graphs. Masked places are never read from a block's stale part: they point at the row's first key, which it sees.
 
 Shapes: R rows, D head_dim, N key heads, G query heads a key head, L context tokens, S block_size.
 """
@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.nn.functional as F
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pelton.layers.attention import AttentionLayer
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -30,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class DecodePlan:
     """Where each decode row's context lies, under one window."""
 
-    rows: Tensor  # [R L] int64 of the cache (see `cache_rows`), the null block's first where masked
+    rows: Tensor  # [R L] int64 of the cache (see `cache_rows`), the row's first key where masked
     mask: Tensor  # [R, 1, 1, L] bool, True attends
 
 
@@ -73,11 +71,17 @@ class SDPABackend(AttentionBackend):
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> SDPAMetadata:
         return SDPAMetadata(common)
 
-    def slot_mapping(self, metadata: SDPAMetadata) -> Tensor:
-        return metadata.common.slot_mapping
+    def bind(self, layer: AttentionParams) -> BoundAttention:
+        return SDPAAttention(layer)
 
-    def forward(self, layer: AttentionLayer, query: Tensor, metadata: SDPAMetadata, output: Tensor) -> Tensor:
-        common, window = metadata.common, layer.sliding_window
+
+class SDPAAttention(BoundAttention):
+    """A layer's attention over its gathered context."""
+
+    layer: AttentionParams
+
+    def __call__(self, query: Tensor, metadata: SDPAMetadata, output: Tensor) -> None:
+        layer, common, window = self.layer, metadata.common, self.layer.sliding_window
         num_decodes = common.num_decode_rows
         if num_decodes:
             if window not in metadata.decodes:
@@ -88,7 +92,6 @@ class SDPABackend(AttentionBackend):
                 metadata.prefills[window] = plan_prefill(common, layer)
             for plan in metadata.prefills[window]:
                 output[plan.tokens] = attend_prefill(layer, query[plan.tokens], plan)
-        return output
 
 
 def cache_rows(cache: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ def block_stride(cache: Tensor) -> int:
     return cache.stride(0) // cache.stride(1)
 
 
-def plan_decode(common: CommonMetadata, layer: AttentionLayer) -> DecodePlan:
+def plan_decode(common: CommonMetadata, layer: AttentionParams) -> DecodePlan:
     """Contexts are aligned at their start (first key that is attended to), padded to the longest."""
     window, block_size = layer.sliding_window, layer.k_cache.shape[1]
     lengths = common.seq_lens[: common.num_decode_rows].long()
@@ -114,14 +117,14 @@ def plan_decode(common: CommonMetadata, layer: AttentionLayer) -> DecodePlan:
     longest = max(int((lengths - starts).max()), 1)
     position = starts[:, None] + torch.arange(longest)
     is_context = position < lengths[:, None]
-    position = torch.where(is_context, position, 0)
+    position = torch.where(is_context, position, starts[:, None])
     blocks = common.block_table[: common.num_decode_rows].gather(1, position // block_size).long()
-    rows = torch.where(is_context, blocks * block_stride(layer.k_cache) + position % block_size, 0)
-    is_context[:, 0] = True  # a padding row attends to the null block: finite, never read
+    rows = blocks * block_stride(layer.k_cache) + position % block_size
+    is_context[:, 0] = True  # a padding row attends to what is in the null block, and nobody reads what it gets
     return DecodePlan(rows.flatten(), is_context[:, None, None, :])
 
 
-def attend_decode(layer: AttentionLayer, query: Tensor, plan: DecodePlan) -> Tensor:
+def attend_decode(layer: AttentionParams, query: Tensor, plan: DecodePlan) -> Tensor:
     """query [R, N G, D] -> [R, N G, D]. The G heads of a key head are its G queries, so no key is repeated."""
     num_rows, num_heads, head_dim = query.shape
     shape = (num_rows, -1, layer.num_kv_heads, head_dim)
@@ -134,7 +137,7 @@ def attend_decode(layer: AttentionLayer, query: Tensor, plan: DecodePlan) -> Ten
     return result.reshape(num_rows, num_heads, head_dim)
 
 
-def plan_prefill(common: CommonMetadata, layer: AttentionLayer) -> list[PrefillPlan]:
+def plan_prefill(common: CommonMetadata, layer: AttentionParams) -> list[PrefillPlan]:
     window, block_size, stride = layer.sliding_window, layer.k_cache.shape[1], block_stride(layer.k_cache)
     starts = common.query_start_loc.tolist()
     lengths = common.seq_lens.tolist()
@@ -161,7 +164,7 @@ def _prefill_mask(first_query: int, first_key: int, length: int, window: int | N
     return mask if window is None else mask & (distance < window)
 
 
-def attend_prefill(layer: AttentionLayer, query: Tensor, plan: PrefillPlan) -> Tensor:
+def attend_prefill(layer: AttentionParams, query: Tensor, plan: PrefillPlan) -> Tensor:
     """query [T, N G, D] of one row -> [T, N G, D]."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = layer.num_kv_heads

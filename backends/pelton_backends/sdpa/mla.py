@@ -1,7 +1,7 @@
 """Multi-head latent attention over paged latents in torch, for CPU: gather the context, then two products.
 
 Decode rows (one token each) are one gather and one batched call over the longest context; the other rows are one call each.
-Masked places are never read from a block's stale part: they point at the null block, which is finite.
+Masked places are never read from a block's stale part: they point at the row's first token, which all of it sees.
 
 Shapes: R rows, H heads, D numbers of a latent and its key's rotated part, L context tokens, T tokens of a row.
 """
@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention, GraphSupport, LatentParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.sdpa.backend import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pelton.layers.latent_attention import MLALayer
 
 
 @dataclass(slots=True)
@@ -28,7 +26,7 @@ class Gather:
     """Rows of one call: their tokens, and where the contexts lie."""
 
     tokens: slice  # of the step
-    slots: Tensor  # [R, L] int64, the null block's first where masked
+    slots: Tensor  # [R, L] int64, the row's first where masked
     is_seen: Tensor  # [R, T of a row, L] bool
 
 
@@ -76,16 +74,23 @@ class SDPAMLABackend(AttentionBackend):
         is_context = place < length
         place = torch.where(is_context, place, 0)
         blocks = table.gather(1, place // size).long()
-        slots = torch.where(is_context, blocks * size + place % size, 0)
+        slots = blocks * size + place % size
         position = length - num_tokens + torch.arange(num_tokens)  # [R, T]
         is_seen = is_context[:, None] & (place[:, None] <= position[:, :, None])
         return Gather(slice(first_token, first_token + num_tokens * len(lengths)), slots, is_seen)
 
-    def slot_mapping(self, metadata: SDPAMLAMetadata) -> Tensor:
-        return metadata.common.slot_mapping
+    def bind(self, layer: LatentParams) -> BoundAttention:
+        return SDPAMLAAttention(layer)
 
-    def forward(self, layer: MLALayer, query: Tensor, metadata: SDPAMLAMetadata, output: Tensor) -> Tensor:
+
+class SDPAMLAAttention(BoundAttention):
+    """A layer's attention over its gathered latents."""
+
+    layer: LatentParams
+
+    def __call__(self, query: Tensor, metadata: SDPAMLAMetadata, output: Tensor) -> None:
         """query [tokens, H, D] -> output [tokens, H, latent_dim]"""
+        layer = self.layer
         latents = layer.cache.view(-1, layer.head_dim)
         for call in metadata.calls:
             rows, num_seen = call.slots.shape
@@ -97,4 +102,3 @@ class SDPAMLABackend(AttentionBackend):
             weights = scores.masked_fill(~call.is_seen[:, :, None], -torch.inf).softmax(dim=-1).to(query.dtype)
             attended = torch.einsum("rthl,rld->rthd", weights, context[..., : layer.latent_dim])
             output[call.tokens] = attended.reshape(-1, layer.num_heads, layer.latent_dim)
-        return output

@@ -12,28 +12,31 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
+from pelton.attention.interface import (
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionParams,
+    BoundAttention,
+    GraphSupport,
+    KVLayout,
+)
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.triton.attention.cascade import cascade_attention, pays
 from pelton_backends.triton.attention.decode import (
     DecodeAttention,
     LaunchShape,
-    NewTokens,
+    NormRope,
     PartBuffers,
     deal_rows,
     launch_shape,
     row_bytes,
 )
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention
-from pelton_backends.triton.attention.prefill import bind_hopper, is_short, prefill_attention
+from pelton_backends.triton.attention.prefill import PrefillAttention
 from pelton_backends.triton.runtime import has_pdl, num_sms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
-
-    from pelton.layers.attention import AttentionLayer
 
 DTYPES = ("float16", "bfloat16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -105,7 +108,7 @@ class TritonBackend(AttentionBackend):
         return self.needs.sliding_window is None and pays(num_rows, prefix_len)
 
     def reserve(self, max_key: BatchDescriptor) -> None:
-        self._part_buffers(max_key.num_reqs)
+        self.part_buffers(max_key.num_reqs)
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> TritonMetadata:
         metadata = self._divide(common, key)
@@ -134,7 +137,7 @@ class TritonBackend(AttentionBackend):
     def _deal(self, metadata: TritonMetadata) -> LaunchShape:
         """How the decode kernel's programs are shared out, told them where the lengths say it."""
         needs, common, rows = self.needs, metadata.common, metadata.decode_rows
-        parts, group = self._part_buffers(common.num_reqs), needs.num_heads // needs.num_kv_heads
+        parts, group = self.part_buffers(common.num_reqs), needs.num_heads // needs.num_kv_heads
         # A bound that is the same for all steps: programs of a row follow from it, and a kernel is compiled for each number.
         shape = launch_shape(
             rows, needs.num_kv_heads, group, self.max_model_len, row_bytes(needs.head_dim, getattr(torch, needs.dtype)),
@@ -154,113 +157,10 @@ class TritonBackend(AttentionBackend):
         is_used = self.uses_common_prefix(common.num_decode_rows, common.common_prefix_len)
         return common.common_prefix_len if is_used else None
 
-    def slot_mapping(self, metadata: TritonMetadata) -> Tensor:
-        return metadata.common.slot_mapping
+    def bind(self, layer: AttentionParams) -> BoundAttention:
+        return TritonAttention(layer, self)
 
-    def forward(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> Tensor:
-        common = metadata.common
-        if metadata.prefix_len is not None:
-            return cascade_attention(
-                query, layer.k_cache, layer.v_cache, output, common.seq_lens, common.block_table,
-                num_rows=metadata.decode_rows, prefix_len=metadata.prefix_len, max_seq_len=common.max_seq_len,
-                scale=layer.scale, soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes,
-                pdl=self.pdl,
-            )  # fmt: skip
-        if metadata.num_tokens and layer.sinks is None and layer.alibi_slopes is None:
-            self._attend_drafts(layer, query, metadata, output)
-            return output
-        if metadata.decode_rows:
-            self._decode(self._bind_decode(layer, query, output), metadata)
-        if metadata.first_prefill_row < common.num_reqs:
-            self._prefill(layer, query, metadata, output)
-        return output
-
-    def bind_forward(self, layer: AttentionLayer, query: Tensor, output: Tensor) -> Callable[[TritonMetadata], object]:
-        decode = self._bind_decode(layer, query, output)
-        hopper = bind_hopper(
-            query, layer.k_cache, layer.v_cache, output, scale=layer.scale, sliding_window=layer.sliding_window,
-            soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
-        )  # fmt: skip
-        group = self.needs.num_heads // self.needs.num_kv_heads
-
-        def forward(metadata: TritonMetadata) -> None:
-            common, first_row = metadata.common, metadata.first_prefill_row
-            if metadata.prefix_len is not None:
-                self.forward(layer, query, metadata, output)
-                return
-            if metadata.decode_rows:
-                self._decode(decode, metadata)
-            if first_row == common.num_reqs:
-                return
-            if hopper is None or is_short(common.max_query_len * group, common.max_seq_len):
-                self._prefill(layer, query, metadata, output)
-            else:
-                hopper(
-                    common.query_start_loc, common.seq_lens, common.block_table, num_reqs=common.num_reqs,
-                    first_row=first_row, max_seq_len=common.max_seq_len, causal=common.causal,
-                    skip_single=metadata.is_mixed,
-                )  # fmt: skip
-
-        return forward
-
-    def forward_qkv(
-        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: TritonMetadata, output: Tensor
-    ) -> Tensor:
-        needs, tensors = layer.write_needs, layer.write_tensors
-        if (
-            not metadata.is_decode or metadata.prefix_len is not None or needs.q_norm != needs.k_norm
-            or not needs.writes_kv
-        ):  # fmt: skip
-            return super().forward_qkv(layer, qkv, positions, metadata, output)
-        new = NewTokens(
-            positions, metadata.common.slot_mapping, needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm,
-            needs.q_norm,
-        )  # fmt: skip
-        self._decode(self._bind_decode(layer, qkv, output, new), metadata)
-        return output
-
-    def _bind_decode(
-        self, layer: AttentionLayer, query: Tensor, output: Tensor, new: NewTokens | None = None
-    ) -> DecodeAttention:
-        return DecodeAttention(
-            query, layer.k_cache, layer.v_cache, output, self._part_buffers(), scale=layer.scale,
-            sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
-            alibi_slopes=layer.alibi_slopes, new=new, pdl=self.pdl,
-        )  # fmt: skip
-
-    def _decode(self, decode: DecodeAttention, metadata: TritonMetadata) -> None:
-        common = metadata.common
-        assert metadata.decode_shape is not None, "rows that the decode kernel has are dealt out by `build`"
-        decode(
-            common.seq_lens, common.block_table, metadata.decode_shape, num_rows=metadata.decode_rows,
-            query_start_loc=common.query_start_loc if metadata.is_mixed else None,
-        )  # fmt: skip
-
-    def _attend_drafts(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
-        common, needs, num_tokens = metadata.common, self.needs, metadata.num_tokens
-        parts = self._draft_parts.get(num_tokens)
-        if parts is None:  # made once: captured graphs hold its addresses
-            parts = self._draft_parts[num_tokens] = DraftParts.allocate(
-                self.device, max_rows=max(self.max_num_seqs, common.num_reqs), num_heads=needs.num_heads,
-                num_kv_heads=needs.num_kv_heads, head_dim=needs.head_dim, num_tokens=num_tokens,
-            )  # fmt: skip
-        drafts_attention(
-            query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens, common.block_table,
-            parts, num_rows=common.num_reqs, num_tokens=num_tokens, max_seq_len=common.max_seq_len, scale=layer.scale,
-            sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, pdl=self.pdl,
-        )  # fmt: skip
-
-    def _prefill(self, layer: AttentionLayer, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
-        common = metadata.common
-        prefill_attention(
-            query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens, common.block_table,
-            num_reqs=common.num_reqs, first_row=metadata.first_prefill_row, skip_single=metadata.is_mixed,
-            max_query_len=common.max_query_len, max_seq_len=common.max_seq_len, scale=layer.scale, causal=common.causal,
-            sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
-            alibi_slopes=layer.alibi_slopes, pdl=self.pdl,
-        )  # fmt: skip
-
-    def _part_buffers(self, num_rows: int = 0) -> PartBuffers:
+    def part_buffers(self, num_rows: int = 0) -> PartBuffers:
         """Made once: captured graphs hold its addresses."""
         if self._parts is None:
             self._parts = PartBuffers.allocate(
@@ -268,3 +168,99 @@ class TritonBackend(AttentionBackend):
                 num_kv_heads=self.needs.num_kv_heads, head_dim=self.needs.head_dim,
             )  # fmt: skip
         return self._parts
+
+    def draft_parts(self, num_tokens: int, num_rows: int) -> DraftParts:
+        """Made once for each number of tokens of a row: captured graphs hold its addresses."""
+        parts = self._draft_parts.get(num_tokens)
+        if parts is None:
+            needs = self.needs
+            parts = self._draft_parts[num_tokens] = DraftParts.allocate(
+                self.device, max_rows=max(self.max_num_seqs, num_rows), num_heads=needs.num_heads,
+                num_kv_heads=needs.num_kv_heads, head_dim=needs.head_dim, num_tokens=num_tokens,
+            )  # fmt: skip
+        return parts
+
+
+class TritonAttention(BoundAttention):
+    """A layer's kernels, each with what follows from the layer."""
+
+    layer: AttentionParams
+
+    def __init__(self, layer: AttentionParams, backend: TritonBackend) -> None:
+        super().__init__(layer)
+        self._backend, self._pdl = backend, backend.pdl
+        self._takes_drafts = layer.sinks is None and layer.alibi_slopes is None
+        needs, tensors = layer.write_needs, layer.write_tensors
+        self._decode = self._bind_decode(None)
+        self._fused_decode: DecodeAttention | None = None
+        if needs.q_norm == needs.k_norm and needs.writes_kv:
+            norm_rope = NormRope(needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm, needs.q_norm)
+            self._fused_decode = self._bind_decode(norm_rope)
+        self._prefill = PrefillAttention(
+            layer.k_cache, layer.v_cache, num_heads=layer.num_heads, dtype=getattr(torch, layer.needs.dtype),
+            scale=layer.scale, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
+            alibi_slopes=layer.alibi_slopes, pdl=self._pdl,
+        )  # fmt: skip
+
+    def _bind_decode(self, norm_rope: NormRope | None) -> DecodeAttention:
+        layer = self.layer
+        return DecodeAttention(
+            layer.k_cache, layer.v_cache, self._backend.part_buffers(), num_heads=layer.num_heads,
+            dtype=getattr(torch, layer.needs.dtype), scale=layer.scale, sliding_window=layer.sliding_window,
+            soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, norm_rope=norm_rope,
+            pdl=self._pdl,
+        )  # fmt: skip
+
+    def __call__(self, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
+        common = metadata.common
+        if metadata.prefix_len is not None:
+            self._attend_behind_prefix(query, metadata, output)
+            return
+        if metadata.num_tokens and self._takes_drafts:
+            self._attend_drafts(query, metadata, output)
+            return
+        if metadata.decode_rows:
+            assert metadata.decode_shape is not None, "rows that the decode kernel has are dealt out by `build`"
+            self._decode(
+                query, output, common.seq_lens, common.block_table, metadata.decode_shape,
+                num_rows=metadata.decode_rows,
+                query_start_loc=common.query_start_loc if metadata.is_mixed else None,
+            )  # fmt: skip
+        if metadata.first_prefill_row < common.num_reqs:
+            self._prefill(
+                query, output, common.query_start_loc, common.seq_lens, common.block_table, num_reqs=common.num_reqs,
+                first_row=metadata.first_prefill_row, max_query_len=common.max_query_len, max_seq_len=common.max_seq_len,
+                causal=common.causal, skip_single=metadata.is_mixed,
+            )  # fmt: skip
+
+    def write_and_attend(
+        self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, metadata: TritonMetadata, output: Tensor
+    ) -> None:
+        if self._fused_decode is None or not metadata.is_decode or metadata.prefix_len is not None:
+            super().write_and_attend(qkv, positions, slot_mapping, metadata, output)
+            return
+        common = metadata.common
+        assert metadata.decode_shape is not None, "rows that the decode kernel has are dealt out by `build`"
+        self._fused_decode(
+            qkv, output, common.seq_lens, common.block_table, metadata.decode_shape, num_rows=metadata.decode_rows,
+            positions=positions, slot_mapping=slot_mapping,
+        )  # fmt: skip
+
+    def _attend_behind_prefix(self, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
+        layer, common = self.layer, metadata.common
+        assert metadata.prefix_len is not None
+        cascade_attention(
+            query, layer.k_cache, layer.v_cache, output, common.seq_lens, common.block_table,
+            num_rows=metadata.decode_rows, prefix_len=metadata.prefix_len, max_seq_len=common.max_seq_len,
+            scale=layer.scale, soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes,
+            pdl=self._pdl,
+        )  # fmt: skip
+
+    def _attend_drafts(self, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
+        layer, common = self.layer, metadata.common
+        drafts_attention(
+            query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens, common.block_table,
+            self._backend.draft_parts(metadata.num_tokens, common.num_reqs), num_rows=common.num_reqs,
+            num_tokens=metadata.num_tokens, max_seq_len=common.max_seq_len, scale=layer.scale,
+            sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, pdl=self._pdl,
+        )  # fmt: skip

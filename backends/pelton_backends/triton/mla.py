@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention, GraphSupport, LatentParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.triton.attention.latent import latent_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pelton.layers.latent_attention import MLALayer
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_LATENT, MAX_ROPE = 512, 128
@@ -43,13 +41,19 @@ class TritonMLABackend(AttentionBackend):
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> CommonMetadata:
         return common
 
-    def slot_mapping(self, metadata: CommonMetadata) -> Tensor:
-        return metadata.slot_mapping
+    def bind(self, layer: LatentParams) -> BoundAttention:
+        return TritonMLAAttention(layer)
 
-    def forward(self, layer: MLALayer, query: Tensor, metadata: CommonMetadata, output: Tensor) -> Tensor:
+
+class TritonMLAAttention(BoundAttention):
+    """A layer's attention by the kernel over latents."""
+
+    layer: LatentParams
+
+    def __call__(self, query: Tensor, metadata: CommonMetadata, output: Tensor) -> None:
         """query [T, H, latent + rope] -> output [T, H, latent]"""
+        layer = self.layer
         latent_attention(
             query, layer.cache, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
             scale=layer.scale, latent_dim=layer.latent_dim, max_seq_len=metadata.max_seq_len,
         )  # fmt: skip
-        return output

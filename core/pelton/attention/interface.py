@@ -9,21 +9,28 @@ where it did and fails closed where it cannot.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pelton.attention.bound import AttentionParams, BoundAttention, LatentParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.attention.old_methods import OldMethods, bind_old
 from pelton.attention.support import GraphSupport
 from pelton.kv_cache.views import KVLayout
 
-__all__ = ["AttentionBackend", "AttentionNeeds", "GraphSupport", "KVLayout"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionNeeds",
+    "AttentionParams",
+    "BoundAttention",
+    "GraphSupport",
+    "KVLayout",
+    "LatentParams",
+]
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-
-    from pelton.layers.attention import AttentionLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +78,14 @@ OPTIONAL_NEEDS = frozenset(
 )
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(OldMethods, ABC):
     """Lifecycle: `unsupported` before weights load; one instance for the layers of a KV group that have equal `builder_needs`;
-    `build` once a step; `forward` once a layer, or what `bind_forward` gave for it."""
+    `bind` once a layer, when the pool is there; `build` once a step; then what `bind` returned, once a layer.
+
+    A cache holds what others left there: beyond a row's end (in its last block, and in blocks that its table still names),
+    behind its window, in the null block. It may be anything, NaN and infinity too. A backend selects the values at such places
+    away and never multiplies them: 0 * NaN is NaN. What a row's own tokens wrote is read as it is, and NaN there reaches that row.
+    """
 
     group_id: int = 0
     """The KV group whose steps it describes; set when the pool is bound."""
@@ -113,49 +125,17 @@ class AttentionBackend(ABC):
         once. Asked before such a step: its graph has a key of its own."""
         return False
 
-    def reserve(self, max_key: BatchDescriptor) -> None:  # noqa: B027
+    def reserve(self, max_key: BatchDescriptor) -> None:
         """Allocate the fixed buffers that captured steps up to `max_key` write their metadata into."""
 
     @abstractmethod
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> Any:
         """Describe one step of the group; with `key`, only into the reserved buffers, sizes taken from the key."""
 
-    @abstractmethod
-    def forward(self, layer: Any, query: Tensor, metadata: Any, output: Tensor) -> Tensor:
-        """Attend. The step's keys and values of *all* rows are in `layer.k_cache` / `layer.v_cache` already.
+    def bind(self, layer: Any) -> BoundAttention:
+        """Return the attention of a layer that this instance serves, with all that is the same in every step found out.
 
-        query, output [T, num_heads, head_dim]; k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim] views.
-        Rows of padding tokens may hold anything afterwards but must not be read. Returns `output`.
-        What lies in the cache beyond a row's end (in its last block, and in blocks that its table still names), or behind its
-        window, may be anything, NaN too: values at masked places are selected away, never multiplied. Only the null block is
-        finite.
+        layer: `AttentionParams`, or `LatentParams` where the needs say `is_mla`. Called once for each layer, when it has its views
+        of the cache. Every backend defines it; the default is for those that still define `forward`.
         """
-
-    def forward_qkv(
-        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: Any, output: Tensor
-    ) -> Tensor:
-        """From the product's rows to attention's output: q/k norm, rope, write KV, attend.
-
-        qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]. The default calls the layer's
-        `qk_norm_rope_write_kv` seam, then `forward`; a backend that has one kernel for both overrides this. Steps captured
-        in pieces hold the seam, and call `forward` between them.
-
-        All rows are written before any row reads: one may start with a block that another fills in this very step. Only in
-        a step whose rows have one token each does no row read what another writes, and write and read may be fused.
-        """
-        query = layer.qk_norm_rope_write_kv(qkv, positions, self.slot_mapping(metadata))
-        return self.forward(layer, query, metadata, output)
-
-    def bind_forward(self, layer: AttentionLayer, query: Tensor, output: Tensor) -> Callable[[Any], object]:
-        """The attention between two captured pieces, which hold the layer's seam: `forward` on tensors that stay where they are,
-        to be called with each step's metadata. Overridden by a backend whose call has parts that only they decide.
-
-        Called once for each layer and captured size, between two recordings: launch nothing. query [T, num_heads, head_dim]
-        holds nothing yet, and may be a strided view of the product's rows. The steps to come have any rows of T tokens, with
-        padding. What is returned fills `output`; its result is not looked at.
-        """
-        return lambda metadata: self.forward(layer, query, metadata, output)
-
-    @abstractmethod
-    def slot_mapping(self, metadata: Any) -> Tensor:
-        """[T] int64 of the step, from what `build` returned."""
+        return bind_old(self, layer)

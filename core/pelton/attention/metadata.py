@@ -72,7 +72,7 @@ class ForwardBatch:
     attention: tuple[Any, ...]  # per set of metadata (`CacheLayer.bind_cache`): what its backend's `build` gave
     num_tokens: int
     adapter: Any = None  # LoRA metadata
-    slot_mappings: tuple[Tensor, ...] = ()  # per KV group [T] int64, at fixed addresses: read by captured pieces
+    slot_mappings: tuple[Tensor, ...] = ()  # per KV group [T] int64, at fixed addresses where the step is captured
     cut: Callable[[Any, Tensor, Tensor], object] | None = None
-    """Where a step is cut at attention: called with a layer, its query and the output to fill, in place of the backend. The
-    step's keys and values have been written."""
+    """Where a step is cut at attention: called with a layer, its query and the output to fill, in place of the layer's `attend`
+    (a `BoundAttention`). The step's keys and values have been written."""

@@ -6,57 +6,81 @@ Keys and values of all rows are written before either attends, so that both may 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, KVLayout
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention, KVLayout
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.attention.support import GraphSupport
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     import torch
     from torch import Tensor
 
-    from pelton.layers.attention import AttentionLayer
+
+@dataclass(frozen=True, slots=True)
+class Phased:
+    """A choice of two backend classes, in place of one: called like a class, it makes a `PhasedBackend`."""
+
+    decode: type[AttentionBackend]
+    prefill: type[AttentionBackend]
+
+    @property
+    def name(self) -> str:
+        return f"{self.decode.name}+{self.prefill.name}"
+
+    @property
+    def graph_support(self) -> GraphSupport:
+        """The least support of the backends that a captured step runs. Steps of one token a row never run prefill's, so one that
+        can capture nothing leaves them to decode's."""
+        return min(self.decode.graph_support, max(self.prefill.graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE))
+
+    def kv_layout(self, needs: AttentionNeeds) -> KVLayout:
+        return self.prefill.kv_layout(needs)
+
+    def builder_needs(self, needs: AttentionNeeds) -> Hashable:
+        return self.decode.builder_needs(needs), self.prefill.builder_needs(needs)
+
+    def __call__(
+        self, needs: AttentionNeeds, device: torch.device, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int
+    ) -> PhasedBackend:
+        decode, prefill = (
+            backend(
+                needs, device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_model_len=max_model_len
+            )
+            for backend in (self.decode, self.prefill)
+        )
+        return PhasedBackend(decode, prefill)
+
+
+BackendChoice = type[AttentionBackend] | Phased
 
 
 @dataclass(slots=True)
 class PhasedMetadata:
     """The metadata of each backend's rows; None where it has none."""
 
-    slots: Tensor  # [T] int64, of all rows
+    common: CommonMetadata  # of all rows
     num_decode_tokens: int
     decode: Any = None
     prefill: Any = None
 
 
 class PhasedBackend(AttentionBackend):
-    """Made by `phased`. A captured step of any rows is all the prefill backend's: which rows decode is not known then."""
+    """Two backends as one. A captured step of any rows is all the prefill backend's: which rows decode is not known then."""
 
-    decode_class: ClassVar[type[AttentionBackend]]
-    prefill_class: ClassVar[type[AttentionBackend]]
+    def __init__(self, decode: AttentionBackend, prefill: AttentionBackend) -> None:
+        super().__init__(
+            prefill.needs, prefill.device, max_num_seqs=prefill.max_num_seqs, max_num_tokens=prefill.max_num_tokens,
+            max_model_len=prefill.max_model_len,
+        )  # fmt: skip
+        self.decode, self.prefill = decode, prefill
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
-        both = (cls.decode_class, cls.prefill_class)
-        return [reason for backend in both for reason in backend.unsupported(needs, capability)]
-
-    @classmethod
-    def kv_layout(cls, needs: AttentionNeeds) -> KVLayout:
-        return cls.prefill_class.kv_layout(needs)
-
-    def __init__(
-        self, needs: AttentionNeeds, device: torch.device, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int
-    ) -> None:
-        super().__init__(
-            needs, device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_model_len=max_model_len
-        )
-        self.decode, self.prefill = (
-            backend(
-                needs, device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_model_len=max_model_len
-            )
-            for backend in (self.decode_class, self.prefill_class)
-        )
+        """Both classes were asked when they were chosen."""
+        return []
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
         return self.decode.uses_common_prefix(num_rows, prefix_len)
@@ -67,7 +91,7 @@ class PhasedBackend(AttentionBackend):
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> PhasedMetadata:
         num_decode = common.num_decode_tokens if key is None else common.num_tokens if key.uniform_query_len == 1 else 0
-        metadata = PhasedMetadata(common.slot_mapping, num_decode)
+        metadata = PhasedMetadata(common, num_decode)
         if num_decode == common.num_tokens or (key is None and common.num_decode_rows == common.num_reqs):
             metadata.num_decode_tokens = common.num_tokens
             metadata.decode = self.decode.build(common, key)
@@ -78,25 +102,32 @@ class PhasedBackend(AttentionBackend):
             metadata.decode, metadata.prefill = self.decode.build(decodes), self.prefill.build(others)
         return metadata
 
-    def slot_mapping(self, metadata: PhasedMetadata) -> Tensor:
-        return metadata.slots
+    def bind(self, layer: Any) -> BoundAttention:
+        return PhasedAttention(layer, self.decode.bind(layer), self.prefill.bind(layer))
 
-    def forward(self, layer: AttentionLayer, query: Tensor, metadata: PhasedMetadata, output: Tensor) -> Tensor:
+
+class PhasedAttention(BoundAttention):
+    """A layer's attention by both backends."""
+
+    def __init__(self, layer: Any, decode: BoundAttention, prefill: BoundAttention) -> None:
+        super().__init__(layer)
+        self._decode, self._prefill = decode, prefill
+
+    def __call__(self, query: Tensor, metadata: PhasedMetadata, output: Tensor) -> None:
         count = metadata.num_decode_tokens
         if metadata.decode is not None:
-            self.decode.forward(layer, query[:count], metadata.decode, output[:count])
+            self._decode(query[:count], metadata.decode, output[:count])
         if metadata.prefill is not None:
-            self.prefill.forward(layer, query[count:], metadata.prefill, output[count:])
-        return output
+            self._prefill(query[count:], metadata.prefill, output[count:])
 
-    def forward_qkv(
-        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, metadata: PhasedMetadata, output: Tensor
-    ) -> Tensor:
+    def write_and_attend(
+        self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, metadata: PhasedMetadata, output: Tensor
+    ) -> object:
         if metadata.prefill is None:
-            return self.decode.forward_qkv(layer, qkv, positions, metadata.decode, output)
+            return self._decode.write_and_attend(qkv, positions, slot_mapping, metadata.decode, output)
         if metadata.decode is None:
-            return self.prefill.forward_qkv(layer, qkv, positions, metadata.prefill, output)
-        return super().forward_qkv(layer, qkv, positions, metadata, output)
+            return self._prefill.write_and_attend(qkv, positions, slot_mapping, metadata.prefill, output)
+        return super().write_and_attend(qkv, positions, slot_mapping, metadata, output)
 
 
 def split_rows(common: CommonMetadata) -> tuple[CommonMetadata, CommonMetadata]:
@@ -115,18 +146,3 @@ def split_rows(common: CommonMetadata) -> tuple[CommonMetadata, CommonMetadata]:
         common_prefix_len=0, common_prefix=None,
     )  # fmt: skip
     return decodes, others
-
-
-@cache
-def phased(decode: type[AttentionBackend], prefill: type[AttentionBackend]) -> type[PhasedBackend]:
-    """The class of one pair. Its graph support is the least of those of the backends that a captured step runs: steps of one
-    token a row never run prefill's, so one that can capture nothing leaves them to decode's."""
-    support = min(decode.graph_support, max(prefill.graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE))
-    attributes = {
-        "name": f"{decode.name}+{prefill.name}",
-        "handles": decode.handles & prefill.handles,
-        "graph_support": support,
-        "decode_class": decode,
-        "prefill_class": prefill,
-    }
-    return type("PhasedBackend", (PhasedBackend,), attributes)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pelton.attention.interface import PHASES, AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
-from pelton.attention.phases import phased
+from pelton.attention.phases import BackendChoice, Phased
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.plugins import calling
@@ -40,7 +40,7 @@ class Selection:
     """The winner, and why."""
 
     name: str
-    backend: type[AttentionBackend]
+    backend: BackendChoice
     needs: AttentionNeeds
     reason: str
     verdicts: tuple[Verdict, ...]  # best place first; entries after the winner were not asked
@@ -107,6 +107,13 @@ def _select_named(
     return Selection(verdict.name, verdict.backend, needs, "named in the settings", (verdict,))
 
 
+def refusals(backend: type[AttentionBackend], needs: AttentionNeeds, capability: Capability = None) -> list[str]:
+    """Why a backend cannot serve `needs`: what it has not read about, then what it says itself."""
+    unread = [name for name in needs.optional() if name not in backend.handles]
+    found = [f"does not handle {name}={getattr(needs, name)}" for name in unread]
+    return found + backend.unsupported(needs, capability)
+
+
 def _by_place(entries: Iterable[BackendEntry]) -> list[BackendEntry]:
     return sorted(entries, key=lambda entry: (-entry.priority, entry.name))
 
@@ -123,14 +130,16 @@ def _judge(
     except PluginError as error:
         return Verdict(entry.name, entry.priority, (str(error),), None)
     with calling(entry):
-        reasons = [
-            f"does not handle {name}={getattr(needs, name)}" for name in needs.optional() if name not in backend.handles
-        ]
-        reasons += backend.unsupported(needs, capability)
+        reasons = refusals(backend, needs, capability)
         reasons += [f"does not serve {phase}" for phase in sorted(phases - backend.phases)]
         if layout is not None and not reasons and backend.kv_layout(needs) != layout:
             reasons.append("its pages lie otherwise than the prefill backend's")
     return Verdict(entry.name, entry.priority, tuple(reasons), backend)
+
+
+def _class_of(selection: Selection) -> type[AttentionBackend]:
+    assert not isinstance(selection.backend, Phased), "an entry gives a class"
+    return selection.backend
 
 
 class AttentionSelector:
@@ -168,7 +177,7 @@ class AttentionSelector:
         )  # fmt: skip
         if decode.backend is prefill.backend:
             return prefill
-        backend = phased(decode.backend, prefill.backend)
+        backend = Phased(_class_of(decode), _class_of(prefill))
         reason = f"decode: {decode.name} ({decode.reason}); prefill: {prefill.name} ({prefill.reason})"
         names = (decode.name, prefill.name)
         return Selection(backend.name, backend, needs, reason, decode.verdicts + prefill.verdicts, names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -15,6 +15,7 @@ from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.logging import get_logger
 
 if TYPE_CHECKING:
+    from pelton.attention.interface import BoundAttention
     from pelton.attention.metadata import ForwardBatch
     from pelton.layers.attention import AttentionLayer
 
@@ -121,11 +122,19 @@ class FullGraphs:
         self._captured[key] = _Captured(graph, _unowned(self._recorder, outputs))
 
 
+class _AttentionCall(NamedTuple):
+    """A layer's attention on tensors that stay where they are."""
+
+    attend: BoundAttention
+    query: Tensor
+    metadata_index: int
+    output: Tensor
+
+
 @dataclass(slots=True)
 class _Pieces:
     graphs: list[Graph] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)  # of the attention calls' metadata
-    calls: list[Callable[[Any], Any]] = field(default_factory=list)  # between the pieces, with their metadata
+    calls: list[_AttentionCall] = field(default_factory=list)  # between the pieces
     outputs: Any = None
 
 
@@ -152,9 +161,9 @@ class PieceGraphs:
             outputs = run_apart(call, batch)
             self._refusals.attempt(key, lambda: self._capture(key, call, batch))
             return outputs
-        for graph, index, attend in zip(pieces.graphs, pieces.indices, pieces.calls, strict=False):
+        for graph, (attend, query, index, output) in zip(pieces.graphs, pieces.calls, strict=False):
             graph.replay()
-            attend(batch.attention[index])
+            attend(query, batch.attention[index], output)
         pieces.graphs[-1].replay()
         return pieces.outputs  # type: ignore[no-any-return]
 
@@ -177,15 +186,14 @@ class PieceGraphs:
         pieces.graphs.append(recorder.end())
         # Read before the next piece runs: every layer's, of every size, may lie in the same memory.
         query, output = recorder.unowned(query), recorder.unowned(output)
-        pieces.indices.append(layer.metadata_index)
-        pieces.calls.append(layer.backend.bind_forward(layer, query, output))
+        pieces.calls.append(_AttentionCall(layer.attend, query, layer.metadata_index, output))
         recorder.begin()
 
 
 def run_apart(call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
-    """`call(batch)` with the kernels of a step in pieces, and no graph: each layer's seam, then its backend's `forward`."""
+    """`call(batch)` with the kernels of a step in pieces, and no graph: each layer's op that writes, then its attention."""
     return call(replace(batch, cut=partial(_attend, batch)))
 
 
 def _attend(batch: ForwardBatch, layer: AttentionLayer, query: Tensor, output: Tensor) -> None:
-    layer.backend.forward(layer, query, batch.attention[layer.metadata_index], output)
+    layer.attend(query, batch.attention[layer.metadata_index], output)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pelton.attention.cache_layer import register
-from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
 from pelton.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
@@ -33,6 +33,7 @@ class AttentionLayer(nn.Module):
     k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], a view of the pool
     v_cache: Tensor
     backend: AttentionBackend
+    attend: BoundAttention
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class AttentionLayer(nn.Module):
     def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
         self.k_cache, self.v_cache = views
         self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
+        self.attend = backend.bind(self)
 
     def qk_norm_rope_write_kv(self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
         """The fused seam on this layer's cache: [T, num_heads, head_dim]."""
@@ -126,8 +128,10 @@ class AttentionLayer(nn.Module):
             output = output[:num_tokens]
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return output.zero_().flatten(1)
-        metadata = batch.attention[self.metadata_index]
+        slots = batch.slot_mappings[self.group_id]
         if batch.cut is None:
-            return self.backend.forward_qkv(self, qkv, batch.positions, metadata, output).flatten(1)
-        batch.cut(self, self.qk_norm_rope_write_kv(qkv, batch.positions, batch.slot_mappings[self.group_id]), output)
+            metadata = batch.attention[self.metadata_index]
+            self.attend.write_and_attend(qkv, batch.positions, slots, metadata, output)
+        else:
+            batch.cut(self, self.qk_norm_rope_write_kv(qkv, batch.positions, slots), output)
         return output.flatten(1)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pelton.attention.cache_layer import register
-from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
 from pelton.kv_cache.spec import KVCacheSpec, MLASpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 class MLALayer(nn.Module):
     """A `CacheLayer` whose cache holds latents. Registers itself in `config.cache_layers` under `prefix`.
 
-    Its backend's `forward` takes the absorbed query [T, H, latent_dim + rope_dim] and fills [T, H, latent_dim].
+    Its backend's attention takes the absorbed query [T, H, latent_dim + rope_dim] and fills [T, H, latent_dim].
     """
 
     cache: Tensor  # [num_blocks, block_size, latent_dim + rope_dim], a view of the pool
     backend: AttentionBackend
+    attend: BoundAttention
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class MLALayer(nn.Module):
     def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
         (self.cache,) = views
         self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
+        self.attend = backend.bind(self)
 
     def forward(self, query: Tensor, latents: Tensor, batch: ForwardBatch) -> Tensor:
         """query [T, H (N + rope_dim)], latents [T, latent_dim + rope_dim] -> [T, H V]"""
@@ -88,11 +90,10 @@ class MLALayer(nn.Module):
             return query.new_zeros(num_tokens, self.num_heads * self.value_dim)
         keys, values = self.up[:, : self.nope_dim], self.up[:, self.nope_dim :]
         absorbed, row = self._rotated(query, latents, batch.positions, keys)
-        metadata, slots = batch.attention[self.metadata_index], batch.slot_mappings
-        write_rows(row, self.cache, slots[self.group_id] if slots else self.backend.slot_mapping(metadata))
+        write_rows(row, self.cache, batch.slot_mappings[self.group_id])
         output = torch.empty(num_tokens, self.num_heads, self.latent_dim, dtype=query.dtype, device=query.device)
         if batch.cut is None:
-            self.backend.forward(self, absorbed, metadata, output)
+            self.attend(absorbed, batch.attention[self.metadata_index], output)
         else:
             batch.cut(self, absorbed, output)
         attended = torch.bmm(output.transpose(0, 1), values.transpose(1, 2))  # [H, T, V]

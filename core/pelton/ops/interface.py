@@ -3,7 +3,7 @@
 A sub-layer returns its bare output, partial over ranks; the op that reads it reduces it, norms it
 (models with post-norms) and adds the residual. So a decode step is five calls a layer:
 
-    add_norm_linear (QKV) -> qk_norm_rope_write_kv and attention (`AttentionBackend.forward_qkv`) -> linear (O)
+    add_norm_linear (QKV) -> qk_norm_rope_write_kv and attention (`BoundAttention`) -> linear (O)
     -> add_norm_gated_linear -> linear (down)
 
 The three that begin with `add_norm_` are optional: where no kernel fits, each is composed of `add_norm`, `linear` and

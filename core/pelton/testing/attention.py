@@ -1,26 +1,29 @@
 """Conformance of attention backends: what any implementation has to keep, run with pytest.
 
 Subclass `AttentionBackendConformance` in a test module and set `backend` (and `device`). Every case is compared with a
-float64 oracle that loops over tokens; a case whose needs the backend refuses is skipped with its reasons.
+float64 oracle that loops over tokens; a case whose needs the backend refuses is skipped with its reasons. Every number of the
+cache that is not one of a row's keys and values is junk: NaN, infinity or the largest number. Backends of latents have a suite
+of their own (`latent_attention.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.attention.interface import AttentionNeeds, GraphSupport
 from pelton.attention.kv_cache import page_views
-from pelton.attention.metadata import CommonMetadata
-from pelton.attention.selector import AttentionSelector, judge_backends
-from pelton.entries import BackendEntry
+from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.attention.phases import BackendChoice, Phased
+from pelton.attention.selector import AttentionSelector, Selection, refusals
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.layers.attention import AttentionLayer
 from pelton.testing.model_driver import make_test_build
-from pelton.testing.paged_rows import slots_of, step_metadata
+from pelton.testing.paged_rows import scattered_tables, slots_of, step_metadata
 from pelton.testing.plugins import plugins_of
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ class AttentionCase:
     block_size: int = 16
     sliding_window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
+    has_alibi: bool = False
     dtype: str = "float32"
     num_padding: int = 0
 
@@ -48,6 +53,7 @@ class AttentionCase:
         return AttentionNeeds(
             head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, dtype=self.dtype,
             block_size=self.block_size, sliding_window=self.sliding_window, logit_soft_cap=self.soft_cap,
+            has_sinks=self.has_sinks, has_alibi=self.has_alibi,
         )  # fmt: skip
 
 
@@ -75,24 +81,44 @@ CASES: dict[str, AttentionCase] = {
     "window-longer-than-all": AttentionCase(rows=MIXED, sliding_window=4096),
     "soft-cap": AttentionCase(rows=MIXED, soft_cap=2.0),
     "soft-cap-and-window": AttentionCase(rows=MIXED, soft_cap=2.0, sliding_window=9),
+    "sinks": AttentionCase(rows=MIXED, has_sinks=True),
+    "sinks-and-window": AttentionCase(rows=MIXED, has_sinks=True, sliding_window=9, num_padding=1),
+    "alibi": AttentionCase(rows=MIXED, has_alibi=True, has_sinks=True),
     "bfloat16": AttentionCase(rows=MIXED, dtype="bfloat16"),
     "float16": AttentionCase(rows=MIXED, dtype="float16", sliding_window=9),
+    "bfloat16-heads-of-64": AttentionCase(rows=MIXED, dtype="bfloat16", head_dim=64, sliding_window=9),
+    "bfloat16-heads-of-128": AttentionCase(rows=MIXED, dtype="bfloat16", head_dim=128, num_padding=1),
 }
+JUNK = {"nan": float("nan"), "infinity": float("inf"), "largest": 3e38}
+"""What is left where nothing of a row's lies; the last one as near to it as the dtype goes."""
+JUNK_CASES = (
+    "first-token", "decodes-of-odd-lengths", "chunk-after-context", "mixed-padded", "odd-head-dim", "blocks-of-seven",
+    "blocks-of-128", "window", "window-of-one", "soft-cap-and-window", "sinks-and-window", "alibi", "float16",
+    "bfloat16-heads-of-64", "bfloat16-heads-of-128",
+)  # fmt: skip
+
+
+def junk_of(name: str, dtype: torch.dtype) -> float:
+    """One of `JUNK`, as a number of the dtype."""
+    return min(JUNK[name], torch.finfo(dtype).max) if name == "largest" else JUNK[name]
 
 
 class AttentionStep:
-    """A case made real: layer, cache, metadata, inputs, and the oracle's answer."""
+    """A case made real: layer, cache, metadata, inputs, and the oracle's answer. junk: of `JUNK`."""
 
     def __init__(
-        self, backend: type[AttentionBackend], case: AttentionCase, device: str = "cpu", seed: int = 0
+        self, backend: BackendChoice, case: AttentionCase, device: str = "cpu", seed: int = 0, junk: str = "nan"
     ) -> None:
-        self.case, self.device = case, torch.device(device)
+        self.case, self.device, self.junk = case, torch.device(device), junk
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype: torch.dtype = getattr(torch, case.dtype)
         self.lengths = [tokens + before for tokens, before in case.rows]
         self.num_tokens = sum(tokens for tokens, _ in case.rows)
-        self.layer = _make_layer(backend, case, self.device)
-        self.tables, num_blocks = self._tables()
+        self.sinks = self._random(case.num_heads) if case.has_sinks else None
+        self.alibi_slopes = self._random(case.num_heads).abs() * 0.1 if case.has_alibi else None
+        self.layer = self._layer(backend)
+        self.tables = scattered_tables(self.lengths, case.block_size, self.generator)
+        num_blocks = 2 + sum(map(len, self.tables))
         self._bind(backend, num_blocks)
         shape = (case.num_kv_heads, case.head_dim)
         self.keys = [self._random(length, *shape) for length in self.lengths]
@@ -103,27 +129,29 @@ class AttentionStep:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
 
-    def _tables(self) -> tuple[list[list[int]], int]:
-        """Scattered blocks for every row, from 1 on."""
-        counts = [-(-length // self.case.block_size) for length in self.lengths]
-        ids = (torch.randperm(sum(counts), generator=self.generator) + 1).tolist()
-        tables = []
-        for count in counts:
-            table, ids = ids[:count], ids[count:]
-            tables.append(table)
-        return tables, sum(counts) + 2
+    def _layer(self, backend: BackendChoice) -> AttentionLayer:
+        case = self.case
+        build = make_test_build(
+            {}, plugins_of(), dtype=self.dtype, attention=_OneBackend(backend), block_size=case.block_size
+        )
+        build.device = self.device
+        return AttentionLayer(
+            case.num_heads, case.num_kv_heads, case.head_dim, config=build, prefix="layer", rope=None,
+            sliding_window=case.sliding_window, soft_cap=case.soft_cap, sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+        )  # fmt: skip
 
-    def _bind(self, backend: type[AttentionBackend], num_blocks: int) -> None:
+    def _bind(self, backend: BackendChoice, num_blocks: int) -> None:
         case = self.case
         spec = FullAttentionSpec(
             block_size=case.block_size, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, dtype=case.dtype
         )
         memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8, device=self.device)
         k_cache, v_cache = page_views(memory, num_blocks, spec, backend.kv_layout(self.layer.needs))
-        # Nothing that a request has not written may matter, NaN neither: blocks are handed on with what the last one left, and
-        # tables name blocks beyond a row's end that others hold. Values at masked places are selected away, never multiplied.
-        k_cache[case.block_size // k_cache.shape[1] :] = float("nan")
-        v_cache[case.block_size // k_cache.shape[1] :] = float("nan")
+        # Nothing that a request has not written may matter: blocks are handed on with what the last one left, and tables name
+        # blocks beyond a row's end that others hold. Values at masked places are selected away, never multiplied.
+        k_cache.fill_(junk_of(self.junk, self.dtype))
+        v_cache.fill_(-junk_of(self.junk, self.dtype))
         instance = backend(
             self.layer.needs, self.device, max_num_seqs=64, max_num_tokens=4096, max_model_len=max(self.lengths)
         )
@@ -173,11 +201,13 @@ class AttentionStep:
             beyond=self.num_blocks - 1, device=self.device,
         )  # fmt: skip
 
-    def run(self) -> Tensor:
-        """Attention of the real tokens, with everything written before."""
+    def run(self, key: BatchDescriptor | None = None) -> Tensor:
+        """Attention of the real tokens, with everything written before. key: as in a captured step."""
+        if key is not None:
+            self.backend.reserve(key)
         output = torch.full_like(self.query, float("nan"))
-        metadata = self.backend.build(self.common)
-        return self.backend.forward(self.layer, self.query, metadata, output)[: self.num_tokens]
+        self.layer.attend(self.query, self.backend.build(self.common, key), output)
+        return output[: self.num_tokens]
 
     def expected(self) -> Tensor:
         """The oracle: float64, one token and head at a time."""
@@ -193,70 +223,131 @@ class AttentionStep:
                     scores = seen @ query[head] * self.layer.scale
                     if case.soft_cap is not None:
                         scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
-                    results.append(scores.softmax(0) @ values[first : position + 1, head // group])
+                    if self.alibi_slopes is not None:
+                        scores = scores + self.alibi_slopes[head].double().cpu() * (
+                            torch.arange(first, position + 1) - position
+                        )
+                    if self.sinks is not None:
+                        scores = torch.cat([scores, self.sinks[head : head + 1].double().cpu()])
+                    weights = scores.softmax(0)[: position + 1 - first]
+                    results.append(weights @ values[first : position + 1, head // group])
                 token += 1
         return torch.stack(results).view(self.num_tokens, case.num_heads, case.head_dim)
 
 
-def _entry(backend: type[AttentionBackend]) -> BackendEntry:
-    return BackendEntry(name=backend.name, load=f"{backend.__module__}:{backend.__qualname__}")
+class _OneBackend(AttentionSelector):
+    """Takes the backend of the suite for all layers."""
+
+    def __init__(self, backend: BackendChoice) -> None:
+        super().__init__([])
+        self._backend = backend
+
+    def _select(self, needs: AttentionNeeds) -> Selection:
+        return Selection(self._backend.name, self._backend, needs, "the one that is tested", ())
 
 
-def _make_layer(backend: type[AttentionBackend], case: AttentionCase, device: torch.device) -> AttentionLayer:
-    build = make_test_build(
-        {}, plugins_of(), dtype=getattr(torch, case.dtype), attention=AttentionSelector([_entry(backend)]),
-        block_size=case.block_size,
-    )  # fmt: skip
-    build.device = device
-    return AttentionLayer(
-        case.num_heads, case.num_kv_heads, case.head_dim, config=build, prefix="layer", rope=None,
-        sliding_window=case.sliding_window, soft_cap=case.soft_cap,
-    )  # fmt: skip
+def refusals_of(backend: BackendChoice, needs: AttentionNeeds) -> list[str]:
+    """Why a backend, or one of two, cannot serve `needs`."""
+    classes = (backend.decode, backend.prefill) if isinstance(backend, Phased) else (backend,)
+    return [reason for each in classes for reason in refusals(each, needs)]
 
 
 class AttentionBackendConformance:
     """The suite. Set `backend`; a backend for a device sets `device` too."""
 
-    backend: ClassVar[type[AttentionBackend]]
+    backend: ClassVar[BackendChoice]
     device: ClassVar[str] = "cpu"
 
-    def make_step(self, case: AttentionCase, seed: int = 0) -> AttentionStep:
-        (verdict,) = judge_backends([_entry(self.backend)], case.needs())
-        if not verdict.fits:
-            pytest.skip(f"{verdict.name} refuses: {', '.join(verdict.reasons)}")
-        return AttentionStep(self.backend, case, self.device, seed)
+    def make_step(self, case: AttentionCase, seed: int = 0, junk: str = "nan") -> AttentionStep:
+        if reasons := refusals_of(self.backend, case.needs()):
+            pytest.skip(f"{self.backend.name} refuses: {', '.join(reasons)}")
+        return AttentionStep(self.backend, case, self.device, seed, junk)
 
     def assert_close(self, got: Tensor, want: Tensor, case: AttentionCase) -> None:
         tolerance = TOLERANCES[case.dtype]
         torch.testing.assert_close(got.double().cpu(), want.double().cpu(), atol=tolerance, rtol=tolerance)
 
     @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-    def test_forward_equals_the_oracle(self, case: AttentionCase) -> None:
+    def test_attention_equals_the_oracle(self, case: AttentionCase) -> None:
         step = self.make_step(case)
         step.write()
         self.assert_close(step.run(), step.expected(), case)
 
-    @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "bfloat16", "window"])
-    def test_a_bound_forward_is_that_of_each_step(self, name: str) -> None:
-        """Run steps of all kinds one after the other on the same tensors."""
+    @pytest.mark.parametrize("junk", ["infinity", "largest"])
+    @pytest.mark.parametrize("name", JUNK_CASES)
+    def test_what_is_no_rows_is_selected_away(self, name: str, junk: str) -> None:
+        """As it is where NaN lies, in every other case of this suite."""
+        step = self.make_step(CASES[name], junk=junk)
+        step.write()
+        self.assert_close(step.run(), step.expected(), step.case)
+
+    @pytest.mark.parametrize("in_keys", [True, False], ids=["keys", "values"])
+    @pytest.mark.parametrize("spoilt", [3, 4, 6])
+    @pytest.mark.parametrize("name", ["mixed", "window", "bfloat16-heads-of-128"])
+    def test_nan_of_a_row_reaches_that_row_alone(self, name: str, spoilt: int, in_keys: bool) -> None:
+        """A request whose own values are NaN has to be told of it; the others go on."""
+        step = self.make_step(CASES[name])
+        step.write()
+        block, offset = divmod(int(step.slots(spoilt)[-1]), step.layer.k_cache.shape[1])
+        (step.layer.k_cache if in_keys else step.layer.v_cache)[block, offset] = float("nan")
+        found, want = step.run(), step.expected()
+        ends = list(accumulate(tokens for tokens, _ in step.case.rows))
+        first, last = ends[spoilt] - step.case.rows[spoilt][0], ends[spoilt]
+        assert found[last - 1].isnan().all(), "NaN became a number"
+        others = [token for token in range(step.num_tokens) if not first <= token < last]
+        self.assert_close(found[others], want[others], step.case)
+
+    @pytest.mark.parametrize("junk", ["nan", "largest"])
+    @pytest.mark.parametrize(
+        "rows, uniform_query_len, is_prompt, support",
+        [
+            pytest.param(((1, 3), (1, 20), (1, 0)), 1, False, "UNIFORM_SINGLE_TOKEN_DECODE", id="decodes"),
+            pytest.param(((3, 10), (3, 0), (3, 33)), 3, False, "UNIFORM_BATCH", id="drafts"),
+            pytest.param(((1, 20), (2, 5), (3, 40)), 3, False, "UNIFORM_BATCH", id="fewer-drafts"),
+            pytest.param(MIXED, 0, False, "ALWAYS", id="any-rows"),
+            pytest.param(tuple(reversed(MIXED)), 0, False, "ALWAYS", id="any-order"),
+            pytest.param(((21, 0),), 0, True, "ALWAYS", id="prompt"),
+        ],
+    )
+    def test_as_a_captured_step_it_gives_the_same(
+        self,
+        rows: tuple[tuple[int, int], ...],
+        uniform_query_len: int,
+        is_prompt: bool,
+        support: str,
+        junk: str,
+    ) -> None:
+        """What the host knows of rows and lengths is not known at a capture."""
+        if self.backend.graph_support < GraphSupport[support]:
+            pytest.skip(f"{self.backend.name} captures {self.backend.graph_support.name}")
+        step = self.make_step(AttentionCase(rows=rows), junk=junk)
+        step.write()
+        key = BatchDescriptor(step.common.num_tokens, len(rows), uniform_query_len, is_prompt=is_prompt)
+        self.assert_close(step.run(key), step.expected(), step.case)
+
+    @pytest.mark.parametrize("name", ["mixed-padded", "window"])
+    def test_one_bound_layer_serves_steps_of_all_kinds(self, name: str) -> None:
+        """One after the other, on the same tensors, as if it had been bound for each."""
         step = self.make_step(CASES[name])
         step.write()
         rows, output = step.case.rows, torch.empty_like(step.query)
-        forward = step.backend.bind_forward(step.layer, step.query, output)
         kinds = [(0, rows), (0, tuple((1, sum(row) - 1) for row in rows)), (len(rows) - 1, rows[-1:]), (1, rows[1:3])]
         if step.case.sliding_window is None:  # whose tables have no blocks of what is out of its sight
             kinds.append((0, tuple((tokens, before // 2) for tokens, before in rows)))
-        for first, others in [*kinds, *reversed(kinds)]:
-            metadata = step.backend.build(step.metadata_of(others, first))
-            count = sum(tokens for tokens, _ in others)
-            want = step.backend.forward(step.layer, step.query, metadata, torch.full_like(output, float("nan")))
+        wanted = {}
+        for kind in [*kinds, *reversed(kinds)]:
+            first, others = kind
+            metadata, count = step.backend.build(step.metadata_of(others, first)), sum(tokens for tokens, _ in others)
+            if kind not in wanted:
+                step.backend.bind(step.layer)(step.query, metadata, output)
+                wanted[kind] = output[:count].clone()
             output.fill_(float("nan"))
-            forward(metadata)
-            self.assert_close(output[:count], want[:count], step.case)
+            step.layer.attend(step.query, metadata, output)
+            self.assert_close(output[:count], wanted[kind], step.case)
 
     @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "blocks-of-seven", "window", "bfloat16", "multi-query"])
-    def test_forward_qkv_writes_all_rows_then_attends(self, name: str) -> None:
-        self.check_forward_qkv(self.make_step(CASES[name]))
+    def test_it_writes_all_rows_then_attends(self, name: str) -> None:
+        self.check_write_and_attend(self.make_step(CASES[name]))
 
     @pytest.mark.parametrize(
         "rows, writer",
@@ -271,9 +362,9 @@ class AttentionBackendConformance:
     ) -> None:
         step = self.make_step(AttentionCase(rows=rows))
         step.share_prefix(writer, 16)
-        self.check_forward_qkv(step)
+        self.check_write_and_attend(step)
 
-    def check_forward_qkv(self, step: AttentionStep) -> None:
+    def check_write_and_attend(self, step: AttentionStep) -> None:
         """From the rows of QKV's product, with a cache that holds the context alone."""
         case = step.case
         step.write(only_context=True)
@@ -284,9 +375,8 @@ class AttentionBackendConformance:
         keys, values = torch.cat([k for k, _ in new] + [padding]), torch.cat([v for _, v in new] + [padding])
         qkv = torch.cat([step.query.flatten(1), keys.flatten(1), values.flatten(1)], dim=1)
         positions = torch.zeros(qkv.shape[0], dtype=torch.int64, device=step.device)
-        metadata = step.backend.build(step.common)
-        assert torch.equal(step.backend.slot_mapping(metadata), step.common.slot_mapping)
-        output = step.backend.forward_qkv(step.layer, qkv, positions, metadata, torch.zeros_like(step.query))
+        metadata, output = step.backend.build(step.common), torch.zeros_like(step.query)
+        step.layer.attend.write_and_attend(qkv, positions, step.common.slot_mapping, metadata, output)
         got_k, got_v = step.layer.k_cache.clone(), step.layer.v_cache.clone()
         self.assert_close(output[: step.num_tokens], step.expected(), case)
         step.write()
@@ -322,11 +412,10 @@ class AttentionBackendConformance:
     )
     def test_needs_it_has_not_read_about_are_refused(self, need: dict[str, Any]) -> None:
         (name,) = need
-        if name in self.backend.handles:
+        reasons = refusals_of(self.backend, replace(AttentionCase(rows=((1, 0),)).needs(), **need))
+        if not reasons:
             pytest.skip(f"{self.backend.name} handles {name}")
-        needs = replace(AttentionCase(rows=((1, 0),)).needs(), **need)
-        (verdict,) = judge_backends([_entry(self.backend)], needs)
-        assert not verdict.fits and name in verdict.reasons[0]
+        assert name in reasons[0]
 
     def test_it_has_a_name_and_says_what_it_can_capture(self) -> None:
         assert self.backend.name and self.backend.graph_support in (0, 1, 2, 3)

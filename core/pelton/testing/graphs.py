@@ -8,20 +8,17 @@ tests of every graph mode run on a CPU, and find what a graph would get wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.graphs.call_graph import reads_on_host
 from pelton.graphs.recorder import Graph, GraphRecorder
-
-if TYPE_CHECKING:
-    from pelton.layers.attention import AttentionLayer
 
 
 class FakeGraph:
@@ -124,10 +121,17 @@ class StaticAttention(AttentionBackend):
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> CommonMetadata:
         return common
 
-    def slot_mapping(self, metadata: CommonMetadata) -> Tensor:
-        return metadata.slot_mapping
+    def bind(self, layer: AttentionParams) -> BoundAttention:
+        return StaticBound(layer)
 
-    def forward(self, layer: AttentionLayer, query: Tensor, metadata: CommonMetadata, output: Tensor) -> Tensor:
+
+class StaticBound(BoundAttention):
+    """A layer's attention by `StaticAttention`."""
+
+    layer: AttentionParams
+
+    def __call__(self, query: Tensor, metadata: CommonMetadata, output: Tensor) -> None:
+        layer = self.layer
         num_rows, num_tokens = metadata.num_reqs, query.shape[0]
         token = torch.arange(num_tokens)
         starts = metadata.query_start_loc.long()
@@ -145,6 +149,6 @@ class StaticAttention(AttentionBackend):
         if layer.soft_cap is not None:
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         weights = scores.masked_fill(is_hidden[:, None, None], -torch.inf).softmax(dim=-1)
-        attended = torch.einsum("tngl,tlnd->tngd", weights, values.nan_to_num()).reshape(output.shape)
+        values = values.masked_fill(is_hidden[:, :, None, None], 0.0)
+        attended = torch.einsum("tngl,tlnd->tngd", weights, values).reshape(output.shape)
         output.copy_(attended.to(output.dtype))
-        return output

@@ -116,15 +116,13 @@ class ModelDriver:
             self._grow(name)
         counts = [(len(work[name]), self._computed[name] - len(work[name])) for name in rows]  # new, before
         tables = [[self._tables[name][group] for name in rows] for group in range(len(self.plan.groups))]
-        attention = tuple(
-            backend.build(step_metadata(counts, tables[backend.group_id], self.block_size, num_padding=num_padding))
-            for backend in self.backends
-        )
+        groups = [step_metadata(counts, table, self.block_size, num_padding=num_padding) for table in tables]
         batch = ForwardBatch(
             input_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions + [0] * num_padding),
-            attention=attention,
+            attention=tuple(backend.build(groups[backend.group_id]) for backend in self.backends),
             num_tokens=len(token_ids),
+            slot_mappings=tuple(common.slot_mapping for common in groups),
         )
         with torch.inference_mode():
             hidden = self.model.forward(batch)

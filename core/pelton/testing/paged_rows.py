@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from pelton.attention.metadata import CommonMetadata
+
+
+def scattered_tables(lengths: Sequence[int], block_size: int, generator: torch.Generator) -> list[list[int]]:
+    """Blocks for every row's tokens, in any order, from 1 on."""
+    counts = [-(-length // block_size) for length in lengths]
+    ids = iter((torch.randperm(sum(counts), generator=generator) + 1).tolist())
+    return [list(islice(ids, count)) for count in counts]
 
 
 def slots_of(table: Sequence[int], num_tokens: int, block_size: int) -> Tensor:

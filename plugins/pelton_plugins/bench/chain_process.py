@@ -140,6 +140,7 @@ class DecodeStep:
             positions=buffers.positions[: self.rows],
             attention=tuple(one.build(groups[one.group_id], self.key) for one in backends),
             num_tokens=self.rows,
+            slot_mappings=tuple(common.slot_mapping for common in groups),
         )
 
     def logits(self) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionStep
+from pelton.testing.latent_attention import LatentAttentionConformance
 from pelton_backends.sdpa.backend import SDPABackend
 from pelton_backends.sdpa.mla import SDPAMLABackend
 from pelton_backends.sdpa.plugin import pelton_attention_backends
@@ -14,6 +15,10 @@ NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, 
 
 class TestSDPABackend(AttentionBackendConformance):
     backend = SDPABackend
+
+
+class TestSDPAMLABackend(LatentAttentionConformance):
+    backend = SDPAMLABackend
 
 
 class EightTokenBlocks(SDPABackend):
@@ -63,8 +68,7 @@ def test_is_offered_on_cpu_only_as_the_reference():
 
 def test_the_cache_may_have_another_dtype_than_the_model():
     step = AttentionStep(SDPABackend, CASES["mixed"])
-    step.layer.k_cache = step.layer.k_cache.bfloat16()
-    step.layer.v_cache = step.layer.v_cache.bfloat16()
+    step.layer.bind_cache((step.layer.k_cache.bfloat16(), step.layer.v_cache.bfloat16()), 0, step.backend)
     step.write()
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-2, rtol=2e-2)
 
@@ -73,7 +77,7 @@ def test_decodes_of_a_windowed_layer_read_the_window_only(monkeypatch):
     step = AttentionStep(SDPABackend, CASES["window"])
     step.write()
     metadata = step.backend.build(step.common)
-    step.backend.forward(step.layer, step.query, metadata, torch.empty_like(step.query))
+    step.layer.attend(step.query, metadata, torch.empty_like(step.query))
     assert metadata.decodes[9].rows.shape == (4 * 9,)
     assert all(len(plan.rows) <= 8 + plan.tokens.stop - plan.tokens.start for plan in metadata.prefills[9])
 
@@ -83,7 +87,7 @@ def test_layers_of_one_window_share_a_steps_plan():
     step.write()
     metadata = step.backend.build(step.common)
     for _ in range(2):
-        step.backend.forward(step.layer, step.query, metadata, torch.empty_like(step.query))
+        step.layer.attend(step.query, metadata, torch.empty_like(step.query))
     assert len(metadata.decodes) == len(metadata.prefills) == 1
 
 

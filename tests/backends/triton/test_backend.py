@@ -15,6 +15,7 @@ from pelton.layers.attention import AttentionLayer
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.testing.attention import CASES, MIXED, AttentionBackendConformance, AttentionCase, AttentionStep
+from pelton.testing.latent_attention import LatentAttentionConformance
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.plugins import plugins_of
 from pelton_backends.triton.backend import TritonBackend
@@ -29,6 +30,11 @@ TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
 class TestTritonBackend(AttentionBackendConformance):
     backend = TritonBackend
+    device = DEVICE
+
+
+class TestTritonMLABackend(LatentAttentionConformance):
+    backend = TritonMLABackend
     device = DEVICE
 
 
@@ -111,7 +117,7 @@ def test_a_step_captured_for_any_rows_serves_any_rows(order: str) -> None:
     step.write()
     metadata = step.backend.build(step.common, BatchDescriptor(step.common.num_tokens, step.common.num_reqs))
     output = torch.full_like(step.query, float("nan"))
-    step.backend.forward(step.layer, step.query, metadata, output)
+    step.layer.attend(step.query, metadata, output)
     torch.testing.assert_close(output[: step.num_tokens].double().cpu(), step.expected(), **TOLERANCE)
 
 
@@ -154,10 +160,10 @@ def test_the_one_kernel_does_what_seam_and_attention_do(name: str) -> None:
         metadata = step.backend.build(step.common)
         output = torch.zeros(step.common.num_tokens, case.num_heads, case.head_dim, device=DEVICE)
         if is_fused:
-            step.backend.forward_qkv(layer, qkv, positions, metadata, output)
+            layer.attend.write_and_attend(qkv, positions, step.common.slot_mapping, metadata, output)
         else:
             query = layer.qk_norm_rope_write_kv(qkv, positions, step.common.slot_mapping)
-            step.backend.forward(layer, query, metadata, output)
+            layer.attend(query, metadata, output)
         results.append((output, layer.k_cache.nan_to_num(9.0), layer.v_cache.nan_to_num(9.0)))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, **TOLERANCE)
@@ -181,7 +187,7 @@ def test_a_prefix_that_all_decode_rows_share_gives_the_same(monkeypatch: pytest.
     metadata = step.backend.build(step.common, key)
     assert metadata.prefix_len is not None
     output = torch.full_like(step.query, float("nan"))
-    step.backend.forward(step.layer, step.query, metadata, output)
+    step.layer.attend(step.query, metadata, output)
     torch.testing.assert_close(output[:3].double().cpu(), want, **TOLERANCE)
 
 
@@ -196,12 +202,12 @@ def test_a_captured_step_follows_lengths_and_tables_of_each_replay(device: torch
     step.backend.reserve(key)
     output = torch.empty_like(step.query)
     metadata = step.backend.build(step.common, key)
-    step.backend.forward(step.layer, step.query, metadata, output)
+    step.layer.attend(step.query, metadata, output)
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(3):
-            step.backend.forward(step.layer, step.query, metadata, output)
+            step.layer.attend(step.query, metadata, output)
     want = step.expected()
     for seed in range(3):
         order = torch.randperm(48, generator=torch.Generator().manual_seed(seed))

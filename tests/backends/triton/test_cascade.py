@@ -51,6 +51,12 @@ def test_features_and_dtypes(device, change):
     case.check(run(case, 96))
 
 
+@pytest.mark.parametrize("junk", [torch.inf, 3e38])
+def test_no_junk_but_nan_matters_either(device, junk):
+    case = PagedCase(device, ODD, shared=48, padding=1, junk=junk)
+    case.check(run(case, 48))
+
+
 @pytest.mark.parametrize("place", [5, 110])
 def test_a_key_that_is_nan_is_in_the_result_of_all_who_read_it(device, place):
     """In the prefix all do; row 2 alone reads the other."""

@@ -18,6 +18,7 @@ from pelton.ops.reference import ReferenceQkNormRopeWriteKv
 from pelton_backends.triton.attention.decode import (
     LaunchShape,
     NewTokens,
+    NormRope,
     PartBuffers,
     deal_rows,
     decode_attention,
@@ -62,10 +63,11 @@ class Case:
     rotary_dim: int = 64
     norms: bool = True
     unit_offset: bool = False
+    junk: float = float("nan")
 
 
 class Step:
-    """Caches whose every number outside the rows' keys is NaN, permuted tables, strided inputs, poisoned outputs."""
+    """Caches whose every number outside the rows' keys is junk, permuted tables, strided inputs, poisoned outputs."""
 
     def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
         self.case, self.device = case, device
@@ -92,13 +94,13 @@ class Step:
         memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8)
         layout = KVLayout(heads_first=case.heads_first)
         self.caches = page_views(memory, num_blocks, spec, layout)
-        wide = [torch.full(cache.shape, float("nan")) for cache in self.caches]
+        wide = [torch.full(cache.shape, case.junk) for cache in self.caches]
         for row, length in enumerate(case.lengths):
             blocks, offsets = self.places(row)
             for cache in wide:
                 cache[blocks, offsets] = self.random(length, case.num_kv_heads, case.head_dim).float()
                 passed = max(length - (case.window or length), 0)  # tokens that the window has left behind
-                cache[blocks[:passed], offsets[:passed]] = float("nan")
+                cache[blocks[:passed], offsets[:passed]] = case.junk
         for cache, values in zip(self.caches, wide, strict=True):
             cache.copy_(values.to(self.kv_dtype))
         on_device = page_views(memory.clone().to(device), num_blocks, spec, layout)
@@ -221,8 +223,11 @@ def check_fused(
                 cache[block, offset] = new[row, 0].to(cache.dtype)
     slots[list(skipped)] = -1
     new = NewTokens(
-        positions.to(device), slots.to(device), case.rotary_dim, None if cos_sin is None else cos_sin.to(device),
-        *[None if norm is None else norm.to(device) for norm in norms], spec,
+        positions.to(device), slots.to(device),
+        NormRope(
+            case.rotary_dim, None if cos_sin is None else cos_sin.to(device),
+            *[None if norm is None else norm.to(device) for norm in norms], spec,
+        ),
     )  # fmt: skip
     wide = torch.empty(rows, qkv.shape[1] + 8, dtype=step.dtype, device=device)
     wide[:, :-8] = qkv.to(device)
@@ -287,6 +292,13 @@ def test_fused_decode_equals_the_reference_seam_and_the_oracle(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("junk", [float("inf"), 3e38])
+def test_no_junk_but_nan_matters_either(device: torch.device, junk: float, schedule: str) -> None:
+    check_fused(Case(window=40, junk=junk), device, SCHEDULES[schedule])
+    check_decode(Case(sinks=True, junk=-junk), device, SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_slot_of_minus_one_leaves_the_cache_and_the_token_attends_to_itself(
     device: torch.device, schedule: str
 ) -> None:
@@ -302,7 +314,7 @@ def test_what_8_bits_cannot_hold_becomes_their_largest(device: torch.device, kv_
     last = [tuple(index[-1] for index in step.places(row)) for row in range(len(case.lengths))]
     slots = torch.tensor([block * case.block_size + offset for block, offset in last])
     positions = torch.tensor(case.lengths) - 1
-    new = NewTokens(positions.to(device), slots.to(device), 0, None, None, None, None)
+    new = NewTokens(positions.to(device), slots.to(device), NormRope(0))
     step.run(qkv.to(device), SCHEDULES[schedule], new)
     largest = torch.finfo(KV_TORCH[kv_dtype]).max
     for place in last:
@@ -452,9 +464,7 @@ def test_what_was_loaded_before_the_kernels_before_had_finished_is_checked(
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     tables = step.table.to(device)
     old_lengths, old_tables = lengths.flip(0).contiguous(), tables.flip(0).contiguous()
-    new = NewTokens(
-        (lengths - 1).long(), torch.full((rows,), -1, device=device), 0, None, None, None, None
-    )  # fmt: skip
+    new = NewTokens((lengths - 1).long(), torch.full((rows,), -1, device=device), NormRope(0))
     for row in range(rows):  # what the oracle finds in the cache
         blocks, offsets = step.places(row)
         for cache, first in zip(step.caches, (case.num_heads, case.num_heads + case.num_kv_heads), strict=True):

@@ -72,6 +72,15 @@ def test_several_rows(device, change):
     case.check(run(case))
 
 
+@pytest.mark.parametrize("junk", [torch.inf, 3e38])
+@pytest.mark.parametrize(
+    "change", [{"padding": 1}, {"window": 9, "soft_cap": 2.0}, {"dtype": "bfloat16", "sinks": True}], ids=str
+)
+def test_no_junk_but_nan_matters_either(device, change, junk):
+    case = PagedCase(device, MIXED, junk=junk, **change)
+    case.check(run(case))
+
+
 def test_a_window_that_starts_inside_a_long_row(device):
     """Blocks before the window point at the null block; some key blocks are masked at both ends, some at none."""
     case = PagedCase(device, [(70, 0), (9, 190), (1, 77)], window=75, heads=2, kv_heads=1)
@@ -160,10 +169,25 @@ def test_the_kernel_for_hopper(device, change, heads_first):
     hopper = _hopper(device)
     if hopper is None:
         pytest.skip("compute capability 9.0 only")
-    assert hopper.serves(case.query, case.k_cache, case.v_cache)
+    assert hopper.serves(case.k_cache, case.v_cache, num_heads=arguments["heads"], dtype=case.query.dtype)
     case.check(run(case, max_query_len=1025))
     case.output.fill_(torch.nan)
     case.check(run(case, max_query_len=1025, skip_single=True), only=[2, 3, 4, 5, 6, 7, 8])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("head_dim, sinks", [(64, False), (128, True)])
+@pytest.mark.parametrize("window", [None, 1, 9, 100, 128, 129])
+def test_no_junk_reaches_the_kernel_for_hopper(device, window, head_dim, sinks, junk):
+    """Rows that end on every side of a page, of a tile and of a block of queries; keys shared by programs, or not."""
+    ends = [(new, before) for new in (2, 16, 65, 130) for before in (0, 14, 111, 112, 127, 300)]
+    for rows in (ends, [(17, 1100), (64, 1983)]):
+        case = PagedCase(
+            device, rows, dtype="bfloat16", heads=8, kv_heads=2, head_dim=head_dim, window=window, sinks=sinks, junk=junk,
+            padding=1,
+        )  # fmt: skip
+        case.check(run(case, max_query_len=130))
 
 
 @pytest.mark.gpu
@@ -176,8 +200,8 @@ def test_a_bound_kernel_for_hopper_serves_steps_of_every_kind(device):
         device, [(1, 50), (129, 4000), (5, 100)], dtype="bfloat16", heads=8, kv_heads=2, head_dim=128, padding=2
     )
     bound = bind_hopper(
-        case.query, case.k_cache, case.v_cache, case.output, scale=case.scale, sliding_window=None, soft_cap=None, sinks=None,
-        alibi_slopes=None, pdl=has_pdl(device),
+        case.k_cache, case.v_cache, num_heads=8, dtype=case.query.dtype, scale=case.scale, sliding_window=None, soft_cap=None,
+        sinks=None, alibi_slopes=None, pdl=has_pdl(device),
     )  # fmt: skip
     if bound is None:
         pytest.skip("compute capability 9.0 only")
@@ -185,8 +209,8 @@ def test_a_bound_kernel_for_hopper_serves_steps_of_every_kind(device):
     for first_row, max_seq_len, only in [*steps, *reversed(steps)]:
         case.output.fill_(torch.nan)
         bound(
-            case.query_start_loc, case.seq_lens, case.block_table, num_reqs=len(case.seq_lens), first_row=first_row,
-            max_seq_len=max_seq_len, causal=True, skip_single=False,
+            case.query, case.output, case.query_start_loc, case.seq_lens, case.block_table, num_reqs=len(case.seq_lens),
+            first_row=first_row, max_seq_len=max_seq_len, causal=True, skip_single=False,
         )  # fmt: skip
         case.check(case.output, **({} if only is None else {"only": only}))
 

@@ -66,9 +66,11 @@ def test_a_layer_that_shares_a_cache_reads_it_and_writes_nothing(build):
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(5, 8 * 16, generator=generator)
     (backend,) = bound.backends
+    common = step_metadata([(5, 0)], [[3]], 8)
     batch = ForwardBatch(
-        torch.zeros(5, dtype=torch.int64), torch.arange(5), (backend.build(step_metadata([(5, 0)], [[3]], 8)),), 5
-    )
+        torch.zeros(5, dtype=torch.int64), torch.arange(5), (backend.build(common),), 5,
+        slot_mappings=(common.slot_mapping,),
+    )  # fmt: skip
     want = own(qkv, batch)
     before = own.k_cache.clone(), own.v_cache.clone()
     assert before[0][3, :5].any()

@@ -6,34 +6,44 @@ import pytest
 import torch
 
 from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
-from pelton.attention.phases import phased
+from pelton.attention.phases import Phased
 from pelton.attention.selector import AttentionSelector
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
 from pelton.testing.attention import CASES, AttentionBackendConformance
-from pelton.testing.graphs import StaticAttention
+from pelton.testing.graphs import StaticAttention, StaticBound
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
-seen: list[tuple[str, int]] = []  # (backend, rows) of each forward
+seen: list[tuple[str, int]] = []  # (backend, rows) of each call
+
+
+class SeenDecode(StaticBound):
+    def __call__(self, query, metadata, output):
+        assert metadata.max_query_len == 1 and metadata.num_reqs == metadata.num_tokens
+        seen.append(("decode", metadata.num_reqs))
+        super().__call__(query, metadata, output)
+
+
+class SeenPrefill(StaticBound):
+    def __call__(self, query, metadata, output):
+        seen.append(("prefill", metadata.num_reqs))
+        super().__call__(query, metadata, output)
 
 
 class Decode(StaticAttention):
     name = "decode_only"
     phases = frozenset({"decode"})
 
-    def forward(self, layer, query, metadata, output):
-        assert metadata.max_query_len == 1 and metadata.num_reqs == metadata.num_tokens
-        seen.append(("decode", metadata.num_reqs))
-        return super().forward(layer, query, metadata, output)
+    def bind(self, layer):
+        return SeenDecode(layer)
 
 
 class Prefill(StaticAttention):
     name = "prefill_only"
     phases = frozenset({"prefill"})
 
-    def forward(self, layer, query, metadata, output):
-        seen.append(("prefill", metadata.num_reqs))
-        return super().forward(layer, query, metadata, output)
+    def bind(self, layer):
+        return SeenPrefill(layer)
 
 
 class OtherPages(Decode):
@@ -44,12 +54,8 @@ class OtherPages(Decode):
         return KVLayout(heads_first=True)
 
 
-class Both(phased(Decode, Prefill)):
-    phases = frozenset({"decode", "prefill"})
-
-
 class TestBoth(AttentionBackendConformance):
-    backend = Both
+    backend = Phased(Decode, Prefill)
 
 
 def entry(backend, priority):
@@ -117,4 +123,4 @@ UNIFORM, ALWAYS = GraphSupport.UNIFORM_BATCH, GraphSupport.ALWAYS
 def test_graph_support_is_the_least_of_what_a_captured_step_runs(decode, prefill, expected):
     decodes = type("Decodes", (Decode,), {"graph_support": decode})
     prefills = type("Prefills", (Prefill,), {"graph_support": prefill})
-    assert phased(decodes, prefills).graph_support is expected
+    assert Phased(decodes, prefills).graph_support is expected

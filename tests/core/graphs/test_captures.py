@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,14 +109,9 @@ class BorrowingRecorder(FakeGraphRecorder):
         return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
-class DoublingBackend:
-    @staticmethod
-    def forward(layer: Any, query: Tensor, metadata: float, output: Tensor) -> Tensor:
-        return output.copy_(2 * query + metadata)
-
-    @staticmethod
-    def bind_forward(layer: Any, query: Tensor, output: Tensor) -> Callable[[float], object]:
-        return lambda metadata: DoublingBackend.forward(layer, query, metadata, output)
+def doubled(query: Tensor, metadata: float, output: Tensor) -> None:
+    """The attention of `TwoLayers`."""
+    output.copy_(2 * query + metadata)
 
 
 class TwoLayers:
@@ -125,7 +119,7 @@ class TwoLayers:
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[Tensor]] = []
-        self.layer: Any = SimpleNamespace(metadata_index=1, backend=DoublingBackend)
+        self.layer: Any = SimpleNamespace(metadata_index=1, attend=doubled)
         self.x = torch.zeros(3)
         self.batch = ForwardBatch(self.x, self.x, attention=(None, 3.0), num_tokens=3)
 
@@ -137,7 +131,7 @@ class TwoLayers:
             if cut is not None:
                 cut(self.layer, query, output)
             else:
-                self.layer.backend.forward(self.layer, query, self.batch.attention[1], output)
+                self.layer.attend(query, self.batch.attention[1], output)
             hidden = output * 1
         self.made.append(weakref.ref(hidden))
         return hidden, None

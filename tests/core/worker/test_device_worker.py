@@ -22,7 +22,7 @@ from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
 from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
-from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
+from pelton.testing.graphs import FakeGraphRecorder, StaticAttention, StaticBound
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
 from pelton.worker.capture_plan import CaptureQueue
 from pelton.worker.first_start import FirstStart
@@ -239,10 +239,14 @@ def test_the_start_runs_attention_of_both_kinds_without_graphs(model, monkeypatc
     """What the first request would otherwise compile."""
     seen = []
 
-    class Watched(StaticAttention):
-        def forward(self, layer, query, metadata, output):
+    class WatchedBound(StaticBound):
+        def __call__(self, query, metadata, output):
             seen.append((metadata.num_decode_rows, metadata.max_query_len, len(query), metadata.num_actual_tokens))
-            return super().forward(layer, query, metadata, output)
+            super().__call__(query, metadata, output)
+
+    class Watched(StaticAttention):
+        def bind(self, layer):
+            return WatchedBound(layer)
 
     monkeypatch.setattr("pelton_backends.sdpa.backend.SDPABackend", Watched)
     worker = make_worker(model[0], attention_backend="sdpa", **flat)

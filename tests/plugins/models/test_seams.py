@@ -14,7 +14,7 @@ from pelton.ops import reference
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.testing.plugins import plugins_of
-from pelton_backends.sdpa.backend import SDPABackend
+from pelton_backends.sdpa.backend import SDPAAttention, SDPABackend
 
 MODULE = "test_seams_kernels"
 SEAMS = {
@@ -49,12 +49,16 @@ def calls(monkeypatch):
 
         return Kernel
 
+    class FusedAttention(SDPAAttention):
+        def write_and_attend(self, qkv, positions, slot_mapping, metadata, output):
+            seen.append("attention")
+            super().write_and_attend(qkv, positions, slot_mapping, metadata, output)
+
     class FusedBackend(SDPABackend):
         name = "fused"
 
-        def forward_qkv(self, layer, qkv, positions, metadata, output):
-            seen.append("attention")
-            return super().forward_qkv(layer, qkv, positions, metadata, output)
+        def bind(self, layer):
+            return FusedAttention(layer)
 
     for seam, implementation in SEAMS.items():
         setattr(module, seam, counting(seam, implementation))
@@ -112,11 +116,11 @@ def test_a_layer_runs_no_torch_operator_outside_the_seams(checkpoint, make_drive
     layer.qkv_proj.add_norm_linear = lambda hidden, residual: (qkv, hidden)
     layer.gate_up_proj.add_norm_gated_linear = lambda hidden, residual: (hidden, hidden)
     layer.o_proj.linear = layer.down_proj.linear = lambda x: x
-    layer.attn.backend.forward_qkv = lambda layer, qkv, positions, metadata, output: output
+    layer.attn.attend.write_and_attend = lambda qkv, positions, slot_mapping, metadata, output: None
 
     class Batch:
         cut = None
-        attention = (None,) * len(driver.backends)
+        attention = slot_mappings = (None,) * len(driver.backends)
         positions = torch.zeros(1, dtype=torch.int64)
 
     with Watch():
@@ -137,7 +141,7 @@ def test_a_backend_named_in_the_settings_beats_a_plugins_priority(calls, tmp_pat
 def test_no_operator_of_a_step_needs_the_host(checkpoint, make_driver, token_ids, monkeypatch):
     """A captured graph can hold what the references run; attention itself is the backend's matter."""
     driver = make_driver(checkpoint)
-    monkeypatch.setattr(SDPABackend, "forward", lambda self, layer, query, metadata, output: output.copy_(query))
+    monkeypatch.setattr(SDPAAttention, "__call__", lambda self, query, metadata, output: output.copy_(query))
     operators = set()
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -34,12 +34,10 @@ from pelton_backends.triton.attention.decode_pieces import (
     partner_of,
 )
 from pelton_backends.triton.attention.decode_streamed import streamed_decode_kernel
-from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.launch import Launcher, Variant, alignment
 from pelton_backends.triton.runtime import launch_options, let_next_start, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from torch import Tensor
 
     from pelton.ops.interface import NormSpec
@@ -393,16 +391,23 @@ class PartBuffers:
 
 
 @dataclass(frozen=True, slots=True)
+class NormRope:
+    """What a fused launch does to QKV's rows: the same in every step."""
+
+    rotary_dim: int
+    cos_sin: Tensor | None = None  # [max_model_len, rotary_dim] float32
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None
+    norm_spec: NormSpec | None = None  # of both norms
+
+
+@dataclass(frozen=True, slots=True)
 class NewTokens:
     """What a fused launch needs to make query, key and value of the step from QKV's rows."""
 
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64, -1: the cache is left as it is
-    rotary_dim: int
-    cos_sin: Tensor | None  # [max_model_len, rotary_dim] float32
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None
-    norm_spec: NormSpec | None  # of both norms
+    norm_rope: NormRope
 
 
 PROGRAMS_PER_SM = 8  # as many as registers let run at once: each multiprocessor has an equal share
@@ -529,8 +534,8 @@ def decode_attention(
     No host synchronisation; grid and buffers follow from `num_rows`, `max_seq_len` (an upper bound) and strides alone.
     """
     bound = DecodeAttention(
-        query, k_cache, v_cache, output, parts, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-        alibi_slopes=alibi_slopes, new=new, pdl=pdl,
+        k_cache, v_cache, parts, num_heads=output.shape[1], dtype=query.dtype, scale=scale, sliding_window=sliding_window,
+        soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, norm_rope=new.norm_rope if new else None, pdl=pdl,
     )  # fmt: skip
     shape = shape or bound.shape_of(num_rows, max_seq_len)
     if shape.is_dealt:
@@ -538,59 +543,52 @@ def decode_attention(
             seq_lens, block_table, parts, shape, num_rows=num_rows, block_size=k_cache.shape[1],
             sliding_window=sliding_window, query_start_loc=query_start_loc, pdl=pdl,
         )  # fmt: skip
-    bound(seq_lens, block_table, shape, num_rows=num_rows, query_start_loc=query_start_loc)
-
-
-class _Plan(NamedTuple):
-    """What all launches of one shape have in common."""
-
-    launch: Launcher
-    constants: dict[str, Any]
-    key: Hashable
+    bound(
+        query, output, seq_lens, block_table, shape, num_rows=num_rows, query_start_loc=query_start_loc,
+        positions=new.positions if new else None, slot_mapping=new.slot_mapping if new else None,
+    )  # fmt: skip
 
 
 class DecodeAttention:
-    """`decode_attention` on tensors that stay where they are: what follows from them, and from a launch's shape, is found out
-    once; a call adds what the step says."""
+    """`decode_attention` over one layer's cache: what follows from the layer, and from a launch's shape, is found out once; a call
+    adds the tensors and numbers of a step."""
 
     def __init__(
         self,
-        query: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        output: Tensor,
         parts: PartBuffers,
         *,
+        num_heads: int,
+        dtype: torch.dtype,
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
-        new: NewTokens | None,
+        norm_rope: NormRope | None,
         pdl: bool,
     ) -> None:
+        """norm_rope: the launch is fused, and its query QKV's rows."""
         self._num_blocks, block_size, self._num_kv_heads, head_dim = k_cache.shape
-        self._num_sms, self._is_fused, self._scale, self._shares = (
-            num_sms(output.device),
-            new is not None,
-            scale,
-            parts.shares,
-        )
-        group = output.shape[1] // self._num_kv_heads
+        self._num_sms, self._is_fused = num_sms(k_cache.device), norm_rope is not None
+        self._scale, self._shares = scale, parts.shares
+        group = num_heads // self._num_kv_heads
         padded_dim = padded(head_dim)
-        self._row_bytes = row_bytes(head_dim, output.dtype)
-        spec = new.norm_spec if new else None
+        self._row_bytes = row_bytes(head_dim, dtype)
+        made = norm_rope or NormRope(rotary_dim=0)
+        spec = made.norm_spec
         heads_of_tile, members = triton.next_power_of_2(group + 1), triton.next_power_of_2(group)
         self._constants = {
             "EPS": spec.eps if spec else None,
             "UNIT_OFFSET": spec.unit_offset if spec else False,
-            "FUSED": new is not None,
+            "FUSED": self._is_fused,
             "WINDOW": sliding_window or 0,
             "SOFT_CAP": soft_cap,
             "BLOCK_SIZE": block_size,
             "HEAD_DIM": head_dim,
             "PADDED_DIM": padded_dim,
-            "ROTARY_DIM": new.rotary_dim if new else 0,
+            "ROTARY_DIM": made.rotary_dim,
             "NUM_KV_HEADS": self._num_kv_heads,
             "GROUP": group,
             "Q": heads_of_tile,
@@ -599,55 +597,59 @@ class DecodeAttention:
             "PARTS": max(2, min(16, 4096 // (members * padded_dim))),
             "PDL": pdl,
         }
-        self._first = (
-            query, new.positions if new else None, new.slot_mapping if new else None, k_cache, v_cache, output,
-        )  # fmt: skip
+        self._caches = k_cache, v_cache
         self._last = (
-            new.cos_sin if new else None, new.q_norm if new else None, new.k_norm if new else None, sinks, alibi_slopes,
-            parts.sums, parts.stats, parts.arrivals,
+            made.cos_sin, made.q_norm, made.k_norm, sinks, alibi_slopes, parts.sums, parts.stats, parts.arrivals,
         )  # fmt: skip
         self._group = group
-        self._strides, self._cache_strides = (query.stride(0), output.stride(0)), k_cache.stride()[:3]
-        self._key = (  # constants come with the launch's own
-            query.dtype, k_cache.dtype, query.device, self._strides, self._cache_strides,
-            self._num_blocks, None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
-            alignment(*self._first, *self._last),
+        self._cache_strides = k_cache.stride()[:3]
+        self._key = (
+            dtype, k_cache.dtype, k_cache.device, self._cache_strides, self._num_blocks,
+            None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
+            alignment(*self._caches, *self._last),
         )  # fmt: skip
         self._options = launch_options(pdl)
-        self._plans: dict[tuple[LaunchShape, int], _Plan] = {}
+        self._variants: dict[tuple[LaunchShape, int], Variant] = {}
 
     def shape_of(self, num_rows: int, max_seq_len: int) -> LaunchShape:
         return launch_shape(num_rows, self._num_kv_heads, self._group, max_seq_len, self._row_bytes, self._num_sms)
 
     def __call__(
         self,
+        query: Tensor,
+        output: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
         shape: LaunchShape,
         *,
         num_rows: int,
         query_start_loc: Tensor | None = None,
+        positions: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
     ) -> None:
-        """For a dealt shape `deal_rows` has dealt this step's rows."""
-        num_kv_heads, num_blocks = self._num_kv_heads, self._num_blocks
+        """For a dealt shape `deal_rows` has dealt this step's rows. positions, slot_mapping: of a fused launch."""
+        num_kv_heads = self._num_kv_heads
         is_streamed, power = shape.splits == 0, (num_rows - 1).bit_length()
-        plan = self._plans.get((shape, power))
-        if plan is None:
-            plan = self._plans[shape, power] = self._plan(shape, 1 << power)
-        table_stride = block_table.stride(0)
-        key = plan.key, table_stride, query_start_loc is None, alignment(query_start_loc, seq_lens, block_table)
+        variant = self._variants.get((shape, power))
+        if variant is None:
+            variant = self._variants[shape, power] = self._variant(shape, 1 << power)
+        strides = query.stride(0), output.stride(0), block_table.stride(0)
+        key = (
+            strides, query_start_loc is None,
+            alignment(query, positions, slot_mapping, output, query_start_loc, seq_lens, block_table),
+        )  # fmt: skip
         shares = () if is_streamed else (self._shares if shape.is_dealt else None,)
         arguments = (
-            *self._first, query_start_loc, seq_lens, block_table, *shares, *self._last, *self._strides, table_stride,
-            *self._cache_strides, *(() if is_streamed else (num_blocks,)), num_rows, self._scale,
+            query, positions, slot_mapping, *self._caches, output, query_start_loc, seq_lens, block_table, *shares, *self._last,
+            *strides, *self._cache_strides, *(() if is_streamed else (self._num_blocks,)), num_rows, self._scale,
         )  # fmt: skip
         if is_streamed:
             grid: tuple[int, ...] = (shape.programs,)
         else:
             grid = (num_kv_heads, shape.splits) if shape.is_dealt else (num_kv_heads, num_rows, shape.splits)
-        plan.launch(key, grid, arguments, plan.constants, num_warps=1, **self._options)
+        variant(key, grid, arguments)
 
-    def _plan(self, shape: LaunchShape, most_rows: int) -> _Plan:
+    def _variant(self, shape: LaunchShape, most_rows: int) -> Variant:
         constants = {**self._constants, "N": shape.keys, "STAGES": shape.num_stages}
         if shape.splits == 0:
             launch, own = _launch_streamed, {"ROWS": most_rows, "START": STREAMED_START}
@@ -655,4 +657,4 @@ class DecodeAttention:
             is_early = shape.is_early and self._is_fused
             launch, own = _launch, {"SPLITS": shape.splits, "LEAST": shape.least, "IS_EARLY": is_early}
         constants |= own
-        return _Plan(launch, constants, (self._key, shape.is_dealt, *constants.values()))
+        return launch.variant((self._key, shape.is_dealt), constants, num_warps=1, **self._options)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.launch import Launcher, Variant, alignment
 from pelton_backends.triton.runtime import (
     H200_MEMORY,
     INTERPRETED,
@@ -325,11 +325,11 @@ def is_short(num_rows: int, max_seq_len: int) -> bool:
 
 
 def bind_hopper(
-    query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    output: Tensor,
     *,
+    num_heads: int,
+    dtype: torch.dtype,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
@@ -338,11 +338,11 @@ def bind_hopper(
     pdl: bool,
 ) -> HopperPrefill | None:
     """What serves all but short rows of such a layer on such a device better than the kernel of this file; else None."""
-    module = _hopper(query.device) if soft_cap is None and alibi_slopes is None else None
-    if module is None or not module.serves(query, k_cache, v_cache):
+    module = _hopper(k_cache.device) if soft_cap is None and alibi_slopes is None else None
+    if module is None or not module.serves(k_cache, v_cache, num_heads=num_heads, dtype=dtype):
         return None
     bound: HopperPrefill = module.HopperPrefill(
-        query, k_cache, v_cache, output, scale=scale, sliding_window=sliding_window, sinks=sinks, pdl=pdl
+        k_cache, v_cache, num_heads=num_heads, scale=scale, sliding_window=sliding_window, sinks=sinks, pdl=pdl
     )
     return bound
 
@@ -393,43 +393,100 @@ def prefill_attention(
     Scores, softmax and sums in float32; the weights are rounded to query's dtype before they meet the values. float32 is exact
     to 2e-5 of float64 (no TF32), float16 to 2e-3, bfloat16 to 1e-2.
     """
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = k_cache.shape[2]
-    group = num_heads // num_kv_heads
-    assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
-    hopper = None
-    if tiles is None and not is_short(max_query_len * group, max_seq_len):
-        hopper = bind_hopper(
-            query, k_cache, v_cache, output, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-            alibi_slopes=alibi_slopes, pdl=pdl,
-        )  # fmt: skip
-    if hopper is not None:
-        hopper(
-            query_start_loc, seq_lens, block_table, num_reqs=num_reqs, first_row=first_row, max_seq_len=max_seq_len,
-            causal=causal, skip_single=skip_single,
-        )  # fmt: skip
-        return output
-    block_m, block_n, num_warps, num_stages = tiles or choose_tiles(
-        query.dtype, head_dim, group, max_query_len, shared_memory(query.device)
-    )
-    # A row needs at most one program more than its share of the tokens.
-    grid = (num_kv_heads, num_tokens // (block_m // group) + num_reqs - first_row)
-    constants = {
-        "G": group, "D": head_dim, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16), "BLOCK_M": block_m,
-        "BLOCK_N": block_n, "BLOCK_SIZE": k_cache.shape[1], "CAUSAL": causal, "WINDOW": sliding_window is not None,
-        "SOFT_CAP": soft_cap is not None, "SINKS": sinks is not None, "ALIBI": alibi_slopes is not None,
-        "SKIP_SINGLE": skip_single, "PDL": pdl,
-    }  # fmt: skip
-    strides = (query.stride(0), output.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3])
-    key = (
-        *constants.values(), num_warps, num_stages, *strides, sliding_window, query.dtype, k_cache.dtype, query.device.index,
-        sinks is not None and sinks.dtype, alibi_slopes is not None and alibi_slopes.dtype,
-        alignment(query, k_cache, v_cache, output, query_start_loc, seq_lens, block_table, sinks, alibi_slopes),
+    attend = PrefillAttention(
+        k_cache, v_cache, num_heads=query.shape[1], dtype=query.dtype, scale=scale, sliding_window=sliding_window,
+        soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, pdl=pdl,
     )  # fmt: skip
-    arguments = (
-        query, k_cache, v_cache, output, query_start_loc, seq_lens, block_table, sinks, alibi_slopes,
-        *strides[:2], block_table.stride(0), *strides[2:], first_row, num_reqs, scale, soft_cap or 0.0, sliding_window or 0,
+    attend(
+        query, output, query_start_loc, seq_lens, block_table, num_reqs=num_reqs, first_row=first_row,
+        max_query_len=max_query_len, max_seq_len=max_seq_len, causal=causal, skip_single=skip_single, tiles=tiles,
     )  # fmt: skip
-    options = launch_options(pdl)
-    _launch(key, grid, arguments, constants, num_warps=num_warps, num_stages=num_stages, **options)
     return output
+
+
+class PrefillAttention:
+    """`prefill_attention` over one layer's cache: what follows from the layer is found out once, a call adds the tensors and numbers
+    of a step."""
+
+    def __init__(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        num_heads: int,
+        dtype: torch.dtype,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+        pdl: bool,
+    ) -> None:
+        _, block_size, self._num_kv_heads, head_dim = k_cache.shape
+        self._group, self._head_dim, self._dtype = num_heads // self._num_kv_heads, head_dim, dtype
+        self._memory = shared_memory(k_cache.device)
+        self._hopper = bind_hopper(
+            k_cache, v_cache, num_heads=num_heads, dtype=dtype, scale=scale, sliding_window=sliding_window,
+            soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, pdl=pdl,
+        )  # fmt: skip
+        self._caches, self._layer = (k_cache, v_cache), (sinks, alibi_slopes)
+        self._cache_strides = (*k_cache.stride()[:3], *v_cache.stride()[:3])
+        self._numbers = scale, soft_cap or 0.0, sliding_window or 0
+        self._constants = {
+            "G": self._group, "D": head_dim, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16), "BLOCK_SIZE": block_size,
+            "WINDOW": sliding_window is not None, "SOFT_CAP": soft_cap is not None, "SINKS": sinks is not None,
+            "ALIBI": alibi_slopes is not None, "PDL": pdl,
+        }  # fmt: skip
+        self._key = (
+            self._cache_strides, sliding_window, dtype, k_cache.dtype, k_cache.device.index,
+            sinks is not None and sinks.dtype, alibi_slopes is not None and alibi_slopes.dtype,
+            alignment(*self._caches, *self._layer),
+        )  # fmt: skip
+        self._options = launch_options(pdl)
+        self._variants: dict[tuple[Tiles, bool, bool], Variant] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        output: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        num_reqs: int,
+        first_row: int,
+        max_query_len: int,
+        max_seq_len: int,
+        causal: bool,
+        skip_single: bool,
+        tiles: Tiles | None = None,
+    ) -> None:
+        num_tokens, _, head_dim = query.shape
+        assert query.stride(1) == head_dim and output.stride(1) == head_dim, "heads of a token lie side by side"
+        if self._hopper is not None and tiles is None and not is_short(max_query_len * self._group, max_seq_len):
+            self._hopper(
+                query, output, query_start_loc, seq_lens, block_table, num_reqs=num_reqs, first_row=first_row,
+                max_seq_len=max_seq_len, causal=causal, skip_single=skip_single,
+            )  # fmt: skip
+            return
+        tiles = tiles or choose_tiles(self._dtype, head_dim, self._group, max_query_len, self._memory)
+        variant = self._variants.get((tiles, causal, skip_single))
+        if variant is None:
+            variant = self._variants[tiles, causal, skip_single] = self._variant(tiles, causal, skip_single)
+        # A row needs at most one program more than its share of the tokens.
+        grid = (self._num_kv_heads, num_tokens // (tiles.block_m // self._group) + num_reqs - first_row)
+        strides = query.stride(0), output.stride(0)
+        arguments = (
+            query, *self._caches, output, query_start_loc, seq_lens, block_table, *self._layer, *strides,
+            block_table.stride(0), *self._cache_strides, first_row, num_reqs, *self._numbers,
+        )  # fmt: skip
+        variant((strides, alignment(query, output, query_start_loc, seq_lens, block_table)), grid, arguments)
+
+    def _variant(self, tiles: Tiles, causal: bool, skip_single: bool) -> Variant:
+        constants = {
+            **self._constants, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "CAUSAL": causal,
+            "SKIP_SINGLE": skip_single,
+        }  # fmt: skip
+        return _launch.variant(
+            self._key, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **self._options
+        )

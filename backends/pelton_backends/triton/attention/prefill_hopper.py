@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pelton_backends.triton.attention.prefill_hopper_kernel import PAGE, ROWS, hopper_prefill_kernel
-from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.launch import Launcher, Variant, alignment
 from pelton_backends.triton.runtime import launch_options, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -86,16 +86,15 @@ def _page_rows(cache: Tensor) -> tuple[TensorDescriptor, int, int, int]:
     return _pages(cache.data_ptr(), cache.dtype, num_rows, slot_stride), block_rows, head_rows, head_columns
 
 
-def serves(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+def serves(k_cache: Tensor, v_cache: Tensor, *, num_heads: int, dtype: torch.dtype) -> bool:
     """Whether dtypes, sizes and strides are among those the kernel was written for."""
-    dtype, head_dim, num_kv_heads = query.dtype, query.shape[2], k_cache.shape[2]
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
     return (
         dtype in (torch.bfloat16, torch.float16)
         and k_cache.dtype == dtype == v_cache.dtype
         and head_dim in (64, 128)
-        and k_cache.shape[1] % PAGE == 0
-        and query.shape[1] // num_kv_heads <= ROWS
-        and query.stride(0) % 8 == 0
+        and block_size % PAGE == 0
+        and num_heads // num_kv_heads <= ROWS
         and all(_is_rows(cache) for cache in (k_cache, v_cache))
     )
 
@@ -107,8 +106,8 @@ def _is_rows(cache: Tensor) -> bool:
 
 
 class HopperPrefill:
-    """`prefill_attention` without soft cap and ALiBi, on tensors for which `serves` says so: what follows from them is found
-    out once, a call adds what the step says.
+    """`prefill_attention` without soft cap and ALiBi, for layers of which `serves` says so: what follows from the layer is found out
+    once, a call adds the tensors and numbers of a step.
 
     Paper  Shah et al., FlashAttention-3 (arXiv:2407.08608): a copying warp, and scores of one tile beside the sum over the last.
 
@@ -126,41 +125,42 @@ class HopperPrefill:
 
     def __init__(
         self,
-        query: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        output: Tensor,
         *,
+        num_heads: int,
         scale: float,
         sliding_window: int | None,
         sinks: Tensor | None,
         pdl: bool,
     ) -> None:
-        self._num_tokens, self._num_heads, self._head_dim = query.shape
-        self._num_kv_heads = k_cache.shape[2]
-        group = self._num_heads // self._num_kv_heads
-        self._num_blocks = self._num_tokens // (2 * (ROWS // group))
-        self._output, self._device, self._num_sms = output, query.device, num_sms(query.device)
+        _, block_size, self._num_kv_heads, self._head_dim = k_cache.shape
+        self._num_heads = num_heads
+        group = num_heads // self._num_kv_heads
+        self._tokens_of_block = 2 * (ROWS // group)
+        self._device, self._num_sms = k_cache.device, num_sms(k_cache.device)
         k_pages, k_block_rows, k_head_rows, k_head_columns = _page_rows(k_cache)
         v_pages, v_block_rows, v_head_rows, v_head_columns = _page_rows(v_cache)
-        self._tensors, self._sinks = (query, k_pages, v_pages, output), sinks
-        self._strides = query.stride(0), output.stride(0)
+        self._pages, self._sinks = (k_pages, v_pages), sinks
         self._page_strides = (
             k_block_rows, v_block_rows, k_head_rows, v_head_rows, k_head_columns, v_head_columns,
         )  # fmt: skip
         self._numbers = scale, sliding_window or 0, self._num_kv_heads
         self._constants = {
-            "G": group, "D": self._head_dim, "BLOCK_N": BLOCK_N, "STAGES": STAGES, "BLOCK_SIZE": k_cache.shape[1],
+            "G": group, "D": self._head_dim, "BLOCK_N": BLOCK_N, "STAGES": STAGES, "BLOCK_SIZE": block_size,
             "WINDOW": sliding_window is not None, "SINKS": sinks is not None, "PDL": pdl,
         }  # fmt: skip
         self._key = (
-            *self._constants.values(), *self._strides, *self._page_strides, sliding_window, query.dtype, self._device.index,
-            sinks is not None and sinks.dtype, alignment(query, output, sinks),
+            self._page_strides, sliding_window, k_cache.dtype, self._device.index, sinks is not None and sinks.dtype,
+            alignment(sinks),
         )  # fmt: skip
         self._options = launch_options(pdl)
+        self._variants: dict[tuple[bool, bool, bool], Variant] = {}
 
     def __call__(
         self,
+        query: Tensor,
+        output: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
@@ -171,8 +171,8 @@ class HopperPrefill:
         causal: bool,
         skip_single: bool,
     ) -> None:
-        num_tokens, device = self._num_tokens, self._device
-        num_blocks = self._num_blocks + num_reqs - first_row
+        num_tokens, device = query.shape[0], self._device
+        num_blocks = num_tokens // self._tokens_of_block + num_reqs - first_row
         num_items = self._num_kv_heads * num_blocks
         splits = 1 if skip_single else choose_splits(num_items, max_seq_len, self._num_sms)
         parts = logs = None
@@ -183,19 +183,26 @@ class HopperPrefill:
         num_programs = min(num_items, self._num_sms)
         # Counts the items taken beyond each program's first one; where there are none it is not looked at.
         counter = seq_lens if num_items == num_programs else torch.zeros(1, dtype=torch.int32, device=device)
-        variant = {"CAUSAL": causal, "SPLIT": splits > 1, "SKIP_SINGLE": skip_single}
+        kind = causal, splits > 1, skip_single
+        variant = self._variants.get(kind)
+        if variant is None:
+            constants = {**self._constants, **dict(zip(("CAUSAL", "SPLIT", "SKIP_SINGLE"), kind, strict=True))}
+            variant = self._variants[kind] = _launch.variant(self._key, constants, num_warps=4, **self._options)
+        strides = query.stride(0), output.stride(0)
         arguments = (
-            *self._tensors, parts, logs, query_start_loc, seq_lens, block_table, counter, self._sinks, num_tokens,
-            *self._strides, block_table.stride(0), *self._page_strides, first_row, num_reqs, *self._numbers, num_blocks,
+            query, *self._pages, output, parts, logs, query_start_loc, seq_lens, block_table, counter, self._sinks, num_tokens,
+            *strides, block_table.stride(0), *self._page_strides, first_row, num_reqs, *self._numbers, num_blocks,
             splits,
         )  # fmt: skip
-        key = self._key, *variant.values(), alignment(query_start_loc, seq_lens, block_table)
-        _launch(key, (num_programs,), arguments, {**self._constants, **variant}, num_warps=4, **self._options)
+        key = strides, alignment(query, output, query_start_loc, seq_lens, block_table)
+        variant(key, (num_programs,), arguments)
         if parts is not None and logs is not None:
-            self._merge(parts, logs, query_start_loc, num_reqs=num_reqs, first_row=first_row)
+            self._merge(parts, logs, output, query_start_loc, num_reqs=num_reqs, first_row=first_row)
 
-    def _merge(self, parts: Tensor, logs: Tensor, query_start_loc: Tensor, *, num_reqs: int, first_row: int) -> None:
-        num_heads, head_dim, output = self._num_heads, self._head_dim, self._output
+    def _merge(
+        self, parts: Tensor, logs: Tensor, output: Tensor, query_start_loc: Tensor, *, num_reqs: int, first_row: int
+    ) -> None:
+        num_heads, head_dim, num_tokens = self._num_heads, self._head_dim, output.shape[0]
         block_h = max(min(triton.next_power_of_2(num_heads), 512 // head_dim), 1)
         key = (
             num_heads,
@@ -207,9 +214,9 @@ class HopperPrefill:
         )
         constants = {"H": num_heads, "BLOCK_H": block_h, "D": head_dim, "PDL": self._constants["PDL"]}
         arguments = (
-            parts, logs, output, query_start_loc, self._num_tokens, first_row, num_reqs, len(parts), output.stride(0),
+            parts, logs, output, query_start_loc, num_tokens, first_row, num_reqs, len(parts), output.stride(0),
         )  # fmt: skip
-        grid = (triton.cdiv(num_heads, block_h), self._num_tokens)
+        grid = (triton.cdiv(num_heads, block_h), num_tokens)
         _launch_merge(key, grid, arguments, constants, num_warps=1, **self._options)
 
 

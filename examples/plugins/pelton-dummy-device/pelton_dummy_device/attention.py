@@ -5,16 +5,13 @@ N kv heads, G query heads a kv head, D head_dim, L context tokens, T tokens of t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
-
-if TYPE_CHECKING:
-    from pelton.layers.attention import AttentionLayer
 
 
 class LoopBackend(AttentionBackend):
@@ -30,24 +27,30 @@ class LoopBackend(AttentionBackend):
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> CommonMetadata:
         return common
 
-    def slot_mapping(self, metadata: CommonMetadata) -> Tensor:
-        return metadata.slot_mapping
+    def bind(self, layer: AttentionParams) -> BoundAttention:
+        return LoopAttention(layer)
 
-    def forward(self, layer: AttentionLayer, query: Tensor, metadata: CommonMetadata, output: Tensor) -> Tensor:
+
+class LoopAttention(BoundAttention):
+    """A layer's attention, over the rows of a step."""
+
+    layer: AttentionParams
+
+    def __call__(self, query: Tensor, metadata: CommonMetadata, output: Tensor) -> None:
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         for row in range(metadata.num_reqs):
             tokens = slice(starts[row], starts[row + 1])
             if tokens.start < tokens.stop:
-                output[tokens] = self._attend(layer, query[tokens], metadata.block_table[row], lengths[row])
-        return output
+                output[tokens] = self._attend(query[tokens], metadata.block_table[row], lengths[row])
 
-    def _attend(self, layer: AttentionLayer, query: Tensor, table: Tensor, length: int) -> Tensor:
+    def _attend(self, query: Tensor, table: Tensor, length: int) -> Tensor:
         """query [T, N G, D] -> the same shape; the last token is at position length - 1."""
+        layer, block_size = self.layer, self.layer.k_cache.shape[1]
         num_tokens, num_heads, head_dim = query.shape
         position = torch.arange(length - num_tokens, length)[:, None]
         first = 0 if layer.sliding_window is None else max(length - num_tokens - layer.sliding_window + 1, 0)
         context = torch.arange(first, length)  # what left the window is not even read: its blocks may be others' by now
-        blocks, places = table[context // self.needs.block_size].long(), context % self.needs.block_size
+        blocks, places = table[context // block_size].long(), context % block_size
         keys, values = layer.k_cache[blocks, places].float(), layer.v_cache[blocks, places].float()  # [L, N, D]
         grouped = query.view(num_tokens, layer.num_kv_heads, -1, head_dim).float()  # [T, N, G, D]
         scores = torch.einsum("tngd,lnd->tngl", grouped, keys) * layer.scale

@@ -128,10 +128,12 @@ class DummyWorker(Worker):
         ids = [row.token_ids[position] for row, span in zip(rows, spans, strict=True) for position in span]
         positions = [position for span in spans for position in span]
         starts = torch.tensor([0, *output.num_scheduled]).cumsum(0)
-        metadata = tuple(
-            backend.build(self._common(rows, spans, group, starts)) for group, backend in enumerate(self.backends)
-        )
-        batch = ForwardBatch(torch.tensor(ids), torch.tensor(positions), metadata, len(ids))
+        groups = [self._common(rows, spans, group, starts) for group in range(len(self.block_sizes))]
+        batch = ForwardBatch(
+            torch.tensor(ids), torch.tensor(positions), num_tokens=len(ids),
+            attention=tuple(backend.build(groups[backend.group_id]) for backend in self.backends),
+            slot_mappings=tuple(common.slot_mapping for common in groups),
+        )  # fmt: skip
         hidden = self.model.forward(batch)
         last_tokens = starts[1:] - 1
         logits: Tensor = self.model.compute_logits(hidden, last_tokens[torch.tensor(output.samples)])
