@@ -46,7 +46,7 @@ def plugin_names(environ: Mapping[str, str] = os.environ) -> list[str] | None:
     for name in names:
         if not all(char.isalnum() or char in "_-." for char in name):
             raise ConfigError(
-                f"{PLUGINS.name} is {text!r}: {name!r} is no plugin name; use a comma list, such as 'a,b'."
+                f"{PLUGINS.name} is {text!r}: {name!r} is not a plugin name; use a comma list, such as 'a,b'."
             )
     return names
 

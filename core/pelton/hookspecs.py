@@ -92,7 +92,7 @@ def entry_type(hook: str) -> type[Entry]:
 
 @hookspec(since="1.0")
 def pelton_platforms() -> Sequence[PlatformEntry]:
-    """Offer device platforms. A `probe` that answers "not here" is no error. Called once per process."""
+    """Offer device platforms. A `probe` that answers "not here" is not an error. Called once per process."""
     raise NotImplementedError
 
 

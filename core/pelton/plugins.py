@@ -372,7 +372,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
         other = points.setdefault(point.name, point)
         owner, other_owner = (p.dist.name if p.dist else "?" for p in (point, other))
-        # The same distribution found twice on sys.path is no conflict.
+        # The same distribution found twice on sys.path is not a conflict.
         if (point.value, owner) != (other.value, other_owner):
             raise PluginError(
                 f"Two distributions offer a plugin named {point.name!r}: {other_owner} and {owner}. Uninstall one."

@@ -100,7 +100,9 @@ def test_generate_mistakes_are_one_line(argv, message, capsys):
     assert message in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("lines, message", [("{", "is no JSON"), ('{"text": 1}', 'use an object such as {"prompt"')])
+@pytest.mark.parametrize(
+    "lines, message", [("{", "is not valid JSON"), ('{"text": 1}', 'use an object such as {"prompt"')]
+)
 def test_a_bad_line_of_a_file_is_named(lines, message, capsys, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "fine"}\n' + lines)

@@ -16,7 +16,7 @@ def test_plugin_names():
     assert env.plugin_names({}) is None
     assert env.plugin_names({"PELTON_PLUGINS": ""}) == []
     assert env.plugin_names({"PELTON_PLUGINS": " a, b ,"}) == ["a", "b"]
-    with pytest.raises(ConfigError, match="'a b' is no plugin name"):
+    with pytest.raises(ConfigError, match="'a b' is not a plugin name"):
         env.plugin_names({"PELTON_PLUGINS": "a b,c"})
 
 

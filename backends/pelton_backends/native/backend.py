@@ -53,7 +53,7 @@ class NativeBackend(AttentionBackend):
         if needs.kv_dtype not in ("auto", needs.dtype):
             reasons.append(f"kv dtype {needs.kv_dtype}, only that of the model")
         if needs.num_heads % needs.num_kv_heads:
-            reasons.append(f"{needs.num_heads} heads are no multiple of {needs.num_kv_heads} kv heads")
+            reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         if not reasons:  # compiles
             why = library.reason_against()
             reasons += [why] if why else []

@@ -65,7 +65,7 @@ class SDPABackend(AttentionBackend):
         if needs.kv_dtype not in ("auto", *DTYPES):
             reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES)}")
         if needs.num_heads % needs.num_kv_heads:
-            reasons.append(f"{needs.num_heads} heads are no multiple of {needs.num_kv_heads} kv heads")
+            reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         return reasons
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> SDPAMetadata:

@@ -80,7 +80,7 @@ class TritonBackend(AttentionBackend):
         if needs.block_size % 16:
             reasons.append(f"block size {needs.block_size}, only multiples of 16")
         if needs.num_heads % needs.num_kv_heads:
-            reasons.append(f"{needs.num_heads} heads are no multiple of {needs.num_kv_heads} kv heads")
+            reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         least, what = (8, 0), ""
         if needs.kv_dtype in ("fp8", "fp8_e4m3"):  # Triton's compiler has it where the hardware converts it
             least, what = (8, 9), f" for kv dtype {needs.kv_dtype}"

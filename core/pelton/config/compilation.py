@@ -26,7 +26,7 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Explicit settings win over what the level sets."""
 
     level: int = 2
-    """-O0 (eager) to -O3; sets defaults only."""
+    """-O0 (no graphs), -O1, -O2 or -O3: the default of cudagraph_mode and nothing else (docs/cuda.md)."""
     enforce_eager: bool = False
     """Capture no graphs, whatever level and cudagraph_mode say."""
     cudagraph_mode: CUDAGraphMode | None = None

@@ -26,7 +26,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Abort, or end with STOP after a stop string was found. Ids that are finished are no error."""
+        """Abort, or end with STOP after a stop string was found. Ids that are finished are not an error."""
 
     @abstractmethod
     def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:

@@ -221,7 +221,7 @@ class _Connection:
     @property
     def last_progress_age_s(self) -> float:
         silent_s = time.monotonic() - self._last_sign
-        # A heartbeat comes every second: silence up to then is no news.
+        # A heartbeat comes every second: silence up to then is not news.
         return self._busy_s + silent_s if self._busy_s else max(0.0, silent_s - 1.5)
 
     def close(self, timeout_s: float) -> None:

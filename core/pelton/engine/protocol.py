@@ -108,7 +108,7 @@ def encode(message: ToEngine | ToFrontEnd) -> bytes:
     try:
         data = _encoder.encode(message)
     except (TypeError, OverflowError, RecursionError, ValueError) as error:
-        raise RequestError(f"The message holds something that is no plain data: {error}") from None
+        raise RequestError(f"The message holds something that is not plain data: {error}") from None
     if len(data) > limits.MAX_IPC_MESSAGE_BYTES:
         raise RequestError(
             f"The message to the other process has {len(data)} bytes; at most {limits.MAX_IPC_MESSAGE_BYTES} are sent."

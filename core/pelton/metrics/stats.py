@@ -11,7 +11,7 @@ from pelton.metrics.plugin_metrics import PluginSample
 HOST_STAGES = ("schedule", "execute", "update", "output")
 """Where the step loop spends the host's time."""
 WAIT, STEP = "wait", "step"
-"""For the device's result, which is no work of the host; and the sum of the stages, without the wait."""
+"""For the device's result, which is not work of the host; and the sum of the stages, without the wait."""
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):

@@ -165,7 +165,7 @@ def _dtype(config: EngineConfig, plugins: Plugins, hf_config: Mapping[str, Any],
 
     default = select_platform(config, plugins).default_dtype
     if name is not None:
-        notes.append(f"The checkpoint's dtype {name!r} is no compute dtype; using {default}.")
+        notes.append(f"The checkpoint's dtype {name!r} is not a compute dtype; using {default}.")
     return default
 
 

@@ -44,7 +44,7 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
 
 def advance(request: ScheduledRequest, tokens: list[int], reason: FinishReason | None) -> FinishReason | None:
     """Take in tokens of a constrained request; the reason to stop, its own when the text is complete."""
-    # EOS is no part of the constrained text.
+    # EOS is not part of the constrained text.
     inside = tokens[:-1] if tokens[-1] in request.eos_ids and reason is FinishReason.STOP else tokens
     if inside and not request.grammar.accept(inside):
         raise EngineError(f"Tokens {inside} break the request's grammar.")

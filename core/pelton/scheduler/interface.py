@@ -84,7 +84,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def finish_requests(self, request_ids: Iterable[str], reason: FinishReason, error: ErrorInfo | None = None) -> None:
-        """End requests from outside (abort, deadline, stop string). Unknown ids are no error: they finished already.
+        """End requests from outside (abort, deadline, stop string). Unknown ids are not an error: they finished already.
 
         Blocks and slots are released once no open step can touch them. An output with the reason is given by the next
         `take_outputs`, except for `FinishReason.STOP` (the front end ended it and knows).

@@ -118,7 +118,7 @@ class ScheduledRequest:
         # The fast paths of decode, written by `plan_decode`, `plan_next_event` and `leave_fast_paths` alone:
         self.fast_decode_until = 0  # with fewer known and pending tokens, a step gives it one token without a new block
         self.next_event_len = (
-            0  # with fewer known tokens, a token that is no stop token ends nothing and fills no block
+            0  # with fewer known tokens, a token that is not a stop token ends nothing and fills no block
         )
         self.num_cached_blocks = 0  # full blocks of known tokens made findable so far
         self.num_found_tokens = 0  # found in the prefix cache this time

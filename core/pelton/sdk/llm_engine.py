@@ -131,7 +131,7 @@ class LLMEngine:
         self.stat_loggers.log()
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their outputs are dropped. Ids that are finished are no error."""
+        """End requests; their outputs are dropped. Ids that are finished are not an error."""
         ids = [request_id] if isinstance(request_id, str) else request_id
         engine_ids = self.output_processor.abort(ids)
         if engine_ids and self.client.error is None:

@@ -48,7 +48,7 @@ class FakeGrammar(Grammar):
 
 
 class FakeGrammarBackend(StructuredOutputBackend):
-    """`regex` is the number of tokens; what is no number is refused."""
+    """`regex` is the number of tokens; what is not a number is refused."""
 
     def __init__(self, context: StructuredOutputContext | None = None) -> None:
         self.vocab_size = context.vocab_size if context is not None else 50

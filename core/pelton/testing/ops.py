@@ -66,7 +66,7 @@ class OpConformance:
     implementation: ClassVar[Any]
     dtype: ClassVar[str] = "float32"
     device: ClassVar[str] = "cpu"
-    least_served: ClassVar[int] = 1  # cases: refusing all is no way to pass
+    least_served: ClassVar[int] = 1  # cases: refusing all is not a way to pass
 
     def cases(self) -> Iterable[OpCase]:
         return op_cases(self.op.name, self.dtype, self.device)

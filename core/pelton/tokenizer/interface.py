@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What stands for bytes that are no character on their own."""
+"""What stands for bytes that are not a character on their own."""
 
 
 class Tokenizer(ABC):
@@ -84,5 +84,5 @@ class Tokenizer(ABC):
         return token_id in self.special_token_ids
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, for logprobs: bytes that are no character on their own become U+FFFD."""
+        """One token as text, for logprobs: bytes that are not a character on their own become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")

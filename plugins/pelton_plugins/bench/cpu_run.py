@@ -56,7 +56,7 @@ class Run:
         self.engines, self.rows, self.repeats, self.folder, self.work = engines, rows, repeats, folder, work
         self.isa = engines[0].isa
         self.about: dict[str, Any] = {"run": today(), "date": today(), "num_cores": len(cores), "repeats": repeats}
-        # What else ran on the machine before: a run beside others is no measurement of the engine.
+        # What else ran on the machine before: a run beside others is not a measurement of the engine.
         self.about["load_average"] = round(os.getloadavg()[0], 2)
         self.about["features"] = cpu_sets.features()
         self.broken = {one.name: f"{CANNOT_RUN}: {one.cannot_run}" for one in engines if one.cannot_run}

@@ -19,7 +19,7 @@ def sharegpt_requests(
     """(prompt, output tokens) of `num` conversations in random order; `output_len` in place of the answers' lengths.
 
     Left out, as is the custom: questions or answers under 4 tokens, questions above 1,024, both together above 2,048 or
-    `max_tokens`. Raises `ConfigError` when the file has too few, or is no such file.
+    `max_tokens`. Raises `ConfigError` when the file has too few, or is not such a file.
     """
     pairs = _read_pairs(path)
     rng.shuffle(pairs)
@@ -53,5 +53,5 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
         return [(talk[0]["value"], talk[1]["value"]) for talk in talks if len(talk) >= 2]
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(
-            f'--dataset-path {path} is no ShareGPT file: a list of objects with "conversations", each with a "value".'
+            f'--dataset-path {path} is not a ShareGPT file: a list of objects with "conversations", each with a "value".'
         ) from error

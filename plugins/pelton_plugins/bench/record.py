@@ -52,7 +52,7 @@ def circumstances(device: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: str | None, result: Any) -> None:
-    """Write a result, when a file was asked for; what is no number becomes null."""
+    """Write a result, when a file was asked for; what is not a number becomes null."""
     if path is None:
         return
     try:

@@ -93,7 +93,7 @@ def _from_lines(lines: list[str], path: str) -> list[Any]:
         try:
             record = msgspec.json.decode(line)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}:{number} is no JSON: {error}.") from error
+            raise ConfigError(f"{path}:{number} is not valid JSON: {error}.") from error
         if isinstance(record, dict) and isinstance(record.get("prompt_token_ids"), list):
             prompts.append({"prompt_token_ids": record["prompt_token_ids"]})
         elif isinstance(record, dict) and isinstance(record.get("prompt"), str):

@@ -101,7 +101,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is no sound safetensors file: {error}. Download it again.") from error
+        raise ConfigError(f"{file} is not a valid safetensors file: {error}. Download it again.") from error
 
 
 class SafetensorsWeight(LazyWeight):

@@ -82,7 +82,7 @@ def decode(body: bytes, struct: type[T]) -> T:
 
 
 def _unreadable(body: bytes, error: Exception) -> RequestError:
-    reason = "a string holds half of a surrogate pair" if _has_half_pair(body) else error
+    reason = "a string has an unpaired surrogate" if _has_half_pair(body) else error
     return RequestError(f"1 validation error: body: {reason}.", param="body")
 
 

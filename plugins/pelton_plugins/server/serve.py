@@ -181,7 +181,7 @@ class Server:
 
 
 def _shutdown(llm: Any) -> None:
-    """AsyncLLM's own shutdown; an engine that is dead already is no news here."""
+    """AsyncLLM's own shutdown; an engine that is dead already is not news here."""
     with contextlib.suppress(EngineDeadError):
         llm.shutdown()
 

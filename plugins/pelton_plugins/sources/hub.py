@@ -43,7 +43,7 @@ def resolve(request: SourceRequest) -> str | None:
 def _why(request: SourceRequest, error: Exception, *, offline: bool) -> str:
     from huggingface_hub import errors
 
-    where = f"{request.name!r} is no local folder, and the hub "
+    where = f"{request.name!r} is not a local folder, and the hub "
     if offline:
         return f"{where}may not be asked (HF_HUB_OFFLINE is set); it is not in the cache. Unset it, or give a local folder."
     if isinstance(error, errors.GatedRepoError):

@@ -49,7 +49,7 @@ def test_refuses_none_of_the_suites_cases(name):
     [
         ({"dtype": "float64"}, "dtype float64, only float32, bfloat16, float16"),
         ({"kv_dtype": "fp8_e4m3"}, "kv dtype fp8_e4m3"),
-        ({"num_heads": 3}, "3 heads are no multiple of 2 kv heads"),
+        ({"num_heads": 3}, "3 heads are not a multiple of 2 kv heads"),
     ],
 )
 def test_says_why_it_refuses(change, reason):

@@ -52,7 +52,7 @@ def test_fits_what_the_documents_name(head_dim: int, block_size: int, kv_dtype: 
     [
         ({"dtype": "float64"}, "dtype float64, only float16"),
         ({"kv_dtype": "int8"}, "kv dtype int8, only auto"),
-        ({"num_heads": 3}, "3 heads are no multiple of 2 kv heads"),
+        ({"num_heads": 3}, "3 heads are not a multiple of 2 kv heads"),
         ({"head_dim": 512}, "head size 512, only"),
         ({"head_dim": 100}, "head size 100, only"),
         ({"block_size": 24}, "block size 24, only multiples of 16"),

@@ -191,7 +191,7 @@ def test_tool_arguments_given_as_json_text_become_mappings():
     template = ChatTemplate(LLAMA3)
     assert template.render(as_text, tools=TOOLS) == template.render(CALLS, tools=TOOLS)
     function["arguments"] = "{city"
-    with pytest.raises(RequestError, match=r"messages\[1\].*no JSON") as caught:
+    with pytest.raises(RequestError, match=r"messages\[1\].*not valid JSON") as caught:
         template.render(as_text)
     assert caught.value.param == "messages"
 

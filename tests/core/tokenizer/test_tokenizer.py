@@ -138,7 +138,7 @@ def test_a_broken_file_is_named(folder, name, text):
         load_hf_tokenizer(folder)
 
 
-@pytest.mark.parametrize("text, message", [("ab\ud800", "surrogate pair at character 2"), (7, "is a int")])
+@pytest.mark.parametrize("text, message", [("ab\ud800", "unpaired surrogate at character 2"), (7, "is a int")])
 def test_what_is_no_text_is_the_clients_error(folder, text, message):
     tokenizer = load_hf_tokenizer(folder)
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["fine", text])):
@@ -149,7 +149,7 @@ def test_what_is_no_text_is_the_clients_error(folder, text, message):
 
 @pytest.mark.parametrize("token_id", [-1, 2**32, 2**70, "a"])
 def test_what_is_no_token_id_is_the_clients_error(folder, token_id):
-    with pytest.raises(RequestError, match="ids are 0 to 259"):
+    with pytest.raises(RequestError, match="ids must be 0 to 259"):
         load_hf_tokenizer(folder).decode([256, token_id])
 
 

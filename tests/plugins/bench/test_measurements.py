@@ -176,7 +176,7 @@ def test_throughput_of_a_sharegpt_file(model, fake_flags, asked, tmp_path, capsy
     assert "has 4 usable conversations; --num-prompts asks for 5" in capsys.readouterr().err
     (tmp_path / "talks.json").write_text('{"not": "a list"}')
     assert main([*argv, "--num-prompts", "1"]) == 2
-    assert "is no ShareGPT file" in capsys.readouterr().err
+    assert "is not a ShareGPT file" in capsys.readouterr().err
 
 
 def test_latency_of_a_tiny_model(model, tmp_path):

@@ -123,7 +123,7 @@ def test_a_broken_file_is_named(tmp_path, damage):
             "overlap": len(text).to_bytes(8, "little") + text + b"\0" * 8,
         }[damage]
     )
-    with pytest.raises(ConfigError, match=r"model.safetensors is no sound safetensors file"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a valid safetensors file"):
         read_all(load(tmp_path))
 
 

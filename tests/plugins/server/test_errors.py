@@ -202,7 +202,7 @@ def test_half_of_a_surrogate_pair_is_called_so(shared, text):
     for body in ('{"prompt": "%s"}', '{"n": "x", "prompt": "%s"}'):
         content = (body % text).encode()
         reply = shared.client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
-        check(reply, 400, "BadRequestError", "body", "body: a string holds half of a surrogate pair.")
+        check(reply, 400, "BadRequestError", "body", "body: a string has an unpaired surrogate.")
     cut = shared.client.post(COMPLETIONS, content=b'{"prompt": "\\ud800', headers={"Content-Type": "application/json"})
     check(cut, 400, "BadRequestError", "body", "truncated")
 

@@ -62,7 +62,7 @@ class TinyBlock(nn.Module):
 
 
 class TinyForCausalLM(Decoder):
-    """Parts of the model; `Decoder` runs them. A model that is no chain of layers has the methods of
+    """Parts of the model; `Decoder` runs them. A model that is not a chain of layers has the methods of
     `pelton.model.interface.CausalLM` itself."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:

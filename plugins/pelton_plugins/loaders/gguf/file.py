@@ -87,7 +87,7 @@ class GGUFFile:
             raise self.broken(f"its header ends early or is damaged ({error})") from error
 
     def broken(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.path} is no sound GGUF file: {what}. Download it again.")
+        return ConfigError(f"{self.path} is not a valid GGUF file: {what}. Download it again.")
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; arrays as lists, decoded now."""
@@ -106,7 +106,7 @@ class GGUFFile:
     def _read_header(self) -> None:
         magic, version, num_tensors, num_values = struct.unpack_from("<4sIQQ", self.data, 0)
         if magic != MAGIC:
-            raise ConfigError(f"{self.path} is no GGUF file: it starts with {magic!r}, not {MAGIC!r}.")
+            raise ConfigError(f"{self.path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}.")
         if version not in VERSIONS:
             hint = " (a big-endian file?)" if version >= 2**16 else ""
             raise ConfigError(

@@ -32,7 +32,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def hf_name(name: str) -> str | None:
-    """The Hugging Face name; None for a tensor that is no weight. Raises `ConfigError` for an unknown one."""
+    """The Hugging Face name; None for a tensor that is not a weight. Raises `ConfigError` for an unknown one."""
     if name in NOT_WEIGHTS:
         return None
     if name in GLOBAL_NAMES:

@@ -95,7 +95,7 @@ def _byte_level_bpe(file: GGUFFile, tokens: Sequence[str]) -> tuple[Backend, boo
     for merge in file.strings("tokenizer.ggml.merges"):
         left, separator, right = merge.partition(" ")
         if not separator or not left or not right:
-            raise file.broken(f"the merge {merge[:40]!r} is no pair")
+            raise file.broken(f"the merge {merge[:40]!r} is not a pair")
         merges.append((left, right))
     backend = _bpe(file, tokens, merges, ignore_merges=name in WHOLE_WORDS_FIRST)
     if name in NFC:

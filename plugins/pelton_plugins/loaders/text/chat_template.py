@@ -185,7 +185,7 @@ def _arguments(text: str, index: int) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(
-            f"messages[{index}] has a tool call whose arguments are no JSON: {error}.", param="messages"
+            f"messages[{index}] has a tool call whose arguments are not valid JSON: {error}.", param="messages"
         ) from error
 
 
@@ -193,7 +193,7 @@ def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in extra or ():
         if name in RESERVED or not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             raise RequestError(
-                f"chat_template_kwargs has {name!r}, which is no name that a template may be given this way.",
+                f"chat_template_kwargs has {name!r}, which is not a name that a template may be given this way.",
                 param="chat_template_kwargs",
             )
     plain: dict[str, Any] = _plain(extra or {})

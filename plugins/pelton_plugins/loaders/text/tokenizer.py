@@ -79,7 +79,7 @@ class RustTokenizer(Tokenizer):
             text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(
-                f"The token ids hold one that is no id ({error}); ids are 0 to {self.vocab_size - 1}.", param="tokens"
+                f"Invalid token id ({error}); ids must be 0 to {self.vocab_size - 1}.", param="tokens"
             ) from error
         return text
 
@@ -173,7 +173,7 @@ def _no_text_error(text: Any) -> RequestError | None:
         text.encode()
     except UnicodeEncodeError as error:
         return RequestError(
-            f"The prompt is no sound Unicode: half of a surrogate pair at character {error.start}.", param="prompt"
+            f"The prompt is not valid Unicode: unpaired surrogate at character {error.start}.", param="prompt"
         )
     return None
 
