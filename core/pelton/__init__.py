@@ -13,7 +13,8 @@ from pelton import moved
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.hookspecs import hookimpl
-    from pelton.outputs import CompletionOutput, RequestOutput
+    from pelton.messages.request import PoolingParams
+    from pelton.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from pelton.sampling_params import SamplingParams
     from pelton.sdk.async_llm import AsyncLLM
     from pelton.sdk.llm import LLM
@@ -31,12 +32,14 @@ _HOME = {
     "SamplingParams": "pelton.sampling_params",
     "RequestOutput": "pelton.outputs",
     "CompletionOutput": "pelton.outputs",
+    "PoolingParams": "pelton.messages.request",
+    "PoolingRequestOutput": "pelton.outputs",
     "hookimpl": "pelton.hookspecs",
 }
 
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "LLMEngine", "RequestOutput", "SamplingParams",
-    "__version__", "hookimpl",
+    "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "LLMEngine", "PoolingParams", "PoolingRequestOutput",
+    "RequestOutput", "SamplingParams", "__version__", "hookimpl",
 ]  # fmt: skip
 
 

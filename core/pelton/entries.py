@@ -13,6 +13,9 @@ from typing import Any
 
 from pelton.errors import PluginError
 
+GENERATE, POOL = "generate", "pool"
+"""Of `ModelEntry.kind`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -87,8 +90,13 @@ class ModelEntry(Entry):
     other entry names."""
 
     architectures: tuple[str, ...]
-    kind: str = "generate"
-    """What the model does; this Pelton runs models that "generate"."""
+    kind: str = GENERATE
+    """What the model does: "generate" tokens, or "pool" (vectors or scores; see `pelton.model.interface.PoolingModel`). One that
+    generates also pools, where it is asked to."""
+    attends_both_ways: bool = False
+    """Of a model that pools: each token attends to the later ones too, so that a prompt is computed in one step."""
+    reserved_positions: int = 0
+    """Positions that config.json counts and no token has: 2 of the RoBERTa family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

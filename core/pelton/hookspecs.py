@@ -211,6 +211,13 @@ def pelton_kv_connectors() -> Sequence[Entry]:
 
 
 @hookspec(since="1.0")
+def pelton_io_processors() -> Sequence[Entry]:
+    """Offer IO processors for models that pool: what `io_processor_plugin` may name. `load` gives a factory from one
+    `pelton.pooling.io_processor.IOProcessorContext` to an `IOProcessor`. Called once, in the front-end process."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
 def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
     """Change settings before anything is built: flat setting name to (value, reason). Each change is logged with its reason;
     two plugins that set one field to different values are an error. A setting that the user gave explicitly wins."""

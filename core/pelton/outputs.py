@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from pelton.errors import ErrorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pelton.messages.request import TensorData
 
 
 @dataclass(slots=True)
@@ -125,3 +131,77 @@ class RequestOutput:
     """Why it failed, with finish_reason "error"; `AsyncLLM.generate` raises it instead."""
     kv_transfer_params: dict[str, Any] | None = None
     """What the KV connector says of the request, at its end; of the first of n samples that has something."""
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """The result of one prompt, as the engine gave it."""
+
+    tensor: TensorData
+    """float32: [D], or [tokens, D] of a task for each token."""
+
+    @property
+    def data(self) -> npt.NDArray[np.float32]:
+        """The numbers as an array, which may not be written to."""
+        import numpy as np
+
+        return np.frombuffer(self.tensor.data, dtype="<f4").reshape(self.tensor.shape)
+
+    def numbers(self) -> list[float]:
+        """All of them, row by row."""
+        found: list[float] = memoryview(self.tensor.data).cast("f").tolist()  # type: ignore[assignment]
+        return found
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    probs: list[float]
+    """By class."""
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Result]):
+    """What one prompt gave; of an IO processor, what it made of all of its prompts."""
+
+    request_id: str
+    outputs: Result
+    prompt_token_ids: list[int]
+    finished: bool
+    prompt: str | None = None
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = field(default=None, repr=False)
+    error: ErrorInfo | None = None
+    """Why it failed; `outputs` is None then. `AsyncLLM.encode` raises it instead."""
+
+    def of(self, outputs: Any) -> PoolingRequestOutput[Any]:
+        """The same with other outputs."""
+        return PoolingRequestOutput(
+            self.request_id, outputs, self.prompt_token_ids, self.finished, self.prompt, self.num_cached_tokens,
+            self.metrics, self.error,
+        )  # fmt: skip
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

@@ -188,7 +188,8 @@ def test_the_http_page_lists_the_routes_there_are():
     for entry in pelton_http_routes():
         module = entry.load.partition(":")[0].replace(".", "/")
         source = (ROOT / "plugins" / f"{module}.py").read_text()
-        offered |= set(re.findall(r'@(?:get|post|route)\(\s*"(/[\w/.]+)"', source))
+        for paths in re.findall(r'@(?:get|post|route)\(\s*\[?((?:"/[\w/.]+"(?:, )?)+)', source):
+            offered |= set(re.findall(r'"(/[\w/.]+)"', paths))
     listed = set(re.findall(r"`(?:GET|POST) (/[\w/.]+)`", text))
     assert offered and listed == offered
 

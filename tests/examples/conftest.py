@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ PLUGINS = {
     "jsonl_stats": "pelton-jsonl-stats",
     "dummy_device": "pelton-dummy-device",
     "window_model": "pelton-window-model",
+    "grid_vectors": "pelton-grid-vectors",
 }
 
 
@@ -37,7 +39,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The packages importable in this process; gone again afterwards, so that other tests do not see them."""
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setenv("PYTHONPATH", str(site))  # for engine processes
+    # For engine processes.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
     importlib.invalidate_caches()
     yield site
     for name in [name for name in sys.modules if name.split(".")[0] in {f"pelton_{plugin}" for plugin in PLUGINS}]:

@@ -26,6 +26,7 @@ def test_all_are_listed_with_their_distribution(installed, capsys):
         ("jsonl_stats", "pelton-jsonl-stats"),
         ("dummy_device", "pelton-dummy-device"),
         ("window_model", "pelton-window-model"),
+        ("grid_vectors", "pelton-grid-vectors"),
     ):
         assert listing[name]["distribution"] == distribution and listing[name]["loaded"]
         assert listing[name]["entries"]
@@ -40,7 +41,7 @@ def test_they_are_chosen_by_name(installed, monkeypatch):
 
 
 def test_without_them_nothing_of_theirs_is_there():
-    assert not {"tiny_model", "jsonl_stats", "dummy_device", "window_model"} & {
+    assert not {"tiny_model", "jsonl_stats", "dummy_device", "window_model", "grid_vectors"} & {
         plugin.name for plugin in load_plugins().loaded
     }
 

@@ -12,9 +12,19 @@ PELTON_API = ">=1,<2"
 
 @hookimpl
 def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
-    if device_type != "cpu":
+    if device_type not in ("cpu", "cuda"):
         return []
+    encoder = BackendEntry(
+        name="sdpa_encoder",
+        load="pelton_backends.sdpa.encoder:SDPAEncoderBackend",
+        priority=10,
+        device_types=(device_type,),
+        doc="attention in both directions without a cache, in torch",
+    )
+    if device_type != "cpu":
+        return [encoder]
     return [
+        encoder,
         BackendEntry(
             name="sdpa",
             load="pelton_backends.sdpa.backend:SDPABackend",

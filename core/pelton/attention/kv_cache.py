@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pelton.attention.interface import AttentionBackend, KVLayout
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, KVLayout
+from pelton.attention.metadata import NO_CACHE
+from pelton.attention.phases import BackendChoice
 from pelton.errors import ConfigError
 from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan, KVCacheSpec
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.attention.cache_layer import CacheLayer
+    from pelton.attention.encoder import CachelessLayer
     from pelton.model.build import BuildConfig
 
 
@@ -89,21 +92,33 @@ class _Binder:
         for layer in layers.values():
             if layer.shares is not None:
                 self._bind_layer(layer, bound[layer.shares])
+        for cacheless in self._build.cacheless_layers.values():
+            self._bind_cacheless(cacheless)
         return BoundCaches(self._backends, list(bound.values()), kernel_sizes)
 
+    def _bind_cacheless(self, layer: CachelessLayer) -> None:
+        backend_class = layer.selection.backend
+        index = self._backend(NO_CACHE, backend_class, layer.needs)
+        layer.bind_backend(index, self._backends[index])
+
     def _bind_layer(self, layer: CacheLayer, bound: BoundLayer) -> None:
-        build, backend_class, group_id = self._build, layer.selection.backend, bound.group_id
-        needs = replace(layer.needs, block_size=self._plan.groups[group_id].spec.block_size)
+        needs = replace(layer.needs, block_size=self._plan.groups[bound.group_id].spec.block_size)
+        index = self._backend(bound.group_id, layer.selection.backend, needs)
+        layer.bind_cache(bound.views, index, self._backends[index])
+
+    def _backend(self, group_id: int, backend_class: BackendChoice, needs: AttentionNeeds) -> int:
+        """The index of the backend that describes a group's steps to layers of such needs."""
         key = (group_id, backend_class, backend_class.builder_needs(needs))
         index = self._indices.setdefault(key, len(self._backends))
         if index == len(self._backends):
+            build = self._build
             backend = backend_class(
                 needs, build.device, max_num_seqs=build.max_num_seqs, max_num_tokens=build.max_num_batched_tokens,
                 max_model_len=build.max_model_len,
             )  # fmt: skip
             backend.group_id = group_id
             self._backends.append(backend)
-        layer.bind_cache(bound.views, index, self._backends[index])
+        return index
 
     def _kernel_size(self, group_id: int) -> int:
         """A step's block table counts in kernel blocks of one size, for the whole group."""

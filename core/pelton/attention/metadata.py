@@ -72,6 +72,7 @@ class ForwardBatch:
     attention: tuple[Any, ...]  # per set of metadata (`CacheLayer.bind_cache`): what its backend's `build` gave
     num_tokens: int
     adapter: Any = None  # LoRA metadata
+    token_types: Tensor | None = None  # [T] int64: 1 for tokens of a pair's second text; None: there are none
     slot_mappings: tuple[Tensor, ...] = ()  # per KV group [T] int64, at fixed addresses where the step is captured
     cut: Callable[[Any, Tensor, Tensor], object] | None = None
     """Where a step is cut at attention: called with a layer, its query and the output to fill, in place of the layer's `attend`

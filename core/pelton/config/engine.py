@@ -21,6 +21,7 @@ from pelton.config.kv_transfer import KVTransferConfig
 from pelton.config.model import LoadConfig, ModelConfig
 from pelton.config.observability import ObservabilityConfig
 from pelton.config.parallel import ParallelConfig
+from pelton.config.pooling import PoolingConfig
 from pelton.config.scheduler import SchedulerConfig
 from pelton.config.speculative import SpeculativeConfig
 from pelton.errors import ConfigError
@@ -38,6 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compilation: CompilationConfig = msgspec.field(default_factory=CompilationConfig)
     speculative: SpeculativeConfig = msgspec.field(default_factory=SpeculativeConfig)
     kv_transfer: KVTransferConfig = msgspec.field(default_factory=KVTransferConfig)
+    pooling: PoolingConfig = msgspec.field(default_factory=PoolingConfig)
     observability: ObservabilityConfig = msgspec.field(default_factory=ObservabilityConfig)
     plugin_config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     """Settings of plugins, by plugin name; each plugin checks its own."""
@@ -71,7 +73,7 @@ FIELD_HOME: dict[str, tuple[str, str]] = {
 """Flat name to (section, field)."""
 _FLAT_NAME = {home: name for name, home in FIELD_HOME.items()}
 _CONFIG_SUFFIX = "_config"
-_EXAMPLES = {"show_hidden_metrics_for_version": "0.1"}
+_EXAMPLES = {"show_hidden_metrics_for_version": "0.1", "pooling_type": "mean"}
 """Good values of fields whose default and type do not give one."""
 
 

@@ -55,6 +55,7 @@ class EngineCore:
     def __init__(
         self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, executor: Executor | None = None
     ) -> None:
+        config = without_chunks(config, model)
         budget_is_open = config.scheduler.max_num_batched_tokens is None and config.scheduler.enable_chunked_prefill
         self.config = config = resolve_sizes(config, model, plugins)
         self.model = model
@@ -129,6 +130,7 @@ class EngineCore:
                 min_acceptance_rate=config.speculative.min_acceptance_rate,
                 engine_config=config,
                 metrics=self._metrics,
+                is_pooling=self.model.is_pooling,
             ),
         )
 
@@ -402,6 +404,14 @@ def _wait(handle: StepHandle, timeout_s: float | None) -> ModelOutput | None:
         if not handle.ready():
             return None
     return handle.result()  # it came just now, or the TimeoutError is its own
+
+
+def without_chunks(config: EngineConfig, model: ResolvedModel) -> EngineConfig:
+    """Of a model whose tokens see the later ones: it needs each prompt whole, and there is no cache to look prefixes up in."""
+    if model.pooling is None or not model.pooling.attends_both_ways:
+        return config
+    scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
+    return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineConfig:

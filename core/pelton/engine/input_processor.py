@@ -16,10 +16,11 @@ import msgspec
 
 from pelton import limits
 from pelton.config import EngineConfig
+from pelton.engine.pooling_requests import check_pooling_params, truncated
 from pelton.errors import ConfigError, NotSupportedError, RequestError
-from pelton.messages.request import EngineRequest, check_plain_data
+from pelton.messages.request import EngineRequest, PoolingParams, check_plain_data
 from pelton.model.resolved import ResolvedModel
-from pelton.sampling_params import MODEL_DEFAULTS, SamplingParams
+from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from pelton.messages.report import EngineInfo
@@ -40,6 +41,8 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     requests: list[EngineRequest]
+    pooling_params: PoolingParams | None = None
+    """Set for a request that pools; `params` are defaults that nobody reads then."""
 
 
 class InputProcessor:
@@ -91,6 +94,10 @@ class InputProcessor:
         output_kind: Any = None,
     ) -> ProcessedRequest:
         """Check and translate one request. Raises `RequestError` that names the field. Does not change `params`."""
+        if self.model.pooling is not None:
+            raise RequestError(
+                f"This model does not generate; it is run for {', '.join(self.model.pooling.tasks)}.", param="model"
+            )
         self._check_request_fields(request_id, priority, cache_salt, timeout_s)
         if params is None:
             params = self.get_default_sampling_params()
@@ -111,6 +118,32 @@ class InputProcessor:
                 cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params,
             ),
         )  # fmt: skip
+
+    def process_pooling(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> ProcessedRequest:
+        """Check and translate one request that pools. params: of the model's first task when None. truncate_prompt_tokens: keep
+        so many tokens of a longer text, -1 for as many as fit. Raises `RequestError` that names the field."""
+        self._check_request_fields(request_id, priority, cache_salt, timeout_s)
+        params = check_pooling_params(params, self.model)
+        text, token_ids, param = self._tokenize(prompt)
+        if truncate_prompt_tokens is not None:
+            token_ids = truncated(token_ids, text, truncate_prompt_tokens, self.max_model_len, self.tokenizer)
+        self._check_prompt(token_ids, param, num_new=0)
+        sampling = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        request = EngineRequest(
+            request_id=f"{request_id}-{next(self._serial):x}", prompt_token_ids=token_ids, sampling_params=sampling,
+            pooling_params=params, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s,
+        )  # fmt: skip
+        return ProcessedRequest(request_id, text, token_ids, sampling, [request], params)
 
     def _requests(self, request_id: str, params: SamplingParams, **fields: Any) -> list[EngineRequest]:
         """One a sample; fields: of `EngineRequest`, equal for all of them. The engine knows each by an id that never comes
@@ -202,13 +235,15 @@ class InputProcessor:
             self._check_vocabulary(found, "input_tokens")
             return found
 
-    def _check_prompt(self, token_ids: list[int], param: str) -> None:
+    def _check_prompt(self, token_ids: list[int], param: str, num_new: int = 1) -> None:
+        """num_new: tokens that the request generates at least."""
         if not token_ids:
             raise RequestError("The prompt is empty; give at least one token.", param=param)
-        if len(token_ids) >= self.max_model_len:
+        if len(token_ids) + num_new > self.max_model_len:
+            beside = ", and the output needs at least one" if num_new else ""
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
-                f"{len(token_ids)} tokens, and the output needs at least one. Shorten the prompt.",
+                f"{len(token_ids)} tokens{beside}. Shorten the prompt.",
                 param=param,
             )
 

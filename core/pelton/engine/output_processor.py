@@ -15,14 +15,24 @@ from typing import TYPE_CHECKING, Any
 from pelton.config import EngineConfig
 from pelton.engine.input_processor import ProcessedRequest
 from pelton.engine.stop_strings import StopMatcher
-from pelton.errors import ErrorInfo, PeltonError, RequestError
+from pelton.errors import EngineError, ErrorInfo, PeltonError, RequestError
 from pelton.messages.outputs import EngineEvent, EngineOutput, EngineOutputs, EventType, FinishReason, PackedLogprobs
 from pelton.metrics.stats import FinishedRequestStats, IterationStats
-from pelton.outputs import CompletionOutput, LazyLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
+from pelton.outputs import (
+    CompletionOutput,
+    LazyLogprobs,
+    Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
 from pelton.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from pelton.engine.output_queue import OutputQueue
+    from pelton.messages.request import TensorData
     from pelton.tokenizer import Tokenizer
     from pelton.tokenizer.detokenizer import IncrementalDetokenizer
 
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
 class Processed:
     """The results of one batch of engine outputs."""
 
-    outputs: list[RequestOutput] = field(default_factory=list)
+    outputs: list[RequestOutput | PoolingRequestOutput[Any]] = field(default_factory=list)
     """Of requests without a queue."""
     stopped: list[str] = field(default_factory=list)
     """Engine ids that met a stop string here: the engine has to finish them."""
@@ -209,7 +219,7 @@ class _Request:
     """One request of a user: n sequences."""
 
     __slots__ = (
-        "arrival", "decode_token", "error", "is_touched", "kv_transfer_params", "params", "processed", "prompt_logprobs",
+        "arrival", "decode_token", "error", "is_touched", "kv_transfer_params", "params", "pooled", "processed", "prompt_logprobs",
         "prompt_logprobs_sent", "queue", "sequences", "ttft_s", "unfinished",
     )  # fmt: skip
 
@@ -230,6 +240,7 @@ class _Request:
         self.unfinished = len(processed.requests)
         self.error: ErrorInfo | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
+        self.pooled: TensorData | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.prompt_logprobs_sent = False
         self.ttft_s: float | None = None
@@ -239,9 +250,11 @@ class _Request:
     def request_id(self) -> str:
         return self.processed.request_id
 
-    def output(self, interval: int, now: float) -> RequestOutput | None:
-        """The `RequestOutput` that is due, if one is."""
+    def output(self, interval: int, now: float) -> RequestOutput | PoolingRequestOutput[Any] | None:
+        """The output that is due, if one is."""
         kind, finished = self.params.output_kind, self.unfinished == 0
+        if self.processed.pooling_params is not None:
+            return self._pooling_output(now) if finished else None
         if kind == RequestOutputKind.FINAL_ONLY and not finished:
             return None
         news = [sequence for sequence in self.sequences if finished or sequence.has_news(interval)]
@@ -266,6 +279,21 @@ class _Request:
             metrics=self._metrics(now) if finished else None,
             error=self.error,
             kv_transfer_params=self.kv_transfer_params,
+        )
+
+    def _pooling_output(self, now: float) -> PoolingRequestOutput[Any]:
+        error = self.error
+        if self.pooled is None and error is None:
+            error = EngineError("The request was aborted.").to_info()
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            outputs=None if self.pooled is None else PoolingOutput(self.pooled),
+            prompt_token_ids=self.processed.prompt_token_ids,
+            finished=True,
+            prompt=self.processed.prompt,
+            num_cached_tokens=self.sequences[0].num_cached_tokens,
+            metrics=self._metrics(now),
+            error=error,
         )
 
     def _metrics(self, now: float) -> RequestMetrics:
@@ -418,6 +446,9 @@ class OutputProcessor:
                 times.last_token = stamp
                 if output.logprobs is not None and sequence.new_logprobs is not None:
                     sequence.new_logprobs.append(output.logprobs.head(kept))
+            if output.pooled is not None:
+                request.pooled = output.pooled
+                self._note_first_token(sequence, stats, now)
             if sequence.finish_reason is not None:  # by a stop string
                 if output.finish_reason is None:
                     done.stopped.append(sequence.engine_id)

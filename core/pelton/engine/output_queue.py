@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from pelton.outputs import RequestOutput
+from pelton.outputs import PoolingRequestOutput, RequestOutput
 from pelton.sampling_params import RequestOutputKind
 
 
@@ -12,14 +13,14 @@ class OutputQueue:
     """`put` and `get` on one event loop; one consumer. Memory is bounded by one output."""
 
     def __init__(self) -> None:
-        self._output: RequestOutput | None = None
+        self._output: Any = None
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, output: RequestOutput, kind: RequestOutputKind) -> None:
+    def put(self, output: RequestOutput | PoolingRequestOutput[Any], kind: RequestOutputKind) -> None:
         if self._output is None:
             self._output = output
-        elif kind == RequestOutputKind.DELTA:
+        elif kind == RequestOutputKind.DELTA and isinstance(output, RequestOutput):
             merge_delta(self._output, output)
         else:
             self._output = output
@@ -30,7 +31,8 @@ class OutputQueue:
         self._error = error
         self._wake()
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> Any:
+        """A `RequestOutput`, or the `PoolingRequestOutput` of a request that pools."""
         while self._output is None:
             if self._error is not None:
                 raise self._error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pelton.messages.report import EngineInfo
+from pelton.model.pooling import PoolingSpec
 from pelton.model.resolved import ResolvedModel
 
 
@@ -12,6 +13,7 @@ def start_table(info: EngineInfo, model: ResolvedModel) -> str:
     num_tokens = max(info.num_blocks - 1, 0) * info.block_size  # block 0 is never handed out
     rows = [
         ("model", f"{model.name} ({model.architecture}, {model.dtype}, {model.weights_format})"),
+        *([("pooling", _pooling(model.pooling))] if model.pooling is not None else []),
         ("device", report.device or report.platform),
         ("attention", _with_reason(report.attention_backend, report.attention_reason)),
         *report.choices.items(),
@@ -19,7 +21,9 @@ def start_table(info: EngineInfo, model: ResolvedModel) -> str:
         (
             "KV cache",
             f"{info.num_blocks} blocks of {info.block_size} tokens, {_size(info.kv_cache_bytes)}, room for "
-            f"{num_tokens / max(info.max_model_len, 1):.1f} requests of full length",
+            f"{num_tokens / max(info.max_model_len, 1):.1f} requests of full length"
+            if info.kv_cache_bytes
+            else "none: this model has no layer with a cache",
         ),
         (
             "limits",
@@ -31,6 +35,16 @@ def start_table(info: EngineInfo, model: ResolvedModel) -> str:
     rows += [("note", note) for note in [*model.notes, *report.notes]]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _pooling(spec: PoolingSpec) -> str:
+    how = (
+        f"{spec.pooling_type}, {'length 1' if spec.normalize else 'any length'}"
+        if not spec.labels
+        else spec.pooling_type
+    )
+    classes = f", {spec.num_labels} classes" if spec.labels else ""
+    return f"{', '.join(spec.tasks)} ({how}{classes})"
 
 
 def _with_reason(what: str, why: str) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.embedding import LMHead, VocabEmbedding
+from pelton.layers.pooling_decoder import PoolingDecoder
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
 
@@ -34,6 +35,15 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(*hidden, rows)
         return logits
+
+    def hidden_states(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor | None) -> Tensor:
+        """Of a model that pools: final hidden states of the tokens `rows` [n], or of all."""
+        states: Tensor = self.lm_head.hidden_states(*hidden, rows)
+        return states
+
+    def as_pooling(self, *, config: BuildConfig) -> PoolingDecoder:
+        """The `PoolingModel` that this model is without its output head; `config` is the one that it was made with."""
+        return PoolingDecoder(self, config=config)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return self.weights.load(weights)

@@ -9,9 +9,12 @@ from torch import nn
 from pelton.layers.linear import LinearModule
 from pelton.layers.norm import RMSNorm
 from pelton.ops.interface import (
+    AddNorm,
     AddNormLogits,
     AddNormLogitsNeeds,
     AddNormLogitsTensors,
+    AddNormNeeds,
+    AddNormTensors,
     Embed,
     EmbedNeeds,
     EmbedTensors,
@@ -76,6 +79,10 @@ class LMHead(nn.Module):
         """tied: the embedding's matrix is used, and a copy of it in the checkpoint is not read."""
         super().__init__()
         vocab_size, hidden_size = embedding.vocab_size, norm.spec.size
+        if config.pooling is not None:
+            config.weights.ignore(rf"{prefix}\.weight")
+            self.add_norm = _bind_norm(norm, post_norm, config)
+            return
         if tied:
             config.weights.ignore(rf"{prefix}\.weight")
             matrix: VocabMatrix = embedding
@@ -96,3 +103,22 @@ class LMHead(nn.Module):
     def forward(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         """rows [n] int64 -> [n, vocab_size] float32"""
         return self.add_norm_logits(hidden, residual, rows)
+
+    def hidden_states(self, hidden: Tensor, residual: Tensor | None, rows: Tensor | None) -> Tensor:
+        """Of a model that pools, in place of logits: rows [n] int64, or all -> [n, H]."""
+        if rows is not None:
+            hidden, residual = hidden[rows], None if residual is None else residual[rows]
+        else:  # `add_norm` may overwrite them
+            hidden, residual = hidden.clone(), None if residual is None else residual.clone()
+        return self.add_norm(hidden, residual)[0]
+
+
+def _bind_norm(norm: RMSNorm, post_norm: RMSNorm | None, config: BuildConfig) -> AddNorm:
+    needs = AddNormNeeds(
+        dtype=config.dtype_name, norm=norm.spec, post_norm=post_norm.spec if post_norm else None,
+        tp_size=config.parallel.size,
+    )  # fmt: skip
+    post_weight = post_norm.weight if post_norm else None
+    tensors = AddNormTensors(norm.weight, post_weight, config.all_reduce(norm.spec.size))
+    bound: AddNorm = config.ops.bind("add_norm", needs, tensors)
+    return bound

@@ -105,18 +105,25 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             _text("adapter.path", self.path, limits.MAX_ADAPTER_PATH_CHARS)
 
 
-POOLING_TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
+TOKEN_TASKS = ("token_embed", "token_classify")
+EMBED_TASKS = ("embed", "token_embed")
+POOLING_TASKS = ("embed", "classify", "score", "reward", "token_embed", "token_classify")
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request for a vector or scores instead of tokens: vLLM's names and meaning."""
 
     task: str = "embed"
-    """embed, classify, score, token_embed or token_classify."""
+    """embed (a vector), classify (probabilities), score (of a pair of texts), reward (a head's bare numbers), token_embed or
+    token_classify (a row for each token)."""
     dimensions: int | None = None
     """Numbers to keep of each vector, where the model was trained for that; all when unset."""
     use_activation: bool | None = None
     """Normalize vectors, or turn scores into probabilities; as the model says when unset."""
+    second_text_start: int | None = None
+    """The prompt's first token of a second text, for encoders that tell the texts of a pair apart."""
+    skip_reading_prefix_cache: bool | None = None
+    """Compute all tokens. Set by the front end where the result needs every token's hidden state."""
 
     def __post_init__(self) -> None:
         if self.task not in POOLING_TASKS:
@@ -129,6 +136,15 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 f"pooling_params.dimensions must be an integer from 1 to {limits.MAX_POOLING_DIMENSIONS}",
                 param="pooling_params.dimensions", value=self.dimensions,
             )  # fmt: skip
+        if self.second_text_start is not None and not 0 <= self.second_text_start < 2**31:
+            raise RequestError(
+                f"pooling_params.second_text_start must be an integer from 0 to {2**31 - 1}",
+                param="pooling_params.second_text_start", value=self.second_text_start,
+            )  # fmt: skip
+
+    def asked(self) -> tuple[str, int | None, bool | None]:
+        """What is to be made of a prompt's hidden states: equal for requests that can be made together."""
+        return self.task, self.dimensions, self.use_activation
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -16,6 +16,7 @@ from pelton.attention.selector import AttentionSelector
 from pelton.config import EngineConfig
 from pelton.config.plugin_settings import S, read_settings
 from pelton.errors import ConfigError
+from pelton.model.pooling import PoolingSpec
 from pelton.model.weights import WeightMap
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
 from pelton.ops.selector import OpSelector
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.attention.cache_layer import CacheLayer
+    from pelton.attention.encoder import CachelessLayer
     from pelton.layers.rope import Rope, RopeParameters
     from pelton.model.resolved import ResolvedModel
     from pelton.plugins import Plugins
@@ -82,11 +84,14 @@ class BuildConfig:
     quantization: QuantizationMethod = field(default_factory=PlainWeights)
     raw_hf: HFConfig = field(default_factory=lambda: HFConfig({}))
     """config.json as it is, with what `hf` leaves out: `vision_config` and the like."""
+    pooling: PoolingSpec | None = None
+    """Set where the model is run to pool: then it has no output head."""
     engine_config: EngineConfig | None = None
     """All settings; None in tests of layers alone."""
     # Left by layers.
     weights: WeightMap = field(default_factory=WeightMap)
     cache_layers: dict[str, CacheLayer] = field(default_factory=dict)
+    cacheless_layers: dict[str, CachelessLayer] = field(default_factory=dict)
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
     large_pages: LargePages = field(default_factory=LargePages)
 
@@ -138,6 +143,7 @@ def make_build_config(
         hf=HFConfig(model.hf_config),
         raw_hf=HFConfig(model.raw_config),
         engine_config=config,
+        pooling=model.pooling,
         dtype=getattr(torch, model.dtype),
         device=device,
         max_model_len=model.max_model_len,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pelton.errors import ConfigError
+from pelton.model.pooling import PoolingFolder
 
 if TYPE_CHECKING:
     from pelton.tokenizer.interface import Tokenizer
@@ -37,6 +38,10 @@ class ModelFormat(ABC):
     def read_generation_config(self, path: Path) -> dict[str, Any]:
         """The fields of generation_config.json; empty when there is none."""
         return {}
+
+    def read_pooling(self, path: Path) -> PoolingFolder:
+        """What lies beside the config on pooling; an empty one when nothing does."""
+        return PoolingFolder()
 
     @abstractmethod
     def load_tokenizer(self, path: Path) -> Tokenizer: ...

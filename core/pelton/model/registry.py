@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pelton.entries import ModelEntry
+from pelton.entries import GENERATE, POOL, ModelEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.logging import get_logger
 from pelton.plugins import blamed
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 SIGNATURE = '__init__(self, *, config: BuildConfig, prefix: str = "")'
 ANY = "*"
-KINDS = ("generate",)
+KINDS = (GENERATE, POOL)
 """Of `ModelEntry.kind`."""
+HEAD_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "Model")
+"""Architectures that are a causal model without its output head, and with one of another kind or none."""
+CAUSAL_SUFFIX = "ForCausalLM"
 
 logger = get_logger(__name__)
 
@@ -33,7 +36,7 @@ def find_model(entries: Iterable[ModelEntry], architecture: str) -> ModelEntry:
     Raises `ConfigError` listing what there is, and `PluginError` when two claim it with one priority.
     """
     ordered = sorted(entries, key=lambda entry: (-entry.priority, entry.name))
-    for wanted in (architecture, ANY):
+    for wanted in (architecture, causal_name(architecture), ANY):
         claims = [entry for entry in ordered if wanted in entry.architectures]
         if len(claims) > 1:
             first, second = claims[:2]
@@ -50,6 +53,18 @@ def find_model(entries: Iterable[ModelEntry], architecture: str) -> ModelEntry:
         f"No model plugin offers architecture {architecture!r}. There is: {known}. "
         "Install a plugin for it, or name one of these in config.json's architectures."
     )
+
+
+def causal_name(architecture: str) -> str:
+    """The architecture of the causal model that this one is, but for its head: `Qwen3ForCausalLM` for `Qwen3Model`."""
+    suffix = next((suffix for suffix in HEAD_SUFFIXES if architecture.endswith(suffix)), None)
+    return architecture if suffix is None else architecture.removesuffix(suffix) + CAUSAL_SUFFIX
+
+
+def find_named(entries: Iterable[ModelEntry], architecture: str) -> ModelEntry | None:
+    """The entry with the highest priority that names `architecture`; None where there is none."""
+    claims = [entry for entry in entries if architecture in entry.architectures]
+    return min(claims, key=lambda entry: (-entry.priority, entry.name)) if claims else None
 
 
 def _runnable(entry: ModelEntry) -> ModelEntry:
@@ -75,18 +90,28 @@ def load_model_class(entry: ModelEntry) -> type[nn.Module]:
         raise PluginError(
             f"Model {entry.name!r} ({entry.load}) is made with {inspect.signature(model_class)}; models must have {SIGNATURE}."
         )
-    for method in ("forward", "compute_logits", "load_weights"):
+    interface, own_method = ("PoolingModel", "pool") if entry.kind == POOL else ("CausalLM", "compute_logits")
+    for method in ("forward", own_method, "load_weights"):
         if not callable(getattr(model_class, method, None)):
             raise PluginError(
-                f"Model {entry.name!r} ({entry.load}) has no {method}; see pelton.model.interface.CausalLM."
+                f"Model {entry.name!r} ({entry.load}) has no {method}; see pelton.model.interface.{interface}."
             )
     return model_class  # type: ignore[no-any-return]
 
 
 def build_model(config: BuildConfig, architecture: str, plugins: Plugins) -> Any:
-    """The model with its weights allocated, not loaded: a `CausalLM`."""
+    """The model with its weights allocated, not loaded: a `CausalLM`, or a `PoolingModel` where `config.pooling` is set."""
     entry = find_model(plugins.entries("pelton_models"), architecture)
     with blamed(f"Model {entry.name!r}", entry.load, ADVICE):
         model_class = load_model_class(entry)
         model = model_class(config=config)
-        return model.eval()
+        return (model if config.pooling is None or entry.kind == POOL else _as_pooling(entry, model, config)).eval()
+
+
+def _as_pooling(entry: ModelEntry, model: Any, config: BuildConfig) -> Any:
+    if not callable(getattr(model, "as_pooling", None)):
+        raise ConfigError(
+            f"{entry} generates, and its class has no as_pooling. Set runner to generate, or give it that method "
+            "(pelton.layers.decoder.Decoder has it)."
+        )
+    return model.as_pooling(config=config)

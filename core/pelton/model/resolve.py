@@ -6,15 +6,18 @@ sampling defaults) is decided here, once, in the front end: every other process 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.config.plugin_settings import check_plugin_settings
+from pelton.entries import ModelEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.model.formats import ModelFormat, read_json
+from pelton.model.pooling import PoolingFolder
+from pelton.model.resolve_pooling import ModelFacts, resolve_pooling
 from pelton.model.resolved import ResolvedModel
 from pelton.model.source import SourceRequest
 from pelton.plugins import FIX_IT, Plugins, calling
@@ -53,19 +56,25 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
     hf_config = text_config(found_config, model.hf_overrides)
     _check_numbers(hf_config, path)
     own_generation = model_format.read_generation_config(path)
+    architecture, folder = _architecture(hf_config, path), model_format.read_pooling(path)
+    entries = plugins.entries("pelton_models")
+    pooling = resolve_pooling(config, ModelFacts(hf_config, architecture, folder, entries))
     return ResolvedModel(
         name=model.model,
         path=str(path),
         weights_format=_weights_format(config, model_format, path),
         hf_config=hf_config,
         raw_config=merge(found_config, model.hf_overrides),
-        architecture=_architecture(hf_config, path),
+        architecture=architecture,
         dtype=_dtype(config, plugins, hf_config, notes),
-        max_model_len=_max_model_len(model.max_model_len, hf_config, notes),
+        max_model_len=_max_model_len(
+            model.max_model_len, _context_fields(hf_config, architecture, entries), notes, folder
+        ),
         vocab_size=_vocab_size(hf_config, path),
         eos_token_ids=_eos_token_ids(hf_config, own_generation, model.hf_overrides),
         generation_config=_sampling_defaults(config, own_generation),
         tokenizer_path=_tokenizer_path(config, plugins, path),
+        pooling=pooling,
         notes=notes,
     )
 
@@ -192,8 +201,21 @@ def _check_numbers(hf_config: Mapping[str, Any], path: Path) -> None:
                 )
 
 
-def _max_model_len(wanted: int | None, hf_config: Mapping[str, Any], notes: list[str]) -> int:
+def _context_fields(
+    hf_config: Mapping[str, Any], architecture: str, entries: Sequence[ModelEntry]
+) -> Mapping[str, Any]:
+    """The config without the positions that no token has."""
+    reserved = max((entry.reserved_positions for entry in entries if architecture in entry.architectures), default=0)
+    stated = hf_config.get("max_position_embeddings")
+    if not reserved or not isinstance(stated, int):
+        return hf_config
+    return {**hf_config, "max_position_embeddings": stated - reserved}
+
+
+def _max_model_len(wanted: int | None, hf_config: Mapping[str, Any], notes: list[str], folder: PoolingFolder) -> int:
     derived = context_length(hf_config)
+    if wanted is None and folder.max_seq_length is not None:
+        return min(folder.max_seq_length, derived or folder.max_seq_length)
     if derived is None:
         if wanted is None:
             notes.append(f"The config states no context length; max_model_len is {DEFAULT_MAX_MODEL_LEN}.")

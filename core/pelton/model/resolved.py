@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from pelton.model.pooling import PoolingSpec
+
 
 class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Made once by the front end (`model.resolve.resolve_model`) and sent to every other process."""
@@ -29,7 +31,13 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of the model (temperature, top_k, top_p, ...); empty when not wanted."""
     tokenizer_path: str | None
     """Folder or `.gguf` file; None with skip_tokenizer_init."""
+    pooling: PoolingSpec | None = None
+    """Set for a model that is run to pool instead of generating."""
     raw_config: dict[str, Any] = {}
     """config.json as it is, overrides applied: with the parts (vision, audio) that `hf_config` leaves out."""
     notes: list[str] = []
     """What was found odd or adjusted, for the log."""
+
+    @property
+    def is_pooling(self) -> bool:
+        return self.pooling is not None

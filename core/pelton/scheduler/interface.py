@@ -63,6 +63,8 @@ class SchedulerContext:
     connector: SchedulerConnector | None = None
     adapter_is_ready: Callable[[int], bool] | None = None
     """Asked for requests with an adapter. None: the engine serves no adapters."""
+    is_pooling: bool = False
+    """Requests have `pooling_params`: each ends with its prompt's last token, and samples none."""
     gates: Sequence[Gate] = ()
     """Further admission gates, asked after the built-in ones."""
     clock: Callable[[], float] = time.monotonic

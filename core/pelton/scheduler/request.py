@@ -67,6 +67,7 @@ class ScheduledRequest:
         "num_unconfirmed_tokens",
         "only_samples",
         "packed_token_ids",
+        "pools",
         "prompt_logprobs",
         "request",
         "request_id",
@@ -91,6 +92,10 @@ class ScheduledRequest:
         self.num_prompt_tokens = len(self.token_ids)
         limit = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_total_tokens = min(limit, max_model_len)
+        pooling = request.pooling_params
+        self.pools = pooling is not None
+        if self.pools:  # the step that computes the last token is the last
+            self.max_total_tokens = self.num_prompt_tokens + 1
         self.min_tokens = self.num_prompt_tokens + params.min_tokens  # in all, so that one comparison does
         self.eos_ids = frozenset(() if params.ignore_eos else request.eos_token_ids)
         self.stop_ids = self.eos_ids.union(params.stop_token_ids or ())
@@ -124,6 +129,8 @@ class ScheduledRequest:
         self.num_found_tokens = 0  # found in the prefix cache this time
         self.num_cached_tokens = -1  # found, or brought by a connector, at the first scheduling; -1 before it
         self.skip_prefix_lookup = params.prompt_logprobs is not None
+        if pooling is not None and pooling.skip_reading_prefix_cache:
+            self.skip_prefix_lookup = True
 
         self.events: list[EngineEvent] = []
         self.prompt_logprobs: list[PackedLogprobs] = []  # collected so far, until sent

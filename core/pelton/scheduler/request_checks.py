@@ -19,11 +19,12 @@ class AdmissionLimits:
     has_grammars: bool
     has_adapters: bool
     has_connector: bool
+    is_pooling: bool = False
 
     def check(self, request: EngineRequest, num_queued_reqs: int, num_queued_tokens: int) -> None:
         """Raises `RequestError`. num_queued: what waits already, and has never run."""
         num_prompt = len(request.prompt_token_ids)
-        self._check_prompt(num_prompt)
+        self._check_prompt(num_prompt, num_new=0 if request.pooling_params is not None else 1)
         if request.sampling_params.structured_outputs is not None and not self.has_grammars:
             raise NotSupportedError(
                 "structured_outputs needs a structured-output backend, and no plugin offers one here.",
@@ -49,7 +50,9 @@ class AdmissionLimits:
 
     def _check_features(self, request: EngineRequest) -> None:
         """Refuse what this engine does not offer."""
-        if request.pooling_params is not None:
+        if request.pooling_params is None and self.is_pooling:
+            raise NotSupportedError("This engine pools; send a request with pooling_params.", param="pooling_params")
+        if request.pooling_params is not None and not self.is_pooling:
             raise NotSupportedError("This engine does not pool; send a request to generate.", param="pooling_params")
         if request.multi_modal_items:
             kinds = ", ".join(sorted({item.kind for item in request.multi_modal_items}))
@@ -63,13 +66,15 @@ class AdmissionLimits:
                 "No KV connector runs here; leave kv_transfer_params out.", param="kv_transfer_params"
             )
 
-    def _check_prompt(self, num_prompt: int) -> None:
+    def _check_prompt(self, num_prompt: int, num_new: int) -> None:
+        """num_new: tokens that the request generates at least."""
         if not num_prompt:
             raise RequestError("The prompt is empty; give at least one token.", param="prompt")
-        if num_prompt >= self.max_model_len:
+        if num_prompt + num_new > self.max_model_len:
+            beside = " with one token to generate" if num_new else ""
             raise RequestError(
-                f"The prompt has {num_prompt} tokens; at most {self.max_model_len - 1} fit the context of "
-                f"{self.max_model_len} with one token to generate.",
+                f"The prompt has {num_prompt} tokens; at most {self.max_model_len - num_new} fit the context of "
+                f"{self.max_model_len}{beside}.",
                 param="prompt",
             )
         if not self.config.enable_chunked_prefill and num_prompt > self.max_num_batched_tokens:
@@ -78,7 +83,7 @@ class AdmissionLimits:
                 "(max_num_batched_tokens) can run.",
                 param="prompt",
             )
-        needed = self.kv.max_blocks_needed(num_prompt + 1)
+        needed = self.kv.max_blocks_needed(num_prompt + num_new)
         if needed > self.kv.num_usable_blocks:
             raise RequestError(
                 f"The prompt has {num_prompt} tokens and needs {needed} blocks of KV cache; there are "

@@ -66,6 +66,7 @@ class DefaultScheduler(Scheduler):
             has_grammars=context.grammar_source is not None,
             has_adapters=context.adapter_is_ready is not None,
             has_connector=context.connector is not None,
+            is_pooling=context.is_pooling,
         )
         self._allocations = Allocations(
             kv_manager,

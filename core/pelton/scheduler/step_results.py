@@ -9,6 +9,7 @@ from pelton.errors import EngineError
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
 from pelton.messages.outputs import EngineOutput, FinishReason, LogprobColumns, PackedLogprobs
+from pelton.messages.request import TensorData
 from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.scheduler import grammars
 from pelton.scheduler.allocations import Allocations
@@ -116,6 +117,8 @@ class StepResults:
             and output.step_id > request.discard_logprobs_through_step
         ):
             request.prompt_logprobs.append(_packed(columns))
+        if request.pools:
+            return self._take_pooled(request, result.pooled.get(row)) if samples else None
         reason: FinishReason | None = None
         stop_reason: int | None = None
         if samples:
@@ -132,6 +135,18 @@ class StepResults:
         if reason is not None:
             self._table.finish(request)
             told.kv_transfer_params = request.kv_transfer_params
+        return told
+
+    def _take_pooled(self, request: ScheduledRequest, pooled: TensorData | None) -> EngineOutput:
+        """The end of a request that pools."""
+        if pooled is None:
+            raise EngineError("No result came back for a row that pools.")
+        self._cache_and_plan(request, is_plain=False)
+        told = EngineOutput(request.request_id, [], FinishReason.STOP, pooled=pooled)
+        told.events, request.events = request.events, []
+        told.num_cached_tokens = max(request.num_cached_tokens, 0)
+        self._table.finish(request)
+        told.kv_transfer_params = request.kv_transfer_params
         return told
 
     def _cache_and_plan(self, request: ScheduledRequest, *, is_plain: bool) -> None:

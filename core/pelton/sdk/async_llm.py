@@ -17,18 +17,28 @@ from typing import TYPE_CHECKING, Any
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
 from pelton.engine.client import EngineClient
-from pelton.engine.input_processor import InputProcessor, Prompt
+from pelton.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OutputQueue
-from pelton.errors import DeadlineExceededError, EngineDeadError, EngineError, PeltonError, error_from_info
+from pelton.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    EngineError,
+    PeltonError,
+    RequestError,
+    error_from_info,
+)
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
+from pelton.messages.request import PoolingParams
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import SchedulerStats
-from pelton.outputs import RequestOutput
+from pelton.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from pelton.pooling.io_processor import DATA, NO_PROCESSOR, IOProcessor, is_for_processor, parse
 from pelton.sampling_params import SamplingParams
 from pelton.sdk.front_end import FrontEnd
+from pelton.sdk.prompts import as_prompts
 from pelton.utils import garbage
 
 if TYPE_CHECKING:
@@ -160,8 +170,8 @@ class AsyncLLM:
         """
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         queue = await self._add(
-            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s,
-            kv_transfer_params=kv_transfer_params,
+            self.input_processor.process, prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
+            timeout_s=timeout_s, kv_transfer_params=kv_transfer_params,
         )  # fmt: skip
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
         finished = False
@@ -176,22 +186,124 @@ class AsyncLLM:
             if not finished:
                 self._abort(request_id)
 
+    async def encode(
+        self,
+        prompt: Prompt | Mapping[str, Any],
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        **arguments: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+        """The one output of a prompt that pools. Closing or cancelling the iteration aborts it. arguments: priority,
+        cache_salt, timeout_s and truncate_prompt_tokens, as `encode_all` has them. With an IO processor the prompt may be
+        {"data": ...}, and `outputs` is what the processor made. Raises as `generate`."""
+        request_id = request_id if request_id is not None else uuid.uuid4().hex
+        if is_for_processor(prompt):
+            yield await self._encode_data(prompt[DATA], pooling_params, request_id, arguments)  # type: ignore[call-overload,index]
+            return
+        async with contextlib.aclosing(self._encode_each([prompt], [pooling_params], request_id, arguments)) as found:
+            async for _, output in found:
+                yield output
+
+    async def encode_all(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams | None] | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Outputs of many prompts, in their order; the first that fails ends all. pooling_params: one for all, or one each."""
+        if pooling_params is None or isinstance(pooling_params, PoolingParams):
+            pooling_params = [pooling_params] * len(prompts)
+        arguments = {
+            "priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+        }  # fmt: skip
+        request_id = request_id if request_id is not None else uuid.uuid4().hex
+        async with contextlib.aclosing(self._encode_each(prompts, pooling_params, request_id, arguments)) as found:
+            return [output async for _, output in found]
+
+    async def _encode_each(
+        self,
+        prompts: Sequence[Any],
+        pooling_params: Sequence[PoolingParams | None],
+        request_id: str,
+        arguments: Mapping[str, Any],
+    ) -> AsyncGenerator[tuple[int, PoolingRequestOutput[PoolingOutput]], None]:
+        """All of them are under way together; told with their index, in order. Closing it aborts the others."""
+        timeout_s = arguments.get("timeout_s")
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
+        waiting: dict[str, OutputQueue] = {}
+        try:
+            for index, (prompt, params) in enumerate(zip(prompts, pooling_params, strict=True)):
+                own_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+                process = self.input_processor.process_pooling
+                waiting[own_id] = await self._add(process, prompt, params, own_id, **arguments)
+            for index, own_id in enumerate(list(waiting)):
+                queue = waiting[own_id]
+                output = await (queue.get() if deadline is None else _get_until(deadline, queue, timeout_s))
+                del waiting[own_id]
+                if output.error is not None:
+                    raise error_from_info(output.error)
+                yield index, output
+        finally:
+            for own_id in waiting:
+                self._abort(own_id)
+
+    async def _encode_data(
+        self, data: Any, params: PoolingParams | None, request_id: str, arguments: Mapping[str, Any]
+    ) -> PoolingRequestOutput[Any]:
+        processor = self._front_end.io_processor
+        if processor is None:
+            raise RequestError(NO_PROCESSOR, param=DATA)
+        parsed = parse(processor, data)
+        merged = processor.merge_pooling_params(params)
+        try:
+            prompts = as_prompts(await processor.pre_process_async(parsed, request_id))
+            return await self._processed(processor, prompts, merged, request_id, arguments)
+        finally:
+            processor.discard(request_id)
+
+    async def _processed(
+        self,
+        processor: IOProcessor[Any, Any],
+        prompts: Sequence[Prompt],
+        params: PoolingParams,
+        request_id: str,
+        arguments: Mapping[str, Any],
+    ) -> PoolingRequestOutput[Any]:
+        ids: list[int] = []
+
+        async def each() -> AsyncGenerator[tuple[int, PoolingRequestOutput[PoolingOutput]], None]:
+            found = self._encode_each(prompts, [params] * len(prompts), request_id, arguments)
+            async with contextlib.aclosing(found):
+                async for index, output in found:
+                    ids.extend(output.prompt_token_ids)
+                    yield index, output
+
+        async with contextlib.aclosing(each()) as outputs:
+            made = await processor.post_process_async(outputs, request_id)
+        return PoolingRequestOutput(request_id, made, ids, True)
+
     async def _add(
         self,
+        process: Callable[..., ProcessedRequest],
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         request_id: str,
         **arguments: Any,
     ) -> OutputQueue:
-        """arguments: further ones of `InputProcessor.process`."""
+        """process: of the input processor; arguments: further ones of it."""
         self._check_accepting()
         arrival = time.monotonic()
-        process = self.input_processor.process
         if self.input_processor.text_length(prompt) > LONG_PROMPT_CHARS:
-            processed = await asyncio.to_thread(process, request_id, prompt, sampling_params, **arguments)
+            processed = await asyncio.to_thread(process, request_id, prompt, params, **arguments)
             self._check_accepting()
         else:
-            processed = process(request_id, prompt, sampling_params, **arguments)
+            processed = process(request_id, prompt, params, **arguments)
         queue = OutputQueue()
         self.output_processor.add(processed, arrival=arrival, queue=queue)
         self._idle.clear()
@@ -375,7 +487,7 @@ class AsyncLLM:
             self.stat_loggers.log()
 
 
-async def _get_until(deadline: float, queue: OutputQueue, timeout_s: float | None) -> RequestOutput:
+async def _get_until(deadline: float, queue: OutputQueue, timeout_s: float | None) -> Any:
     try:
         async with asyncio.timeout_at(deadline):
             return await queue.get()

@@ -27,6 +27,7 @@ class FrontEnd:
     def __init__(self, config: EngineConfig, plugins: Plugins | None = None, explicit: Collection[str] = ()) -> None:
         from pelton.model.resolve import load_tokenizer, resolve_model
         from pelton.plugins import load_plugins
+        from pelton.pooling.io_processor import load_io_processor
 
         began = time.monotonic()
         _show_log(config)
@@ -39,6 +40,8 @@ class FrontEnd:
             logger.info("%s", note)
         with pelton_logging.phase("load tokenizer", self.phase_s):
             self.tokenizer: Tokenizer | None = load_tokenizer(self.config, self.model, self.plugins)
+        with self.plugins.blaming("when the IO processor is made"):
+            self.io_processor = load_io_processor(self.config, self.model, self.tokenizer, self.plugins)
         backends = self.plugins.entries("pelton_structured_output_backends")
         self.input_processor = InputProcessor(
             self.config, self.model, self.tokenizer, structured_output_backends=[entry.name for entry in backends]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pelton.config import EngineConfig
@@ -12,10 +12,24 @@ from pelton.engine.input_processor import ProcessedRequest, Prompt
 from pelton.engine.start_table import start_table
 from pelton.errors import RequestError
 from pelton.logging import get_logger
-from pelton.outputs import RequestOutput
+from pelton.messages.request import PoolingParams
+from pelton.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from pelton.pooling.io_processor import DATA, NO_PROCESSOR, is_for_processor, parse
+from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, score_of
 from pelton.sampling_params import RequestOutputKind, SamplingParams
 from pelton.sdk.llm_engine import LLMEngine
 from pelton.sdk.progress import ProgressBar
+from pelton.sdk.prompts import as_prompts, as_several
 
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric
@@ -100,7 +114,7 @@ class LLM:
         front_end = self.llm_engine.front_end
         prompts: list[Prompt] = []
         wanted = "a list of messages, or a list of such lists"
-        for conversation in _as_several("messages", messages, part=Mapping, wanted=wanted, param="messages"):
+        for conversation in as_several("messages", messages, part=Mapping, wanted=wanted, param="messages"):
             text = front_end.render_chat(
                 conversation,
                 chat_template=chat_template,
@@ -115,6 +129,118 @@ class LLM:
                 {"prompt": text, "prompt_token_ids": front_end.tokenizer.encode(text, add_special_tokens=False)}
             )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    # -- pooling --
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt] | Mapping[str, Any],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """Run prompts through a model that pools; `outputs` of each is a `PoolingOutput`.
+
+        pooling_params: one for all, one each, or None for the task `pooling_task`, by default the model's first.
+        truncate_prompt_tokens: keep so many tokens of a longer prompt, -1 for as many as fit. With an IO processor
+        `encode({"data": ...})` gives one output, whose `outputs` is what the processor made.
+        """
+        if is_for_processor(prompts):
+            return [self._encode_data(prompts, pooling_params, use_tqdm)]  # type: ignore[arg-type]
+        many = as_prompts(prompts)
+        if pooling_params is None and pooling_task is not None:
+            pooling_params = PoolingParams(task=pooling_task)
+        params = _one_each("pooling_params", pooling_params, len(many), (PoolingParams, type(None)))
+        if pooling_task is not None and any(one is not None and one.task != pooling_task for one in params):
+            raise RequestError("pooling_task and pooling_params name different tasks.", param="pooling_task")
+        shared = {"truncate_prompt_tokens": truncate_prompt_tokens}
+        process = self.llm_engine.input_processor.process_pooling
+        done = [
+            self._blamed(index, len(many), process, prompt, one, **shared)
+            for index, (prompt, one) in enumerate(zip(self._tokenize(many), params, strict=True))
+        ]
+        return self._run(done, use_tqdm, "encode")
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt."""
+        found = self._encode_task("embed", prompts, use_tqdm, pooling_params, truncate_prompt_tokens)
+        return [_of(output, lambda pooled: EmbeddingOutput(pooled.numbers())) for output in found]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probability of each class, for each prompt."""
+        found = self._encode_task("classify", prompts, use_tqdm, pooling_params, truncate_prompt_tokens)
+        return [_of(output, lambda pooled: ClassificationOutput(pooled.numbers())) for output in found]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The bare numbers of the model's head, for each prompt."""
+        return self._encode_task("reward", prompts, use_tqdm, pooling_params, truncate_prompt_tokens)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit each other: one against each of `data_2`, or each against its own. A cross-encoder reads both
+        texts; of a model that embeds it is the cosine of their vectors. truncate_prompt_tokens: of a pair, or of each text."""
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        engine, pairs = self.llm_engine, paired(first, second)
+        if reads_pairs(engine.model):
+            most = engine.input_processor.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+            made = [pair_prompt(pair, engine.tokenizer, max_tokens=most) for pair in pairs]
+            found = self.encode([prompt for prompt, _ in made], [params for _, params in made], use_tqdm=use_tqdm)
+            return [_of(output, lambda pooled: ScoringOutput(score_of(pooled))) for output in found]
+        vectors = self._encode_task("embed", [*first, *second], use_tqdm, None, truncate_prompt_tokens)
+        return [_compared(one, other) for one, other in paired(vectors[: len(first)], vectors[len(first) :])]
+
+    def _encode_task(
+        self, task: str, prompts: Any, use_tqdm: bool, params: Any, truncate_prompt_tokens: int | None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        return self.encode(
+            prompts, params, pooling_task=task, use_tqdm=use_tqdm, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+
+    def _encode_data(self, given: Mapping[str, Any], params: Any, use_tqdm: bool) -> PoolingRequestOutput[Any]:
+        processor = self.llm_engine.front_end.io_processor
+        if processor is None:
+            raise RequestError(NO_PROCESSOR, param="data")
+        request_id = str(next(self._ids))
+        parsed = parse(processor, given[DATA])
+        merged = processor.merge_pooling_params(params)
+        try:
+            prompts = as_prompts(processor.pre_process(parsed, request_id))
+            outputs = self.encode(prompts, merged, use_tqdm=use_tqdm)
+            error = next((output.error for output in outputs if output.error is not None), None)
+            made = processor.post_process(outputs, request_id) if error is None else None
+        finally:
+            processor.discard(request_id)
+        ids = [token_id for output in outputs for token_id in output.prompt_token_ids]
+        return PoolingRequestOutput(request_id, made, ids, True, error=error)
 
     def _tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
         """Many texts at once are tokenized on all cores."""
@@ -132,31 +258,31 @@ class LLM:
         self, prompts: list[Prompt], params: Sequence[Any], priorities: Sequence[int], shared: Mapping[str, Any]
     ) -> list[ProcessedRequest]:
         process = self.llm_engine.input_processor.process
-        done: list[ProcessedRequest] = []
-        for index, (prompt, one, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
-            try:
-                done.append(
-                    process(
-                        str(next(self._ids)),
-                        prompt,
-                        one,
-                        priority=priority,
-                        output_kind=RequestOutputKind.FINAL_ONLY,
-                        **shared,
-                    )
-                )
-            except RequestError as error:
-                if len(prompts) > 1:
-                    error.args = (f"Prompt {index}: {error}",)
-                raise
-        return done
+        return [
+            self._blamed(
+                index, len(prompts), process, prompt, one,
+                priority=priority, output_kind=RequestOutputKind.FINAL_ONLY, **shared,
+            )
+            for index, (prompt, one, priority) in enumerate(zip(prompts, params, priorities, strict=True))
+        ]  # fmt: skip
 
-    def _run(self, requests: list[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _blamed(
+        self, index: int, count: int, process: Callable[..., ProcessedRequest], *given: Any, **options: Any
+    ) -> ProcessedRequest:
+        """One of `count` prompts; an error says which."""
+        try:
+            return process(str(next(self._ids)), *given, **options)
+        except RequestError as error:
+            if count > 1:
+                error.args = (f"Prompt {index}: {error}",)
+            raise
+
+    def _run(self, requests: list[ProcessedRequest], use_tqdm: bool, title: str = "generate") -> list[Any]:
         """Add all, step until all are done. Whatever interrupts it leaves nothing running."""
         engine = self.llm_engine
         ids = [request.request_id for request in requests]
-        outputs: dict[str, RequestOutput] = {}
-        bar = ProgressBar("generate", len(requests)) if use_tqdm and requests else None
+        outputs: dict[str, RequestOutput | PoolingRequestOutput[Any]] = {}
+        bar = ProgressBar(title, len(requests)) if use_tqdm and requests else None
         try:
             for request in requests:
                 engine.add_processed(request)
@@ -217,19 +343,19 @@ class LLM:
         self.shutdown()
 
 
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as several."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    wanted = "text, token ids, a prompt dictionary, or a list of these"
-    return _as_several("prompts", prompts, part=int, wanted=wanted, param="prompt")
+def _of(output: PoolingRequestOutput[PoolingOutput], make: Callable[[PoolingOutput], Any]) -> PoolingRequestOutput[Any]:
+    """With what `make` says of the outputs; without them where the request failed."""
+    return output if output.error is not None else output.of(make(output.outputs))
 
 
-def _as_several(name: str, value: Any, *, part: type, wanted: str, param: str) -> list[Any]:
-    """A list whose entries are `part`s is one of what is asked for, any other list holds several."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise RequestError(f"{name} is a {type(value).__name__}; give {wanted}.", param=param)
-    return [value] if value and isinstance(value[0], part) else list(value)
+def _compared(
+    one: PoolingRequestOutput[PoolingOutput], other: PoolingRequestOutput[PoolingOutput]
+) -> ScoringRequestOutput:
+    failed = next((output for output in (one, other) if output.error is not None), None)
+    if failed is not None:
+        return failed.of(None)
+    both = [*one.prompt_token_ids, *other.prompt_token_ids]
+    return PoolingRequestOutput(other.request_id, ScoringOutput(cosine(one.outputs, other.outputs)), both, True)
 
 
 def _one_each(name: str, value: Any, count: int, types: tuple[type, ...]) -> Sequence[Any]:

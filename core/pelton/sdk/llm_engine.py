@@ -15,9 +15,9 @@ from pelton.errors import EngineDeadError
 from pelton.logging import get_logger
 from pelton.messages.outputs import FinishReason
 from pelton.messages.report import EngineInfo
+from pelton.messages.request import PoolingParams
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import IterationStats, SchedulerStats
-from pelton.outputs import RequestOutput
 from pelton.sampling_params import SamplingParams
 from pelton.sdk.front_end import FrontEnd
 
@@ -71,7 +71,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -79,6 +79,12 @@ class LLMEngine:
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
         """Queue a request. Raises `RequestError`; nothing is queued then."""
+        if isinstance(params, PoolingParams):
+            pooled = self.input_processor.process_pooling(
+                request_id, prompt, params, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s
+            )
+            self.add_processed(pooled)
+            return
         self.add_processed(
             self.input_processor.process(
                 request_id,
@@ -100,12 +106,13 @@ class LLMEngine:
             self.abort_request([processed.request_id])
             raise
 
-    def step(self) -> list[RequestOutput]:
-        """Run the engine until it has outputs, and return those that are due now. Empty when nothing is unfinished."""
+    def step(self) -> list[Any]:
+        """Run the engine until it has outputs, and return those that are due now: `RequestOutput`s, of a model that pools
+        `PoolingRequestOutput`s. Empty when nothing is unfinished."""
         outputs, _ = self.step_with_stats()
         return outputs
 
-    def step_with_stats(self) -> tuple[list[RequestOutput], IterationStats]:
+    def step_with_stats(self) -> tuple[list[Any], IterationStats]:
         try:
             batch = self.client.get_outputs()
             now = time.monotonic()

@@ -172,6 +172,56 @@ def make_tiny_tokenizer(path: str | Path, *, vocab_size: int = VOCAB_SIZE) -> Pa
     return path
 
 
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # family: (prefix of transformers' classes, fields that differ from _ENCODER)
+    "bert": ("Bert", {}),
+    "xlm_roberta": ("XLMRoberta", {"pad_token_id": 1, "max_position_embeddings": 130, "type_vocab_size": 1}),
+    "modernbert": (
+        "ModernBert",
+        {"num_hidden_layers": 4, "local_attention": 16, "global_attn_every_n_layers": 3, "classifier_pooling": "mean"},
+    ),
+}
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID,
+    "cls_token_id": BOS_ID, "sep_token_id": EOS_ID,
+}  # fmt: skip
+
+
+def make_tiny_encoder(path: str | Path, family: str, head: str = "Model", **overrides: Any) -> Path:
+    """Save a random encoder of `family` (a key of `ENCODERS`) in folder `path`. head: the end of its class's name, such as
+    "ForSequenceClassification"; `overrides` are config.json fields."""
+    import torch
+    import transformers
+
+    prefix, own = ENCODERS[family]
+    config = getattr(transformers, f"{prefix}Config")(**{**_ENCODER, **own, **overrides})
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = getattr(transformers, f"{prefix}{head}")(config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() == 1:
+                    weight.normal_(1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0, 0.2)
+                else:
+                    weight.normal_(0.0, (0.5 if "embeddings" in name else 2.0 / weight.shape[1] ** 0.5))
+    path = Path(path)
+    model.save_pretrained(path)
+    make_tiny_tokenizer(path)
+    return path
+
+
+def load_pooling_reference(path: str | Path, head: str = "") -> Any:
+    """transformers' own float32 model of a folder: `AutoModel<head>`, with plain attention."""
+    import torch
+    import transformers
+
+    auto = getattr(transformers, f"AutoModel{head}")
+    model = auto.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    return model
+
+
 _CORPUS = """
 The server takes a prompt and answers with the next token. A block holds the keys and values of sixteen tokens.
 There is a small house near the river where the children play in the afternoon, and their mother reads a book.

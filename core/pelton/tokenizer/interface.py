@@ -7,10 +7,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from pelton.errors import NotSupportedError
 
 REPLACEMENT = "\ufffd"
 """What stands for bytes that are not a character on their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairEncoding:
+    """Two texts as one prompt."""
+
+    token_ids: list[int]
+    second_start: int | None
+    """The first token of the second text, where the model tells the two apart by it."""
 
 
 class Tokenizer(ABC):
@@ -44,6 +56,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Raises as `encode`."""
+
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> PairEncoding:
+        """Two texts as one prompt, as cross-encoders read them. max_tokens: the longer text loses tokens at its end until they
+        fit. Raises as `encode`, and `NotSupportedError` where the tokenizer cannot."""
+        raise NotSupportedError("This model's tokenizer encodes no pairs of texts.", param="text_2")
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -242,6 +242,7 @@ class ModelRunner:
             sample_slots=columns.sample_slots, logit_tokens=logit_tokens,
             num_draft=columns.num_draft if plan.has_drafts else None, num_unsampled=columns.num_unsampled,
             pooled=pooled, has_adapters=has_lora,
+            token_types=None if pooled is None else self._token_types(pooled, plan.shape.num_padded_tokens),
         )  # fmt: skip
 
     def _pooled_rows(self, plan: StepPlan) -> PooledRows:
@@ -257,6 +258,19 @@ class ModelRunner:
             last_tokens=last_tokens,
             query_start_loc=self.buffers.query_start_loc[: plan.shape.num_padded_reqs + 1],
         )
+
+    def _token_types(self, rows: PooledRows, num_tokens: int) -> Tensor | None:
+        """1 for tokens of second texts, where a row has one."""
+        starts = [params.second_text_start for params in rows.params]
+        if all(start is None for start in starts):
+            return None
+        types = np.zeros(num_tokens, dtype=np.int64)
+        for row, start in enumerate(starts):
+            if start is not None:
+                first, count = int(rows.starts[row]), int(rows.counts[row])
+                types[first + min(max(start - int(rows.num_before[row]), 0), count) : first + count] = 1
+        (staged,) = self._staging.stage([types])
+        return staged
 
     def _stage(self, plan: StepPlan) -> StepColumns:
         return StepColumns(

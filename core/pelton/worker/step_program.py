@@ -40,6 +40,7 @@ class StepInputs:
     appends: Sequence[tuple[Tensor, Tensor]] = ()  # for each KV group places in its block table, flat, and block ids
     prefix_lens: Tensor | None = None  # [groups] int32, tokens of common prefixes
     pooled: PooledRows | None = None
+    token_types: Tensor | None = None  # [T] int64, see `ForwardBatch`
     result: Tensor | None = None  # where the tail writes; None: memory of its own
     is_fixed: bool = False  # all of them lie at fixed addresses, as a captured step reads them
     has_adapters: bool = False
@@ -88,10 +89,12 @@ class StepProgram:
 
     def batch(self, key: BatchDescriptor, inputs: StepInputs) -> ForwardBatch:
         """Prepare the inputs of the forward pass."""
-        return self.ops.forward_batch(
+        batch = self.ops.forward_batch(
             inputs.slots, inputs.num_scheduled, inputs.shape, self._backends, key if inputs.is_fixed else None,
             inputs.prefix_lens, inputs.has_adapters,
         )  # fmt: skip
+        batch.token_types = inputs.token_types
+        return batch
 
     def forward(self, key: BatchDescriptor, inputs: StepInputs) -> Any:
         return self.model.forward(self.batch(key, inputs))

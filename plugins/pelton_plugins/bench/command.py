@@ -16,6 +16,7 @@ MEASUREMENTS = {
     "soak": "minutes of random valid requests from many clients: wrong answers, leaks, growth, streams that stand still",
     "table": "the workloads that Pelton is compared by, with other engines' figures and the device's floor",
     "cpu-table": "the demo model on CPU cores: the rows that Pelton is compared by, beside other engines, also in one run",
+    "embed": "texts a second through an embedding model, beside other engines in one run",
     "busy": "speed of decoding alone, beside programs that use the same cores, and beside a second engine",
     "speculation": "decoding with drafts, all of them right and none, against decoding without",
     "host": "host time of a step by stage, with many running requests",

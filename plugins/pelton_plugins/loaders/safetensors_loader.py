@@ -33,6 +33,8 @@ class SafetensorsLoader(WeightLoader):
 
     def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
         self._shards = find_shards(Path(model.path))
+        dense = model.pooling.dense if model.pooling is not None else []
+        self._modules = {Path(model.path) / one.path / SINGLE: f"{one.path}." for one in dense}
         for file, names in self._shards.items():
             with _open(file) as shard:
                 missing = [] if names is None else sorted(names - set(shard.keys()))
@@ -43,6 +45,13 @@ class SafetensorsLoader(WeightLoader):
                 )
 
     def weights(self) -> Iterator[tuple[str, LazyWeight]]:
+        yield from self._model_weights()
+        for file, prefix in self._modules.items():
+            module = _open(file)
+            for name in module.offset_keys():
+                yield prefix + name, SafetensorsWeight(file, name, module.get_slice(name))
+
+    def _model_weights(self) -> Iterator[tuple[str, LazyWeight]]:
         for file, names in self._shards.items():
             shard, num_mapped = _open(file), 0
             for name in shard.offset_keys():

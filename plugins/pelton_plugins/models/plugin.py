@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import ModelEntry
+from pelton.entries import POOL, ModelEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
@@ -25,6 +25,33 @@ def pelton_models() -> Sequence[ModelEntry]:
         ),
         _entry("gemma3", "Gemma3ForCausalLM", "Gemma 3, text: local and global layers, norms around each sub-layer"),
         _entry("gemma4", "Gemma4ForCausalLM", "Gemma 4, text, dense: the last layers read the cache of earlier ones"),
+        *_encoders("bert", "BERT, MiniLM", "Bert"),
+        *_encoders("roberta", "RoBERTa, XLM-RoBERTa", "Roberta", "XLMRoberta", "Camembert", reserved_positions=2),
+        *_encoders("modernbert", "ModernBERT", "ModernBert"),
+    ]
+
+
+_HEADS = {
+    "Model": "vectors",
+    "ForMaskedLM": "vectors, of a checkpoint with its pre-training head",
+    "ForSequenceClassification": "a class or a score for each text, or each pair",
+    "ForTokenClassification": "a class for each token",
+}
+
+
+def _encoders(module: str, known_as: str, *families: str, reserved_positions: int = 0) -> list[ModelEntry]:
+    """One for each head; the first family's name is that of the classes."""
+    return [
+        ModelEntry(
+            name=f"{module}-{head.removeprefix('For').lower()}",
+            load=f"pelton_plugins.models.{module}:{families[0]}{head}",
+            architectures=tuple(f"{family}{head}" for family in families),
+            kind=POOL,
+            attends_both_ways=True,
+            reserved_positions=reserved_positions,
+            doc=f"{known_as}: {doc}",
+        )
+        for head, doc in _HEADS.items()
     ]
 
 

@@ -30,6 +30,11 @@ def pelton_http_routes() -> Sequence[Entry]:
             load="pelton_plugins.server.routes.openai:routes",
             doc="/v1/models, /v1/completions, /v1/chat/completions",
         ),
+        Entry(
+            name="pooling",
+            load="pelton_plugins.server.routes.pooling:routes",
+            doc="/v1/embeddings, /classify, /score, /rerank, /pooling",
+        ),
         Entry(name="tokens", load="pelton_plugins.server.routes.tokens:routes", doc="/tokenize, /detokenize"),
         Entry(
             name="operations",

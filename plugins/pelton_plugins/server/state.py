@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pelton.errors import ModelNotFoundError, PeltonError
+from pelton.errors import ModelNotFoundError, PeltonError, RequestError
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.http_metrics import HttpMetrics
@@ -53,6 +53,17 @@ class ServerState:
             error = ModelNotFoundError(f"The model `{shown}` does not exist. Valid aliases: {known}.")
             error.param = "model"
             raise error
+
+    def generating_engine(self) -> AsyncLLM | Any:
+        """The engine, or `RequestError` (400) where its model pools."""
+        llm = self.engine()
+        if llm.model.pooling is not None:
+            tasks = ", ".join(llm.model.pooling.tasks)
+            raise RequestError(
+                f"This model does not generate; it is run for {tasks}. Use /v1/embeddings, /classify, /score or /pooling.",
+                param="model",
+            )
+        return llm
 
     def admit(self, exchange: Exchange) -> None:
         most = self.config.max_concurrent_requests

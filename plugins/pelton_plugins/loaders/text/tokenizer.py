@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from pelton.errors import ConfigError, RequestError
-from pelton.tokenizer.interface import Tokenizer
+from pelton.tokenizer.interface import PairEncoding, Tokenizer
 from pelton_plugins.loaders.text.chat_template import ChatTemplate, read_template
 
 _LONG_TEXT_CHARS = 4096
@@ -73,6 +73,17 @@ class RustTokenizer(Tokenizer):
         except TypeError as error:
             raise next(filter(None, map(_no_text_error, texts)), _no_text(texts)) from error
         return [encoding.ids for encoding in found]
+
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> PairEncoding:
+        try:
+            found = self.backend.encode(first, second)
+        except TypeError as error:
+            raise next(filter(None, map(_no_text_error, (first, second))), _no_text(second)) from error
+        ids, types, owners = found.ids, found.type_ids, found.sequence_ids
+        if max_tokens is not None and len(ids) > max_tokens:
+            kept = _longest_first(owners, max_tokens)
+            ids, types = [ids[place] for place in kept], [types[place] for place in kept]
+        return PairEncoding(ids, types.index(1) if 1 in types else None)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         try:
@@ -156,6 +167,20 @@ class RustTokenizer(Tokenizer):
             special_tokens=self.special_tokens,
             extra=chat_template_kwargs,
         )
+
+
+def _longest_first(owners: Sequence[int | None], most: int) -> list[int]:
+    """The places of a pair's tokens that stay: the longer text gives up its last ones. owners: 0, 1, or None of a special token."""
+    counts = [sum(owner == text for owner in owners) for text in (0, 1)]
+    for _ in range(min(len(owners) - most, sum(counts))):
+        counts[0 if counts[0] > counts[1] else 1] -= 1
+    seen, kept = [0, 0], []
+    for place, owner in enumerate(owners):
+        if owner is not None:
+            seen[owner] += 1
+        if owner is None or seen[owner] <= counts[owner]:
+            kept.append(place)
+    return kept
 
 
 def _from_request(source: str) -> ChatTemplate:

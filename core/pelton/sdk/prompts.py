@@ -1,0 +1,24 @@
+"""One or several: what users may give where several are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pelton.engine.input_processor import Prompt
+from pelton.errors import RequestError
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    wanted = "text, token ids, a prompt dictionary, or a list of these"
+    return as_several("prompts", prompts, part=int, wanted=wanted, param="prompt")
+
+
+def as_several(name: str, value: Any, *, part: type, wanted: str, param: str) -> list[Any]:
+    """A list whose entries are `part`s is one of what is asked for, any other list holds several."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RequestError(f"{name} is a {type(value).__name__}; give {wanted}.", param=param)
+    return [value] if value and isinstance(value[0], part) else list(value)

@@ -1,0 +1,162 @@
+"""BERT: encoder layers that norm behind each sub-layer; MiniLM and other distilled ones have its shape.
+
+T tokens, H hidden size. A text's tokens see each other in both directions, so a prompt is computed in one step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pelton.attention.metadata import ForwardBatch
+from pelton.layers.embedding import VocabEmbedding
+from pelton.layers.encoder import LayerNorm, Table, WholeLinear, activation
+from pelton.layers.encoder_attention import EncoderAttention
+from pelton.layers.pooler import Pooler
+from pelton.model.build import BuildConfig
+from pelton.model.interface import PooledRows
+from pelton.model.loading import LazyWeight
+
+
+class BertEmbeddings(nn.Module):
+    """Word, position and token type, summed and normed."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str, first_position: int = 0) -> None:
+        super().__init__()
+        hf = config.hf
+        self.first_position = first_position
+        self.word = VocabEmbedding(hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}.word_embeddings")
+        self.position = Table(
+            hf.max_position_embeddings, hf.hidden_size, config=config, prefix=f"{prefix}.position_embeddings"
+        )
+        self.token_type = Table(
+            hf.get("type_vocab_size", 2), hf.hidden_size, config=config, prefix=f"{prefix}.token_type_embeddings"
+        )
+        self.norm = LayerNorm(
+            hf.hidden_size, config=config, prefix=f"{prefix}.LayerNorm", eps=hf.get("layer_norm_eps", 1e-12)
+        )
+        config.weights.ignore(rf"{re.escape(prefix)}\.(position_ids|token_type_ids)")
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        types = batch.token_types
+        tells_apart = types is not None and len(self.token_type.weight) > 1  # RoBERTa does not
+        embedded = self.word(batch.input_ids) + (self.token_type(types) if tells_apart else self.token_type.weight[0])
+        return self.norm(embedded, self.position(batch.positions + self.first_position))
+
+
+class BertLayer(nn.Module):
+    """Attention, norm, MLP, norm."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        hf = config.hf
+        hidden_size, num_heads, eps = hf.hidden_size, hf.num_attention_heads, hf.get("layer_norm_eps", 1e-12)
+        inner = f"{prefix}.attention"
+        self.qkv = WholeLinear(
+            hidden_size, {f"{inner}.self.{name}": hidden_size for name in ("query", "key", "value")},
+            config=config, bias=True,
+        )  # fmt: skip
+        self.attn = EncoderAttention(num_heads, hidden_size // num_heads, config=config, prefix=f"{inner}.self")
+        self.attn_out = WholeLinear(hidden_size, {f"{inner}.output.dense": hidden_size}, config=config, bias=True)
+        self.attn_norm = LayerNorm(hidden_size, config=config, prefix=f"{inner}.output.LayerNorm", eps=eps)
+        self.up = WholeLinear(
+            hidden_size, {f"{prefix}.intermediate.dense": hf.intermediate_size}, config=config, bias=True
+        )
+        self.activation = activation(hf.get("hidden_act", "gelu"))
+        self.down = WholeLinear(hf.intermediate_size, {f"{prefix}.output.dense": hidden_size}, config=config, bias=True)
+        self.norm = LayerNorm(hidden_size, config=config, prefix=f"{prefix}.output.LayerNorm", eps=eps)
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        hidden = self.attn_norm(self.attn_out(self.attn(self.qkv(hidden), batch)), hidden)
+        return self.norm(self.down(self.activation(self.up(hidden))), hidden)
+
+
+class BertModel(nn.Module):
+    """Hidden states for vectors."""
+
+    inner: ClassVar[str] = ""
+    """Before the encoder's names in the checkpoint."""
+    ignored: ClassVar[tuple[str, ...]] = (r"pooler\..*", r"cls\..*")
+    """Heads of training that no vector is made by."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.weights = config.weights
+        base = f"{prefix}{self.inner}"
+        for pattern in self.ignored:
+            config.weights.ignore(pattern)
+        self.embeddings = BertEmbeddings(
+            config=config, prefix=f"{base}embeddings", first_position=self.first_position(config)
+        )
+        self.layers = nn.ModuleList(
+            BertLayer(config=config, prefix=f"{base}encoder.layer.{index}")
+            for index in range(config.hf.num_hidden_layers)
+        )
+        self.pooler = Pooler(config=config)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        hidden: Tensor = self.embeddings(batch)
+        for layer in self.layers:
+            hidden = layer(hidden, batch)
+        return hidden
+
+    def pool(self, hidden: Tensor, rows: PooledRows) -> list[Tensor | None]:
+        found: list[Tensor | None] = self.pooler(self, hidden, rows)
+        return found
+
+    def hidden_states(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        return hidden if rows is None else hidden[rows]
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return self.weights.load(weights)
+
+    def first_position(self, config: BuildConfig) -> int:
+        """Of a prompt's first token."""
+        return 0
+
+
+class BertForMaskedLM(BertModel):
+    """Saved with its pre-training head, which is left out."""
+
+    inner = "bert."
+    ignored = (r"bert\.pooler\..*", r"cls\..*")
+
+
+class BertForSequenceClassification(BertModel):
+    """The head on the first token's hidden state: BERT's own pooler, then the classes. Cross-encoders are this."""
+
+    inner = "bert."
+    ignored = ()
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        assert config.pooling is not None
+        size = config.hf.hidden_size
+        self.dense = WholeLinear(size, {f"{prefix}bert.pooler.dense": size}, config=config, bias=True)
+        self.classifier = WholeLinear(
+            size, {f"{prefix}classifier": config.pooling.num_labels}, config=config, bias=True
+        )
+
+    def classify(self, vectors: Tensor) -> Tensor:
+        return self.classifier(torch.tanh(self.dense(vectors)))
+
+
+class BertForTokenClassification(BertModel):
+    """A class for each token."""
+
+    inner = "bert."
+    ignored = (r"bert\.pooler\..*",)
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        assert config.pooling is not None
+        self.classifier = WholeLinear(
+            config.hf.hidden_size, {f"{prefix}classifier": config.pooling.num_labels}, config=config, bias=True
+        )
+
+    def classify(self, vectors: Tensor) -> Tensor:
+        return self.classifier(vectors)

@@ -1,0 +1,200 @@
+"""Vectors, classes, scores and reranked documents over HTTP, of tiny models; OpenAI's own client among those who ask."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from pelton import AsyncLLM
+from pelton.config import EngineConfig
+from pelton.engine.in_process import InProcessClient
+from pelton.plugins import load_plugins
+from pelton.testing.models import make_tiny_checkpoint, make_tiny_encoder
+from pelton_plugins.server.app import build_app
+from pelton_plugins.server.config import ServerConfig
+from pelton_plugins.server.state import ServerState
+
+SMALL = {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**20, "disable_log_stats": True, "max_model_len": 64}
+TEXTS = ["the river", "a small house near the river", "keys and values"]
+
+
+@contextlib.asynccontextmanager
+async def running(path, **settings) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server in this event loop, its engine in this process."""
+    plugins = load_plugins()
+    config = EngineConfig.from_flat(model=str(path), **{**SMALL, **settings})
+    async with AsyncLLM(config, plugins=plugins, start_engine=InProcessClient) as llm:
+        state = ServerState(config=ServerConfig(access_log=False), model_names=["tiny"], llm=llm)
+        transport = httpx.ASGITransport(build_app(state, plugins))
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return make_tiny_encoder(tmp_path_factory.mktemp("encoder"), "bert")
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory):
+    return make_tiny_encoder(tmp_path_factory.mktemp("cross"), "xlm_roberta", "ForSequenceClassification", num_labels=1)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return make_tiny_encoder(
+        tmp_path_factory.mktemp("classes"), "modernbert", "ForSequenceClassification", id2label={0: "bad", 1: "so", 2: "good"},
+        label2id={"bad": 0, "so": 1, "good": 2},
+    )  # fmt: skip
+
+
+async def ok(client, path, **body):
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def refused(client, path, *, status=400, **body):
+    response = await client.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+async def test_embeddings_in_every_form(encoder):
+    async with running(encoder, is_matryoshka=True) as client:
+        whole = await ok(client, "/v1/embeddings", model="tiny", input=TEXTS)
+        assert (whole["object"], whole["model"], whole["id"][:5]) == ("list", "tiny", "embd-")
+        assert [row["index"] for row in whole["data"]] == [0, 1, 2]
+        vectors = np.array([row["embedding"] for row in whole["data"]], dtype=np.float32)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+
+        packed = await ok(client, "/v1/embeddings", input=TEXTS, encoding_format="base64")
+        unpacked = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in packed["data"]]
+        np.testing.assert_allclose(np.stack(unpacked), vectors, atol=1e-5)
+
+        tokens = [(await ok(client, "/tokenize", prompt=text))["tokens"] for text in TEXTS]
+        by_ids = await ok(client, "/v1/embeddings", input=tokens)
+        np.testing.assert_allclose([row["embedding"] for row in by_ids["data"]], vectors, atol=1e-5)
+        assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == sum(map(len, tokens))
+        one = await ok(client, "/v1/embeddings", input=tokens[0])
+        np.testing.assert_allclose(one["data"][0]["embedding"], vectors[0], atol=1e-5)
+
+        short = await ok(client, "/v1/embeddings", input=TEXTS[0], dimensions=8)
+        np.testing.assert_allclose(
+            short["data"][0]["embedding"], vectors[0, :8] / np.linalg.norm(vectors[0, :8]), atol=1e-5
+        )
+        cut = await ok(client, "/v1/embeddings", input="the river " * 60, truncate_prompt_tokens=-1)
+        assert cut["usage"]["prompt_tokens"] == 64
+        chat = await ok(client, "/v1/embeddings", messages=[{"role": "user", "content": "the river"}])
+        assert len(chat["data"][0]["embedding"]) == 48
+
+
+async def test_openais_client(encoder):
+    async with running(encoder) as http:
+        client = openai.AsyncOpenAI(base_url="http://tiny/v1", api_key="none", http_client=http, max_retries=0)
+        found = await client.embeddings.create(model="tiny", input=TEXTS)  # asks for base64, and unpacks it
+        plain = await client.embeddings.create(model="tiny", input=TEXTS, encoding_format="float")
+        for one, other in zip(found.data, plain.data, strict=True):
+            np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-6)
+        assert found.usage.prompt_tokens == plain.usage.prompt_tokens > 0
+        with pytest.raises(openai.BadRequestError, match="not trained for shortened vectors"):
+            await client.embeddings.create(model="tiny", input="a", dimensions=8)
+        with pytest.raises(openai.BadRequestError, match="does not generate; it is run for embed, token_embed"):
+            await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}])
+        with pytest.raises(openai.BadRequestError, match="does not generate"):
+            await client.completions.create(model="tiny", prompt="Hi")
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await client.embeddings.create(model="other", input="a")
+
+
+async def test_bad_embedding_requests(encoder):
+    async with running(encoder) as client:
+        for body, message in (
+            ({}, "Send input or messages, one of them"),
+            ({"input": []}, "input is empty or mixes"),
+            ({"input": ""}, "empty text"),
+            ({"input": ["a", [1]]}, "mixes"),
+            ({"input": [100_000]}, "not in the vocabulary"),
+            ({"input": ["a"], "encoding_format": "hex"}, "encoding_format"),
+            ({"input": "the river " * 60}, "maximum context length is 64 tokens"),
+            ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or at least 1"),
+            ({"input": ["a"] * 3000}, "at most 2048"),
+        ):
+            assert message in (await refused(client, "/v1/embeddings", **body))["message"], body
+        assert "no task 'classify'" in (await refused(client, "/classify", status=501, input="a"))["message"]
+
+
+async def test_classes(classifier):
+    async with running(classifier) as client:
+        found = await ok(client, "/classify", input=TEXTS)
+        for row in found["data"]:
+            assert row["num_classes"] == 3 and sum(row["probs"]) == pytest.approx(1, abs=1e-4)
+            assert row["label"] == ["bad", "so", "good"][int(np.argmax(row["probs"]))]
+        bare = await ok(client, "/pooling", input=TEXTS, task="reward")
+        for row, logits in zip(found["data"], bare["data"], strict=True):
+            numbers = np.exp(np.array(logits["data"]))
+            np.testing.assert_allclose(row["probs"], numbers / numbers.sum(), atol=1e-4)
+        error = await refused(client, "/score", status=501, text_1="a", text_2="b")
+        assert "scores no pairs of texts; it is run for classify, reward" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["cross-encoder", "vectors"])
+async def test_scores_and_reranking(encoder, cross_encoder, kind):
+    query, documents = TEXTS[0], [*TEXTS, TEXTS[0]]
+    async with running(cross_encoder if kind == "cross-encoder" else encoder) as client:
+        scored = await ok(client, "/score", text_1=query, text_2=documents)
+        scores = [row["score"] for row in scored["data"]]
+        assert scores[0] == pytest.approx(scores[3], abs=1e-5)
+        if kind == "vectors":
+            assert scores[0] == pytest.approx(1, abs=1e-5)
+        for names in (("data_1", "data_2"), ("queries", "documents"), ("queries", "items")):
+            other = await ok(client, "/v1/score", **dict(zip(names, ([query] * 4, documents), strict=True)))
+            np.testing.assert_allclose([row["score"] for row in other["data"]], scores, atol=1e-5)
+
+        best = sorted(range(4), key=lambda index: (-round(scores[index], 4), index))
+        for path in ("/rerank", "/v1/rerank"):
+            found = await ok(
+                client, path, query=query, documents=[documents[0], {"text": documents[1]}, *documents[2:]]
+            )
+            assert [row["index"] for row in found["results"]] == best
+            for row in found["results"]:
+                assert row["document"]["text"] == documents[row["index"]]
+                assert row["relevance_score"] == pytest.approx(scores[row["index"]], abs=1e-5)
+            assert found["usage"]["total_tokens"] > 0
+        top = await ok(client, "/v2/rerank", query=query, documents=documents, top_n=2)
+        assert [set(row) for row in top["results"]] == [{"index", "relevance_score"}] * 2
+        shown = await ok(client, "/v2/rerank", query=query, documents=documents, return_documents=True)
+        assert "document" in shown["results"][0]
+        assert "at least 0" in (await refused(client, "/rerank", query="a", documents=["b"], top_n=-1))["message"]
+        assert "documents is empty" in (await refused(client, "/rerank", query="a", documents=[]))["message"]
+        assert (
+            "2 first texts and 3" in (await refused(client, "/score", text_1=["a", "b"], text_2=["c"] * 3))["message"]
+        )
+        assert "two sides" in (await refused(client, "/score", text_1="a"))["message"]
+
+
+async def test_plain_results_of_each_token(encoder):
+    async with running(encoder) as client:
+        found = await ok(client, "/pooling", input=[[5, 6, 7], [8]], task="token_embed")
+        assert [np.array(row["data"]).shape for row in found["data"]] == [(3, 48), (1, 48)]
+        packed = await ok(client, "/pooling", input=[[5, 6, 7]], task="token_embed", encoding_format="base64")
+        numbers = np.frombuffer(base64.b64decode(packed["data"][0]["data"]), "<f4").reshape(3, 48)
+        np.testing.assert_allclose(numbers, found["data"][0]["data"], atol=1e-5)
+        assert "must be one of embed" in (await refused(client, "/pooling", input="a", task="sing"))["message"]
+        assert "no IO processor" in (await refused(client, "/pooling", data={"any": 1}))["message"]
+
+
+async def test_a_model_that_generates_says_so(tmp_path):
+    async with running(make_tiny_checkpoint(tmp_path, "llama")) as client:
+        for path, body in (
+            ("/v1/embeddings", {"input": "a"}), ("/classify", {"input": "a"}), ("/pooling", {"input": "a"}),
+            ("/score", {"text_1": "a", "text_2": "b"}), ("/rerank", {"query": "a", "documents": ["b"]}),
+        ):  # fmt: skip
+            error = await refused(client, path, **body)
+            assert error["message"].startswith("This model generates; it makes no vectors or scores."), path
