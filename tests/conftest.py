@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pelton_references
 import pytest
 from pelton_covering import covering
 
@@ -16,6 +17,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--covering", type=int, metavar="N",
         help="of every grid so many cases that any N values are met together, whatever its marker says; 0: all cases",
     )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
+        pelton_references.folder = config.cache.mkdir("references")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

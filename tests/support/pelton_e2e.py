@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from pelton_references import cached
+
 if TYPE_CHECKING:
     from pelton import LLM
 
@@ -48,24 +50,9 @@ def make_prompts(vocab_size: int, lengths: tuple[int, ...] = PROMPT_LENGTHS, see
 
 
 def greedy_reference(path: str, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], float]:
-    """transformers in float32, one prompt at a time, EOS ignored: the ids, and the smallest gap between the best two logits."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    outputs, gap = [], float("inf")
-    with torch.inference_mode():
-        for prompt in prompts:
-            ids, cache, out = torch.tensor([prompt]), None, []
-            for _ in range(num_tokens):
-                step = model(input_ids=ids, past_key_values=cache, use_cache=True)
-                cache = step.past_key_values
-                best = step.logits[0, -1].float().topk(2)
-                gap = min(gap, float(best.values[0] - best.values[1]))
-                out.append(int(best.indices[0]))
-                ids = torch.tensor([[out[-1]]])
-            outputs.append(out)
-    return outputs, gap
+    """transformers in float32, EOS ignored: the ids, and the smallest gap between the best two logits."""
+    reference = gap_reference("", path, prompts, num_tokens, "cpu")
+    return reference.outputs, min(min(row) for row in reference.gaps)
 
 
 @dataclass(frozen=True)
@@ -105,15 +92,19 @@ class GapReference:
 
 
 def gap_reference(family: str, path: str, prompts: list[list[int]], num_tokens: int, device: str) -> GapReference:
-    """transformers in float32 on `device`, prompts of one length at a time in a batch without padding, EOS ignored."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    """transformers in float32 on `device`, EOS ignored; computed once for each content of the checkpoint (pelton_references)."""
 
-    torch.set_float32_matmul_precision("highest")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model.to(device)
-    with _soft_capped(model):
-        outputs, gaps = _greedy_with_gaps(model, prompts, num_tokens)
+    def compute() -> tuple[list[list[int]], list[list[float]]]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_float32_matmul_precision("highest")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        model.to(device)
+        with _soft_capped(model):
+            return _greedy_with_gaps(model, prompts, num_tokens)
+
+    outputs, gaps = cached(path, [prompts, num_tokens, device], compute)
     return GapReference(family, path, prompts, outputs, gaps)
 
 
@@ -134,25 +125,48 @@ def _soft_capped(model: Any) -> Iterator[None]:
 def _greedy_with_gaps(
     model: Any, prompts: list[list[int]], num_tokens: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    import torch
-
     outputs: list[list[int]] = [[] for _ in prompts]
     gaps: list[list[float]] = [[] for _ in prompts]
-    for length in sorted({len(prompt) for prompt in prompts}):
-        rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
-        ids = torch.tensor([prompts[i] for i in rows], device=model.device)
-        steps, cache = [], None
-        with torch.inference_mode():
-            for _ in range(num_tokens):
-                step = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                cache = step.past_key_values
-                best = step.logits[:, -1].float().topk(2)
-                steps.append((best.indices[:, 0], best.values[:, 0] - best.values[:, 1]))
-                ids = best.indices[:, :1]
-        tokens, differences = (torch.stack(part, 1).tolist() for part in zip(*steps, strict=True))
+    for rows in _of_similar_length(prompts):
+        tokens, differences = _greedy_batch(model, [prompts[i] for i in rows], num_tokens)
         for i, own_tokens, own_gaps in zip(rows, tokens, differences, strict=True):
             outputs[i], gaps[i] = own_tokens, own_gaps
     return outputs, gaps
+
+
+def _of_similar_length(prompts: list[list[int]]) -> list[list[int]]:
+    """Indices of prompts that are computed together: padding at most doubles them."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
+        if batches and len(prompts[i]) <= 2 * len(prompts[batches[-1][0]]) + 64:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def _greedy_batch(model: Any, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
+    """With padding on the left, which attention is masked from."""
+    import torch
+
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    steps, cache = [], None
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            step = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+                logits_to_keep=1,
+            )  # fmt: skip
+            cache = step.past_key_values
+            best = step.logits[:, -1].float().topk(2)
+            steps.append((best.indices[:, 0], best.values[:, 0] - best.values[:, 1]))
+            ids, positions = best.indices[:, :1], positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], 1)
+    tokens, differences = (torch.stack(part, 1).tolist() for part in zip(*steps, strict=True))
+    return tokens, differences
 
 
 def make_llm(path: str, **settings: Any) -> LLM:
