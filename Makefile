@@ -35,7 +35,8 @@ PORT ?= 8000
 MODEL ?= smollm2
 ARGS ?=
 PYTEST_ARGS ?=
-# A test file runs in one of these processes, so that what its tests share is made once.
+# Each takes a run of tests that follow each other, so that what a file's tests share is mostly made once; who is done early
+# takes half of what another one has left.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
 PIP_FLAGS ?=
 
@@ -98,7 +99,7 @@ serve: setup  ## serve the demo model on http://127.0.0.1:8000; MODEL=minilm: ve
 	@exec $(BIN)/pelton serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(STAMPS)/test $(STAMPS)/demo  ## the whole test suite
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

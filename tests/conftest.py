@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
     _thin(config, items, config.getoption("--covering"))
+    # None of the long ones is begun last, with idle cores beside it.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def _thin(config: pytest.Config, items: list[pytest.Item], wanted: int | None) -> None:

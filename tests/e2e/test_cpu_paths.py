@@ -6,13 +6,12 @@ own in bfloat16 do, up to a quarter more in the mean (pelton_precision).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 from pelton_e2e import (
-    FAMILIES,
     GapReference,
     Reference,
     gap_reference,
@@ -22,6 +21,7 @@ from pelton_e2e import (
     make_prompts,
     small_pool,
 )
+from pelton_isas import AVAILABLE, DIFFERENT, WIDTHS
 from pelton_precision import assert_near_float32
 
 from pelton import SamplingParams
@@ -30,14 +30,21 @@ from pelton.worker.step_sampler import StepSampler
 from pelton_backends.native import library
 from pelton_backends.native.backend import NativeBackend
 from pelton_backends.native.build import available_sets
-from pelton_backends.native.isa import ISAS
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
 
 TORCH = "torch"
-PATHS = (*(one.name for one in ISAS), TORCH)
+BEST = AVAILABLE[-1]
+PATHS = (*DIFFERENT, TORCH)
+FLOAT32_PATHS = (*dict.fromkeys((*WIDTHS, BEST)), TORCH)  # other sets compute float32 as one of these does
 
 
-@pytest.fixture(params=PATHS)
+def over_paths(paths: Sequence[str], *families: str) -> pytest.MarkDecorator:
+    """Llama and Gemma 3 by each path (heads alone; norms of queries and keys, windows, soft caps), others by the best one."""
+    both = [(family, path) for family in ("llama", "gemma3") for path in paths]
+    return pytest.mark.parametrize("family, path", both + [(family, BEST) for family in families], indirect=["path"])
+
+
+@pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == TORCH:
         monkeypatch.setattr(library, "reason_against", lambda: "no C compiler on the PATH")
@@ -45,14 +52,12 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         return
     if library.reason_against():
         pytest.skip("no C compiler here")
-    found = next((one for one in available_sets() if one.name == request.param), None)
-    if found is None:
-        pytest.skip(f"no {request.param} here")
+    found = next(one for one in available_sets() if one.name == request.param)
     monkeypatch.setattr(library, "_best_set", lambda: found)
     yield request.param
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@over_paths(FLOAT32_PATHS, "mistral", "qwen2", "qwen3")
 def test_float32_ids_equal_transformers(references: Callable[[str], Reference], family: str, path: str) -> None:
     """In chunks, with preemption (the pool holds few of the requests), and again with prefix hits."""
     reference = references(family)
@@ -99,7 +104,7 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GapRefe
     return get
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@over_paths(FLOAT32_PATHS)
 def test_shared_prefixes_and_long_rows_give_transformers_ids(
     sharing: Callable[[str], GapReference], family: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +123,7 @@ def test_shared_prefixes_and_long_rows_give_transformers_ids(
     assert alone[0] == batched[0] and any(is_used) == (path != TORCH)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@over_paths(PATHS, "qwen3")
 def test_bfloat16_logprobs_are_near_float32(references: Callable[[str], Reference], family: str, path: str) -> None:
     reference = references(family)
     print(path, family, assert_near_float32(reference.path, reference.prompts, "bfloat16", "cpu"))

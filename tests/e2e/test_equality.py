@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pelton_e2e import NUM_NEW_TOKENS, Reference, generate, greedy, make_llm, small_pool
+from pelton_e2e import FAMILIES, NUM_NEW_TOKENS, Reference, generate, greedy, make_llm, small_pool
 
 from pelton import SamplingParams
 
 GREEDY = greedy()
 
 
-def test_reference_has_no_ties(reference: Reference) -> None:
-    assert reference.min_top2_gap > 1e-4
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_has_no_ties(references: Callable[[str], Reference], family: str) -> None:
+    assert references(family).min_top2_gap > 1e-4
 
 
 @pytest.mark.covering(2)
@@ -61,15 +63,13 @@ def test_forced_preemption_changes_nothing(reference: Reference) -> None:
         assert llm.kv_cache_usage() == 0.0
 
 
-def test_eos_in_the_middle_of_a_batch(reference: Reference) -> None:
-    eos = reference.outputs[3][20]
-    expected = [out[: out.index(eos) + 1] if eos in out else out for out in reference.outputs]
+def test_eos_in_the_middle_of_a_batch(llama: Reference) -> None:
+    eos = llama.outputs[3][20]
+    expected = [out[: out.index(eos) + 1] if eos in out else out for out in llama.outputs]
     assert any(len(out) < NUM_NEW_TOKENS for out in expected)
     params = greedy(ignore_eos=False)
-    with make_llm(
-        reference.path, hf_overrides={"eos_token_id": eos}, generation_config="pelton", max_num_seqs=5
-    ) as llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in reference.prompts], params, use_tqdm=False)
+    with make_llm(llama.path, hf_overrides={"eos_token_id": eos}, generation_config="pelton", max_num_seqs=5) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in llama.prompts], params, use_tqdm=False)
     assert [list(o.outputs[0].token_ids) for o in outputs] == expected
     for output, ids in zip(outputs, expected, strict=True):
         assert output.outputs[0].finish_reason == ("stop" if ids[-1] == eos else "length")

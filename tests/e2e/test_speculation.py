@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,19 @@ def repeating(reference: Reference) -> list[list[int]]:
     return [(prompt + output) * 2 + prompt for prompt, output in pairs if len(prompt) < 60]
 
 
+@pytest.fixture(scope="module")
+def undrafted(references: Callable[[str], Reference]) -> Callable[[str], list[list[int]]]:
+    """From family to the greedy ids of `repeating` without drafts."""
+
+    @cache
+    def get(family: str) -> list[list[int]]:
+        reference = references(family)
+        with make_llm(reference.path) as llm:
+            return generate(llm, repeating(reference))
+
+    return get
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -37,11 +51,12 @@ def repeating(reference: Reference) -> list[list[int]]:
         pytest.param({"max_num_seqs": 1, "cudagraph_mode": "NONE"}, id="alone-eager"),
     ],
 )
-def test_greedy_ids_are_those_without_drafts(reference: Reference, settings: dict[str, Any]) -> None:
+def test_greedy_ids_are_those_without_drafts(
+    reference: Reference, undrafted: Callable[[str], list[list[int]]], settings: dict[str, Any]
+) -> None:
     prompts, settings = repeating(reference), dict(settings)
     speculation = NGRAM | {"drafts_on_device": settings.pop("drafts_on_device", None)}
-    with make_llm(reference.path) as llm:
-        expected = generate(llm, prompts)
+    expected = undrafted(reference.family)
     with make_llm(reference.path, speculative_config=speculation, disable_log_stats=False, **settings) as llm:
         assert generate(llm, prompts) == expected
         metrics = {(metric.name, str(metric.labels)): getattr(metric, "value", None) for metric in llm.get_metrics()}

@@ -210,27 +210,25 @@ class AttentionStep:
         return output[: self.num_tokens]
 
     def expected(self) -> Tensor:
-        """The oracle: float64, one token and head at a time."""
+        """The oracle: float64, one token at a time."""
         case, results, token = self.case, [], 0
         group = case.num_heads // case.num_kv_heads
         for row, (tokens, before) in enumerate(case.rows):
-            keys, values = self.keys[row].double().cpu(), self.values[row].double().cpu()
+            keys, values = (
+                x[row].double().cpu().repeat_interleave(group, 1).transpose(0, 1) for x in (self.keys, self.values)
+            )
             for position in range(before, before + tokens):
                 first = 0 if case.sliding_window is None else max(position - case.sliding_window + 1, 0)
-                query = self.query[token].double().cpu()
-                for head in range(case.num_heads):
-                    seen = keys[first : position + 1, head // group]
-                    scores = seen @ query[head] * self.layer.scale
-                    if case.soft_cap is not None:
-                        scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
-                    if self.alibi_slopes is not None:
-                        scores = scores + self.alibi_slopes[head].double().cpu() * (
-                            torch.arange(first, position + 1) - position
-                        )
-                    if self.sinks is not None:
-                        scores = torch.cat([scores, self.sinks[head : head + 1].double().cpu()])
-                    weights = scores.softmax(0)[: position + 1 - first]
-                    results.append(weights @ values[first : position + 1, head // group])
+                scores = keys[:, first : position + 1] @ self.query[token].double().cpu()[:, :, None] * self.layer.scale
+                if case.soft_cap is not None:
+                    scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+                if self.alibi_slopes is not None:
+                    distances = torch.arange(first, position + 1) - position
+                    scores = scores + self.alibi_slopes.double().cpu()[:, None, None] * distances[:, None]
+                if self.sinks is not None:
+                    scores = torch.cat([scores, self.sinks.double().cpu()[:, None, None]], 1)
+                weights = scores.softmax(1)[:, : position + 1 - first]
+                results.append((weights * values[:, first : position + 1]).sum(1))
                 token += 1
         return torch.stack(results).view(self.num_tokens, case.num_heads, case.head_dim)
 

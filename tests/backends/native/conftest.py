@@ -1,22 +1,15 @@
 import shutil
 
 import pytest
+from pelton_isas import DIFFERENT, in_use
 
-from pelton.errors import ConfigError
-from pelton_backends.native import library
 from pelton_backends.native.build import COMPILERS
-from pelton_backends.native.isa import ISAS
 
 
-@pytest.fixture(params=[one.name for one in ISAS])
+@pytest.fixture(params=DIFFERENT)
 def isa(request):
-    """Each instruction set that this CPU has, in use."""
-    try:
-        library.use_isa(request.param)
-    except ConfigError:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    library.use_isa(None)
+    """Each instruction set whose kernels differ, in use."""
+    yield from in_use(request.param)
 
 
 def pytest_collection_modifyitems(items):

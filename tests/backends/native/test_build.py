@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pelton_isas
 import pytest
 
 from pelton.attention.interface import AttentionNeeds
@@ -20,7 +21,12 @@ from pelton_backends.sdpa import plugin as sdpa_plugin
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
 
-LOAD = "from pelton_backends.native import library; print(library.reason_against(), library.kernels().isa)"
+LOAD = """
+from pelton_backends.native import library
+library.EXTRA_FLAGS.append("-O0")  # sooner
+library.use_isa("plain")
+print(library.reason_against(), library.kernels().isa)
+"""
 
 
 def run_python(code, **environment):
@@ -30,9 +36,9 @@ def run_python(code, **environment):
 
 
 def test_the_library_is_compiled_once_for_its_content(tmp_path):
-    first = build_library(ISAS[0], folder=tmp_path)
+    first = build_library(ISAS[0], extra_flags=["-O0"], folder=tmp_path)
     changed = first.stat().st_mtime_ns
-    assert build_library(ISAS[0], folder=tmp_path) == first and first.stat().st_mtime_ns == changed
+    assert build_library(ISAS[0], extra_flags=["-O0"], folder=tmp_path) == first and first.stat().st_mtime_ns == changed
     assert [path.name for path in tmp_path.iterdir()] == [first.name], "nothing else is left behind"
 
 
@@ -137,6 +143,31 @@ def test_without_a_compiler_a_named_set_is_an_error_and_the_default_is_not(monke
     assert take_settings(EngineConfig()) == {}
     with pytest.raises(ConfigError, match="isa is 'plain', and there are no kernels in C: no C compiler"):
         take_settings(EngineConfig.from_flat(plugin_config={"native": {"isa": "plain"}}))
+
+
+@pytest.mark.parametrize("name", [one.name for one in ISAS])
+def test_a_set_of_this_cpu_is_loaded(restored, name):
+    if name not in pelton_isas.AVAILABLE:
+        pytest.skip(f"this CPU has no {name}")
+    library.use_isa(name)
+    assert library.kernels().isa == name
+
+
+@pytest.mark.parametrize("name", [one.name for one in ISAS if one.name.endswith("_vnni")])
+def test_sets_that_most_tests_leave_out_differ_in_products_of_bytes_alone(name):
+    """tests/support/pelton_isas.py"""
+    numbers = [one.number for one in ISAS if one.name in (name, name.removesuffix("_vnni"))]
+    sources = [path for path in build.SOURCES.glob("*.c") if path.stem not in ("common", "quant")]
+    assert len(numbers) == 2 and len(sources) > 5
+    for source in sources:
+        texts = [
+            subprocess.run(
+                [build.find_compiler(), "-E", "-P", *ISAS[-1].flags[:-1], f"-DPELTON_ISA={number}", str(source)],
+                capture_output=True, text=True, check=True,
+            ).stdout
+            for number in numbers
+        ]  # fmt: skip
+        assert texts[0] == texts[1], f"{source.name} depends on {name}"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pelton_isas import AVAILABLE, in_use
 from pelton_linear_oracle import assert_close, check, make_case
 
 from pelton.ops.interface import (
@@ -30,6 +31,12 @@ pytestmark = pytest.mark.covering(3)
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=AVAILABLE)
+def isa(request):
+    """Each instruction set: they add products of bytes in ways of their own."""
+    yield from in_use(request.param)
 
 
 def packed_weights(weight, kinds, parts, bias=None):

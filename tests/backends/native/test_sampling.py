@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
+from pelton_isas import WIDTHS, in_use
 
-from pelton.errors import ConfigError
 from pelton.messages.step import NewRequest
 from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds, SampleTensors
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
@@ -17,22 +17,16 @@ from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling_params import SamplingParams
 from pelton.worker.batch_state import BatchState
 from pelton.worker.reference_step import ReferenceSample
-from pelton_backends.native import library
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
 
 MAX_LEN = 40
 INF = math.inf
 
 
-@pytest.fixture(params=["plain", "avx2", "avx512"])
+@pytest.fixture(params=WIDTHS)
 def isa(request):
     """One instruction set of each width: the others compile the same here."""
-    try:
-        library.use_isa(request.param)
-    except ConfigError:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    library.use_isa(None)
+    yield from in_use(request.param)
 
 
 def make_state(vocab: int, num_seqs: int = 8, num_side_slots: int = 0) -> BatchState:
