@@ -32,6 +32,13 @@ class TestTritonBackend(AttentionBackendConformance):
     backend = TritonBackend
     device = DEVICE
 
+    @pytest.mark.parametrize(
+        "name", ["mixed-padded", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("bfloat16", "window"))]
+    )
+    def test_a_bound_forward_is_that_of_each_step(self, name: str) -> None:
+        """Fewer cases than the suite has: the interpreter takes ten seconds for each."""
+        super().test_a_bound_forward_is_that_of_each_step(name)
+
 
 class TestTritonMLABackend(LatentAttentionConformance):
     backend = TritonMLABackend
