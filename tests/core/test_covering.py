@@ -1,5 +1,7 @@
 """Which cases of a grid are run."""
 
+import subprocess
+import sys
 from itertools import combinations, product
 
 import pytest
@@ -29,3 +31,23 @@ def test_combinations_that_no_case_has_are_not_asked_for():
 
 def test_cases_with_no_new_pair_are_left_out():
     assert len(covering(list(product(range(2), repeat=3)), 2)) == 4
+
+
+@pytest.fixture(params=range(4))
+def first(request):
+    return request.param
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("second, third", [(1, {}), (2, {}), (3, {})])
+@pytest.mark.parametrize("fourth", [1.5, None, "x"])
+def test_a_grid(first, second, third, fourth):
+    assert first in range(4) and second in (1, 2, 3) and third == {} and fourth in (1.5, None, "x")
+
+
+@pytest.mark.parametrize("flags, least, most", [([], 12, 16), (["--covering=1"], 4, 4), (["--covering=0"], 36, 36)])
+def test_a_marked_grid_is_thinned(flags, least, most):
+    """What pytest says of a case differs between its versions."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *flags]
+    found = subprocess.run([*command, f"{__file__}::test_a_grid"], capture_output=True, text=True, check=True).stdout
+    assert least <= found.count("::test_a_grid[") <= most, found

@@ -13,7 +13,7 @@ Case = tuple[int, ...]
 
 
 def covering(cases: Sequence[Case], strength: int) -> list[int]:
-    """Indices of `cases` (each a tuple with the index of its value on each axis), in order, that together have every
+    """Indices of `cases` (each a tuple with a name of its value on each axis), in order, that together have every
     combination of values on any `strength` axes which some case has. Greedy: never the smallest choice, always the same."""
     axes = list(combinations(range(len(cases[0])), min(strength, len(cases[0])))) if cases else []
     met_by = [{(places, *(case[place] for place in places)) for places in axes} for case in cases]
