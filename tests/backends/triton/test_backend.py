@@ -35,9 +35,9 @@ class TestTritonBackend(AttentionBackendConformance):
     @pytest.mark.parametrize(
         "name", ["mixed-padded", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("bfloat16", "window"))]
     )
-    def test_a_bound_forward_is_that_of_each_step(self, name: str) -> None:
+    def test_one_bound_layer_serves_steps_of_all_kinds(self, name: str) -> None:
         """Fewer cases than the suite has: the interpreter takes ten seconds for each."""
-        super().test_a_bound_forward_is_that_of_each_step(name)
+        super().test_one_bound_layer_serves_steps_of_all_kinds(name)
 
 
 class TestTritonMLABackend(LatentAttentionConformance):
