@@ -84,7 +84,7 @@ def test_the_layout_has_heads_first():
     [
         ({"dtype": "float16"}, "dtype float16"),
         ({"kv_dtype": "fp8"}, "kv dtype fp8"),
-        ({"num_kv_heads": 3}, "no multiple"),
+        ({"num_kv_heads": 3}, "not a multiple"),
     ],
 )
 def test_what_it_refuses(changes, reason):
