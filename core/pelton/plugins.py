@@ -142,7 +142,7 @@ class Plugins:
             if entry.name == name:
                 return entry
         known = ", ".join(e.name for e in entries) or "none"
-        raise ConfigError(f"{setting} is {name!r}; there is {known}. Is its plugin installed, and in {ENV_FILTER}?")
+        raise ConfigError(f"{setting} is {name!r}; available: {known}. Is its plugin installed, and in {ENV_FILTER}?")
 
     def check_config_names(self, names: Iterable[str]) -> None:
         """Raises `ConfigError` when `plugin_config` has a name that no loaded plugin and no entry has."""

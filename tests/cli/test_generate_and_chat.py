@@ -91,7 +91,7 @@ def test_token_ids_in_and_a_bad_prompt(tiny_model, capsys, tmp_path):
         (["x", "--sampling-params", '{"min_q": 1}'], "Unknown sampling parameter 'min_q'. Did you mean 'min_p'?"),
         (["x", "--top-k", "many"], "--top-k is 'many'; expected a whole number"),
         (["x", "--model", "no-such-model-anywhere"], "No model source knows 'no-such-model-anywhere'"),
-        (["x", "--device", "toaster"], "device is 'toaster'; there is cuda, cpu"),
+        (["x", "--device", "toaster"], "device is 'toaster'; available: cuda, cpu"),
     ],
 )
 def test_generate_mistakes_are_one_line(argv, message, capsys):
@@ -315,8 +315,8 @@ def test_backends_shows_winners_and_reasons(tiny_model, capsys):
     assert {"native", "sdpa"} <= {row["name"] for row in table["rows"]}
     [chosen] = [row for row in table["rows"] if row["is_chosen"]]  # native where there is a compiler
     assert chosen == next(row for row in table["rows"] if row["verdict"] == "fits")
-    seams = {row["seam"]: row["chosen"] for row in report["ops"]}
-    assert "add_norm_linear" in seams["add_norm_linear"] and "qk_norm_rope_write_kv" in seams
+    ops = {row["op"]: row["chosen"] for row in report["ops"]}
+    assert "add_norm_linear" in ops["add_norm_linear"] and "qk_norm_rope_write_kv" in ops
 
 
 def test_backends_for_people(tiny_model, capsys):

@@ -61,7 +61,7 @@ def test_capture_sizes_that_leave_no_graph_are_refused_with_the_way_to_have_none
 
 
 def test_a_graph_mode_that_is_none_names_field_value_and_a_good_one():
-    with pytest.raises(ConfigError, match=r"compilation\.cudagraph_mode is 'half': .*A good one: 'NONE'"):
+    with pytest.raises(ConfigError, match=r"compilation\.cudagraph_mode is 'half': .*Example: 'NONE'"):
         EngineConfig.from_flat(cudagraph_mode="half")
 
 
@@ -69,7 +69,7 @@ def test_a_graph_mode_that_is_none_names_field_value_and_a_good_one():
 def test_wrong_type_names_field_value_and_a_good_one(name):
     section, field = FIELD_HOME[name]
     wrong = object()
-    with pytest.raises(ConfigError, match=rf"{section}\.{field} is .*A good one: ") as caught:
+    with pytest.raises(ConfigError, match=rf"{section}\.{field} is .*Example: ") as caught:
         EngineConfig.from_flat(**{name: wrong})
     assert repr(wrong) in str(caught.value)
 

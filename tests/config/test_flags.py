@@ -148,7 +148,7 @@ def test_reads_every_graph_mode_however_it_is_given(mode, change_case):
         pytest.param(["-ac", "sdpa"], r"-ac is 'sdpa'; expected a JSON object, such as '\{\"backend\": \"name\"\}'", id="not-json"),
         pytest.param(["-ac.bckend", "x"], r"attention has no setting 'bckend'\. Did you mean 'backend'\?", id="unknown-field"),
         pytest.param(["-cc", '{"cudagraph_mode": "HALF"}'],
-                     r"compilation\.cudagraph_mode is 'HALF': .*A good one: 'NONE'", id="bad-in-json"),
+                     r"compilation\.cudagraph_mode is 'HALF': .*Example: 'NONE'", id="bad-in-json"),
         pytest.param(["-cc.cudagraph-mode", "HALF"], r"expected one of NONE, PIECEWISE, FULL,", id="bad-enum"),
         pytest.param(["--cudagraph-capture-sizes", "1", "x"],
                      r"--cudagraph-capture-sizes is '1 x'; expected a list, such as \[1, 8\]", id="bad-list"),

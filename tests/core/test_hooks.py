@@ -264,11 +264,11 @@ def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ("scheduler", "scheduler is 'none'; there is mine, default"),
-        ("scheduling_policy", "scheduling_policy is 'none'; there is lifo, fcfs, priority"),
-        ("distributed_executor_backend", "distributed_executor_backend is 'none'; there is mine, in_process"),
-        ("kv_cache_manager", "kv_cache_manager is 'none'; there is mine, default"),
-        ("load_format", r"load_format is 'none'; there is .*mine"),
+        ("scheduler", "scheduler is 'none'; available: mine, default"),
+        ("scheduling_policy", "scheduling_policy is 'none'; available: lifo, fcfs, priority"),
+        ("distributed_executor_backend", "distributed_executor_backend is 'none'; available: mine, in_process"),
+        ("kv_cache_manager", "kv_cache_manager is 'none'; available: mine, default"),
+        ("load_format", r"load_format is 'none'; available: .*mine"),
     ],
 )
 def test_a_name_that_nobody_offers_lists_those_there_are(plugins, checkpoint, setting, message):

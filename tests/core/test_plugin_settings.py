@@ -130,7 +130,7 @@ def test_settings_arrive_as_the_plugins_struct(plugins, tmp_path, make):
     [
         (
             {"weight": "heavy"},
-            r"plugin_config\.fair\.weight is 'heavy': Expected `float`, got `str`\. A good one: 1\.0\.",
+            r"plugin_config\.fair\.weight is 'heavy': Expected `float`, got `str`\. Example: 1\.0\.",
         ),
         ({"wieght": 2}, r"Unknown setting plugin_config\.fair\.wieght\. Did you mean 'weight'\?"),
         ({"weight": -1}, r"plugin_config\.fair\.weight is -1.*; use a number above 0"),

@@ -71,8 +71,8 @@ def test_backends_shows_the_form_of_the_weights():
     config = EngineConfig.from_flat(model="smollm2", quantization="gguf")
     report = describe(config, PLUGINS)
     assert report["problem"] is None
-    rows = {row["seam"]: row for row in report["ops"]}
-    for seam in ("add_norm_linear", "add_norm_gated_linear", "linear"):
-        assert "q4_1" in rows[seam]["needs"]
+    rows = {row["op"]: row for row in report["ops"]}
+    for op in ("add_norm_linear", "add_norm_gated_linear", "linear"):
+        assert "q4_1" in rows[op]["needs"]
     assert "q8_0" in rows["embed"]["needs"] and "q8_0" in rows["add_norm_logits"]["needs"]
     assert "q4_1" in as_text(report)

@@ -1,4 +1,4 @@
-"""Float64 oracle of the linear seams, with the roundings of `pelton.ops.reference`, and random cases for them."""
+"""Float64 oracle of the linear ops, with the roundings of `pelton.ops.reference`, and random cases for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor:
 
 @dataclass(kw_only=True)
 class Case:
-    """Inputs and weights of one seam."""
+    """Inputs and weights of one op."""
 
     hidden: Tensor
     weight: Tensor

@@ -153,7 +153,7 @@ def convert_struct(struct: type[msgspec.Struct], values: Mapping[str, Any], *, p
         message, _, path = str(error).partition(" - at ")
         field = path.strip("`").removeprefix("$.").split("[")[0].split(".")[0]
         raise ConfigError(
-            f"{prefix}{field} is {values.get(field)!r}: {message}. A good one: {example_value(struct, field)!r}."
+            f"{prefix}{field} is {values.get(field)!r}: {message}. Example: {example_value(struct, field)!r}."
         ) from None
 
 

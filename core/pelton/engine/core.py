@@ -346,9 +346,9 @@ class EngineCore:
     # The rest.
 
     def prepare_ahead(self) -> bool:
-        """Use a moment in which nobody waits for one piece of work that a later step would do; False when none is left.
+        """Do one piece of background work, such as a graph's capture, while the engine is idle; False when none is left.
 
-        Raises `EngineDeadError`, and nothing else: what fails here is tried, and told, by the step that needs it.
+        Raises `EngineDeadError`, and nothing else: what fails here is tried again, and reported, by the step that needs it.
         """
         self._check_alive()
         if self.has_work():

@@ -416,7 +416,7 @@ class OutputProcessor:
             if sequence is None:
                 continue  # ended here already: aborted, or cut at a stop string
             if sequence.only_counts and not output.events and output.finish_reason is None:
-                # A token that nobody is told of before the end: nearly all outputs of an offline run.
+                # Fast path: no text, logprobs or stream, only count the token. Nearly all outputs of an offline run come here.
                 tokens, times = output.new_token_ids, sequence.times
                 if tokens and times.last_token is not None:
                     sequence.token_ids += tokens

@@ -80,7 +80,7 @@ class AttentionLayer(nn.Module):
     def _bind_write(
         self, config: BuildConfig, rope: Rope | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
     ) -> QkNormRopeWriteKv:
-        # Kept for backends whose kernel does the seam's work as well.
+        # Kept for backends whose kernel does the op's work as well.
         self.write_needs = QkNormRopeWriteKvNeeds(
             dtype=config.dtype_name, kv_dtype=self.kv_dtype, num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary_dim=rope.rotary_dim if rope else 0,
@@ -114,7 +114,7 @@ class AttentionLayer(nn.Module):
         self.attend = backend.bind(self)
 
     def qk_norm_rope_write_kv(self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
-        """The fused seam on this layer's cache: [T, num_heads, head_dim]."""
+        """The fused op on this layer's cache: [T, num_heads, head_dim]."""
         return self._write(qkv, positions, slot_mapping, self.k_cache, self.v_cache)
 
     def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:

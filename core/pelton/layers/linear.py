@@ -1,6 +1,6 @@
 """Matrices of a decoder layer, merged and sharded when they are made.
 
-Each keeps one rank's rows or columns. The call is one fused seam: the norm before it, and the residual of the
+Each keeps one rank's rows or columns. The call is one fused op: the norm before it, and the residual of the
 sub-layer before that, belong to the layer that reads them.
 """
 

@@ -1,4 +1,4 @@
-"""A norm's weight and its spec; the norm itself is computed by the fused seam that reads it."""
+"""A norm's weight and its spec; the norm itself is computed by the fused op that reads it."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class RMSNorm(nn.Module):
         config.weights.expect(f"{prefix}.weight", (size,), self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """For model authors' own layers; the built-in ones hand the weight to a seam instead."""
+        """For model authors' own layers; the built-in ones hand the weight to a fused op instead."""
         return rms_norm(x, self.weight, self.spec)

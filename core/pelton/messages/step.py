@@ -67,8 +67,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar_rows: list[int] = []
     """Rows that sample under a mask, which `Executor.sample` brings."""
     zero_block_ids: list[int] = []
-    """Blocks handed on in this step, of which no result has told that what their last holder wrote is finite: NaN would
-    reach the next one even where attention masks. Zeroed before anything else."""
+    """Blocks reused in this step whose previous content may be NaN, which would reach the next holder even where attention masks.
+    Zeroed before anything else."""
     common_prefix_blocks: list[int] = []
     """Per group: leading blocks shared by every row."""
     max_query_len: int = 0

@@ -1,1 +1,1 @@
-"""The fused seams, their selection, and the torch reference of each."""
+"""The fused ops, their selection, and the torch reference of each."""

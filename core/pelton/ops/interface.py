@@ -408,7 +408,7 @@ class Sample(Protocol):
         row's output counts take the token; a row with an error advances too.
         Where rows had more than one token scheduled, add the others to `num_computed_tokens` first.
         Optional: an attribute `skips_unused = True` of the callable, when a filter or table costs only the rows that use it. A
-        CPU's steps then end in this seam whatever their rows ask for.
+        CPU's steps then end in this op whatever their rows ask for.
         """
         ...
 

@@ -88,7 +88,7 @@ def _named(statuses: list[PlatformStatus], device: str) -> PlatformStatus:
                 )
             return status
     known = ", ".join(status.name for status in statuses) or "none"
-    raise ConfigError(f"device is {device!r}; there is {known}. Is its plugin installed, and in PELTON_PLUGINS?")
+    raise ConfigError(f"device is {device!r}; available: {known}. Is its plugin installed, and in PELTON_PLUGINS?")
 
 
 def _probe(entry: PlatformEntry, plugin: LoadedPlugin) -> str | None:

@@ -105,7 +105,7 @@ class ScheduledRequest:
         self.num_computed_tokens = 0
         self.num_unconfirmed_tokens = 0  # of them, what open steps may take back
         self.last_step_id = -1
-        self.discard_through_step = -1  # rows of steps up to this one say nothing any more
+        self.discard_through_step = -1  # results of steps up to this one are discarded
         self.discard_logprobs_through_step = -1  # the same for their prompt logprobs: the prompt starts again
         self.only_samples = not (params.needs_side_slot or params.logprobs is not None or params.structured_outputs)
         self.drafts: list[int] = []  # values known on the host, for the next step

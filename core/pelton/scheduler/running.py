@@ -80,8 +80,7 @@ class RunningRows:
         step.max_seq_len = max(step.max_seq_len, max_seq_len)
 
     def _serve_with_new_block(self, request: ScheduledRequest, step: StepBuilder) -> bool:
-        """The row of a request in decode whose last block is full: `_serve` without what such a row has none of. False,
-        and nothing done, when there is no block."""
+        """Fast path of `_serve` for a decode row that needs one new block. False, and nothing done, when there is none."""
         new_ids = self._kv.allocate(request, 1, delay_caching=is_cached_later(1))
         if new_ids is None:
             return False

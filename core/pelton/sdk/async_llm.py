@@ -463,8 +463,8 @@ class AsyncLLM:
         """Try once. True when the engine is back; never returns when there are no tries left."""
         assert self._client is not None
         if deaths > self._max_restarts:
-            logger.error("The engine stays down after %d deaths: restart the server.", deaths)
-            self._down = EngineDeadError(f"{error} It is not started again (died {deaths} times).")
+            logger.error("The engine failed %d times and will not be restarted; restart the server.", deaths)
+            self._down = EngineDeadError(f"{error} It will not be restarted (it failed {deaths} times).")
             await asyncio.Event().wait()
         await asyncio.sleep(BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)])
         began = time.monotonic()
@@ -473,12 +473,12 @@ class AsyncLLM:
         except Exception as failure:  # also what the system refuses, such as a process or a socket: later it may not
             is_known = isinstance(failure, PeltonError)
             cause = str(failure) if is_known else f"{type(failure).__name__}: {failure}"
-            logger.error("The engine did not come back: %s", cause, exc_info=not is_known)
-            self._down = EngineDeadError(f"{error} Starting it again failed: {cause}")
+            logger.error("Restarting the engine failed: %s", cause, exc_info=not is_known)
+            self._down = EngineDeadError(f"{error} Restarting it failed: {cause}")
             return False
         self._started(time.monotonic() - began)
         self._down = None
-        logger.info("The engine is back.")
+        logger.info("The engine is running again.")
         return True
 
     async def _log_stats(self) -> None:
@@ -493,7 +493,7 @@ async def _get_until(deadline: float, queue: OutputQueue, timeout_s: float | Non
             return await queue.get()
     except TimeoutError:
         raise DeadlineExceededError(
-            f"The request's time limit of {timeout_s} s passed, and the engine gives no sign."
+            f"The request's time limit of {timeout_s} s passed, and the engine is not responding."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""`pelton bench chain`: the kernels of a decode step, seam by seam and as a chain, against the device's floor.
+"""`pelton bench chain`: the kernels of a decode step, op by op and as a chain, against the device's floor.
 
 Each row is captured as a graph over all layers of a model with random weights, so that no weight is in the cache when its
 turn comes, and replayed many times. It is measured twice, in processes of their own: with programmatic dependent launch,
@@ -109,7 +109,7 @@ def render(model: str, found: dict[str, Any]) -> str:
         floor_us = row["bytes"] / found["bandwidth_gb_s"] / 1e3
         rows.append(
             (
-                row["batch"], row["seam"], number(row["us"]), number(row.get("without_us")), number(floor_us or None),
+                row["batch"], row["part"], number(row["us"]), number(row.get("without_us")), number(floor_us or None),
                 f"{floor_us / row['us']:.0%}" if floor_us and row["us"] else "-", row["op"],
             )
         )  # fmt: skip
@@ -119,5 +119,5 @@ def render(model: str, found: dict[str, Any]) -> str:
         f"copy bandwidth {number(found['bandwidth_gb_s'], 4)} GB/s"
     )
     return f"{head}\n" + format_table(
-        ("rows", "seam", "us", "us waiting", "floor us", "of it", "op"), rows, indent="  "
+        ("rows", "part", "us", "us waiting", "floor us", "of it", "op"), rows, indent="  "
     )

@@ -1,4 +1,4 @@
-"""Times the seams of a model's decode step: `python -m pelton_plugins.bench.chain_process JSON`; prints one JSON object.
+"""Times the parts of a model's decode step: `python -m pelton_plugins.bench.chain_process JSON`; prints one JSON object.
 
 Works with models of the built-in decoders' shape: `layers` with qkv_proj, attn, o_proj, gate_up_proj and down_proj.
 """
@@ -151,7 +151,7 @@ class DecodeStep:
 
 
 def measure_step(worker: DeviceWorker, timer: Timer, step: DecodeStep) -> list[dict[str, Any]]:
-    """One row a seam, then the layers in a row, then the whole step."""
+    """Return one row a part, then the layers in a row, then the whole step."""
     model: Any = worker.model
     batch = step.batch()
     layers, rows, dtype = list(model.layers), batch.num_tokens, worker.build.dtype
@@ -180,7 +180,7 @@ def measure_step(worker: DeviceWorker, timer: Timer, step: DecodeStep) -> list[d
     read = {name: module_bytes(getattr(first, name)) for name in MODULES}
     read["attn"] = sum(map(token_bytes, worker.kv_cache_specs().values())) // count * step.context_len * rows
     ops, layer_bytes = chosen_ops(worker), sum(read.values())
-    seams: list[tuple[str, Callable[[], Any], int, int, str]] = [
+    timed: list[tuple[str, Callable[[], Any], int, int, str]] = [
         ("qkv", over_layers(lambda one: one.qkv_proj(hidden, residual)), read["qkv_proj"], count, "add_norm_linear"),
         ("attention", over_layers(lambda one: one.attn(qkv, batch)), read["attn"], count, "attention"),
         ("o", over_layers(lambda one: one.o_proj(attended)), read["o_proj"], count, "linear"),
@@ -196,10 +196,10 @@ def measure_step(worker: DeviceWorker, timer: Timer, step: DecodeStep) -> list[d
         ("the whole step", lambda: step.sample(step.logits()), layer_bytes * count + head_bytes, 1, ""),
     ]  # fmt: skip
     found = []
-    for seam, call, num_bytes, parts, op in seams:
+    for part, call, num_bytes, parts, op in timed:
         spent_s = timer.seconds(call, step.start_again)
         found.append(
-            {"batch": rows, "seam": seam, "us": spent_s * 1e6 / parts, "bytes": num_bytes, "op": ops.get(op, "")}
+            {"batch": rows, "part": part, "us": spent_s * 1e6 / parts, "bytes": num_bytes, "op": ops.get(op, "")}
         )
     return found
 

@@ -169,7 +169,7 @@ def _shown_value(value: Any) -> str:
 
 def _op_row(choice: Any) -> dict[str, Any]:
     return {
-        "seam": choice.op,
+        "op": choice.op,
         "chosen": " + ".join(choice.names),
         "needs": _shown_needs(choice.needs),
         "refused": "; ".join(f"{name}: {why}" for name, why in choice.refused),
@@ -196,8 +196,8 @@ def as_text(report: dict[str, Any]) -> str:
         ]
         blocks.append(title + format_table(("attention backend", "priority", "verdict", ""), rows))
     if report["ops"]:
-        rows = [(row["seam"], row["chosen"], row["needs"], row["refused"]) for row in report["ops"]]
-        blocks.append(format_table(("seam", "op", "for", "refused"), rows))
+        rows = [(row["op"], row["chosen"], row["needs"], row["refused"]) for row in report["ops"]]
+        blocks.append(format_table(("op", "chosen", "for", "refused"), rows))
     if report["problem"]:
         blocks.append(f"error: {report['problem']}")
     return "\n\n".join(blocks)

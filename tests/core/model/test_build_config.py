@@ -65,7 +65,7 @@ def test_a_backend_that_is_not_there_is_named():
 @pytest.mark.parametrize("model, flat", [(resolved(), {"quantization": "awq"}),
                                          (resolved(quantization_config={"quant_method": "awq"}), {})])  # fmt: skip
 def test_quantized_weights_are_refused_by_method(model, flat):
-    with pytest.raises(ConfigError, match=r"quantization (\(config.json's quant_method\) )?is 'awq'; there is none"):
+    with pytest.raises(ConfigError, match=r"quantization (\(config.json's quant_method\) )?is 'awq'; available: none"):
         make(model, **flat)
 
 

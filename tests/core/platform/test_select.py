@@ -67,7 +67,7 @@ def test_named_device_that_is_not_here_fails_with_its_reason():
 
 
 def test_unknown_device_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"device is 'gpu'; there is cuda, cpu\."):
+    with pytest.raises(ConfigError, match=r"device is 'gpu'; available: cuda, cpu\."):
         choose_platform(platform_statuses(plugins(offer("cpu", 10), offer("cuda", 50))), "gpu")
 
 

@@ -503,16 +503,16 @@ def test_chain_times_every_seam(model, tmp_path, capfd):
     assert main(["bench", "chain", *argv]) == 0
     found = read(out)["models"]["tiny"]
     layer = ["qkv", "attention", "o", "gate_up", "down", "a layer, in the chain"]
-    seams = [*layer, "inputs", "logits", "sample, greedy", "the whole step"]
-    assert [(row["batch"], row["seam"]) for row in found["rows"]] == [(n, seam) for n in (1, 3) for seam in seams]
-    by_seam = {row["seam"]: row for row in found["rows"] if row["batch"] == 3}
+    parts = [*layer, "inputs", "logits", "sample, greedy", "the whole step"]
+    assert [(row["batch"], row["part"]) for row in found["rows"]] == [(n, part) for n in (1, 3) for part in parts]
+    by_part = {row["part"]: row for row in found["rows"] if row["batch"] == 3}
     # float32, hidden 8, one head of 8, intermediate 8: bytes of the weights, and of 20 tokens of K and V for 3 rows.
-    assert by_seam["qkv"]["bytes"] == 24 * 8 * 4 and by_seam["gate_up"]["bytes"] == 16 * 8 * 4
-    assert by_seam["attention"]["bytes"] == 3 * 20 * 2 * 8 * 4
-    assert by_seam["logits"]["bytes"] == 49_000 * 8 * 4
-    layer_bytes = sum(by_seam[seam]["bytes"] for seam in layer[:5])
-    assert by_seam["a layer, in the chain"]["bytes"] == layer_bytes
-    assert by_seam["the whole step"]["bytes"] == layer_bytes + 49_000 * 8 * 4
+    assert by_part["qkv"]["bytes"] == 24 * 8 * 4 and by_part["gate_up"]["bytes"] == 16 * 8 * 4
+    assert by_part["attention"]["bytes"] == 3 * 20 * 2 * 8 * 4
+    assert by_part["logits"]["bytes"] == 49_000 * 8 * 4
+    layer_bytes = sum(by_part[part]["bytes"] for part in layer[:5])
+    assert by_part["a layer, in the chain"]["bytes"] == layer_bytes
+    assert by_part["the whole step"]["bytes"] == layer_bytes + 49_000 * 8 * 4
     assert all(row["us"] > 0 for row in found["rows"]) and found["bandwidth_gb_s"] > 0
     assert "tiny, 1 layers, context 20" in capfd.readouterr().out
 
