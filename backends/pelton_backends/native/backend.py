@@ -43,7 +43,7 @@ class NativeBackend(AttentionBackend):
 
     name: ClassVar[str] = "native"
     handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap"})
-    graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM_BATCH
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:

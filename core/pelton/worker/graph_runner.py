@@ -65,6 +65,7 @@ class GraphRunner:
             state, buffers, staging, most_rows=most, most_mixed_rows=most_mixed, query_len=query_len
         )
         self._side_layout = state.side.layout_version
+        self._decode_keys: dict[tuple[int, Tail, int, bool, bool], BatchDescriptor | None] = {}
         self._num_asked: Counter[BatchDescriptor] = Counter()  # of keys whose graphs were not captured
         largest = max(*chain.from_iterable(dispatcher.decode_sizes.values()), *dispatcher.mixed_sizes, 0, 0)
         if largest:
@@ -108,13 +109,22 @@ class GraphRunner:
         """The key of a decode step with at most `query_len` tokens a row; None when it is not captured whole."""
         if self._side_layout != self._state.side.layout_version:
             self._side_tables_moved()
+        has_prefix = (
+            query_len == 1 and bool(common_prefix_blocks) and self.uses_common_prefix(num_rows, common_prefix_blocks)
+        )
+        asked = (num_rows, tail, query_len, has_prefix, has_lora)
+        if asked not in self._decode_keys:
+            self._decode_keys[asked] = self._find_decode_key(*asked)
+        key = self._decode_keys[asked]
+        return None if key is None else self.at_hand(CUDAGraphMode.FULL, key)[1]
+
+    def _find_decode_key(
+        self, num_rows: int, tail: Tail, query_len: int, has_prefix: bool, has_lora: bool
+    ) -> BatchDescriptor | None:
         mode, key = self.dispatcher.dispatch(num_rows * query_len, num_rows, query_len, has_lora=has_lora, tail=tail)
         if mode is not CUDAGraphMode.FULL or key.uniform_query_len != query_len:
             return None
-        key = self._at_place(key)
-        if query_len == 1 and common_prefix_blocks and self.uses_common_prefix(num_rows, common_prefix_blocks):
-            key = replace(key, has_common_prefix=True)
-        return self.at_hand(mode, key)[1]
+        return replace(self._at_place(key), has_common_prefix=has_prefix)
 
     def uses_common_prefix(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> bool:
         """Whether some group's backend reads so long a common prefix once."""
@@ -234,6 +244,7 @@ class GraphRunner:
     def _side_tables_moved(self) -> None:
         """Free the graphs that read them where they were, once none is running. They move a few times in an engine's life."""
         self._side_layout = self._state.side.layout_version
+        self._decode_keys.clear()
         if self._state.device.type != "cpu":
             done = torch.Event(self._state.device)
             done.record()

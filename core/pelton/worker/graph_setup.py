@@ -67,10 +67,10 @@ def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) ->
         notes.append(f"cudagraph_mode {mode} became {whole}: platform {platform.name!r} records no pieces")
         mode = whole
     drafts = runner.ops.drafts
-    takes_drafts = support >= GraphSupport.UNIFORM_BATCH and not recorder.runs_calls
+    query_len = drafts.width if drafts is not None and support >= GraphSupport.UNIFORM_BATCH else 1
     dispatcher = GraphDispatcher(
-        mode, max_num_seqs=loaded.max_num_seqs, max_num_tokens=loaded.max_num_tokens, sizes=_sizes(loaded),
-        decode_query_len=drafts.width if drafts is not None and takes_drafts else 1,
+        mode, max_num_seqs=loaded.max_num_seqs, max_num_tokens=loaded.max_num_tokens,
+        sizes=_sizes(loaded, query_len), decode_query_len=query_len,
         max_piece_tokens=max_piece_tokens(loaded.model, len(loaded.build.cache_layers)),
         captures_prompts=not recorder.runs_calls and support is GraphSupport.ALWAYS,
     )  # fmt: skip
@@ -85,9 +85,9 @@ def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) ->
         runner.use_graphs(dispatcher, recorder)
 
 
-def _sizes(loaded: LoadedModel) -> Sequence[int] | None:
-    sizes = loaded.config.compilation.cudagraph_capture_sizes
-    return range(1, loaded.max_num_seqs + 1) if sizes is None and not loaded.platform.pads_graphs else sizes
+def _sizes(loaded: LoadedModel, query_len: int) -> Sequence[int] | None:
+    sizes, most = loaded.config.compilation.cudagraph_capture_sizes, loaded.max_num_seqs * query_len
+    return range(1, most + 1) if sizes is None and not loaded.platform.pads_graphs else sizes
 
 
 def max_piece_tokens(model: Any, num_layers: int) -> int:

@@ -182,6 +182,8 @@ class ModelRunner:
             if isinstance(tail, Logits) or self.ops.drafts is None:
                 return None  # kept are the logits of one token a row
             width = self.ops.drafts.width
+            if graphs.runs_calls and total_draft != num_rows * (width - 1):
+                return None  # where the device is this process, padding takes as long as tokens do
         key = graphs.decode_key(num_rows, tail, width, prefix, has_lora=has_lora)
         if key is None:
             return None

@@ -129,10 +129,11 @@ class StepOutput(PendingOutput):
         output.row_errors = list(self.errors.items())
         if self.prompt_logprobs is not None:
             arrays = self._take_prompts(self.prompt_logprobs, arrays)
-        output.token_ids = [[] for _ in range(self.num_rows)]
         if isinstance(self.tail, Sample):
             self._take_sampled(*arrays)
-        elif isinstance(self.tail, Verify):
+            return output
+        output.token_ids = [[] for _ in range(self.num_rows)]
+        if isinstance(self.tail, Verify):
             self._take_verified(*arrays)
         elif isinstance(self.tail, Pool):
             self._take_pooled(arrays)
@@ -160,6 +161,7 @@ class StepOutput(PendingOutput):
         if len(tokens) == self.num_rows and not self.errors and not columns[:, 1].any():
             output.token_ids = [[token] for token in tokens]
         else:
+            output.token_ids = [[] for _ in range(self.num_rows)]
             for index, row in enumerate(rows.tolist()):
                 good[index] = self._is_good(row, int(columns[index, 1]))
                 if good[index]:
@@ -233,7 +235,6 @@ class Readback:
         """What the tail gave for `rows` [r] of these slots, on its way to the host; after `Logits` not these are given, but what
         `StepSampler` made of them."""
         host, tensors = self._state.host, list[Tensor]()
-        num_logprobs = host.num_logprobs[slots] if len(slots) else None
         has_logprobs = isinstance(tail, Sample) and tail.variant.has_logprobs
         if isinstance(tail, Pool):
             is_there = [tensor is not None for tensor in given]
@@ -258,7 +259,7 @@ class Readback:
             prompt_logprobs=prompt_logprobs,
             errors={row: errors[slot] for row, slot in enumerate(output.slots) if slot in errors} if errors else {},
             has_logprobs=has_logprobs,
-            num_logprobs=num_logprobs,
+            num_logprobs=host.num_logprobs[slots] if has_logprobs else None,
             first_logprob=given.first_logprob if isinstance(tail, Logits) else None,
             has_drafts=isinstance(tail, Logits) and given.draft_token_ids is not None,
             scrub=self._scrub,

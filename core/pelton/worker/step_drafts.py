@@ -21,7 +21,7 @@ from pelton.ops.speculation import (
     VerifyNeeds,
     VerifyTensors,
 )
-from pelton.sampling.tails import Variant
+from pelton.sampling.tails import FULL, GREEDY, Variant
 from pelton.worker.batch_state import BatchState
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class StepDrafts:
         self._num_found = torch.zeros(state.max_num_seqs, dtype=torch.int64, device=state.device)
         self._sample: dict[Variant, SampleOp] = {}
         self._verify: Verify = ops.bind("verify", VerifyNeeds(num_drafts=num_drafts), VerifyTensors(state))
+        for variant in (GREEDY, FULL):  # of captured steps, in which nothing may be allocated
+            self._bound(variant)
         self._look_up: LookupDrafts | None = None
         if lookup is not None:
             self._look_up = ops.bind("lookup_drafts", lookup, LookupDraftsTensors(state))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pelton.sampling.tails import FULL, GREEDY, Logits, Pool, Sample, Tail, Variant, Verify
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from pelton.worker.step_plan import Ints, StepPlan
 
 LOGITS = Logits()
+_sample, _verify = cache(Sample), cache(Verify)  # a step makes no object that an earlier one has made
 
 
 class TailChooser:
@@ -54,7 +56,7 @@ class TailChooser:
         if num_draft is not None:
             return self._of_drafts(slots, num_draft, has_masks=has_masks)
         variant = None if has_masks else self.variant(slots, has_masks=False)
-        return LOGITS if variant is None else Sample(variant)
+        return LOGITS if variant is None else _sample(variant)
 
     def of_left_logits(self, slots: Ints) -> Tail:
         """The tail of a captured step that has left its logits, its masks at hand."""
@@ -77,7 +79,7 @@ class TailChooser:
         else:
             is_plain = not (has_masks or len(plan.side_rows) or len(plan.logprob_rows))
             variant = GREEDY if is_plain and not self._state.host.temperature[plan.sample_slots].any() else None
-        return LOGITS if variant is None else Sample(variant)
+        return LOGITS if variant is None else _sample(variant)
 
     def _of_drafts(self, slots: Ints, num_draft: Ints, *, has_masks: bool) -> Tail:
         """`Verify` has neither side tables, masks nor logprobs."""
@@ -87,4 +89,4 @@ class TailChooser:
         if (self._state.host.side_slots[slots] >= 0).any():
             return LOGITS
         variant = self.variant(slots, has_masks=False)
-        return Verify(variant) if variant in (GREEDY, FULL) and variant is not None else LOGITS
+        return _verify(variant) if variant in (GREEDY, FULL) and variant is not None else LOGITS

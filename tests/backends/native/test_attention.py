@@ -76,7 +76,7 @@ def test_every_path_spoils_only_the_row_that_has_a_nan(isa, dtype):
 
 def test_the_layout_has_heads_first():
     assert NativeBackend.kv_layout(NEEDS) == KVLayout(heads_first=True)
-    assert NativeBackend.graph_support is GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert NativeBackend.graph_support is GraphSupport.UNIFORM_BATCH
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ import torch
 from pelton_worker_fakes import VOCAB, Driver, Running, make_runner, oracle_greedy
 
 from pelton.config import CUDAGraphMode
+from pelton.graphs.call_graph import CallGraphRecorder
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.messages.step import GrammarMasks, SchedulerOutput
 from pelton.ops.speculation import LookupDraftsNeeds
-from pelton.sampling.tails import FULL, Logits, Sample, Variant
+from pelton.sampling.tails import FULL, GREEDY, Logits, Sample, Variant, Verify
 from pelton.testing.graphs import FakeGraphRecorder
 
 PROMPTS = [[7, 9], [3, 1, 4, 1, 5]]
@@ -329,6 +330,36 @@ def test_drafts_of_the_host_are_verified_in_a_graph(temperature: float) -> None:
         assert request.output == tokens[: len(request.output)]
     keys = [key.uniform_query_len for key in driver.runner.graphs.full._captured]
     assert 4 in keys and set(keys) <= {1, 4}, "drafts leave no graph"
+
+
+def test_a_call_graph_verifies_rows_that_all_have_their_drafts() -> None:
+    """Where the device is this process, padding would be computed like any token."""
+    runner = make_runner(num_blocks=400)
+    runner.ops.use_drafts(3, None)
+    dispatcher = GraphDispatcher(
+        CUDAGraphMode.FULL_DECODE_ONLY, max_num_seqs=8, max_num_tokens=64, sizes=range(1, 33), decode_query_len=4
+    )
+    graphs, driver = runner.use_graphs(dispatcher, CallGraphRecorder()), Driver(runner)
+    expected = [oracle_greedy(prompt, 60) for prompt in PROMPTS]
+    requests = [driver.add(slot, prompt) for slot, prompt in enumerate(PROMPTS)]
+    driver.step([(request, len(request.token_ids)) for request in requests])
+    num_calls, chooser = [], random.Random(3)
+    for index in range(10):
+        drafts = {}
+        for slot, request in enumerate(requests):
+            own = expected[slot][len(request.output) : len(request.output) + 3]
+            drafts[slot] = [token if chooser.random() < 0.7 else (token + 1) % VOCAB for token in own]
+        if index in (0, 5):
+            drafts[0] = drafts[0][:2]
+        before = runner.model.num_calls
+        driver.step([(request, 1) for request in requests], drafts)
+        num_calls.append(runner.model.num_calls - before)
+    assert num_calls == [1, 1, 0, 0, 0, 1, 0, 0, 0, 0], "the second is recorded, the sixth has fewer drafts"
+    assert {key.tail for key in graphs.full._captured} == {Verify(GREEDY)}
+    assert min(len(request.output) for request in requests) > 15
+    assert [request.output for request in requests] == [
+        tokens[: len(request.output)] for request, tokens in zip(requests, expected, strict=True)
+    ]
 
 
 def test_drafts_of_the_device_are_made_and_verified_in_a_graph() -> None:
