@@ -291,18 +291,100 @@ INLINE void multiply_tile(const uint8_t *const *panels, int N, int kind, const s
             vec_store(sums + i * SPAN + part * LANES, totals[i][part]);
 }
 
+#if !HAS_DOT_BYTES
+
+/* The same of one row, as `dot_block` and `multiply_tile` have it: a factor serves all parts, so that none leaves its register. */
+INLINE void dot_row(const uint8_t *record, const struct inputs *x, int64_t at, int kind, ivec high[PARTS], ivec low[PARTS]) {
+    ivec ones = 0x00010001 - (ivec){0}, high_pairs[PARTS], low_pairs[PARTS];
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++)
+        high[part] = low[part] = high_pairs[part] = low_pairs[part] = (ivec){0};
+#pragma GCC unroll 8
+    for (int group = 0; group < 8; group++) {
+        if (kind != QUANT_Q8_0 && group == 4)
+            break;
+        const int8_t *words = (const int8_t *)(x->words + at * QUANT_BLOCK);
+        const int8_t *highs = x->high + at * QUANT_BLOCK, *lows = x->low + at * QUANT_BLOCK;
+        ivec first = kind == QUANT_Q8_0 ? four_bytes(words, 2 * group) : four_bytes(highs, group);
+        ivec second = kind == QUANT_Q8_0 ? four_bytes(words, 2 * group + 1) : four_bytes(highs, group + 4);
+        ivec third = kind == QUANT_Q8_0 ? first : four_bytes(lows, group), fourth = kind == QUANT_Q8_0 ? first : four_bytes(lows, group + 4);
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            uvec both = vec_load_bits(record + group * 64 + part * VEC_BYTES);
+            if (kind == QUANT_Q8_0) {
+                low[part] += dot_words((ivec)((words_vec)both << 8 >> 8), first);
+                low[part] += dot_words((ivec)((words_vec)both >> 8), second);
+                continue;
+            }
+            uvec near = both & 0x0f0f0f0fu, far = (both >> 4) & 0x0f0f0f0fu;
+            high_pairs[part] = add_pairs(high_pairs[part], add_pairs(dot_pairs(near, first), dot_pairs(far, second)));
+            low_pairs[part] = add_pairs(low_pairs[part], add_pairs(dot_pairs(near, third), dot_pairs(far, fourth)));
+        }
+    }
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS && kind != QUANT_Q8_0; part++) {
+        high[part] = dot_words(high_pairs[part], ones), low[part] = dot_words(low_pairs[part], ones);
+        if (kind == QUANT_Q4_0)
+            low[part] += x->minus_8_sums[at];
+    }
+}
+
+/* A row does not keep the memory busy by itself: fetching ahead saves 6 % with Q4_1 and 19 % with Q8_0 on AVX2 (EPYC 9004). */
+enum { FETCH_AHEAD = 2048 };
+
+INLINE void multiply_row(const uint8_t *panel, int kind, const struct inputs *x, int64_t row, float *sums) {
+    vec totals[PARTS];
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++)
+        totals[part] = vec_all(0.0f);
+    for (int64_t block = 0, at = row * x->num_blocks; block < x->num_blocks; block++, at++) {
+        const uint8_t *record = panel + block * record_bytes(kind), *scales = record + quant_bytes(kind);
+        ivec high[PARTS], low[PARTS];
+#pragma GCC unroll 9
+        for (int64_t byte = 0; byte < record_bytes(kind); byte += 64)
+            __builtin_prefetch(record + FETCH_AHEAD + byte, 0, 3);
+        dot_row(record, x, at, kind, high, low);
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            vec dot = __builtin_convertvector(high[part], vec) * (float)LOW_STEPS + __builtin_convertvector(low[part], vec);
+            totals[part] += dot * x->scale[at] * load_scales(scales + part * (VEC_BYTES / 2));
+            if (kind == QUANT_Q4_1)
+                totals[part] += load_scales(scales + 2 * QUANT_ROWS + part * (VEC_BYTES / 2)) * x->scaled_sum[at];
+        }
+    }
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++)
+        vec_store(sums + part * LANES, totals[part]);
+}
+
+#endif
+
+INLINE void multiply_panel(const uint8_t *const *panel, int kind, const struct inputs *x, int64_t row, int64_t m, float *sums) {
+    if (m > 1)
+        multiply_tile(panel, 1, kind, x, row, m, sums);
+    else
+#if HAS_DOT_BYTES
+        multiply_tile(panel, 1, kind, x, row, 1, sums);
+#else
+        multiply_row(*panel, kind, x, row, sums);
+#endif
+}
+
 static void multiply_panels(const uint8_t *const *panels, int64_t num_panels, int kind, const struct inputs *x, int64_t row,
                             int64_t m, float *sums) {
-#define KIND(NAME)                                                              \
-    case NAME:                                                                  \
-        for (int64_t n = 0; n < num_panels; n++) /* one stream, in order */     \
-            if (m == 1)                                                         \
-                multiply_tile(panels + n, 1, NAME, x, row, 1, sums + n * QUANT_ROWS); \
-            else                                                                \
-                multiply_tile(panels + n, 1, NAME, x, row, m, sums + n * QUANT_ROWS); \
-        break;
-    switch (kind) { KIND(QUANT_Q8_0) KIND(QUANT_Q4_0) KIND(QUANT_Q4_1) }
-#undef KIND
+    for (int64_t n = 0; n < num_panels; n++) { /* one stream, in order */
+        switch (kind) {
+        case QUANT_Q8_0:
+            multiply_panel(panels + n, QUANT_Q8_0, x, row, m, sums + n * QUANT_ROWS);
+            break;
+        case QUANT_Q4_0:
+            multiply_panel(panels + n, QUANT_Q4_0, x, row, m, sums + n * QUANT_ROWS);
+            break;
+        case QUANT_Q4_1:
+            multiply_panel(panels + n, QUANT_Q4_1, x, row, m, sums + n * QUANT_ROWS);
+            break;
+        }
+    }
 }
 
 #else
