@@ -182,7 +182,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[Result]):
-    """What one prompt gave; of an IO processor, what it made of all of its prompts."""
+    """Result of one prompt, or what an IO processor made of all of its prompts."""
 
     request_id: str
     outputs: Result

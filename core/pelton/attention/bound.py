@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AttentionParams(Protocol):
-    """What a backend may know of a layer: its constants, and the views of its cache. All of it stays as it is."""
+    """Facts of a layer that a backend may know: its constants, and the views of its cache. All of it stays as it is."""
 
     layer_name: str
     needs: AttentionNeeds

@@ -20,7 +20,7 @@ ENCODER = "encoder"
 
 
 class EncoderParams(Protocol):
-    """What a backend may know of such a layer. All of it stays as it is."""
+    """Facts of such a layer that a backend may know. All of it stays as it is."""
 
     num_heads: int
     num_kv_heads: int

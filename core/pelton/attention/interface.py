@@ -121,7 +121,7 @@ class AttentionBackend(OldMethods, ABC):
         self.max_model_len = max_model_len
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
-        """Whether a decode step of `num_rows` that share their first `prefix_len` tokens is served better by reading these
+        """Return whether a decode step of `num_rows` that share their first `prefix_len` tokens is served better by reading these
         once. Asked before such a step: its graph has a key of its own."""
         return False
 

@@ -89,7 +89,7 @@ def bind_old(backend: AttentionBackend, layer: Any) -> BoundAttention:
 
 
 def _inherits_bind(cls: type) -> bool:
-    """Whether the `bind` that a class inherits is a backend's own, not the default."""
+    """Return whether the `bind` that a class inherits is a backend's own, not the default."""
     owner = next(base for base in cls.__mro__[1:] if "bind" in vars(base))
     return owner is not OldMethods and OldMethods not in owner.__bases__
 

@@ -11,7 +11,7 @@ RUNNERS = ("auto", "generate", "pooling")
 
 
 class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the model is run for, and how its hidden states become vectors. Unset: as the model's folder says."""
+    """Settings of pooling: what the model is run for, and how its hidden states become vectors. Unset: as the model's folder says."""
 
     runner: str = "auto"
     """generate, pooling, or auto: pooling where the architecture, or the folder, is made for it."""

@@ -407,7 +407,7 @@ def _wait(handle: StepHandle, timeout_s: float | None) -> ModelOutput | None:
 
 
 def without_chunks(config: EngineConfig, model: ResolvedModel) -> EngineConfig:
-    """Of a model whose tokens see the later ones: it needs each prompt whole, and there is no cache to look prefixes up in."""
+    """Switch chunked prefill off for a model whose tokens see later ones: it needs each prompt whole."""
     if model.pooling is None or not model.pooling.attends_both_ways:
         return config
     scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)

@@ -72,7 +72,7 @@ class PagedKVCacheManager(KVCacheManager):
 
     @classmethod
     def make(cls, context: KVManagerContext) -> Self:
-        """What the entry loads."""
+        """Make a manager; the entry loads this."""
         return cls(
             context.plan, context.config, max_model_len=context.max_model_len,
             max_num_batched_tokens=context.max_num_batched_tokens, extra_managers=context.extra_managers,

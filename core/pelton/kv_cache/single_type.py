@@ -269,7 +269,7 @@ def make_managers(
 
 
 def _checked(entry: Any) -> ManagerEntry:
-    """What a plugin's `pelton_kv_cache_specs` entry has loaded."""
+    """Check what a plugin's `pelton_kv_cache_specs` entry has loaded."""
     match entry:
         case (type() as spec, type() as manager) if issubclass(spec, KVCacheSpec) and issubclass(
             manager, SingleTypeManager

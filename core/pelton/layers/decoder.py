@@ -37,7 +37,7 @@ class Decoder(nn.Module):
         return logits
 
     def hidden_states(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor | None) -> Tensor:
-        """Of a model that pools: final hidden states of the tokens `rows` [n], or of all."""
+        """Return, for a model that pools, final hidden states of the tokens `rows` [n], or of all."""
         states: Tensor = self.lm_head.hidden_states(*hidden, rows)
         return states
 

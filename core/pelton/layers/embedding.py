@@ -105,7 +105,7 @@ class LMHead(nn.Module):
         return self.add_norm_logits(hidden, residual, rows)
 
     def hidden_states(self, hidden: Tensor, residual: Tensor | None, rows: Tensor | None) -> Tensor:
-        """Of a model that pools, in place of logits: rows [n] int64, or all -> [n, H]."""
+        """Return, for a model that pools, hidden states in place of logits: rows [n] int64, or all -> [n, H]."""
         if rows is not None:
             hidden, residual = hidden[rows], None if residual is None else residual[rows]
         else:  # `add_norm` may overwrite them

@@ -35,7 +35,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Pooled(Protocol):
-    """What the pooler asks of every model. H = hidden size, n = tokens."""
+    """Interface of a model that pools. H = hidden size, n = tokens."""
 
     def hidden_states(self, hidden: Any, rows: Tensor | None) -> Tensor:
         """Final hidden states, normed where the model norms them: of the tokens `rows` [n] int64, or of all. -> [n, H]"""
@@ -44,7 +44,7 @@ class Pooled(Protocol):
 
 @runtime_checkable
 class Classifier(Protocol):
-    """What it asks of a model with a head besides."""
+    """Interface of a model with a head besides."""
 
     def classify(self, vectors: Tensor) -> Tensor:
         """[n, H] -> logits [n, num_labels]"""
@@ -94,7 +94,7 @@ class Pooler(nn.Module):
     # One vector a prompt.
 
     def _vectors(self, model: Pooled, hidden: Any, rows: PooledRows, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """By row, of those whose prompt ends in this step."""
+        """Return vectors by row, for rows whose prompt ends in this step."""
         if self.spec.pooling_type == "last":
             last = model.hidden_states(hidden, rows.last_tokens).float().unbind()
             return {row: last[row] for row in wanted if rows.is_last[row]}

@@ -39,7 +39,7 @@ class PoolingDecoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Of the model: a rehearsal goes through few of them."""
+        """Layers of the model: warm-up steps go through few of them."""
         layers: nn.ModuleList = self.model.layers
         return layers
 

@@ -143,7 +143,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             )  # fmt: skip
 
     def asked(self) -> tuple[str, int | None, bool | None]:
-        """What is to be made of a prompt's hidden states: equal for requests that can be made together."""
+        """Return what is to be made of a prompt's hidden states: equal for requests that can be made together."""
         return self.task, self.dimensions, self.use_activation
 
 

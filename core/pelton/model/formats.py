@@ -40,7 +40,7 @@ class ModelFormat(ABC):
         return {}
 
     def read_pooling(self, path: Path) -> PoolingFolder:
-        """What lies beside the config on pooling; an empty one when nothing does."""
+        """Read what lies beside the config on pooling; an empty one when nothing does."""
         return PoolingFolder()
 
     @abstractmethod

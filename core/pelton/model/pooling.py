@@ -19,7 +19,7 @@ class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingFolder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files beside config.json say of pooling; None where they say nothing."""
+    """Pooling as the files beside config.json describe it; None where they say nothing."""
 
     pooling_type: str | None = None
     normalize: bool | None = None

@@ -1,4 +1,4 @@
-"""Whether a model is run to pool, and how: from its architecture, its folder and the settings. No torch."""
+"""Choice of whether a model is run to pool, and how: from its architecture, its folder and the settings. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN_HEADS = ("ForTokenClassification",)
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model before the settings are looked at."""
+    """Facts of a model that are known before the settings are looked at."""
 
     hf_config: Mapping[str, Any]
     architecture: str

@@ -86,7 +86,7 @@ _ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 
 @functools.cache
 def _has_fast_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies it on this CPU. Otherwise torch does, unblocked: 4 to 7 GFLOP/s where float32 has 60."""
+    """Return whether oneDNN multiplies it on this CPU. Otherwise torch does, unblocked: 4 to 7 GFLOP/s where float32 has 60."""
     try:
         return bool(getattr(torch.ops.mkldnn, _ONEDNN[dtype])())
     except (AttributeError, RuntimeError):  # a torch without oneDNN

@@ -124,5 +124,5 @@ def parse(processor: IOProcessor[Input, Any], data: object) -> Input:
 
 
 def is_for_processor(prompt: Any) -> bool:
-    """Whether a prompt is {"data": ...}."""
+    """Return whether a prompt is {"data": ...}."""
     return isinstance(prompt, dict) and DATA in prompt

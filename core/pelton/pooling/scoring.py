@@ -43,7 +43,7 @@ def paired(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]
 def pair_prompt(
     pair: tuple[str, str], tokenizer: Tokenizer | None, *, max_tokens: int | None, use_activation: bool | None = None
 ) -> tuple[Prompt, PoolingParams]:
-    """What a cross-encoder reads for one pair. max_tokens: cut the longer text to fit."""
+    """Make what a cross-encoder reads for one pair. max_tokens: cut the longer text to fit."""
     if tokenizer is None:
         raise RequestError("Scores of pairs need a tokenizer (skip_tokenizer_init is set).", param="text_1")
     found = tokenizer.encode_pair(*pair, max_tokens=max_tokens)

@@ -1,4 +1,4 @@
-"""What a step does behind the model's forward pass, as values: parts of the key that a step is captured under.
+"""Tails: what a step does behind the model's forward pass, as values. They are parts of the key that a step is captured under.
 
 A key without a tail ends at the hidden states.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the rows of a step ask of the `sample` op, at most."""
+    """Features of the `sample` op that the rows of a step ask for, at most."""
 
     is_greedy: bool = False
     """Every row takes its best token. False: each samples by its parameters and side tables, greedy rows among them."""
@@ -37,7 +37,7 @@ class Tail:
 
     @property
     def reads_side_tables(self) -> bool:
-        """Whether a captured step reads the side tables where they lay then."""
+        """Return whether a captured step reads the side tables where they lay then."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Who has read blocks whose content turned out to be junk: a step failed, or a load did.
+"""Requests that read blocks with invalid content, after a step or a load failed.
 
 Rare, so it may be slow, and errs on the safe side: a table is kept as the workers have it, with blocks that left a
 window since, and a request that only had such a block long ago is computed again too.

@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def rejection(p: Floats, q: Floats, u: Floats) -> npt.NDArray[np.bool_]:
-    """Whether each draft is kept: with probability min(1, p / q).
+    """Return whether each draft is kept: with probability min(1, p / q).
 
     p, q [n]: what the model and the proposer gave the drafted token, q > 0; u [n]: uniform in (0, 1).
     """

@@ -315,7 +315,7 @@ class AttentionBackendConformance:
         support: str,
         junk: str,
     ) -> None:
-        """What the host knows of rows and lengths is not known at a capture."""
+        """Compare with a capture, where rows and lengths are not known to the host."""
         if self.backend.graph_support < GraphSupport[support]:
             pytest.skip(f"{self.backend.name} captures {self.backend.graph_support.name}")
         step = self.make_step(AttentionCase(rows=rows), junk=junk)

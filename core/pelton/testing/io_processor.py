@@ -35,7 +35,7 @@ VOCAB_SIZE, MAX_MODEL_LEN, HIDDEN_SIZE = 320, 128, 8
 
 
 def make_context() -> IOProcessorContext:
-    """Of a model that embeds, without a tokenizer."""
+    """Make the context of a model that embeds, without a tokenizer."""
     model = ResolvedModel(
         name="under-test", path="under-test", weights_format="dummy", hf_config={"hidden_size": HIDDEN_SIZE},
         architecture="BertModel", dtype="float32", max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=[],

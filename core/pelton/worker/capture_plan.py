@@ -35,8 +35,8 @@ class Capture(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CapturePlan:
-    """What the first requests need comes first, then sizes that may stand in for many others, then the rest; steps with adapters
-    behind those without."""
+    """Captures in their order: those that the first requests need, then sizes that may stand in for many others, then the rest;
+    steps with adapters behind those without."""
 
     captures: tuple[Capture, ...]
     num_first: int

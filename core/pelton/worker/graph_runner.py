@@ -127,7 +127,7 @@ class GraphRunner:
         return replace(self._at_place(key), has_common_prefix=has_prefix)
 
     def uses_common_prefix(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> bool:
-        """Whether some group's backend reads so long a common prefix once."""
+        """Return whether some group's backend reads so long a common prefix once."""
         return any(self._prefix_lens(num_rows, common_prefix_blocks))
 
     def _prefix_lens(self, num_rows: int, common_prefix_blocks: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the parts of a worker need to know of each other: a model on its device, and what it was started with."""
+"""Facts that the parts of a worker share: a model on its device, and what it was started with."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class Readback:
         slots: Ints,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> StepOutput:
-        """What the tail gave for `rows` [r] of these slots, on its way to the host; after `Logits` not these are given, but what
+        """Queue the copy of what the tail gave for `rows` [r] of these slots; after `Logits` not these are given, but what
         `StepSampler` made of them."""
         host, tensors = self._state.host, list[Tensor]()
         has_logprobs = isinstance(tail, Sample) and tail.variant.has_logprobs

@@ -1,4 +1,4 @@
-"""What every step runs: its inputs and drafts, the model's forward pass, logits, and the tail that its key names.
+"""The step program, which every step runs: its inputs and drafts, the model's forward pass, logits, and the tail that its key names.
 
     block tables, drafts -> prepare_inputs, backend.build -> forward -> logits -> sample | verify | pool
 
@@ -61,7 +61,7 @@ class StepProgram:
 
     @property
     def has_left_logits(self) -> bool:
-        """Whether there is memory for the logits of captured steps: the first such step makes it."""
+        """Return whether there is memory for the logits of captured steps: the first such step makes it."""
         return self._logits is not None
 
     def run(self, key: BatchDescriptor, inputs: StepInputs, forward: Callable[[StepInputs], Any] | None = None) -> Any:

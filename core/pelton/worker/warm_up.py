@@ -143,7 +143,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _shares_prefix(runner: ModelRunner, num_rows: int) -> bool:
-    """Whether some group's attention reads a prefix of the longest kind once for so many rows."""
+    """Return whether some group's attention reads a prefix of the longest kind once for so many rows."""
     lengths = [width * size for width, size in zip(_widths(runner), runner.state.block_sizes, strict=True)]
     return any(
         backend.group_id >= 0 and backend.uses_common_prefix(num_rows, lengths[backend.group_id])
