@@ -31,7 +31,7 @@ INPUTS, OUTPUTS = (32, 256), (32, 128)
 
 
 class Spent(NamedTuple):
-    """What one kernel took, for one shape."""
+    """Time that one kernel took, for one shape."""
 
     kernel: str
     shape: str

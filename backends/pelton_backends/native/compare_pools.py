@@ -1,4 +1,4 @@
-"""What the pool of threads costs beside OpenMP: `python -m pelton_backends.native.compare_pools MODEL`.
+"""Cost of the pool of threads beside OpenMP: `python -m pelton_backends.native.compare_pools MODEL`.
 
 One engine computes with two libraries in turn. They are compiled from the same files, one with pool.c and one with OpenMP in
 its place (pool_openmp.h), so weights, cache and memory pages are the same. Every pair of measurements gives a ratio.

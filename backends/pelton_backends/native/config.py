@@ -6,7 +6,7 @@ import msgspec
 
 
 class NativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be set."""
+    """Settings of the native backend."""
 
     isa: str | None = None
     """Instruction set that the kernels are compiled for; by default the best that CPU and compiler have."""

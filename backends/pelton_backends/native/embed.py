@@ -36,7 +36,7 @@ class NativeEmbed:
 
 
 class EmbeddingRows:
-    """Of a matrix in any form: `run` takes the struct `op`."""
+    """Rows of a matrix in any form: `run` takes the struct `op`."""
 
     def __init__(self, needs: EmbedNeeds, tensors: EmbedTensors, run: Callable[..., int], op: Structure) -> None:
         self.dtype, self.hidden_size = getattr(torch, needs.dtype), needs.hidden_size

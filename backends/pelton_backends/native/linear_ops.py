@@ -87,7 +87,7 @@ class Product:
         residual_out: int | None = None,
         rows: int | None = None,
     ) -> Tensor:
-        """Of `rows`, or of all. By address: residual, rows, and where residual' goes, which may be hidden or residual."""
+        """Run for `rows`, or for all. Given by address: residual, rows, and where residual' goes, which may be hidden or residual."""
         output = torch.empty(num_rows, self.num_columns, dtype=self.dtype)
         failed = self.run(self.struct, hidden.data_ptr(), residual, residual_out, rows, num_rows, output.data_ptr())
         if failed:
@@ -98,7 +98,7 @@ class Product:
 
 
 class FusedOp(ABC):
-    """Of one form of weights: a subclass says which products, and what they refuse."""
+    """Fused ops of one form of weights: a subclass says which products, and what they refuse."""
 
     is_recordable: ClassVar[bool] = True
 

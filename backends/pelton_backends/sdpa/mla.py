@@ -68,7 +68,7 @@ class SDPAMLABackend(AttentionBackend):
         return SDPAMLAMetadata(common, calls)
 
     def _gather(self, table: Tensor, lengths: list[int], num_tokens: int, first_token: int) -> Gather:
-        """Of rows that have `num_tokens` tokens each, from `first_token` on."""
+        """Gather the latents of rows that have `num_tokens` tokens each, from `first_token` on."""
         size, length = self.needs.block_size, torch.tensor(lengths)[:, None]
         place = torch.arange(max(lengths)).expand(len(lengths), -1)
         is_context = place < length

@@ -32,7 +32,7 @@ LEAST_ROWS, LEAST_PREFIX, LEAST_TOKENS = 8, 1024, 24_576
 
 
 def pays(num_rows: int, prefix_len: int) -> bool:
-    """Whether a decode step gains by it. What it replaces is one launch that norms, rotates and writes as well, and finds the
+    """Return whether a decode step gains by it. It replaces one launch that norms, rotates and writes as well, and finds the
     prefix in the L2 cache: measured on an H200 with 8 to 256 rows, prefixes of 256 to 8,000 tokens, 16 or 32 heads over 8."""
     return num_rows >= LEAST_ROWS and prefix_len >= LEAST_PREFIX and num_rows * prefix_len >= LEAST_TOKENS
 

@@ -127,7 +127,7 @@ def deal_kernel(
 
 @triton.jit
 def share_at(shares, program, CACHE: tl.constexpr):
-    """What `deal_kernel` wrote, but for the blocks."""
+    """Load what `deal_kernel` wrote, but for the blocks."""
     share = shares + program * SHARE
     row, length = tl.load(share, cache_modifier=CACHE), tl.load(share + 1, cache_modifier=CACHE)
     return row, length, tl.load(share + 2, cache_modifier=CACHE), tl.load(share + 3, cache_modifier=CACHE)
@@ -156,7 +156,7 @@ def load_row(
     Q: tl.constexpr,
     N: tl.constexpr,
 ):
-    """What a row needs of the step: its token's index, heads, slot and position, and the blocks of its first two chunks."""
+    """Load what a row needs of the step: its token's index, heads, slot and position, and the blocks of its first two chunks."""
     token_index = row
     if query_start_loc is not None:
         token_index = tl.load(query_start_loc + row)
@@ -226,7 +226,7 @@ def decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of s splits in use, each takes every s-th chunk of the row. Arguments: see `decode_attention`.
+    """Attend with s splits of a row, each of which takes every s-th chunk. Arguments: see `decode_attention`.
 
     A program is a (kv head, row, split), and a row uses as many splits as leave each LEAST chunks or more, SPLITS at most; or,
     with `shares`, it is one of a kv head's SPLITS programs, which all rows share by their lengths.
@@ -392,7 +392,7 @@ class PartBuffers:
 
 @dataclass(frozen=True, slots=True)
 class NormRope:
-    """What a fused launch does to QKV's rows: the same in every step."""
+    """Constants of what a fused launch does to QKV's rows: the same in every step."""
 
     rotary_dim: int
     cos_sin: Tensor | None = None  # [max_model_len, rotary_dim] float32
@@ -403,7 +403,7 @@ class NormRope:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """What a fused launch needs to make query, key and value of the step from QKV's rows."""
+    """Tensors that a fused launch needs to make query, key and value of the step from QKV's rows."""
 
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64, -1: the cache is left as it is
@@ -424,7 +424,7 @@ def padded(head_dim: int) -> int:
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Of a padded head's numbers in the model's dtype."""
+    """Return the bytes of a padded head's numbers in the model's dtype."""
     return padded(head_dim) * dtype.itemsize
 
 

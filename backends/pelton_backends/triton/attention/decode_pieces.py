@@ -49,7 +49,7 @@ def load_heads(
     GROUP: tl.constexpr,
     Q: tl.constexpr,
 ):
-    """Of one kv head: its query heads and, from row GROUP on, its key [Q, D]; the same with partners; its value [D]."""
+    """Load the numbers of one kv head: its query heads and, from row GROUP on, its key [Q, D]; the same with partners; its value [D]."""
     member = tl.arange(0, Q)
     mask = (dim < HEAD_DIM)[None, :]
     if FUSED:

@@ -71,7 +71,7 @@ def piece_at(
     N: tl.constexpr,
     START: tl.constexpr,
 ):
-    """What the program has of the pair at this place of the line: of its chunks those begin <= c < end, maybe none.
+    """Return the program's part of the pair at this place of the line: its chunks begin <= c < end, maybe none.
 
     A pair that several programs share has `num_parts` parts, of first_program and those after it. If the first of them begins in
     the empty places, they cost it nothing, since every program begins somewhere: all the pair's cuts move up, so that its

@@ -319,7 +319,7 @@ def choose_tiles(dtype: torch.dtype, head_dim: int, group: int, max_query_len: i
 
 
 def is_short(num_rows: int, max_seq_len: int) -> bool:
-    """Whether rows of so many queries (tokens times heads of a group) over so many keys are served by the kernel of this file
+    """Return whether rows of so many queries (tokens times heads of a group) over so many keys are served by the kernel of this file
     wherever they are."""
     return num_rows <= SHORT and max_seq_len < LONG
 
@@ -337,7 +337,7 @@ def bind_hopper(
     alibi_slopes: Tensor | None,
     pdl: bool,
 ) -> HopperPrefill | None:
-    """What serves all but short rows of such a layer on such a device better than the kernel of this file; else None."""
+    """Return what serves all but short rows of such a layer better than the kernel of this file on the device; else None."""
     module = _hopper(k_cache.device) if soft_cap is None and alibi_slopes is None else None
     if module is None or not module.serves(k_cache, v_cache, num_heads=num_heads, dtype=dtype):
         return None

@@ -61,7 +61,7 @@ _launch = Launcher(hopper_prefill_kernel)
 
 
 class _Memory(NamedTuple):
-    """What a descriptor needs of a tensor; it keeps no pool alive."""
+    """Address and shape of a tensor, for a descriptor; it keeps no pool alive."""
 
     address: int
     dtype: torch.dtype
@@ -87,7 +87,7 @@ def _page_rows(cache: Tensor) -> tuple[TensorDescriptor, int, int, int]:
 
 
 def serves(k_cache: Tensor, v_cache: Tensor, *, num_heads: int, dtype: torch.dtype) -> bool:
-    """Whether dtypes, sizes and strides are among those the kernel was written for."""
+    """Return whether dtypes, sizes and strides are among those the kernel was written for."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     return (
         dtype in (torch.bfloat16, torch.float16)

@@ -73,7 +73,7 @@ def _following(
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr,
     SKIP_SINGLE: gl.constexpr,
 ):  # fmt: skip
-    """What a computing warp group does after its n-th item, as the copying warp says; num_items: nothing."""
+    """Return the item that a computing warp group takes after its n-th, as the copying warp says; num_items: none."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = n % 2
     mbarrier.wait(items_ready.index(slot), (n // 2) & 1)

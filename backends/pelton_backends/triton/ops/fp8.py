@@ -93,7 +93,7 @@ def rounded(x: Tensor, input_scale: Tensor | None = None, bound: float | None = 
 
 
 class Tile(NamedTuple):
-    """What one program computes, as `gemv.Tile`."""
+    """Sizes of what one program computes, as `gemv.Tile`."""
 
     W: int
     R: int

@@ -46,7 +46,7 @@ LARGE_BYTES = 24 << 20  # from here on a matrix is streamed: it takes more than 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes, in the words of `gemv_kernels.py`: R rows by NUM pieces of W C 32 columns."""
+    """Sizes of what one program computes, in the words of `gemv_kernels.py`: R rows by NUM pieces of W C 32 columns."""
 
     W: int  # warps
     R: int  # with two parts (gate and up), half of them in each
@@ -94,7 +94,7 @@ def choose_tile(out_features: int, in_features: int, num_rows: int, element_size
 
 
 def _most_rows(linear: LinearSpec, dtype: str) -> int:
-    """Of a large matrix only one: with more, kernels that norm the rows once (`small_batch.py`) are as fast or faster."""
+    """Return the most rows: one of a large matrix; with more, kernels that norm the rows once (`small_batch.py`) are as fast or faster."""
     return 1 if is_large(linear.out_features, linear.in_features, 4 if dtype == "float32" else 2) else MAX_ROWS
 
 
@@ -108,7 +108,7 @@ def inner_contiguous(x: Tensor) -> Tensor:
 
 
 class _AddNorm:
-    """What the two seams with a norm share: their arguments, and a new tensor for the residual."""
+    """Common part of the two ops with a norm: their arguments, and a new tensor for the residual."""
 
     def __init__(self, norm: NormSpec, post_norm: NormSpec | None, tensors: Any) -> None:
         self.weight: Tensor = tensors.linear.tensors["weight"]
@@ -252,7 +252,7 @@ class GemvLinear:
 
 
 def tiles_by_rows(out_features: int, in_features: int, element_size: int, num_matrices: int = 1) -> dict[int, Tile]:
-    """By number of rows."""
+    """Return the tiles by number of rows."""
     return {
         rows: choose_tile(out_features, in_features, padded_rows(rows), element_size, num_matrices)
         for rows in range(1, MAX_ROWS + 1)

@@ -241,7 +241,7 @@ _launch = Launcher(hopper_matmul_kernel)
 
 
 def can_multiply_many(weight: Tensor) -> bool:
-    """Whether the copy engine can read it and write the result: two-byte numbers, rows that begin at multiples of 16 bytes."""
+    """Return whether the copy engine can read it and write the result: two-byte numbers, rows that begin at multiples of 16 bytes."""
     is_readable = weight.is_contiguous() and weight.data_ptr() % 16 == 0
     is_readable = is_readable and weight.shape[0] % 16 == 0 and weight.shape[1] % 8 == 0
     return is_hopper(weight.device) and is_readable and weight.dtype in (torch.bfloat16, torch.float16)
@@ -262,7 +262,7 @@ def halved_tiles(tiles: int, in_features: int, programs: int) -> int:
 def share_of_work(
     num_rows: int, out_features: int, in_features: int, programs: int, activation: str | None = None
 ) -> float:
-    """Of what the multiprocessors could do in the time of the busiest: less where tiles reach past the rows, or the last
+    """Return the share of what the multiprocessors could do in the busiest one's time: less where tiles pass the rows, or the last
     round of tiles has not one for each."""
     tiles = num_tiles(num_rows, out_features, activation)
     rounds: float = triton.cdiv(tiles, programs)

@@ -385,7 +385,7 @@ def even_run(num_rows: int, programs: int) -> int:
 def choose_mid_batch_tiling(
     num_tokens: int, out_features: int, in_features: int, is_gated: bool
 ) -> MidBatchTiling | None:
-    """By measurement on an H200 (132 multiprocessors), bf16, 65 to 256 rows of Qwen3-0.6B's and Llama-3.1-8B's matrices: see
+    """Choose as measured on an H200 (132 multiprocessors), bf16, 65 to 256 rows of Qwen3-0.6B's and Llama-3.1-8B's matrices: see
     docs/performance.md. None where the kernels of `small_batch` or cuBLAS were as fast in a chain of a layer's products.
 
     cuBLAS has tiles for any number of rows of x, so it is ahead where those here are half empty: between 129 and 184, and

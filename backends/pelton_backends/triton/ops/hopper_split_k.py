@@ -179,7 +179,7 @@ class HopperTiling(NamedTuple):
 
 @cache
 def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int) -> HopperTiling:
-    """By measurement on an H200 (132 multiprocessors, 227 KB of shared memory each); see docs/performance.md.
+    """Choose as measured on an H200 (132 multiprocessors, 227 KB of shared memory each); see docs/performance.md.
 
     About 64 programs, each with nearly all of a multiprocessor's memory as buffers, were best: bytes on their way matter
     more than busy multiprocessors. Where weights are few, rows of x are shared out first, as each part of K costs a round

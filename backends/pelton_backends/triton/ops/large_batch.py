@@ -190,7 +190,7 @@ def _refusals(needs: Any) -> list[str]:
 
 
 def _row_refusals(needs: Any) -> list[str]:
-    """Of what is done to rows before and behind the product."""
+    """Return the refusals of what is done to rows before and behind the product."""
     reasons = []
     if needs.dtype not in DTYPES:
         reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")

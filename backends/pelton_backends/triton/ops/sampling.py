@@ -112,7 +112,7 @@ def _width(num_warps: int) -> int:
 
 
 class _Scratch:
-    """What the kernels of one step hand on, for the most rows."""
+    """Memory in which the kernels of one step hand results on, for the most rows."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         def zeros(*widths: int, dtype: torch.dtype = torch.int32) -> Tensor:

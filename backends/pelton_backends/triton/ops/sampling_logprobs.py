@@ -189,7 +189,7 @@ def logprob_pick_kernel(
 
 
 class RawStatistics:
-    """What a scan leaves for `logprob_pick_kernel`, of at most `num_rows` rows."""
+    """Results that a scan leaves for `logprob_pick_kernel`, of at most `num_rows` rows."""
 
     def __init__(self, num_rows: int, vocab_size: int, chunk_groups: int, device: torch.device) -> None:
         self.groups = triton.cdiv(vocab_size, GROUP_TOKENS)

@@ -130,7 +130,7 @@ def _count(
     row_logits, place, least, most, warmth, top,
     V: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    """By thread: the sum of the weights above, and how many lie between."""
+    """Return by thread the sum of the weights above, and how many lie between."""
     above, count = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.int32)
     for line in tl.static_range(TILE // WIDTH):
         weights = _weights(row_logits, place + line * WIDTH, warmth, top, V, DIVIDE)

@@ -1,4 +1,4 @@
-"""What the sampling kernels share: order of floats, random numbers, the end of a row, picking by one number.
+"""Common parts of the sampling kernels: order of floats, random numbers, the end of a row, picking by one number.
 
 Values are compared by integer keys that have the floats' order: NaN above everything, -0 equal to 0.
 """

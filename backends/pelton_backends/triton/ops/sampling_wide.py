@@ -34,7 +34,7 @@ _DEPTH = tl.constexpr(40.0)
 
 @triton.jit
 def _weights(keys, warmth, top):
-    """Of tokens by key: as in `pick_kernel`."""
+    """Return the weights of tokens by key, as in `pick_kernel`."""
     return tl.exp(tl.div_rn(key_value(keys), warmth) - top)
 
 

@@ -133,7 +133,7 @@ class Tiling(NamedTuple):
 def choose_tiling(
     num_tokens: int, out_features: int, in_features: int, memory: int = H200_MEMORY, element_size: int = 2
 ) -> Tiling:
-    """By measurement on an H200 (132 multiprocessors with 227 KB of shared memory each); for others only made to fit.
+    """Choose as measured on an H200 (132 multiprocessors with 227 KB of shared memory each); for others only made to fit.
 
     Best are about 64 programs with all of a multiprocessor's memory as buffers: enough bytes are on their way, and each
     further part of K costs a round trip through L2. Rows of x are shared out first where weights are few.
