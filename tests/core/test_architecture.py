@@ -315,6 +315,28 @@ def test_each_module_says_what_it_is_for():
         assert ast.get_docstring(tree), name
 
 
+CALQUES = re.compile(r"(What|Of|Its|Their|By|Whether|Who|Whose|Whom)\b")
+
+
+def unclear_docstrings(tree: ast.Module) -> list[str]:
+    """First lines that neither name the thing nor say what is done."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    lines = {getattr(node, "lineno", 1): (ast.get_docstring(node) or "").partition("\n")[0] for node in nodes}
+    return [f"line {number}: {first}" for number, first in lines.items() if CALQUES.match(first)]
+
+
+def test_a_docstring_names_the_thing_or_says_what_is_done():
+    """An imperative for a function, a noun for a class or a module: CONTRIBUTING.md."""
+    assert offenders(unclear_docstrings) == {}
+
+
+@pytest.mark.parametrize("first", ["What it does.", "Of a row: its slot.", "Whether it fits.", "Its name.", "By hand."])
+def test_the_prose_lint_sees_what_it_looks_for(first):
+    assert unclear_docstrings(ast.parse(f'def f():\n    """{first}"""'))
+    assert not unclear_docstrings(ast.parse('def f():\n    """Return whether it fits. What does not is refused."""'))
+
+
 def test_the_project_names_no_machine_and_no_registry():
     """Paths of a developer's machine and hosts of registries have no place in a repository."""
     pattern = re.compile(

@@ -93,7 +93,7 @@ def better_ceiling(*measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def ceiling_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What the machine could do during a repeat: the mean reading speed of both ends, and the better float32 rate."""
+    """Return what the machine could do during a repeat: the mean reading speed of both ends, and the better float32 rate."""
     found = better_ceiling(before, after)
     if before and after:
         found["read_gb_s"] = (before["read_gb_s"] + after["read_gb_s"]) / 2

@@ -115,7 +115,7 @@ class BertModel(nn.Module):
         return self.weights.load(weights)
 
     def first_position(self, config: BuildConfig) -> int:
-        """Of a prompt's first token."""
+        """Return the position of a prompt's first token."""
         return 0
 
 

@@ -156,7 +156,7 @@ class _Headed(ModernBertModel):
 
 
 class ModernBertForSequenceClassification(_Headed):
-    """Of the first token's hidden state, or of the mean, as config.json says."""
+    """Classes from the first token's hidden state, or from the mean, as config.json says."""
 
 
 class ModernBertForTokenClassification(_Headed):

@@ -41,7 +41,7 @@ class Fp8Weights(ABC):
 
     @abstractmethod
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
-        """Whether the matrix is kept in e4m3, and how its inputs are rounded."""
+        """Return whether the matrix is kept in e4m3, and how its inputs are rounded."""
 
     @abstractmethod
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
@@ -177,11 +177,11 @@ class SerializedFp8(StoredFp8):
 
 
 def is_part_of(name: str, modules: Sequence[str]) -> bool:
-    """Whether the matrix is one of these modules, or inside one; a module may be named by its last parts."""
+    """Return whether the matrix is one of these modules, or inside one; a module may be named by its last parts."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
 def make_fp8(config: EngineConfig, model: ResolvedModel) -> QuantizationMethod:
-    """What `quantization: fp8` means for this checkpoint."""
+    """Make the method that `quantization: fp8` means for this checkpoint."""
     settings = model.hf_config.get("quantization_config") or {}
     return SerializedFp8(settings) if settings.get("quant_method") == "fp8" else Fp8AtLoad()

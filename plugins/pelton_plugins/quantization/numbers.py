@@ -12,7 +12,7 @@ LEAST = 1e-30
 
 
 def row_scales(rows: Tensor, bound: float | None = None) -> Tensor:
-    """What makes each row's largest number, or `bound` where that is less, 448: [T] float32."""
+    """Return the factors that make each row's largest number, or `bound` where that is less, 448: [T] float32."""
     largest = rows.abs().amax(-1).float()
     return (largest if bound is None else largest.clamp(max=bound)).clamp(min=LEAST) / LARGEST
 

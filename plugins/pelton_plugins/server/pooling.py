@@ -258,7 +258,7 @@ async def _score(
     truncate: int | None,
     use_activation: bool | None,
 ) -> tuple[list[float], Usage]:
-    """Of each pair; what the prompts used."""
+    """Return the score of each pair, and what the prompts used."""
     check_fan_out(max(len(first), len(second)), 1)
     pairs = paired(first, second)
     if reads_pairs(llm.model):

@@ -13,7 +13,7 @@ Input = str | list[int | str | list[int]] | None
 
 
 class PooledRequest(msgspec.Struct, kw_only=True):
-    """What all of them have in common."""
+    """Fields that all pooling requests have in common."""
 
     model: str | None = None
     user: str | None = None
@@ -171,7 +171,7 @@ class PoolingResponse(msgspec.Struct, kw_only=True):
 
 
 class ProcessorResponse(msgspec.Struct, kw_only=True):
-    """What the IO processor made."""
+    """Response with what the IO processor made."""
 
     request_id: str
     created_at: int

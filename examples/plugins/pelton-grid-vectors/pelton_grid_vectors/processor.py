@@ -23,7 +23,7 @@ FIRST_TOKEN = 4
 
 
 class GridRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a user sends."""
+    """Request as a user sends it."""
 
     values: list[list[float]]
     """Rows of equal length; numbers from 0 to 1."""
@@ -32,7 +32,7 @@ class GridRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GridAnswer(msgspec.Struct, kw_only=True):
-    """What a user gets."""
+    """Answer that a user gets."""
 
     shape: tuple[int, int, int]
     """Rows and columns of patches, numbers of a vector."""

@@ -1,4 +1,4 @@
-"""What a sentence-transformers folder says of pooling: modules.json, and a folder for each module behind the model itself."""
+"""Pooling as a sentence-transformers folder describes it: modules.json, and a folder for each module behind the model itself."""
 
 from __future__ import annotations
 
