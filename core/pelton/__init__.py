@@ -13,6 +13,7 @@ from pelton import moved
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.hookspecs import hookimpl
+    from pelton.lora.request import LoRARequest
     from pelton.messages.request import PoolingParams
     from pelton.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from pelton.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ _HOME = {
     "AsyncLLM": "pelton.sdk.async_llm",
     "EngineConfig": "pelton.config",
     "SamplingParams": "pelton.sampling_params",
+    "LoRARequest": "pelton.lora.request",
     "RequestOutput": "pelton.outputs",
     "CompletionOutput": "pelton.outputs",
     "PoolingParams": "pelton.messages.request",
@@ -38,7 +40,7 @@ _HOME = {
 }
 
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "LLMEngine", "PoolingParams", "PoolingRequestOutput",
+    "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "LLMEngine", "LoRARequest", "PoolingParams", "PoolingRequestOutput",
     "RequestOutput", "SamplingParams", "__version__", "hookimpl",
 ]  # fmt: skip
 

@@ -37,6 +37,11 @@ def pelton_kv_cache_managers() -> Sequence[Entry]:
 
 
 @hookimpl
+def pelton_fused_ops() -> Sequence[Entry]:
+    return [Entry(name="lora", load="pelton.lora.op:LORA", priority=10, doc="adapters behind a product")]
+
+
+@hookimpl
 def pelton_ops() -> Sequence[OpEntry]:
     """The torch references, on every device."""
     from pelton.ops.interface import FUSED_OPS

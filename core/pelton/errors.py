@@ -61,6 +61,18 @@ class ModelNotFoundError(RequestError):
     status = 404
 
 
+class AdapterNotFoundError(ModelNotFoundError):
+    """The request names an adapter that is in none of the places that were looked at."""
+
+
+class InvalidAdapterError(RequestError):
+    """An adapter's files are wrong, or it is not made for this model."""
+
+
+class AdapterRankError(InvalidAdapterError):
+    """An adapter's rank is above `max_lora_rank`."""
+
+
 class NotSupportedError(RequestError):
     """The request is sound, but this model or set-up does not offer what it asks for."""
 
@@ -92,7 +104,8 @@ class EngineDeadError(PeltonError):
 _BY_KIND: dict[str, type[PeltonError]] = {
     cls.__name__: cls
     for cls in (
-        PeltonError, ConfigError, PluginError, RequestError, ModelNotFoundError, NotSupportedError,
+        PeltonError, ConfigError, PluginError, RequestError, ModelNotFoundError, AdapterNotFoundError, InvalidAdapterError,
+        AdapterRankError, NotSupportedError,
         QueueFullError, DeadlineExceededError, EngineError, EngineDeadError,
     )
 }  # fmt: skip

@@ -218,6 +218,13 @@ def pelton_io_processors() -> Sequence[Entry]:
 
 
 @hookspec(since="1.0")
+def pelton_lora_resolvers() -> Sequence[Entry]:
+    """Offer LoRA resolvers: what `lora_resolvers` may name. `load` gives a factory from one
+    `pelton.lora.resolver.ResolverContext` to a `LoRAResolver`. Called once, in the front end, when the engine has started."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
 def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
     """Change settings before anything is built: flat setting name to (value, reason). Each change is logged with its reason;
     two plugins that set one field to different values are an error. A setting that the user gave explicitly wins."""

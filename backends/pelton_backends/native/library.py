@@ -1,4 +1,4 @@
-"""The compiled kernels as functions, and the structs that they take; mirrors csrc/attention.h and csrc/linear.h."""
+"""The compiled kernels as functions, and the structs that they take; mirrors csrc/attention.h, csrc/linear.h and csrc/lora.c."""
 
 from __future__ import annotations
 
@@ -61,6 +61,14 @@ class Linear(Structure):
     )  # fmt: skip
 
 
+class Lora(Structure):
+    _fields_ = (
+        ("a", c_void_p), ("b", c_void_p), ("slots", c_void_p), ("norm", c_void_p), ("ends", c_void_p),
+        ("slot_stride", c_int64), ("in_features", c_int64), ("rank", c_int64), ("num_parts", c_int64),
+        ("eps", c_float), ("unit_offset", c_int32), ("activation", c_int32), ("dtype", c_int32),
+    )  # fmt: skip
+
+
 class Embed(Structure):
     _fields_ = (
         ("weight", c_void_p), ("hidden_size", c_int64), ("scale", c_float), ("dtype", c_int32), ("is_packed", c_int32),
@@ -87,6 +95,7 @@ class Kernels:
         self.linear = _typed(
             library.pelton_linear, c_int, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
         )
+        self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
         self.embed = _typed(library.pelton_embed, None, POINTER(Embed), c_void_p, c_int64, c_void_p)
         self.quant = _typed(

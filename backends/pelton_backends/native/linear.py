@@ -6,29 +6,52 @@ the order, or its shape does not fit. Such a weight is read where it lies, [out,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pelton_backends.native import library
 from pelton_backends.native.linear_ops import HANDLES, AddNormLinearOp, FusedOp, LinearOp, LogitsOp, Product, refusals
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
 PANELS = "pelton_native.panels"
 """The order of weights that csrc/product.c reads."""
+GATED_PANELS = "pelton_native.gated_panels"
+"""The same for gate and up: a panel has rows of the one, and then those of the other that belong to them."""
+_HALF = 16
+"""Rows of the gate in a panel."""
 
 
 class _PlainProduct(Product):
-    orders = (PANELS,)
-
     def __init__(self, needs: Any, tensors: Any) -> None:
         super().__init__(needs, tensors)
         self.pack_panels = library.kernels().pack
         self.op.weight = tensors.linear.tensors["weight"].data_ptr()
+        self.is_gated = getattr(needs, "activation", None) is not None
+        self.is_mixed = False  # the weight is in gated panels, and the product wants gate and up apart
+
+    @property
+    def orders(self) -> Sequence[str]:  # type: ignore[override]
+        if self.is_gated:
+            return (GATED_PANELS,)
+        return (PANELS, GATED_PANELS) if self.op.out_features % (2 * _HALF) == 0 else (PANELS,)
 
     def pack(self, order: str) -> bool:
         """From here on only the kernels can read the weight, where its shape fits their order."""
-        return not self.op.is_packed and not self.pack_panels(self.struct, self.op.weight)
+        is_own = (order == GATED_PANELS) == self.is_gated
+        return is_own and not self.op.is_packed and not self.pack_panels(self.struct, self.op.weight)
 
     def packed(self, order: str) -> None:
         self.op.is_packed = True
+        self.is_mixed = order == GATED_PANELS and not self.is_gated
+
+    def result(self, num_rows: int, hidden: Tensor, *addresses: int | None, **more: int | None) -> Tensor:
+        found = super().result(num_rows, hidden, *addresses, **more)
+        if not self.is_mixed:
+            return found
+        return found.view(num_rows, -1, 2, _HALF).transpose(1, 2).reshape(num_rows, -1)
 
 
 class _Plain(FusedOp):

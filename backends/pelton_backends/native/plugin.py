@@ -23,6 +23,7 @@ _ENTRIES = (
     ("linear", "linear:NativeLinear"),
     ("add_norm_gated_linear", "linear:NativeAddNormLinear"),
     ("add_norm_logits", "linear:NativeAddNormLogits"),
+    ("lora", "lora:NativeLora"),
 )
 _PACKED_ENTRIES = (
     ("embed", "quant:QuantEmbedding"),

@@ -35,6 +35,7 @@ _ENTRIES = (
     ("prepare_inputs", "triton", 50, "inputs:TritonPrepareInputs"),
     ("lookup_drafts", "triton", 50, "speculation:TritonLookupDrafts"),
     ("verify", "triton", 50, "speculation:TritonVerify"),
+    ("lora", "triton", 50, "lora:TritonLora"),
 )
 
 

@@ -5,6 +5,7 @@ from pelton.config.compilation import CompilationConfig, CUDAGraphMode
 from pelton.config.engine import EngineConfig
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.config.kv_transfer import KVRole, KVTransferConfig
+from pelton.config.lora import LoRAConfig
 from pelton.config.model import LoadConfig, ModelConfig
 from pelton.config.observability import ObservabilityConfig
 from pelton.config.parallel import ParallelConfig
@@ -13,6 +14,6 @@ from pelton.config.speculative import SpeculativeConfig
 
 __all__ = [
     "AttentionConfig", "CUDAGraphMode", "CompilationConfig", "EngineConfig", "KVCacheConfig", "KVRole", "KVTransferConfig",
-    "LoadConfig",
+    "LoRAConfig", "LoadConfig",
     "ModelConfig", "ObservabilityConfig", "ParallelConfig", "SchedulerConfig", "SpeculativeConfig",
 ]  # fmt: skip

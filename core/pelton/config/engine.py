@@ -18,6 +18,7 @@ from pelton.config.attention import AttentionConfig
 from pelton.config.compilation import CompilationConfig
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.config.kv_transfer import KVTransferConfig
+from pelton.config.lora import LoRAConfig
 from pelton.config.model import LoadConfig, ModelConfig
 from pelton.config.observability import ObservabilityConfig
 from pelton.config.parallel import ParallelConfig
@@ -40,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative: SpeculativeConfig = msgspec.field(default_factory=SpeculativeConfig)
     kv_transfer: KVTransferConfig = msgspec.field(default_factory=KVTransferConfig)
     pooling: PoolingConfig = msgspec.field(default_factory=PoolingConfig)
+    lora: LoRAConfig = msgspec.field(default_factory=LoRAConfig)
     observability: ObservabilityConfig = msgspec.field(default_factory=ObservabilityConfig)
     plugin_config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     """Settings of plugins, by plugin name; each plugin checks its own."""

@@ -11,13 +11,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from pelton.config import EngineConfig
 from pelton.entries import Entry
-from pelton.errors import ConfigError, EngineDeadError, EngineError, ErrorInfo, PeltonError, RequestError
+from pelton.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    ErrorInfo,
+    NotSupportedError,
+    PeltonError,
+    RequestError,
+)
 from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager, KVManagerContext
@@ -28,12 +37,13 @@ from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
 from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo, StepFit
-from pelton.messages.request import EngineRequest
+from pelton.messages.request import AdapterRef, EngineRequest
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins, calling, make
+from pelton.scheduler.adapters import AdapterSlots
 from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.spec_decode.select import make_draft_proposer
@@ -80,6 +90,7 @@ class EngineCore:
                 self._kv = make_kv_manager(config, model, plugins, self.plan, self._metrics)
                 self._grammars = make_grammar_manager(config, model, plugins, self._metrics)
                 self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
+                self._adapters = make_adapter_slots(config, self._executor)
                 self._scheduler = self._make_scheduler()
         except BaseException:
             self.shutdown()
@@ -126,6 +137,7 @@ class EngineCore:
                 proposer=None if num_device_drafts else make_draft_proposer(config, self.model, plugins, self._metrics),
                 num_draft_tokens=num_device_drafts,
                 connector=self._make_connector(),
+                adapters=self._adapters,
                 context_tokens=self._context_tokens,
                 min_acceptance_rate=config.speculative.min_acceptance_rate,
                 engine_config=config,
@@ -363,8 +375,10 @@ class EngineCore:
             return False
 
     def call(self, method: str, *args: Any) -> Any:
-        """`reset_prefix_cache`, `kv_cache_usage`, `check_health`, or `worker.<method>`, between steps."""
+        """`reset_prefix_cache`, `kv_cache_usage`, `check_health`, `adapter.<method>` or `worker.<method>`, between steps."""
         self._check_alive()
+        if method.startswith("adapter."):
+            return self._call_adapters(method.removeprefix("adapter."), *args)
         if method == "reset_prefix_cache":
             return self._scheduler.reset_prefix_cache()
         if method == "kv_cache_usage":
@@ -376,9 +390,24 @@ class EngineCore:
                 self._take_oldest(None, self._kept)
             return self._executor.call(method.removeprefix("worker."), *args)
         raise RequestError(
-            "There is no such call; use reset_prefix_cache, kv_cache_usage, check_health or worker.<method>",
+            "There is no such call; use reset_prefix_cache, kv_cache_usage, check_health, adapter.<method> or worker.<method>",
             param="method", value=method,
         )  # fmt: skip
+
+    def _call_adapters(self, method: str, *args: Any) -> Any:
+        """`load`(id, name, path): True when the workers have it, else it is being loaded; `remove`(id), `pin`(id), `list`."""
+        adapters = self._adapters
+        if adapters is None:
+            raise NotSupportedError("This engine serves no adapters: enable_lora is off.", param="lora_request")
+        if method == "load":
+            adapter_id, name, path = args
+            return adapters.request(AdapterRef(id=adapter_id, name=name, path=path))
+        if method == "list":
+            return adapters.loaded()
+        calls = {"remove": adapters.remove, "pin": adapters.pin}
+        if method not in calls:
+            raise RequestError("There is no such call; use load, remove, pin or list", param="method", value=method)
+        return calls[method](*args)
 
     def shutdown(self) -> None:
         """Stop the workers; idempotent, safe while steps are open."""
@@ -533,6 +562,22 @@ def make_grammar_manager(
         metrics=metrics,
     )
     return GrammarManager(lambda: make(entries[0], StructuredOutputBackend, context))  # type: ignore[type-abstract]
+
+
+def make_adapter_slots(config: EngineConfig, executor: Executor) -> AdapterSlots | None:
+    """None without `enable_lora`. Raises `ConfigError` for an executor that cannot serve adapters."""
+    lora = config.lora
+    if not lora.enable_lora:
+        return None
+    if not executor.steps_are_ordered:
+        raise ConfigError(
+            "enable_lora needs an executor whose steps are ordered: a slot gets its next adapter behind the steps that use it."
+        )
+
+    def load(ref: AdapterRef, load_id: int) -> Future[Any]:
+        return executor.call_beside("load_adapter", load_id, ref.name, ref.path)
+
+    return AdapterSlots(lora.max_loras, lora.num_host_adapters, load)
 
 
 def max_steps_in_flight(config: EngineConfig, executor: Executor) -> int:

@@ -18,7 +18,7 @@ from pelton import limits
 from pelton.config import EngineConfig
 from pelton.engine.pooling_requests import check_pooling_params, truncated
 from pelton.errors import ConfigError, NotSupportedError, RequestError
-from pelton.messages.request import EngineRequest, PoolingParams, check_plain_data
+from pelton.messages.request import AdapterRef, EngineRequest, PoolingParams, check_plain_data
 from pelton.model.resolved import ResolvedModel
 from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
 
@@ -91,6 +91,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        adapter: AdapterRef | None = None,
         output_kind: Any = None,
     ) -> ProcessedRequest:
         """Check and translate one request. Raises `RequestError` that names the field. Does not change `params`."""
@@ -115,7 +116,7 @@ class InputProcessor:
             request_id, text, token_ids, params,
             self._requests(
                 request_id, params, prompt_token_ids=token_ids, bad_words_token_ids=bad_words, priority=priority,
-                cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params,
+                cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, adapter=adapter,
             ),
         )  # fmt: skip
 

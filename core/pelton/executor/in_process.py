@@ -206,12 +206,31 @@ class InProcessExecutor(Executor):
         self._thread.bring(masks)
 
     def call(self, method: str, *args: Any) -> Any:
-        target = None if method.startswith("_") else getattr(self._alive(), method, None)
+        target = self._method(method)
+        return self._run(lambda: target(*args))
+
+    def call_beside(self, method: str, *args: Any) -> Future[Any]:
+        target, future = self._method(method), Future[Any]()
+
+        def run() -> None:
+            try:
+                result = target(*args)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name=f"pelton-{method}", daemon=True).start()
+        return future
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        target = None if name.startswith("_") else getattr(self._alive(), name, None)
         if not callable(target):
             raise NotSupportedError(
-                f"{type(self._worker).__name__} has no method {method!r}; this platform's worker does not offer that."
+                f"{type(self._worker).__name__} has no method {name!r}; this platform's worker does not offer that."
             )
-        return self._run(lambda: target(*args))
+        found: Callable[..., Any] = target
+        return found
 
     def fit_step(self) -> StepFit | None:
         return self._run(self._alive().fit_step)

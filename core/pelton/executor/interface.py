@@ -7,10 +7,12 @@ hosts. The engine core's thread alone calls it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from pelton.config import EngineConfig
+from pelton.errors import NotSupportedError
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
@@ -78,6 +80,10 @@ class Executor(ABC):
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker's own between steps; arguments and result are plain data. Raises `NotSupportedError` for a
         method that this worker does not have."""
+
+    def call_beside(self, method: str, *args: Any) -> Future[Any]:
+        """The same while steps go on, on a thread of its own: for methods that the worker has for that (`load_adapter`)."""
+        raise NotSupportedError(f"{type(self).__name__} calls no worker beside its steps.")
 
     @abstractmethod
     def report(self) -> DeviceReport: ...

@@ -38,6 +38,8 @@ class VocabMatrix(LinearModule):
             prefix, vocab_size, hidden_size, rows, (0, hidden_size), padding=num_rows - (rows[1] - rows[0])
         )
         weights = config.quantization.create(config, [shard], bias=False, is_vocabulary=True)
+        if config.adapters is not None:
+            config.adapters.refuse(prefix, "embeddings and output heads take none")
         super().__init__(weights)
         self.linear_weights = weights
         self.vocab_size, self.num_rows, self.first_row = vocab_size, num_rows, first_row
@@ -85,6 +87,8 @@ class LMHead(nn.Module):
             return
         if tied:
             config.weights.ignore(rf"{prefix}\.weight")
+            if config.adapters is not None:
+                config.adapters.refuse(prefix, "embeddings and output heads take none")
             matrix: VocabMatrix = embedding
         else:
             self.matrix = matrix = VocabMatrix(vocab_size, hidden_size, config=config, prefix=prefix)

@@ -107,10 +107,14 @@ class QKVLinear(LinearModule):
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
+        self.adapter = config.adapter_layer(shards, norm=norm)
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (qkv [T, (num_heads + 2 num_kv_heads) head_dim], residual [T, H])"""
-        return self.add_norm_linear(hidden, residual)
+        qkv, residual = self.add_norm_linear(hidden, residual)
+        if self.adapter is not None and self.adapter.is_used:
+            qkv = self.adapter(residual, qkv)
+        return qkv, residual
 
 
 class MergedGateUp(LinearModule):
@@ -148,9 +152,23 @@ class MergedGateUp(LinearModule):
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_gated_linear: AddNormGatedLinear = config.ops.bind("add_norm_gated_linear", needs, tensors)
+        self.adapter = config.adapter_layer(shards, norm=norm, activation=needs.activation)
+        if self.adapter is not None:
+            bare = AddNormLinearNeeds(
+                dtype=needs.dtype,
+                norm=needs.norm,
+                linear=needs.linear,
+                post_norm=needs.post_norm,
+                tp_size=needs.tp_size,
+            )
+            parts = AddNormLinearTensors(tensors.norm, weights, tensors.post_norm, tensors.reduce)
+            self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", bare, parts)
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (activation(gate) * up [T, I of this rank], residual [T, H])"""
+        if self.adapter is not None and self.adapter.is_used:  # adapters come in before the activation
+            product, residual = self.add_norm_linear(hidden, residual)
+            return self.adapter(residual, product), residual
         return self.add_norm_gated_linear(hidden, residual)
 
 
@@ -167,6 +185,8 @@ class RowParallelLinear(LinearModule):
         super().__init__(weights)
         needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
         self.linear: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
+        self.adapter = config.adapter_layer([shard])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        product = self.linear(x)
+        return self.adapter(x, product) if self.adapter is not None and self.adapter.is_used else product

@@ -20,15 +20,16 @@ class HeadsLinear(LinearModule):
     """This rank's heads of a matrix whose rows are heads' (`linear`)."""
 
     def __init__(self, in_features: int, num_heads: int, head_rows: int, *, config: BuildConfig, prefix: str) -> None:
-        weights = config.quantization.create(
-            config, [head_shard(prefix, num_heads, head_rows, in_features, config)], bias=False
-        )
+        shard = head_shard(prefix, num_heads, head_rows, in_features, config)
+        weights = config.quantization.create(config, [shard], bias=False)
         super().__init__(weights)
         needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
         self.linear: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
+        self.adapter = config.adapter_layer([shard])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        product = self.linear(x)
+        return self.adapter(x, product) if self.adapter is not None and self.adapter.is_used else product
 
 
 class LatentUp(nn.Module):
@@ -38,6 +39,8 @@ class LatentUp(nn.Module):
     def __init__(self, latent_dim: int, num_heads: int, head_rows: int, *, config: BuildConfig, prefix: str) -> None:
         super().__init__()
         shard = head_shard(prefix, num_heads, head_rows, latent_dim, config)
+        if config.adapters is not None:
+            config.adapters.refuse(prefix, "it is multiplied with queries, not with rows of a step")
         start, stop = shard.rows
         self.weight = nn.Parameter(config.empty(stop - start, latent_dim), requires_grad=False)
         config.weights.expect(

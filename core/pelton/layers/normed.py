@@ -31,10 +31,14 @@ class NormedLinear(LinearModule):
         )
         tensors = AddNormLinearTensors(norm.weight, weights, None, config.all_reduce(shards[0].num_cols))
         self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
+        self.adapter = config.adapter_layer(shards, norm=norm)
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (products [T, rows of all], residual [T, H]); `sizes` has the rows of each."""
-        return self.add_norm_linear(hidden, residual)
+        product, residual = self.add_norm_linear(hidden, residual)
+        if self.adapter is not None and self.adapter.is_used:
+            product = self.adapter(residual, product)
+        return product, residual
 
 
 def head_shard(name: str, num_heads: int, head_rows: int, num_cols: int, config: BuildConfig) -> LinearShard:

@@ -30,6 +30,8 @@ class DeviceReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Seconds by start phase: device, load, profile, ..."""
     notes: list[str] = []
     """What was lowered or shrunk, and why."""
+    adapter_modules: list[str] = []
+    """Layers that take adapters, as adapter_config.json calls them; empty where the engine serves none."""
     num_draft_tokens: int = 0
     """Most drafts of a row that the workers make themselves; 0: none, or the host makes them."""
 

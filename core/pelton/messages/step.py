@@ -69,6 +69,10 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     zero_block_ids: list[int] = []
     """Blocks reused in this step whose previous content may be NaN, which would reach the next holder even where attention masks.
     Zeroed before anything else."""
+    adapter_slots: list[tuple[int, int, int]] = []
+    """(slot, adapter id, number of its load): adapters that come to a slot before this step."""
+    dropped_adapters: list[int] = []
+    """Numbers of loads that nobody needs any more, after `adapter_slots`."""
     common_prefix_blocks: list[int] = []
     """Per group: leading blocks shared by every row."""
     max_query_len: int = 0

@@ -40,6 +40,9 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Accepted drafts by their place in a row, the first one first."""
     spec_num_pauses: int = 0
     """Pauses of drafting, of a request or of all together, because too few drafts were accepted."""
+    running_adapters: dict[str, int] = {}
+    """Running requests by the name of their adapter; those without one are left out."""
+    waiting_adapters: dict[str, int] = {}
     kv_block_lifetimes_s: list[float] = []
     kv_block_idle_s: list[float] = []
     kv_block_reuse_gaps_s: list[float] = []

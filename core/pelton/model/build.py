@@ -6,7 +6,7 @@ their weights come from, and their attention. One per worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
     from pelton.attention.cache_layer import CacheLayer
     from pelton.attention.encoder import CachelessLayer
+    from pelton.layers.norm import RMSNorm
     from pelton.layers.rope import Rope, RopeParameters
+    from pelton.lora.layers import AdapterLayer, AdapterLayers
     from pelton.model.resolved import ResolvedModel
     from pelton.plugins import Plugins
+    from pelton.quantization.interface import LinearShard
 
 
 class MissingFieldError(ConfigError, AttributeError):
@@ -88,6 +91,8 @@ class BuildConfig:
     """Set where the model is run to pool: then it has no output head."""
     engine_config: EngineConfig | None = None
     """All settings; None in tests of layers alone."""
+    adapters: AdapterLayers | None = None
+    """Where layers register that take LoRA adapters; None without `enable_lora`."""
     # Left by layers.
     weights: WeightMap = field(default_factory=WeightMap)
     cache_layers: dict[str, CacheLayer] = field(default_factory=dict)
@@ -114,6 +119,12 @@ class BuildConfig:
         if self.device.type == "cpu":
             return self.large_pages.zeros(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def adapter_layer(
+        self, shards: Sequence[LinearShard], *, norm: RMSNorm | None = None, activation: str | None = None
+    ) -> AdapterLayer | None:
+        """Register the product of these matrices: see `AdapterLayers.add`. None without adapters."""
+        return None if self.adapters is None else self.adapters.add(self, shards, norm=norm, activation=activation)
 
     def all_reduce(self, hidden_size: int) -> AllReduce | None:
         """Sums partial results over ranks; None with one rank."""
@@ -160,8 +171,19 @@ def make_build_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         parallel=parallel or ParallelContext(),
+        adapters=_adapters(config, device, max_num_batched_tokens),
         quantization=_quantization(config, model, plugins),
     )
+
+
+def _adapters(config: EngineConfig, device: torch.device, max_num_tokens: int) -> AdapterLayers | None:
+    if not config.lora.enable_lora:
+        return None
+    from pelton.lora.layers import AdapterLayers
+    from pelton.lora.rows import AdapterRows
+
+    rows = AdapterRows(max_num_tokens=max_num_tokens, num_slots=config.lora.max_loras, device=device)
+    return AdapterLayers(config.lora, rows)
 
 
 def _quantization(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> QuantizationMethod:

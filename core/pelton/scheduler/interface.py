@@ -25,6 +25,7 @@ from pelton.metrics.stats import SchedulerStats
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.kv_transfer.interface import SchedulerConnector
+    from pelton.scheduler.adapters import AdapterSlots
     from pelton.scheduler.gates import Gate
     from pelton.scheduler.policy import SchedulingPolicy
     from pelton.spec_decode.interface import DraftProposer
@@ -62,7 +63,9 @@ class SchedulerContext:
     """Where a smaller share of the drafts is accepted, none are made for a while; 0: drafting never pauses."""
     connector: SchedulerConnector | None = None
     adapter_is_ready: Callable[[int], bool] | None = None
-    """Asked for requests with an adapter. None: the engine serves no adapters."""
+    """Asked for requests with an adapter, where `adapters` is None. None too: the engine serves no adapters."""
+    adapters: AdapterSlots | None = None
+    """Which adapters the workers have; it wants to know who runs, and tells the workers with each step."""
     is_pooling: bool = False
     """Requests have `pooling_params`: each ends with its prompt's last token, and samples none."""
     gates: Sequence[Gate] = ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 
 from pelton.errors import EngineError, ErrorInfo, PeltonError
@@ -159,6 +160,15 @@ class RequestTable:
     def take_outputs(self) -> list[EngineOutput]:
         outputs, self.outputs = self.outputs, []
         return outputs
+
+    def count_adapters(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Requests by the name of their adapter: running, waiting."""
+        running, waiting = Counter[str](), Counter[str]()
+        for request in self.requests.values():
+            if request.request.adapter is not None:
+                is_running = request.status is RequestStatus.RUNNING
+                (running if is_running else waiting)[request.request.adapter.name] += 1
+        return dict(running), dict(waiting)
 
     def take_stats(self) -> SchedulerStats:
         stats, self.stats = self.stats, SchedulerStats()

@@ -18,6 +18,7 @@ from pelton.messages.request import EngineRequest
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.stats import SchedulerStats
 from pelton.scheduler import grammars
+from pelton.scheduler.adapters import AdapterSlotGate
 from pelton.scheduler.admission import Admission
 from pelton.scheduler.allocations import Allocations
 from pelton.scheduler.common_prefix import CommonPrefix
@@ -64,7 +65,7 @@ class DefaultScheduler(Scheduler):
             max_model_len=context.max_model_len,
             max_num_batched_tokens=context.max_num_batched_tokens,
             has_grammars=context.grammar_source is not None,
-            has_adapters=context.adapter_is_ready is not None,
+            has_adapters=context.adapter_is_ready is not None or context.adapters is not None,
             has_connector=context.connector is not None,
             is_pooling=context.is_pooling,
         )
@@ -81,6 +82,9 @@ class DefaultScheduler(Scheduler):
         drafts = Drafts(context)
         self._table = RequestTable(policy, self._allocations, self._transfers, drafts, context.clock)
         self._deadlines = Deadlines(self._table.requests)
+        self._adapters = context.adapters
+        if self._adapters is not None:
+            self._adapters.running = self._table.running
         preemption = Preemption(policy, self._table, self._allocations, self._transfers, self._steps)
         self._running = RunningRows(config, policy, kv_manager, self._table, self._allocations, preemption, drafts)
         self._admission = Admission(
@@ -108,7 +112,9 @@ class DefaultScheduler(Scheduler):
 
     def _built_in_gates(self, context: SchedulerContext, policy: SchedulingPolicy) -> list[Gate]:
         gates: list[Gate] = [InFlightGate(self._steps), RemoteKVGate(), GrammarGate()]
-        if context.adapter_is_ready is not None:
+        if context.adapters is not None:
+            gates.append(AdapterSlotGate(context.adapters))
+        elif context.adapter_is_ready is not None:
             gates.append(AdapterGate(context.adapter_is_ready))
         return [*gates, SideSlotGate(self._allocations.side_slots), PolicyGate(policy)]
 
@@ -129,6 +135,8 @@ class DefaultScheduler(Scheduler):
             assert self._grammar_source is not None  # the check has refused it
             record.grammar_job = self._grammar_source.submit(constraint)
         self._num_arrivals += 1
+        if request.adapter is not None and self._adapters is not None:
+            self._adapters.prefetch(request.adapter)
         table.add(record, now)
         self._deadlines.add(record)
 
@@ -166,6 +174,8 @@ class DefaultScheduler(Scheduler):
     def take_stats(self) -> SchedulerStats:
         stats = self._table.take_stats()
         stats.kv_cache_usage = self.kv.usage
+        if self._adapters is not None:
+            stats.running_adapters, stats.waiting_adapters = self._table.count_adapters()
         stats.kv_block_lifetimes_s, stats.kv_block_idle_s, stats.kv_block_reuse_gaps_s = self.kv.take_residency()
         if self._grammar_source is not None:
             stats.grammar_compile_s = self._grammar_source.take_compile_times()
@@ -179,6 +189,8 @@ class DefaultScheduler(Scheduler):
             steps.forget_taken()
         if len(steps) >= self.max_steps_in_flight:
             return None
+        if self._adapters is not None:
+            self._adapters.begin_step()
         if table.deferred:
             self._admission.requeue_deferred()
         step = StepBuilder(
@@ -202,6 +214,8 @@ class DefaultScheduler(Scheduler):
             table.outputs += self.update_failed(failed, info)
             raise
         stats, output = table.stats, opened.output
+        if self._adapters is not None:
+            self._adapters.describe(output)
         stats.num_steps += 1
         stats.num_scheduled_tokens += output.total_num_scheduled_tokens
         return output
@@ -243,6 +257,8 @@ class DefaultScheduler(Scheduler):
         step = self._steps.find(output)
         self._steps.take(step)
         self._allocations.slots.tell_again(output.freed_slots)  # the workers may not have heard
+        if self._adapters is not None:
+            self._adapters.tell_again(output)
         spoilt = self._allocations.left_under(output.step_id)
         outputs = step.outputs  # some may have got theirs, their last too, before `update` failed
         for request in step.requests:

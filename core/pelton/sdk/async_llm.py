@@ -21,6 +21,7 @@ from pelton.engine.input_processor import InputProcessor, ProcessedRequest, Prom
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OutputQueue
 from pelton.errors import (
+    ConfigError,
     DeadlineExceededError,
     EngineDeadError,
     EngineError,
@@ -29,9 +30,11 @@ from pelton.errors import (
     error_from_info,
 )
 from pelton.logging import get_logger
+from pelton.lora.registry import AdapterRegistry
+from pelton.lora.request import LoRARequest
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
-from pelton.messages.request import PoolingParams
+from pelton.messages.request import AdapterRef, PoolingParams
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import SchedulerStats
 from pelton.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -52,6 +55,7 @@ logger = get_logger(__name__)
 LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of the GIL, the event loop goes on
 DEADLINE_GRACE_S = 1.0  # the engine keeps requests' time limits; after this long it does not answer
 MAX_RESTARTS = 5
+LOAD_POLL_S = 0.005  # between two looks at an adapter that is being loaded
 HEALTHY_S = 600.0  # after this long alive, earlier deaths are forgotten
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
@@ -81,6 +85,7 @@ class AsyncLLM:
         self.model: ResolvedModel = self._front_end.model
         self.tokenizer: Tokenizer | None = self._front_end.tokenizer
         self.input_processor: InputProcessor = self._front_end.input_processor
+        self.adapters: AdapterRegistry = self._front_end.adapters
         self.output_processor = OutputProcessor(self.tokenizer, self.config)
         self.stat_loggers = StatLoggers(self.config, self.plugins)
         self._start_engine = start_engine or _start_process
@@ -108,6 +113,7 @@ class AsyncLLM:
         began = time.monotonic()
         self._client = await asyncio.to_thread(self._start_engine, self.config, self.model, self.plugins)
         self._started(time.monotonic() - began)
+        await self._load_adapters()
         self._tasks = [asyncio.create_task(self._run(), name="pelton-outputs")]
         if self.stat_loggers:
             self._tasks.append(asyncio.create_task(self._log_stats(), name="pelton-stats"))
@@ -163,6 +169,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, as `sampling_params.output_kind` says. Closing or cancelling the iteration aborts it.
 
@@ -172,6 +179,7 @@ class AsyncLLM:
         queue = await self._add(
             self.input_processor.process, prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
             timeout_s=timeout_s, kv_transfer_params=kv_transfer_params,
+            adapter=None if lora_request is None else self.adapters.ref(lora_request),
         )  # fmt: skip
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
         finished = False
@@ -361,6 +369,68 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.input_processor.get_default_sampling_params()
+
+    # -- adapters --
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Have the engine read an adapter, and serve its name. Raises `RequestError` for one that it cannot serve; one of the same
+        name is then still served."""
+        ref = self.adapters.ref(lora_request)
+        self.adapters.check_name(ref.name)
+        try:
+            await self._load_adapter(ref)
+        except BaseException:
+            if self.adapters.get(lora_request.lora_name) != lora_request:
+                self.adapters.forget(lora_request)
+            raise
+        self.adapters.serve(lora_request)
+        return True
+
+    async def remove_lora(self, lora_name: str) -> bool:
+        """Forget an adapter; requests that run with it go on. Raises `AdapterNotFoundError` for a name that is not served."""
+        return await self.forget_lora(self.adapters.unserve(lora_name))
+
+    async def forget_lora(self, lora_request: LoRARequest) -> bool:
+        """Free an adapter's memory, whatever its name now stands for. An equal request is another adapter from now on."""
+        ref = self.adapters.forget(lora_request)
+        return ref is not None and bool(await self.call("adapter.remove", ref.id))
+
+    def list_loras(self) -> dict[str, LoRARequest]:
+        """The adapters that are served, by name."""
+        return self.adapters.served
+
+    async def pin_lora(self, lora_name: str) -> bool:
+        """Keep an adapter on host and device, whatever else is asked for."""
+        ref = self.adapters.ref(self.adapters.require(lora_name))
+        await self.call("adapter.pin", ref.id)
+        return True
+
+    async def resolve_lora(self, lora_name: str) -> LoRARequest:
+        """The adapter of this name: one that is served, or one that a resolver finds. Raises `AdapterNotFoundError`, or what
+        is wrong with it."""
+        if not self._front_end.resolvers:
+            return self.adapters.require(lora_name)
+        return await self.adapters.resolve(
+            lora_name, self.config.model.model, self._front_end.resolvers, self._load_adapter
+        )
+
+    @property
+    def resolves_loras(self) -> bool:
+        """Whether adapters of unknown names are looked for."""
+        return bool(self._front_end.resolvers)
+
+    async def _load_adapter(self, ref: AdapterRef) -> None:
+        while not await self.call("adapter.load", ref.id, ref.name, ref.path):
+            await asyncio.sleep(LOAD_POLL_S)
+
+    async def _load_adapters(self) -> None:
+        """Those that `lora_modules` names."""
+        try:
+            for name, path in self.config.lora.modules():
+                await self.add_lora(LoRARequest(name, 1, path))
+        except RequestError as error:
+            self.shutdown()
+            raise ConfigError(f"lora_modules: {error}") from error
 
     # -- state --
 

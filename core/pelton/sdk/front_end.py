@@ -12,8 +12,11 @@ from pelton.config import EngineConfig
 from pelton.config.adjust import adjust_config
 from pelton.engine.input_processor import InputProcessor
 from pelton.errors import RequestError
+from pelton.lora.registry import AdapterRegistry
+from pelton.lora.resolvers import make_resolvers
 
 if TYPE_CHECKING:
+    from pelton.lora.resolver import LoRAResolver
     from pelton.messages.report import EngineInfo
     from pelton.plugins import Plugins
     from pelton.tokenizer import Tokenizer
@@ -32,6 +35,7 @@ class FrontEnd:
         began = time.monotonic()
         _show_log(config)
         self.phase_s: dict[str, float] = {}
+        self.resolvers: list[tuple[str, LoRAResolver]] = []
         self.plugins = plugins if plugins is not None else load_plugins()
         self.config, self.adjustments = adjust_config(config, self.plugins, explicit)
         with pelton_logging.phase("find model", self.phase_s):
@@ -46,11 +50,15 @@ class FrontEnd:
         self.input_processor = InputProcessor(
             self.config, self.model, self.tokenizer, structured_output_backends=[entry.name for entry in backends]
         )
+        self.adapters = AdapterRegistry(
+            self.config.lora, self.config.model.served_model_name or [self.config.model.model]
+        )
         self._took_s = time.monotonic() - began
 
     def engine_started(self, info: EngineInfo, took_s: float) -> None:
         """Complete `info.phase_s`, so that the start table accounts for every second; took_s: of the engine's start."""
         self.input_processor.engine_started(info)
+        self.resolvers = make_resolvers(self.config, self.plugins, info)
         phase_s = {**self.phase_s, **info.phase_s}
         rest_s = self._took_s + took_s - sum(phase_s.values())
         info.phase_s = {**phase_s, "imports and other": max(rest_s, 0.0)}

@@ -12,7 +12,8 @@ from pelton.engine.input_processor import ProcessedRequest, Prompt
 from pelton.engine.start_table import start_table
 from pelton.errors import RequestError
 from pelton.logging import get_logger
-from pelton.messages.request import PoolingParams
+from pelton.lora.request import LoRARequest
+from pelton.messages.request import AdapterRef, PoolingParams
 from pelton.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -78,19 +79,22 @@ class LLM:
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of the prompts.
 
         prompts: one or many of text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}. sampling_params: one for
         all, one each, or None for the model's defaults. use_tqdm: show progress. kv_transfer_params: for the KV connector, the
-        same for all prompts. A bad prompt raises `RequestError`
+        same for all prompts. lora_request: the adapter of all prompts, or one each, None for the model alone.
+        A bad prompt raises `RequestError`
         before anything is queued; a request that fails later has an `error` in its output, and the others go on.
         """
         many = as_prompts(prompts)
         params = _one_each("sampling_params", sampling_params, len(many), (SamplingParams, type(None)))
         priorities = _one_each("priority", priority, len(many), (int,))
+        adapters = self._adapters(lora_request, len(many))
         shared = {"cache_salt": cache_salt, "kv_transfer_params": kv_transfer_params}
-        return self._run(self._process(self._tokenize(many), params, priorities, shared), use_tqdm)
+        return self._run(self._process(self._tokenize(many), params, priorities, adapters, shared), use_tqdm)
 
     def chat(
         self,
@@ -104,6 +108,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         if continue_final_message and add_generation_prompt:
@@ -128,7 +133,13 @@ class LLM:
             prompts.append(
                 {"prompt": text, "prompt_token_ids": front_end.tokenizer.encode(text, add_special_tokens=False)}
             )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, lora_request=lora_request)
+
+    def _adapters(self, lora_request: Any, count: int) -> Sequence[AdapterRef | None]:
+        """One each; all of them checked before anything is queued."""
+        given = _one_each("lora_request", lora_request, count, (LoRARequest, type(None)))
+        ref = self.llm_engine.adapters.ref
+        return [None if one is None else ref(one) for one in given]
 
     # -- pooling --
 
@@ -255,15 +266,22 @@ class LLM:
         return done
 
     def _process(
-        self, prompts: list[Prompt], params: Sequence[Any], priorities: Sequence[int], shared: Mapping[str, Any]
+        self,
+        prompts: list[Prompt],
+        params: Sequence[Any],
+        priorities: Sequence[int],
+        adapters: Sequence[AdapterRef | None],
+        shared: Mapping[str, Any],
     ) -> list[ProcessedRequest]:
         process = self.llm_engine.input_processor.process
         return [
             self._blamed(
                 index, len(prompts), process, prompt, one,
-                priority=priority, output_kind=RequestOutputKind.FINAL_ONLY, **shared,
+                priority=priority, adapter=adapter, output_kind=RequestOutputKind.FINAL_ONLY, **shared,
             )
-            for index, (prompt, one, priority) in enumerate(zip(prompts, params, priorities, strict=True))
+            for index, (prompt, one, priority, adapter) in enumerate(
+                zip(prompts, params, priorities, adapters, strict=True)
+            )
         ]  # fmt: skip
 
     def _blamed(
@@ -303,6 +321,21 @@ class LLM:
             if bar is not None:
                 bar.close()
         return [outputs[request_id] for request_id in ids]
+
+    # -- adapters --
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `LLMEngine.add_lora`."""
+        return self.llm_engine.add_lora(lora_request)
+
+    def remove_lora(self, lora_name: str) -> bool:
+        return self.llm_engine.remove_lora(lora_name)
+
+    def list_loras(self) -> dict[str, LoRARequest]:
+        return self.llm_engine.list_loras()
+
+    def pin_lora(self, lora_name: str) -> bool:
+        return self.llm_engine.pin_lora(lora_name)
 
     # -- state --
 

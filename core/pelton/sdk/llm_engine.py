@@ -11,8 +11,9 @@ from pelton.config.engine import explicit_names
 from pelton.engine.client import EngineClient
 from pelton.engine.input_processor import ProcessedRequest, Prompt
 from pelton.engine.output_processor import OutputProcessor
-from pelton.errors import EngineDeadError
+from pelton.errors import ConfigError, EngineDeadError, RequestError
 from pelton.logging import get_logger
+from pelton.lora.request import LoRARequest
 from pelton.messages.outputs import FinishReason
 from pelton.messages.report import EngineInfo
 from pelton.messages.request import PoolingParams
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+LOAD_POLL_S = 0.002
+"""Between two looks at an adapter that is being loaded."""
 ASKS_FOR_LOG_LINES = frozenset({"disable_log_stats", "log_stats_interval_s"})
 
 
@@ -51,6 +54,7 @@ class LLMEngine:
         self.model = self.front_end.model
         self.tokenizer = self.front_end.tokenizer
         self.input_processor = self.front_end.input_processor
+        self.adapters = self.front_end.adapters
         self.output_processor = OutputProcessor(self.tokenizer, self.config)
         self.stat_loggers = StatLoggers(self.config, self.plugins, quiet=ASKS_FOR_LOG_LINES.isdisjoint(explicit))
         self.num_preemptions = 0
@@ -59,8 +63,18 @@ class LLMEngine:
         self.info: EngineInfo = self.client.info
         self.front_end.engine_started(self.info, time.monotonic() - began)
         self.stat_loggers.engine_started(self.info)
+        self._load_adapters()
         self._next_log = time.monotonic() + self.config.observability.log_stats_interval_s
         self._is_closed = False
+
+    def _load_adapters(self) -> None:
+        """Those that `lora_modules` names."""
+        try:
+            for name, path in self.config.lora.modules():
+                self.add_lora(LoRARequest(name, 1, path))
+        except RequestError as error:
+            self.client.shutdown()
+            raise ConfigError(f"lora_modules: {error}") from error
 
     @classmethod
     def from_engine_args(cls, *, engine_process: bool = False, **flat: Any) -> LLMEngine:
@@ -77,6 +91,7 @@ class LLMEngine:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request. Raises `RequestError`; nothing is queued then."""
         if isinstance(params, PoolingParams):
@@ -94,6 +109,7 @@ class LLMEngine:
                 cache_salt=cache_salt,
                 timeout_s=timeout_s,
                 kv_transfer_params=kv_transfer_params,
+                adapter=None if lora_request is None else self.adapters.ref(lora_request),
             )
         )
 
@@ -152,6 +168,34 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         return self.stat_loggers.snapshot()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Have the engine read an adapter before a request names it. Raises `RequestError` for one that it cannot serve."""
+        ref = self.adapters.ref(lora_request)
+        self.adapters.check_name(ref.name)
+        try:
+            while not self.client.call("adapter.load", ref.id, ref.name, ref.path):
+                time.sleep(LOAD_POLL_S)
+        except BaseException:
+            self.adapters.forget(lora_request)
+            raise
+        self.adapters.serve(lora_request)
+        return True
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Forget an adapter; requests that run with it go on. Raises `AdapterNotFoundError` for a name that was not added."""
+        ref = self.adapters.forget(self.adapters.unserve(lora_name))
+        return ref is not None and bool(self.client.call("adapter.remove", ref.id))
+
+    def list_loras(self) -> dict[str, LoRARequest]:
+        """Those that were added, by name."""
+        return self.adapters.served
+
+    def pin_lora(self, lora_name: str) -> bool:
+        """Keep an adapter that was added on host and device, whatever else is asked for."""
+        ref = self.adapters.ref(self.adapters.require(lora_name))
+        self.client.call("adapter.pin", ref.id)
+        return True
 
     def reset_prefix_cache(self) -> bool:
         return bool(self.client.call("reset_prefix_cache"))

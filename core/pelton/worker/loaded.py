@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from pelton.config import EngineConfig
     from pelton.kv_cache.spec import KVCacheSpec
+    from pelton.lora.store import AdapterStore
     from pelton.model.build import BuildConfig
     from pelton.model.resolved import ResolvedModel
     from pelton.platform.interface import Platform
@@ -31,5 +32,7 @@ class LoadedModel:
     device: torch.device
     max_num_seqs: int
     max_num_tokens: int
+    adapters: AdapterStore | None
+    """None: the engine serves no adapters."""
     notes: list[str]
     """For the operator: what became of settings, added to by whoever finds it out."""

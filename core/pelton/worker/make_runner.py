@@ -36,6 +36,8 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     buffers = InputBuffers(state, max_num_tokens=loaded.max_num_tokens, kernel_block_sizes=bound.kernel_block_sizes)
     step_ops = StepOps(ops, state, buffers)
     _use_drafts(loaded, step_ops)
+    if loaded.adapters is not None:
+        loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters
     return ModelRunner(loaded.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * num_parts)
 
 

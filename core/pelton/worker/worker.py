@@ -10,6 +10,7 @@ from pelton.errors import ConfigError
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
+from pelton.lora.store import make_adapters
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.build import BuildConfig, make_build_config
@@ -64,6 +65,7 @@ class DeviceWorker(Worker):
                 capability=self.platform.capability(self.rank), parallel=self.parallel,
             )  # fmt: skip
             self.model = build_model(self.build, self.model_info.architecture, self.plugins)
+            self.adapters = make_adapters(self.build)
         self._memory = StepMemory(self.loaded)
         self._first_start = FirstStart(self.loaded, self._memory, self.phase_s)
         self._first_start.compile_soon()
@@ -74,7 +76,7 @@ class DeviceWorker(Worker):
         return LoadedModel(
             config=self.config, info=self.model_info, platform=self.platform, plugins=self.plugins, build=self.build,
             model=self.model, specs=self.kv_cache_specs(), device=self.device, max_num_seqs=self.max_num_seqs,
-            max_num_tokens=self.max_num_tokens, notes=self.notes,
+            max_num_tokens=self.max_num_tokens, adapters=self.adapters, notes=self.notes,
         )  # fmt: skip
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -133,11 +135,18 @@ class DeviceWorker(Worker):
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
+        if self.adapters is not None and (output.adapter_slots or output.dropped_adapters):
+            self.adapters.place(output.adapter_slots, output.dropped_adapters)
         return self.runner.execute(output)
 
     @torch.inference_mode()
     def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
         return self.runner.sample(masks)
+
+    def load_adapter(self, load_id: int, name: str, path: str) -> None:
+        """Read an adapter into host memory; from any thread. `SchedulerOutput.adapter_slots` brings it to the device."""
+        assert self.adapters is not None, "enable_lora is set"
+        self.adapters.load(load_id, name, path)
 
     def check_device(self) -> None:
         self.platform.synchronize()
@@ -154,6 +163,7 @@ class DeviceWorker(Worker):
             phase_s=self.phase_s,
             notes=self.notes,
             num_draft_tokens=drafts.width - 1 if drafts is not None and drafts.are_made_here else 0,
+            adapter_modules=[] if self.adapters is None else self.adapters.layers.target_modules,
         )
 
     def shutdown(self) -> None:
@@ -161,5 +171,5 @@ class DeviceWorker(Worker):
         runner = self.__dict__.get("runner")
         for connector in runner.connectors.values() if runner is not None else ():
             connector.shutdown()
-        for name in ("runner", "model", "build", "_memory", "_first_start", "_captures"):
+        for name in ("runner", "model", "build", "adapters", "_memory", "_first_start", "_captures"):
             self.__dict__.pop(name, None)

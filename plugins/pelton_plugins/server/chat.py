@@ -29,7 +29,7 @@ encode = msgspec.json.encode
 async def create_chat_completion(exchange: Exchange, request: ChatCompletionRequest) -> None:
     state = exchange.state
     llm = state.generating_engine()
-    state.check_model(request.model)
+    exchange.lora_request = await state.adapter_of(request.model)
     check_chat(request, trust_template=state.config.trust_request_chat_template)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     params = sampling_params(

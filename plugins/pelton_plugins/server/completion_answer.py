@@ -71,7 +71,8 @@ class CompletionAnswer(ABC, Generic[Request, Choice]):
 
     def outputs(self) -> AsyncGenerator[Ready, None]:
         """As they come; closing it aborts what still runs."""
-        return generate(self.llm, self.prompts, self.params, self.request, self.response_id)
+        adapter = self.exchange.lora_request
+        return generate(self.llm, self.prompts, self.params, self.request, self.response_id, adapter)
 
     @abstractmethod
     def choices(self, ready: Ready) -> list[Choice]:

@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 16  # fewer where the context ends before
 async def create_completion(exchange: Exchange, request: CompletionRequest) -> None:
     state = exchange.state
     llm = state.generating_engine()
-    state.check_model(request.model)
+    exchange.lora_request = await state.adapter_of(request.model)
     check_completion(request)
     params = _params(request, llm.model.generation_config)
     prompts = await read_prompts(llm, request, params)

@@ -17,6 +17,7 @@ import msgspec
 from litestar.types import Receive, Scope, Send
 
 from pelton.errors import RequestError
+from pelton.lora.request import LoRARequest
 from pelton_plugins.server.body import check_content_type, decode, read_body
 from pelton_plugins.server.errors import ClientDisconnected, describe
 from pelton_plugins.server.params import in_sent_names
@@ -46,6 +47,8 @@ class Exchange:
     ) -> None:
         self.state = state
         self.request_id = ""
+        self.lora_request: LoRARequest | None = None
+        """The adapter that the request's model is; None: the model alone."""
         self._struct = struct
         self._work: Callable[[Exchange, Any], Awaitable[None]] = work
         self._generates = generates

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pelton import limits
 from pelton.errors import EngineError
+from pelton.lora.request import LoRARequest
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.server.prompts import Prompt
@@ -29,8 +30,10 @@ async def generate(
     params: SamplingParams,
     request: GenerateRequest,
     response_id: str,
+    lora_request: LoRARequest | None = None,
 ) -> AsyncGenerator[Ready, None]:
     """Outputs of all prompts as they come, those that are ready together in one list. Closing it aborts what still runs."""
+    adapter = {} if lora_request is None else {"lora_request": lora_request}
     unique = uuid.uuid4().hex[:12]  # a client may send one X-Request-Id twice
     readable = response_id[: limits.MAX_REQUEST_ID_CHARS - 40]
     streams: list[AsyncIterator[RequestOutput]] = [
@@ -42,6 +45,7 @@ async def generate(
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
             kv_transfer_params=request.kv_transfer_params,
+            **adapter,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -35,6 +35,11 @@ def pelton_http_routes() -> Sequence[Entry]:
             load="pelton_plugins.server.routes.pooling:routes",
             doc="/v1/embeddings, /classify, /score, /rerank, /pooling",
         ),
+        Entry(
+            name="lora",
+            load="pelton_plugins.server.routes.lora:routes",
+            doc="/v1/load_lora_adapter, /v1/unload_lora_adapter",
+        ),
         Entry(name="tokens", load="pelton_plugins.server.routes.tokens:routes", doc="/tokenize, /detokenize"),
         Entry(
             name="operations",

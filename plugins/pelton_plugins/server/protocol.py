@@ -246,6 +246,24 @@ class ModelCard(msgspec.Struct, kw_only=True):
     permission: list[dict[str, Any]] = []
 
 
+class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    lora_name: str
+    lora_path: str
+    """A PEFT folder on the server."""
+    load_inplace: bool = False
+    """Read a folder again whose name is served already; requests that run go on with the old content."""
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    lora_name: str
+    lora_int_id: int | None = None
+    """Accepted for vLLM's clients; the name decides."""
+
+
+class AdapterAnswer(msgspec.Struct, kw_only=True):
+    message: str
+
+
 class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
     data: list[ModelCard]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.http_metrics import HttpMetrics
 
 if TYPE_CHECKING:
+    from pelton.lora.request import LoRARequest
     from pelton.sdk.async_llm import AsyncLLM
     from pelton_plugins.server.exchange import Exchange
 
@@ -45,10 +46,30 @@ class ServerState:
             raise UnavailableError(f"The server is not ready yet: {self.phase}. Try again in a while.")
         return self.llm
 
+    @property
+    def adapters(self) -> Mapping[str, LoRARequest]:
+        """Adapters that are served, by name."""
+        registry = getattr(self.llm, "adapters", None)
+        return {} if registry is None else registry.served
+
+    async def adapter_of(self, name: str | None) -> LoRARequest | None:
+        """The adapter that a request names as its model, loaded where a resolver finds it; None: the model alone.
+
+        Raises `ModelNotFoundError` (404), or what is wrong with the adapter.
+        """
+        if not name or name in self.model_names:
+            return None
+        llm = self.engine()
+        if name not in self.adapters and getattr(llm, "resolves_loras", False):
+            found: LoRARequest = await llm.resolve_lora(name)
+            return found
+        self.check_model(name)
+        return self.adapters[name]
+
     def check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFoundError` (404). No name means the served model."""
-        if name and name not in self.model_names:
-            known = ", ".join(f"`{known}`" for known in self.model_names)
+        """Raises `ModelNotFoundError` (404). No name means the served model; adapters are models too."""
+        if name and name not in self.model_names and name not in self.adapters:
+            known = ", ".join(f"`{known}`" for known in [*self.model_names, *self.adapters])
             shown = name if len(name) <= 200 else name[:200] + "..."
             error = ModelNotFoundError(f"The model `{shown}` does not exist. Valid aliases: {known}.")
             error.param = "model"

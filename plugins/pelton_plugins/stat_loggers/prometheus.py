@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ class PrometheusLogger:
             and (family.when is None or getattr(config.kv_cache, family.when))
         ]
         self._cache_config: dict[str, str] = {}
+        self._max_loras = config.lora.max_loras if config.lora.enable_lora else 0
+        self._adapters: tuple[dict[str, int], dict[str, int]] = ({}, {})  # running, waiting
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str | None], float] = {}
         self._buckets: dict[tuple[str, str | None], BucketCounts] = {}
@@ -100,6 +103,7 @@ class PrometheusLogger:
         values["num_requests_waiting_by_reason", "deferred"] = stats.num_deferred_reqs
         values["num_requests_waiting_by_reason", "capacity"] = stats.num_waiting_reqs - stats.num_deferred_reqs
         values["kv_cache_usage_perc", None] = stats.kv_cache_usage
+        self._adapters = stats.running_adapters, stats.waiting_adapters
         self._add("prefix_cache_queries", stats.prefix_cache_queries)
         self._add("prefix_cache_hits", stats.prefix_cache_hits)
         self._add("num_preemptions", stats.num_preemptions)
@@ -186,7 +190,22 @@ class PrometheusLogger:
                         value=1.0,
                     )
                 )
+            if self._max_loras:
+                metrics.append(self._adapter_info())
         return metrics
+
+    def _adapter_info(self) -> Gauge:
+        """The adapters of now, as labels; the value is the time, so that dashboards find the newest."""
+        running, waiting = (",".join(sorted(names)) for names in self._adapters)
+        return Gauge(
+            name=self._prefix + "lora_requests_info",
+            labels={
+                "max_lora": str(self._max_loras), "running_lora_adapters": running, "waiting_lora_adapters": waiting,
+                **self._labels,
+            },
+            documentation="Adapters of running and of waiting requests, as labels; the value is the time in seconds.",
+            value=time.time(),
+        )  # fmt: skip
 
     def _series_of(self, family: Family) -> list[Metric]:
         name, text = self._prefix + family.name, help_text(family)

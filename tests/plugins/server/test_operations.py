@@ -121,7 +121,8 @@ def test_openapi_lists_every_route_with_its_structs(shared):
     assert spec["openapi"].startswith("3.1")
     assert set(spec["paths"]) == {
         "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/ping", "/load",
-        "/version", "/metrics", "/openapi.json",
+        "/version", "/metrics", "/openapi.json", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/embeddings",
+        "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
     }  # fmt: skip
     chat = spec["paths"]["/v1/chat/completions"]["post"]
     assert chat["summary"] == "Answer a conversation."

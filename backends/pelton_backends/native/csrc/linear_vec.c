@@ -3,8 +3,7 @@
    A panel is PANEL rows of a weight: [in / 2][PANEL][2] bfloat16, as linear_bf16.c has it, so that widening a number is one
    operation and no shuffle; or [in][PANEL] float32. A block of rows is [in][rows of the block] float32: each of its numbers meets
    as many vectors of the panel as leave all sums in registers. */
-#include "linear.h"
-#include "lines.h"
+#include "activate.h"
 
 enum {
     PANEL_VECS = PANEL / LANES,
@@ -333,16 +332,6 @@ static void prepare_f32(const struct linear *op, const struct rows *in, int64_t 
 }
 
 /* ---- what follows a product ---- */
-
-INLINE vec silu(vec x) { return x / (1.0f + vec_exp(-x)); }
-
-static __attribute__((noinline)) vec gelu(vec x, int activation) {
-    if (activation == ACTIVATION_GELU_TANH)
-        return 0.5f * x * (1.0f + vec_tanh(0.79788456f * (x + 0.044715f * x * x * x)));
-    for (int i = 0; i < LANES; i++)
-        x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
-    return x;
-}
 
 static __attribute__((noinline)) vec capped(vec x, float soft_cap) {
     for (int i = 0; i < LANES; i++)

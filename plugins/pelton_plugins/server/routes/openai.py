@@ -70,4 +70,15 @@ def _models(state: ServerState) -> ModelList:
             )
             for name in state.model_names
         ]
+        + [
+            ModelCard(
+                id=name,
+                created=state.started_at,
+                root=name,
+                parent=state.model_names[0],
+                max_model_len=max_model_len(llm),
+                permission=[permission],
+            )
+            for name in state.adapters
+        ]
     )

@@ -1,0 +1,293 @@
+"""Adapters: what low-rank matrices add to the rows of a product, for any mix of adapters and rows without one.
+
+Two kernels a product, over tiles of rows that use one slot (`pelton.lora.rows`), so that a matrix is read once for all of them.
+The first multiplies with A: the input dimension is split over programs, whose sums lie beside each other until the second adds
+them, always in one order. The second multiplies with B, adds the base product and, for gate and up, applies the activation.
+
+A norm in front costs nothing: A norm(x) = A (x * w) / rms(x), so the first kernel sums x^2 beside its products.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from pelton.lora.op import Lora, LoraNeeds, LoraTensors
+from pelton.lora.rows import AdapterRows, tile_rows
+from pelton_backends.triton.launch import Launcher, alignment, launch
+from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows
+from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, wait_for_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = ("bfloat16", "float16", "float32")
+_BLOCK_K, _BLOCK_N = 128, 128
+_SPLIT_COLUMNS = 256  # of the input, that one program takes in a small step
+_MOST_SPLITS = 16
+_LARGE_STEP = 512  # tokens from which on tiles alone keep the multiprocessors busy
+
+
+@triton.jit
+def _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M: tl.constexpr):
+    """Tokens of a tile, and which of its M places have one."""
+    places = tl.load(tile_first_ptr + tile) + tl.arange(0, M)
+    mask = places < tl.load(tile_end_ptr + tile)
+    return tl.load(order_ptr + places, mask=mask, other=0).to(tl.int64), mask
+
+
+@triton.jit
+def _shrink_kernel(
+    x_ptr, a_ptr, norm_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, low_ptr, squares_ptr,
+    x_stride, slot_stride,
+    K: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, IN_FLOAT32: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One part of A times one share of the columns of a tile's rows."""
+    tile, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
+    if slot < 0:
+        return
+    tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
+    ranks, columns = tl.arange(0, R), tl.arange(0, BLOCK_K)
+    a = a_ptr + slot * slot_stride + (part * R + ranks[:, None]) * K
+    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    sums = tl.zeros([M, R], tl.float32)
+    squares = tl.zeros([M], tl.float32)
+    for start in range(0, SHARE, BLOCK_K):
+        k = split * SHARE + start + columns
+        x = tl.load(x_ptr + tokens[:, None] * x_stride + k[None, :], mask=mask[:, None] & (k < K)[None, :], other=0.0)
+        weight = tl.load(a + k[None, :], mask=(k < K)[None, :], other=0.0)
+        if HAS_NORM:
+            norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+            if UNIT_OFFSET:
+                norm += 1.0
+            wide = wide * norm[None, :]
+            x = wide if IN_FLOAT32 else wide.to(x.dtype)
+        if IN_FLOAT32:
+            weight = weight.to(tl.float32)
+        sums = dot(x, tl.trans(weight), sums)
+    place = (tokens * SPLITS + split) * PARTS + part
+    tl.store(low_ptr + place[:, None] * R + ranks[None, :], sums, mask=mask[:, None])
+    if HAS_NORM and part == 0:
+        tl.store(squares_ptr + tokens * SPLITS + split, squares, mask=mask)
+
+
+@triton.jit
+def _low(
+    low_ptr, squares_ptr, tokens, mask, part, eps, K: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """A norm(x) of a tile's rows and one part [M, R]."""
+    ranks = tl.arange(0, R)
+    sums = tl.zeros([M, R], tl.float32)
+    squares = tl.zeros([M], tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = (tokens * SPLITS + split) * PARTS + part
+        sums += tl.load(low_ptr + place[:, None] * R + ranks[None, :], mask=mask[:, None], other=0.0)
+        if HAS_NORM:
+            squares += tl.load(squares_ptr + tokens * SPLITS + split, mask=mask, other=0.0)
+    if HAS_NORM:
+        sums = sums / tl.sqrt_rn(squares / K + eps)[:, None]
+    return sums
+
+
+@triton.jit
+def _expand_kernel(
+    low_ptr, squares_ptr, b_ptr, out_ptr, chunk_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
+    slot_stride, eps,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N columns of one part, added to the tile's rows of `out`."""
+    tile, chunk = tl.program_id(0), tl.program_id(1)
+    part, first, end = (
+        tl.load(chunk_ptr + 3 * chunk),
+        tl.load(chunk_ptr + 3 * chunk + 1),
+        tl.load(chunk_ptr + 3 * chunk + 2),
+    )
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
+    if slot < 0:
+        return
+    tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
+    n = first + tl.arange(0, BLOCK_N)
+    b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * N + n[None, :]
+    weight = tl.load(b, mask=(n < end)[None, :], other=0.0)
+    low = _low(low_ptr, squares_ptr, tokens, mask, part, eps, K, PARTS, R, SPLITS, HAS_NORM, M)
+    out = out_ptr + tokens[:, None] * N + n[None, :]
+    is_place = mask[:, None] & (n < end)[None, :]
+    base = tl.load(out, mask=is_place, other=0.0)
+    total = dot(low.to(weight.dtype), weight, base.to(tl.float32))
+    tl.store(out, total.to(base.dtype), mask=is_place)
+
+
+@triton.jit
+def _expand_gated_kernel(
+    low_ptr, squares_ptr, b_ptr, gate_up_ptr, out_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
+    slot_stride, eps,
+    N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N columns of gate and the same of up, N each; tiles without an adapter have their activation alone."""
+    tile, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
+    tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
+    is_place = mask[:, None] & (n < N)[None, :]
+    rows = gate_up_ptr + tokens[:, None] * (2 * N) + n[None, :]
+    gate = tl.load(rows, mask=is_place, other=0.0).to(tl.float32)
+    up = tl.load(rows + N, mask=is_place, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    if slot >= 0:
+        b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * (2 * N) + n[None, :]
+        weight = tl.load(b, mask=(n < N)[None, :], other=0.0)
+        low = _low(low_ptr, squares_ptr, tokens, mask, 0, eps, K, 2, R, SPLITS, HAS_NORM, M)
+        gate = dot(low.to(dtype), weight, gate).to(dtype).to(tl.float32)
+        weight = tl.load(b + N, mask=(n < N)[None, :], other=0.0)
+        low = _low(low_ptr, squares_ptr, tokens, mask, 1, eps, K, 2, R, SPLITS, HAS_NORM, M)
+        up = dot(low.to(dtype), weight, up).to(dtype).to(tl.float32)
+    out = out_ptr + tokens[:, None] * N + n[None, :]
+    tl.store(out, activated(gate, up, ACTIVATION, dtype), mask=is_place)
+
+
+@triton.jit
+def _sort_kernel(
+    slots_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, num_tokens, num_tiles,
+    NUM_SLOTS: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Tokens by slot, into tiles of M: each token's place is the number of tokens before it, counted by all pairs."""
+    t = tl.arange(0, T)
+    slot = tl.load(slots_ptr + t, mask=t < num_tokens, other=0)
+    group = tl.where(t < num_tokens, tl.where(slot < 0, NUM_SLOTS, slot), NUM_SLOTS + 1)
+    rows, columns = group[:, None], group[None, :]
+    is_before = columns < rows
+    is_own = columns == rows
+    start = tl.sum(is_before.to(tl.int32), axis=1)  # of the token's group
+    count = tl.sum(is_own.to(tl.int32), axis=1)
+    place = tl.sum((is_own & (t[None, :] < t[:, None])).to(tl.int32), axis=1)  # within it
+    place_of_column = tl.sum((is_own & (t[:, None] < t[None, :])).to(tl.int32), axis=0)
+    begins = (place_of_column % M == 0) & (t < num_tokens)
+    tile = tl.sum((is_before & begins[None, :]).to(tl.int32), axis=1) + place // M
+    is_token = t < num_tokens
+    tl.store(order_ptr + start + place, t, mask=is_token)
+    is_first = is_token & (place % M == 0)
+    first = start + place
+    tl.store(tile_first_ptr + tile, first, mask=is_first)
+    tl.store(tile_end_ptr + tile, tl.minimum(first + M, start + count), mask=is_first)
+    tl.store(tile_slot_ptr + tile, tl.where(group < NUM_SLOTS, group, -1), mask=is_first)
+    used = tl.sum(begins.to(tl.int32), axis=0)
+    rest = tl.arange(0, TILES)
+    is_rest = (rest >= used) & (rest < num_tiles)
+    tl.store(tile_first_ptr + rest, 0, mask=is_rest)
+    tl.store(tile_end_ptr + rest, 0, mask=is_rest)
+    tl.store(tile_slot_ptr + rest, -1, mask=is_rest)
+
+
+_MOST_PAIRED = 128  # tokens: one program compares all pairs
+
+
+def sort_rows(rows: AdapterRows, num_tokens: int) -> bool:
+    """`AdapterRows.sort` in one kernel, of few tokens: torch's dozen took 61 us for one (H200, in a graph)."""
+    if num_tokens > _MOST_PAIRED:
+        return False
+    num_tiles = rows.num_tiles(num_tokens)
+    launch(
+        _sort_kernel, (1,),
+        rows.token_slots, rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, num_tokens, num_tiles,
+        rows.num_slots, max(triton.next_power_of_2(num_tokens), 16), triton.next_power_of_2(num_tiles),
+        tile_rows(num_tokens), num_warps=8,
+    )  # fmt: skip
+    return True
+
+
+_shrink, _expand, _expand_gated = Launcher(_shrink_kernel), Launcher(_expand_kernel), Launcher(_expand_gated_kernel)
+
+
+def num_splits(num_tokens: int, size: int) -> int:
+    """Shares of the input's columns: a small step has few tiles."""
+    return 1 if num_tokens >= _LARGE_STEP else max(1, min(_MOST_SPLITS, triton.cdiv(size, _SPLIT_COLUMNS)))
+
+
+class TritonLora:
+    """See `pelton.lora.op.Lora`. Sums are float32; A norm(x) is rounded to the dtype before it meets B."""
+
+    handles = frozenset(["norm", "activation", "unit_offset"])
+
+    @staticmethod
+    def unsupported(needs: LoraNeeds) -> list[str]:
+        reasons = [] if needs.dtype in DTYPES else [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
+        if needs.activation is not None and needs.activation not in ACTIVATIONS:
+            reasons.append(f"activation {needs.activation!r}")
+        return reasons
+
+    @staticmethod
+    def bind(needs: LoraNeeds, tensors: LoraTensors) -> Lora:
+        rows, size, rank = tensors.rows, needs.in_features, needs.rank
+        columns, num_parts, activation = sum(needs.parts), len(needs.parts), needs.activation
+        device, norm = tensors.a.device, needs.norm
+        pdl = has_pdl(device)
+        chunks = torch.tensor(_chunks(needs.parts), dtype=torch.int32).to(device)
+        stride, eps = tensors.a.stride(0), 0.0 if norm is None else norm.eps
+        shared = {"K": size, "R": rank, "HAS_NORM": norm is not None, "PDL": pdl}
+        in_float32 = (
+            norm is not None and needs.dtype == "float16"
+        )  # a residual times the norm's weight may leave its range
+        rows.sort = sort_rows
+        tiles = (rows.order, rows.tile_slot, rows.tile_first, rows.tile_end)
+
+        def lora(x: Tensor, output: Tensor) -> Tensor:
+            num_tokens = x.shape[0]
+            result = output if activation is None else empty_rows(num_tokens, columns // 2, output)
+            if not num_tokens:
+                return result
+            output = output.contiguous()
+            splits, block_m, num_tiles = num_splits(num_tokens, size), tile_rows(num_tokens), rows.num_tiles(num_tokens)
+            low = torch.empty(num_tokens * splits * num_parts * rank, dtype=torch.float32, device=device)
+            squares = torch.empty(num_tokens * splits if norm is not None else 1, dtype=torch.float32, device=device)
+            sizes = {**shared, "SPLITS": splits, "M": block_m}
+            key = (needs, pdl, splits, block_m, device, x.stride(0), stride, alignment(x, output, tensors.a, tensors.b))
+            _shrink(
+                key, (num_tiles, splits, num_parts),
+                (x, tensors.a, tensors.norm, *tiles, low, squares, x.stride(0), stride),
+                {
+                    **sizes, "PARTS": num_parts, "BLOCK_K": _BLOCK_K,
+                    "UNIT_OFFSET": norm is not None and norm.unit_offset, "IN_FLOAT32": in_float32,
+                },
+                num_warps=4, **launch_options(pdl),
+            )  # fmt: skip
+            if activation is None:
+                _expand(
+                    key, (num_tiles, len(chunks)),
+                    (low, squares, tensors.b, output, chunks, *tiles, stride, eps),
+                    {**sizes, "N": columns, "PARTS": num_parts, "BLOCK_N": _BLOCK_N},
+                    num_warps=4, **launch_options(pdl),
+                )  # fmt: skip
+                return output
+            _expand_gated(
+                key, (num_tiles, triton.cdiv(columns // 2, _BLOCK_N)),
+                (low, squares, tensors.b, output, result, *tiles, stride, eps),
+                {**sizes, "N": columns // 2, "BLOCK_N": _BLOCK_N, "ACTIVATION": activation},
+                num_warps=4, **launch_options(pdl),
+            )  # fmt: skip
+            return result
+
+        return lora
+
+
+def _chunks(parts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """(part, first column, end of the part's columns) of each program's columns."""
+    found, start = [], 0
+    for part, size in enumerate(parts):
+        found += [(part, first, start + size) for first in range(start, start + size, _BLOCK_N)]
+        start += size
+    return found

@@ -1,0 +1,146 @@
+"""A worker's adapters: read and checked on the host by any thread, brought to their slots by the worker's thread.
+
+Which adapter is in which slot is the scheduler's decision (`pelton.scheduler.adapters`); here is what carries it out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pelton.errors import EngineError, InvalidAdapterError
+from pelton.lora.layers import AdapterLayers, AdapterPart
+from pelton.lora.peft import PeftConfig, check_targets, read_config, read_tensors, split_name
+
+if TYPE_CHECKING:
+    from pelton.messages.request import AdapterRef
+    from pelton.model.build import BuildConfig
+    from pelton.worker.inputs import InputBuffers, StepShape
+
+
+class AdapterStore:
+    """Of one worker; what the steps ask of it is `pelton.worker.step_adapters.StepAdapters`."""
+
+    def __init__(self, layers: AdapterLayers) -> None:
+        self.layers = layers
+        self._host: dict[int, Tensor] = {}  # by the number of the load
+        self._slot_of: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self.by_row: Tensor | None = None
+        """`BatchState.adapter_slots`, once there is one."""
+
+    # From any thread.
+
+    @torch.inference_mode()
+    def load(self, load_id: int, name: str, path: str) -> None:
+        """Read an adapter into host memory. Raises `RequestError` for one that cannot be served."""
+        assert self.layers.slots is not None
+        config = read_config(path, max_rank=self.layers.max_rank, name=name)
+        check_targets(config, self.layers.target_modules, name)
+        memory = pack(read_tensors(path, name), config, self.layers, name, self.layers.slots.dtype)
+        if self.layers.slots.device.type == "cuda":
+            memory = memory.pin_memory()
+        with self._lock:
+            self._host[load_id] = memory
+
+    # From the worker's thread.
+
+    def place(self, assignments: Sequence[tuple[int, int, int]], dropped: Sequence[int] = ()) -> None:
+        """As `SchedulerOutput` has them, before the step that uses them: behind the steps that use what the slots have now."""
+        assert self.layers.slots is not None
+        for slot, adapter_id, load_id in assignments:
+            memory = self._host.get(load_id)
+            if memory is None:
+                raise EngineError(f"Load {load_id} of adapter {adapter_id} is not on the host.")
+            self.layers.slots[slot].copy_(memory, non_blocking=True)
+            self._slot_of = {known: at for known, at in self._slot_of.items() if at != slot} | {adapter_id: slot}
+        with self._lock:
+            for load_id in dropped:
+                self._host.pop(load_id, None)
+
+    def slot_of(self, adapter: AdapterRef) -> int:
+        """The slot that `place` brought it to."""
+        return self._slot_of[adapter.id]
+
+    def prepare(self, slots: Tensor, shape: StepShape, buffers: InputBuffers, *, is_used: bool) -> Any:
+        """Tell each token of the step its adapter's slot."""
+        rows = self.layers.rows
+        rows.is_used = is_used
+        if is_used:
+            assert self.by_row is not None, "there is a batch state"
+            num_reqs, num_tokens, places = shape.num_padded_reqs, shape.num_padded_tokens, self.by_row[slots]
+            if num_reqs == num_tokens == shape.num_decode_rows:
+                rows.place(places)
+            else:
+                ends = buffers.query_start_loc[1 : num_reqs + 1]
+                row = torch.searchsorted(ends, buffers.token_index[:num_tokens], right=True)
+                rows.place(torch.where(row < num_reqs, places[row.clamp(max=num_reqs - 1)], -1))
+        return rows
+
+
+def make_adapters(build: BuildConfig) -> AdapterStore | None:
+    """For a model that is built; None without `enable_lora`."""
+    if build.adapters is None:
+        return None
+    build.adapters.allocate(build)
+    return AdapterStore(build.adapters)
+
+
+def pack(
+    tensors: dict[str, Tensor], config: PeftConfig, layers: AdapterLayers, shown: str, dtype: torch.dtype
+) -> Tensor:
+    """An adapter as it lies in a slot: each matrix at its place, filled up with zeros, and zeros where it has none.
+
+    Raises `InvalidAdapterError` for a tensor that has no place, or another shape than its place.
+    """
+    pairs: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for tensor_name, tensor in tensors.items():
+        name, letter = split_name(tensor_name, shown)
+        pairs[name][letter] = tensor
+    if not pairs:
+        raise InvalidAdapterError(f"Invalid adapter configuration: adapter {shown!r} has no tensors.", param="model")
+    memory = torch.zeros(layers.size, dtype=dtype)
+    for name, pair in pairs.items():
+        part = _part_of(name, layers, shown)
+        _check_pair(name, pair, part, config, shown)
+        rank, shard = config.rank_of(name), part.shard
+        a = memory[part.a_start : part.a_start + layers.rank * part.num_cols].view(layers.rank, part.num_cols)
+        b = memory.as_strided((layers.rank, part.num_rows), (part.b_stride, 1), part.b_start)
+        a[:rank] = pair["A"][:, slice(*shard.cols)].to(dtype)
+        b[:rank] = (pair["B"][slice(*shard.rows)].float() * config.scale_of(name)).to(dtype).T
+    return memory
+
+
+def _part_of(name: str, layers: AdapterLayers, shown: str) -> AdapterPart:
+    part = layers.parts.get(name)
+    if part is not None:
+        return part
+    why = layers.refused.get(name)
+    if why is None:
+        close = difflib.get_close_matches(name, layers.parts, n=1)
+        why = "this model has no such layer" + (f"; did you mean {close[0]!r}?" if close else "")
+    raise InvalidAdapterError(
+        f"Invalid adapter configuration: layer {name!r} takes no adapter: {why} (adapter {shown!r}).", param="model"
+    )
+
+
+def _check_pair(name: str, pair: dict[str, Tensor], part: AdapterPart, config: PeftConfig, shown: str) -> None:
+    rank, shard = config.rank_of(name), part.shard
+    for letter, wanted in (("A", (rank, shard.num_cols)), ("B", (shard.num_rows, rank))):
+        tensor = pair.get(letter)
+        if tensor is None:
+            raise InvalidAdapterError(
+                f"Invalid adapter configuration: {name!r} has no lora_{letter} (adapter {shown!r}).", param="model"
+            )
+        if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
+            raise InvalidAdapterError(
+                f"Invalid adapter configuration: lora_{letter} of {name!r} is {str(tensor.dtype).removeprefix('torch.')} "
+                f"{list(tensor.shape)}; expected floating-point {list(wanted)} (adapter {shown!r}).",
+                param="model",
+            )

@@ -1,0 +1,219 @@
+"""Adapters token for token: the ids equal those of PEFT's merged weights in float32, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from pelton_e2e import generate, greedy, make_llm, make_prompts
+from pelton_lora import LLAMA_TARGETS, greedy_with_gap, make_adapter
+
+from pelton import LLM, LoRARequest, SamplingParams
+from pelton.errors import ConfigError, NotSupportedError
+
+NUM_TOKENS = 24
+LENGTHS = (1, 5, 16, 17, 48, 100)
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {"seed": 1},
+    "rslora": {"seed": 2, "rank": 4, "use_rslora": True},
+    "attention": {"seed": 3, "rank": 16, "target_modules": ["q_proj", "v_proj"], "strength": 0.3},
+    "pattern": {"seed": 4, "rank_pattern": {"layers.1.mlp.up_proj": 3}, "alpha_pattern": {".*down_proj": 5}},
+}
+
+
+@dataclass
+class Case:
+    path: str
+    prompts: list[list[int]]
+    base: list[list[int]]
+    outputs: dict[str, list[list[int]]] = field(default_factory=dict)
+    requests: dict[str, LoRARequest] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    from pelton.testing.models import load_reference, make_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("lora")
+    path = str(make_tiny_checkpoint(folder / "model", "llama", with_tokenizer=False))
+    prompts = make_prompts(320, LENGTHS)
+    base, _ = greedy_with_gap(load_reference(path), prompts, NUM_TOKENS)
+    found = Case(path, prompts, base)
+    for name, config in ADAPTERS.items():
+        merged = make_adapter(folder / name, path, **config)
+        found.outputs[name], gap = greedy_with_gap(merged, prompts, NUM_TOKENS)
+        assert gap > 1e-4, f"{name}: a tie of {gap}; take another seed"
+        assert found.outputs[name] != base
+        found.requests[name] = LoRARequest(name, 1, str(folder / name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case) -> Iterator[LLM]:
+    with lora_llm(case) as llm:
+        yield llm
+
+
+def lora_llm(case: Case, **settings: Any) -> LLM:
+    return make_llm(case.path, **{"enable_lora": True, "max_loras": 4, **settings})
+
+
+def run(llm: LLM, prompts: list[list[int]], lora_request: Any, params: SamplingParams | None = None) -> list[list[int]]:
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params or greedy(NUM_TOKENS), use_tqdm=False,
+        lora_request=lora_request,
+    )  # fmt: skip
+    assert not (errors := [output.error for output in outputs if output.error is not None]), errors
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_alone(case: Case, llm: LLM, name: str) -> None:
+    assert run(llm, case.prompts, case.requests[name]) == case.outputs[name]
+    assert llm.kv_cache_usage() == 0.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 16}, id="chunked"),
+        pytest.param({"max_loras": 1}, id="one-slot"),
+        pytest.param({"enforce_eager": True, "async_scheduling": False}, id="eager"),
+        pytest.param(
+            {"max_model_len": 208, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 18}, id="preempted"
+        ),
+        pytest.param({"speculative_method": "ngram", "prompt_lookup_min": 1}, id="drafts"),
+    ],
+)
+def test_any_mix_with_base_requests(case: Case, settings: dict[str, Any]) -> None:
+    names = [None, *ADAPTERS]
+    prompts = [prompt for prompt in case.prompts for _ in names]
+    requests = [None if name is None else case.requests[name] for _ in case.prompts for name in names]
+    expected = [
+        case.base[index] if name is None else case.outputs[name][index]
+        for index in range(len(case.prompts)) for name in names
+    ]  # fmt: skip
+    with lora_llm(case, **settings) as llm:
+        assert run(llm, prompts, requests) == expected
+        assert run(llm, prompts, requests) == expected  # prefix hits, each adapter its own
+        if "num_gpu_blocks_override" in settings:
+            assert llm.num_preemptions() > 0
+
+
+def test_rows_without_an_adapter_are_bit_equal(case: Case) -> None:
+    """Alone, and beside rows that have one: the same tokens and the same logprobs as of an engine without LoRA."""
+    params = greedy(NUM_TOKENS, logprobs=5)
+    count = len(case.prompts)
+
+    def logprobs(llm: LLM, prompts: list[list[int]], lora_request: Any) -> list[Any]:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False, lora_request=lora_request
+        )
+        return [
+            [{token: one.logprob for token, one in at.items()} for at in output.outputs[0].logprobs]
+            for output in outputs
+        ]
+
+    settings = {"enable_prefix_caching": False, "max_num_seqs": 2 * count}
+    with make_llm(case.path, **settings) as llm:
+        alone, doubled = logprobs(llm, case.prompts, None), logprobs(llm, case.prompts * 2, None)
+    with lora_llm(case, **settings) as llm:
+        assert logprobs(llm, case.prompts, None) == alone
+        mixed = logprobs(llm, case.prompts * 2, [None] * count + [case.requests["plain"]] * count)
+    assert mixed[:count] == doubled[:count]
+    assert mixed[count:] != doubled[count:]
+
+
+def test_nothing_cached_for_one_adapter_is_found_by_another(case: Case, tmp_path: Any) -> None:
+    """Load A as x, unload it, load B as x: no hit, and B's tokens."""
+    prompts, index = [case.prompts[-1]], len(case.prompts) - 1
+    link = tmp_path / "x"
+    link.symlink_to(case.requests["plain"].lora_path)
+    with lora_llm(case) as llm:
+        params = greedy(NUM_TOKENS)
+
+        def ask() -> tuple[list[int], int]:
+            (output,) = llm.generate(
+                [{"prompt_token_ids": prompts[0]}], params, use_tqdm=False, lora_request=llm.list_loras()["x"]
+            )
+            return list(output.outputs[0].token_ids), output.num_cached_tokens or 0
+
+        llm.add_lora(LoRARequest("x", 1, str(link)))
+        assert ask() == (case.outputs["plain"][index], 0)
+        again, num_cached = ask()
+        assert again == case.outputs["plain"][index]
+        assert num_cached > 0
+        llm.remove_lora("x")
+        assert llm.list_loras() == {}
+        link.unlink()
+        link.symlink_to(case.requests["attention"].lora_path)
+        llm.add_lora(LoRARequest("x", 1, str(link)))
+        assert ask() == (case.outputs["attention"][index], 0)
+        assert run(llm, prompts, None) == [case.base[index]]
+
+
+def test_host_memory_holds_so_many_adapters(case: Case) -> None:
+    with lora_llm(case, max_loras=1, max_cpu_loras=2) as llm:
+        for name in [*ADAPTERS, *ADAPTERS]:
+            assert run(llm, case.prompts[:2], case.requests[name]) == case.outputs[name][:2]
+        assert len(llm.llm_engine.client.call("adapter.list")) == 2
+
+
+def test_a_pinned_adapter_stays(case: Case) -> None:
+    with lora_llm(case, max_loras=2, max_cpu_loras=2) as llm:
+        llm.add_lora(case.requests["plain"])
+        pinned = llm.llm_engine.adapters.ref(case.requests["plain"]).id
+        llm.pin_lora("plain")
+        for name in ("rslora", "attention", "pattern"):
+            assert run(llm, case.prompts[:1], case.requests[name]) == case.outputs[name][:1]
+        assert pinned in llm.llm_engine.client.call("adapter.list")
+
+
+def test_a_wrong_adapter_ends_its_requests_alone(case: Case, tmp_path: Any) -> None:
+    with lora_llm(case) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in case.prompts[:3]], greedy(4), use_tqdm=False,
+            lora_request=[None, LoRARequest("gone", 1, str(tmp_path / "gone")), case.requests["plain"]],
+        )  # fmt: skip
+        assert [output.error is None for output in outputs] == [True, False, True]
+        assert "not found" in outputs[1].error.message
+        with pytest.raises(ValueError, match="not found"):
+            llm.add_lora(LoRARequest("gone", 1, str(tmp_path / "gone")))
+
+
+def test_lora_modules_are_there_from_the_start(case: Case) -> None:
+    with lora_llm(case, lora_modules=[f"mine={case.requests['plain'].lora_path}"]) as llm:
+        assert run(llm, case.prompts[:1], llm.list_loras()["mine"]) == case.outputs["plain"][:1]
+    with pytest.raises(ConfigError, match=r"lora_modules: LoRA rank exceeds maximum: .* r 8, and max_lora_rank is 4"):
+        lora_llm(case, max_lora_rank=4, lora_modules=[f"mine={case.requests['plain'].lora_path}"])
+
+
+def test_an_engine_without_adapters_says_so(case: Case) -> None:
+    with make_llm(case.path) as llm, pytest.raises(NotSupportedError, match="enable_lora is off"):
+        generate_with = case.requests["plain"]
+        llm.generate([{"prompt_token_ids": [5]}], greedy(1), use_tqdm=False, lora_request=generate_with)
+
+
+OTHERS = {
+    "qwen3": LLAMA_TARGETS,
+    "gemma3": LLAMA_TARGETS,
+    "gemma4": (*LLAMA_TARGETS, "per_layer_input_gate", "per_layer_projection"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),  # PEFT takes its MLPs for experts
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_linear_layer_of_our_models(family: str, tmp_path: Any) -> None:
+    from pelton.testing.models import make_tiny_checkpoint
+
+    path = str(make_tiny_checkpoint(tmp_path / "model", family, with_tokenizer=False))
+    merged = make_adapter(tmp_path / "adapter", path, target_modules=list(OTHERS[family]), strength=0.05)
+    prompts = make_prompts(320, (3, 40))
+    expected, gap = greedy_with_gap(merged, prompts, 12)
+    assert gap > 1e-4
+    with make_llm(path, enable_lora=True) as llm:
+        assert run(llm, prompts, LoRARequest("mine", 1, str(tmp_path / "adapter")), greedy(12)) == expected
+        assert generate(llm, prompts, greedy(12)) != expected

@@ -1,0 +1,48 @@
+"""Adapters that PEFT makes on tiny checkpoints, and what PEFT's merged weights answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapter(
+    folder: str | Path, checkpoint: str, *, seed: int = 1, rank: int = 8, strength: float = 0.1, **config: Any
+) -> Any:
+    """Save a random adapter of the checkpoint; returns PEFT's model with its weights merged."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from pelton.testing.models import load_reference
+
+    settings: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(LLAMA_TARGETS)}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = get_peft_model(load_reference(checkpoint), LoraConfig(**(settings | config)))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    weight.normal_(0.0, strength)
+    model.save_pretrained(str(folder))
+    return model.merge_and_unload().eval()
+
+
+def greedy_with_gap(model: Any, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], float]:
+    """Greedy ids of each prompt, and the smallest gap between the best two logits."""
+    import torch
+
+    outputs, gap = [], float("inf")
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids, cache, out = torch.tensor([prompt]), None, list[int]()
+            for _ in range(num_tokens):
+                step = model(input_ids=ids, past_key_values=cache, use_cache=True)
+                cache = step.past_key_values
+                best = step.logits[0, -1].float().topk(2)
+                gap = min(gap, float(best.values[0] - best.values[1]))
+                out.append(int(best.indices[0]))
+                ids = torch.tensor([[out[-1]]])
+            outputs.append(out)
+    return outputs, gap
