@@ -62,7 +62,7 @@ class TritonMetadata:
 
 
 class TritonBackend(AttentionBackend):
-    """Any block size that is a multiple of 16, heads of 16 to 256 numbers (those that are no power of two in padded tiles)."""
+    """Any block size that is a multiple of 16, heads of 16 to 256 numbers (those that are not a power of two in padded tiles)."""
 
     name: ClassVar[str] = "triton"
     handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks", "has_alibi"})

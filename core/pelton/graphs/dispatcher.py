@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pelton.sampling.tails import Tail
 
 MAX_MIXED_TOKENS = 512
-"""Of the largest captured step that is no decode step, unless `max_piece_tokens` says more."""
+"""Of the largest captured step that is not a decode step, unless `max_piece_tokens` says more."""
 _LEAST_PROMPT_SIZE = 16
 """Of a prompt as one graph. The pieces of smaller ones are captured at the start, before the first request."""
 _SMALL_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 513, 32))

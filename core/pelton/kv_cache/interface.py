@@ -119,7 +119,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request, tail first. Unknown ids are no error."""
+        """Give back all blocks of a request, tail first. Unknown ids are not an error."""
 
     @abstractmethod
     def block_ids(self, request_id: str) -> BlockIds:

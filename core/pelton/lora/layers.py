@@ -56,7 +56,7 @@ class AdapterLayer:
 
     @property
     def is_used(self) -> bool:
-        """Whether some row of the step that is being launched has an adapter."""
+        """Return whether some row of the step that is being launched has an adapter."""
         return self._rows.is_used
 
     def __call__(self, x: Tensor, output: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class PeftConfig:
         return int(_by_pattern(self.rank_pattern, name, self.rank))
 
     def scale_of(self, name: str) -> float:
-        """What B A x of the matrix `name` is multiplied by: alpha / r, or with rsLoRA alpha / sqrt(r) (arXiv:2312.03732)."""
+        """Return what B A x of the matrix `name` is multiplied by: alpha / r, or with rsLoRA alpha / sqrt(r) (arXiv:2312.03732)."""
         rank, alpha = self.rank_of(name), float(_by_pattern(self.alpha_pattern, name, self.alpha))
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 

@@ -69,7 +69,7 @@ class AdapterRegistry:
 
     @property
     def served(self) -> dict[str, LoRARequest]:
-        """By name: what requests may give as their model."""
+        """Return by name what requests may give as their model."""
         return dict(self._served)
 
     def get(self, name: str) -> LoRARequest | None:

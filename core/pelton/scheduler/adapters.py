@@ -117,7 +117,7 @@ class AdapterSlots:
         return True
 
     def may_take(self, ref: AdapterRef) -> bool:
-        """Whether `take` is worth a call: cheap, asked for each waiting request in each step."""
+        """Return whether `take` is worth a call: cheap, asked for each waiting request in each step."""
         future = self._host.get(ref.id)
         if future is None or not future.done():
             return future is None

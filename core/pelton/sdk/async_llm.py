@@ -416,7 +416,7 @@ class AsyncLLM:
 
     @property
     def resolves_loras(self) -> bool:
-        """Whether adapters of unknown names are looked for."""
+        """Return whether adapters of unknown names are looked for."""
         return bool(self._front_end.resolvers)
 
     async def _load_adapter(self, ref: AdapterRef) -> None:

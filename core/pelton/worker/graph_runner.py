@@ -178,7 +178,7 @@ class GraphRunner:
     # Any other step.
 
     def place(self, plan: StepPlan, *, has_lora: bool = False) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        """The mode and key of a step that is no decode graph; the plan's tokens are padded to the key's."""
+        """The mode and key of a step that is not a decode graph; the plan's tokens are padded to the key's."""
         shape = plan.shape
         is_prompt = shape.num_reqs == 1 and shape.max_seq_len == shape.num_tokens > 1
         mode, key = self.dispatcher.dispatch(shape.num_tokens, shape.num_reqs, is_prompt=is_prompt, has_lora=has_lora)

@@ -224,7 +224,7 @@ class ModelRunner:
         return self.tails.of_others(plan, has_masks=has_masks, has_proposer=self.draft_proposer is not None)
 
     def _place(self, plan: StepPlan, *, has_lora: bool) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        """The mode and key of a step that is no decode graph; its tokens padded to the key's."""
+        """The mode and key of a step that is not a decode graph; its tokens padded to the key's."""
         if self.graphs is None:
             return CUDAGraphMode.NONE, BatchDescriptor(plan.shape.num_tokens, plan.shape.num_reqs, has_lora=has_lora)
         return self.graphs.place(plan, has_lora=has_lora)
