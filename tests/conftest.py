@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pelton_references
 import pytest
 from pelton_covering import covering
+from pelton_e2e import serving
 
 from pelton_platforms.cuda.driver import torch_cuda_version, why_not_here
 
@@ -22,6 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
         pelton_references.folder = config.cache.mkdir("references")
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server over the demo model, for tests that do not change it."""
+    log = tmp_path_factory.mktemp("demo") / "log"
+    with serving("smollm2", "--max-model-len", "1024", "--kv-cache-memory-bytes", "64M", log=log) as (url, _):
+        yield url
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,11 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-from pelton_e2e import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -35,13 +31,6 @@ def run_python(code: str, tmp_path: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("readme") / "log"
-    with serving("smollm2", "--max-model-len", "1024", "--kv-cache-memory-bytes", "64M", log=log) as (url, _):
-        yield url
-
-
 def test_the_offline_example(tmp_path):
     lines = run_python(block_with("python", "from pelton import LLM"), tmp_path).splitlines()
     assert lines[0].startswith("The capital of France is ->") and "Paris" in lines[0]
@@ -53,17 +42,17 @@ def test_the_asyncio_example(tmp_path):
     assert len(out.split()) >= 5
 
 
-def test_the_openai_example(server, tmp_path):
+def test_the_openai_example(demo_server, tmp_path):
     code = block_with("python", "from openai import OpenAI")
     assert SERVER_URL in code
-    assert len(run_python(code.replace(SERVER_URL, server), tmp_path).split()) >= 3
+    assert len(run_python(code.replace(SERVER_URL, demo_server), tmp_path).split()) >= 3
 
 
-def test_the_curl_example(server, tmp_path):
+def test_the_curl_example(demo_server, tmp_path):
     command = block_with("bash", "curl")
     assert SERVER_URL in command
     done = subprocess.run(
-        ["bash", "-c", command.replace(SERVER_URL, server)], capture_output=True, text=True, timeout=120
+        ["bash", "-c", command.replace(SERVER_URL, demo_server)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert '"object":"chat.completion"' in done.stdout.replace(": ", ":")

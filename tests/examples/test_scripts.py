@@ -5,11 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-from pelton_e2e import serving
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples/scripts"
 
@@ -19,13 +15,6 @@ def run(name: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serving("smollm2", "--max-model-len", "1024", "--kv-cache-memory-bytes", "64M", log=log) as (url, _):
-        yield f"{url}/v1"
 
 
 def test_every_script_has_a_test():
@@ -65,6 +54,6 @@ def test_llm_engine_loop():
     assert "first is done" in out and "second is done" in out and "third is done" not in out
 
 
-def test_openai_client(server):
-    out = run("openai_client.py", server)
+def test_openai_client(demo_server):
+    out = run("openai_client.py", f"{demo_server}/v1")
     assert "Paris" in out and "total_tokens" in out

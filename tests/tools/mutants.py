@@ -192,16 +192,18 @@ def in_a_fork(call: Callable[[], int], limit_s: float) -> int | None:
         finally:
             os._exit(code)
     end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what its tests have left running
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
+    try:
+        while time.monotonic() < end:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        return None
+    finally:  # and what its tests have left running
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 def forget_ours() -> None:
@@ -276,8 +278,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True, help="a line of JSON a mutant; resumed when there")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after so long")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # with the fork under way
     end = time.monotonic() + given.seconds
-    with contextlib.redirect_stdout(None):
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         pytest.main([*FLAGS, "--collect-only", *given.tests])
     forget_ours()
     reach = given.results.with_suffix(".reach.json")
