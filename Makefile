@@ -98,7 +98,7 @@ setup: $(STAMPS)/serve $(STAMPS)/$(if $(filter minilm,$(MODEL)),minilm,demo)  ##
 serve: setup  ## serve the demo model on http://127.0.0.1:8000; MODEL=minilm: vectors
 	@exec $(BIN)/pelton serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(STAMPS)/test $(STAMPS)/demo  ## the whole test suite
+test: $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/minilm  ## the whole test suite
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## format, lint, types, import contracts

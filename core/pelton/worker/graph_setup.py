@@ -33,6 +33,10 @@ def choose_mode(loaded: LoadedModel) -> CUDAGraphMode:
     platform with graphs makes of a level's mode what it always does."""
     compilation, platform, notes = loaded.config.compilation, loaded.platform, loaded.notes
     offered, named = platform.supported_graph_modes, compilation.cudagraph_mode
+    if loaded.build.cacheless_layers:  # their attention is called within the forward pass, and ends no piece of it
+        if named not in (None, CUDAGraphMode.NONE):
+            notes.append(f"cudagraph_mode {named} became NONE: steps of layers without a cache are not captured")
+        return CUDAGraphMode.NONE
     is_pooling = not hasattr(loaded.model, "compute_logits")
     requested = requested_mode(compilation, is_pooling=is_pooling)
     mode, why = lower_mode(requested, loaded.build.attention.graph_support(), offered=offered)

@@ -182,7 +182,9 @@ class StepOutput(PendingOutput):
                 output.token_ids[row] = tokens[: accepted + 1]
 
     def _take_pooled(self, arrays: list[np.ndarray]) -> None:
-        for row, values in zip(self.rows.tolist(), arrays, strict=True):
+        """Take a tensor of each row that was pooled; those of one shape came as one."""
+        parts = arrays if len(arrays) != 1 else arrays[0]
+        for row, values in zip(self.rows.tolist(), parts, strict=True):
             if self._is_good(row, 0 if np.isfinite(values).all() else NOT_FINITE):
                 self.output.pooled[row] = TensorData(values.astype("<f4").tobytes(), "float32", values.shape)
 
@@ -239,6 +241,8 @@ class Readback:
         if isinstance(tail, Pool):
             is_there = [tensor is not None for tensor in given]
             rows, tensors = rows[is_there], [tensor.float() for tensor in given if tensor is not None]
+            if len({tensor.shape for tensor in tensors}) == 1:
+                tensors = [torch.stack(tensors)]  # one copy in place of one for each row
         elif isinstance(tail, Sample | Verify):
             tensors.append(given)
             if has_logprobs:

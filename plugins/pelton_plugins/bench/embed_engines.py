@@ -118,13 +118,16 @@ def _export(path: str, folder: Path) -> int:
     axes = {name: {0: "texts", 1: "tokens"} for name in [*names, "last_hidden_state"]}
 
     class States(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
         def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> Any:
-            return model(
-                input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids
-            ).last_hidden_state
+            found = self.model(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+            return found.last_hidden_state
 
     torch.onnx.export(
-        States(), given, str(folder / "model.onnx"), input_names=names, output_names=["last_hidden_state"],
+        States().eval(), given, str(folder / "model.onnx"), input_names=names, output_names=["last_hidden_state"],
         dynamic_axes=axes, dynamo=False,
     )  # fmt: skip
     return int(model.config.hidden_size)
