@@ -72,6 +72,11 @@ def test_20_full_and_30_window_layers_make_5_groups_of_10_without_padding():
     assert shape(plan) == [(10, 0)] * 5
 
 
+def test_8_groups_without_padding_are_not_too_many_and_9_are():
+    assert shape(plan_for(layers(full=(6, FULL), sw=(10, WINDOW)))) == [(2, 0)] * 8
+    assert shape(plan_for(layers(full=(4, FULL), sw=(5, WINDOW)))) == [(4, 0), (4, 0), (1, 3)]
+
+
 def test_an_extra_full_layer_costs_padding_that_is_reported():
     plan = plan_for(layers(full=(11, FULL), sw=(20, WINDOW)))
     assert shape(plan) == [(11, 0), (11, 0), (9, 2)]
