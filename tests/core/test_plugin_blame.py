@@ -278,5 +278,5 @@ def test_a_fallback_serves_what_no_other_entry_names():
 
 
 def test_a_model_that_does_something_else_is_refused():
-    with pytest.raises(ConfigError, match=r"Model 'a' .* is a model to pool; this Pelton runs models to generate"):
-        find_model([entry("a", "X", kind="pool")], "X")
+    with pytest.raises(ConfigError, match=r"Model 'a' .* is a model to draw; this Pelton runs models to generate"):
+        find_model([entry("a", "X", kind="draw")], "X")

@@ -152,7 +152,9 @@ class DeviceWorker(Worker):
         self.platform.synchronize()
 
     def report(self) -> DeviceReport:
-        selections, drafts = self.build.attention.selections(), self.runner.ops.drafts
+        selections = self.build.attention.selections()
+        runner = self.__dict__.get("runner")  # there with the KV cache
+        drafts = None if runner is None else runner.ops.drafts
         return DeviceReport(
             device=self.platform.describe(self.rank),
             platform=self.platform.name,
