@@ -10,7 +10,7 @@ from pelton_linear_oracle import Case, make_case
 
 from pelton.ops.interface import InputRounding, LinearWeights
 from pelton.ops.reference import ReferenceAddNorm, ReferenceAddNormGatedLinear, ReferenceAddNormLinear, ReferenceGated
-from pelton_backends.triton.ops import fp8
+from pelton_backends.triton.ops import fp8, hopper_split_k
 from pelton_backends.triton.ops.fp8 import Fp8AddNormGatedLinear, Fp8AddNormLinear, Fp8Linear
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 from pelton_plugins.quantization.reference import Fp8LinearReference
@@ -50,10 +50,11 @@ def check(case: Case, implementation) -> None:
         want, total = case.call(composed.compose(needs, tensors, bind_reference))
     got, got_total = case.run(implementation)
     assert got.dtype == want.dtype and got.shape == want.shape
-    assert (got.double() - want.double()).norm() <= 6e-3 * want.double().norm()
-    torch.testing.assert_close(got, want, atol=0.1, rtol=0)
+    factor = 1.0 if got.dtype == torch.float16 else 2.0
+    assert (got.double() - want.double()).norm() <= factor * 6e-3 * want.double().norm()
+    torch.testing.assert_close(got, want, atol=0.1, rtol=0 if got.dtype == torch.float16 else 1.6e-2)
     if total is not None:
-        torch.testing.assert_close(got_total, total, atol=3e-3, rtol=2e-3)
+        torch.testing.assert_close(got_total, total, atol=3e-3, rtol=2e-3 if got.dtype == torch.float16 else 1.6e-2)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -63,20 +64,32 @@ def test_follows_the_reference(op, num_rows, device):
     check(make(num_rows, 96, 64, device, **kind), implementation)
 
 
+OPTIONS = [
+    pytest.param({"residual": False}, id="first-layer"),
+    pytest.param({"bias": True, "inputs": replace(DYNAMIC, is_dynamic=False)}, id="one-scale-bias"),
+    pytest.param({"post_norm": True, "unit_offset": True, "inputs": replace(DYNAMIC, bound=1.0)}, id="norms-bound"),
+    pytest.param({"post_norm": True, "residual": False}, id="post-norm-first-layer"),
+]
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"residual": False}, id="first-layer"),
-        pytest.param({"bias": True, "inputs": replace(DYNAMIC, is_dynamic=False)}, id="one-scale-bias"),
-        pytest.param({"post_norm": True, "unit_offset": True, "inputs": replace(DYNAMIC, bound=1.0)}, id="norms-bound"),
-        pytest.param({"post_norm": True, "residual": False}, id="post-norm-first-layer"),
-    ],
-)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_options(options, num_rows, device):
     for op in ("add_norm_linear", "add_norm_gated_linear"):
         implementation, kind = OPS[op]
         check(make(num_rows, 160, 48, device, **kind, **options), implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 17, 100, 128])
+@pytest.mark.parametrize("op", OPS)
+def test_few_rows_with_copies_ahead(op, num_rows, device):
+    implementation, kind = OPS[op]
+    for size, out in ((384, 208), (4096, 1024)):
+        case = make(num_rows, size, out, device, dtype=torch.bfloat16, **kind)
+        if not hopper_split_k.can_multiply(case.packed.tensors["weight"]):
+            pytest.skip("only on Hopper")
+        check(case, implementation)
 
 
 def test_several_pieces_of_a_long_row_and_strided_rows(device):

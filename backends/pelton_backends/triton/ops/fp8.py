@@ -28,8 +28,9 @@ from pelton.ops.interface import (
 from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.fp8_gemv import fp8_add_norm_linear_kernel, fp8_linear_kernel
 from pelton_backends.triton.ops.gemv import HANDLES
-from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
-from pelton_backends.triton.ops.pieces import ACTIVATIONS, e4m3_scale, to_cache
+from pelton_backends.triton.ops.hopper_split_k import HopperProduct, can_multiply
+from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm_row, gated
+from pelton_backends.triton.ops.pieces import ACTIVATIONS, Norm, e4m3_scale, empty_rows, to_cache
 from pelton_backends.triton.ops.split_k import SMALLEST_TILE, multiply
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
@@ -45,16 +46,12 @@ MULTIPLE = 16  # of rows and columns of a matrix: what `torch._scaled_mm` takes
 
 
 @triton.jit
-def _round_kernel(
-    x_ptr, out_ptr, scales_ptr, input_scale_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
-    PDL: tl.constexpr,
+def _store_rounded(
+    x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
 ):  # fmt: skip
-    """One row a program."""
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    """x [BLOCK] as row `row` of out, and its scale."""
+    x = x.to(tl.float32)
     columns = tl.arange(0, BLOCK)
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    x = tl.load(x_ptr + row * stride + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     if input_scale_ptr is None:
         scale = e4m3_scale(tl.max(tl.abs(x)), BOUND)
     else:
@@ -64,7 +61,38 @@ def _round_kernel(
     tl.store(out_ptr + row * SIZE + columns, rounded, mask=columns < SIZE)
 
 
+@triton.jit
+def _round_kernel(
+    x_ptr, out_ptr, scales_ptr, input_scale_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One row a program."""
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * stride + columns, mask=columns < SIZE, other=0.0)
+    _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND)
+
+
+@triton.jit
+def _add_norm_round_kernel(
+    hidden_ptr, residual_ptr, sum_ptr, out_ptr, scales_ptr, input_scale_ptr, norm_ptr, post_norm_ptr,
+    hidden_stride, residual_stride, sum_stride, eps, post_eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+    BOUND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`large_batch.add_norm`, its rows rounded."""
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    x = add_norm_row(
+        hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride,
+        eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL,
+    )  # fmt: skip
+    _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND)
+
+
 _launch_round = Launcher(_round_kernel)
+_launch_add_norm_round = Launcher(_add_norm_round_kernel)
 
 
 def rounded(x: Tensor, input_scale: Tensor | None = None, bound: float | None = None) -> tuple[Tensor, Tensor]:
@@ -78,7 +106,7 @@ def rounded(x: Tensor, input_scale: Tensor | None = None, bound: float | None = 
     becomes NaN where no scale is given and there is no bound.
     """
     num_rows, size = x.shape
-    out = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    out = empty_rows(num_rows, size, x, torch.float8_e4m3fn)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
         block, pdl = triton.next_power_of_2(size), has_pdl(x.device)
@@ -90,6 +118,45 @@ def rounded(x: Tensor, input_scale: Tensor | None = None, bound: float | None = 
             num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
         )  # fmt: skip
     return out, scales
+
+
+def add_norm_rounded(
+    hidden: Tensor,
+    residual: Tensor | None,
+    norm: Norm,
+    post_norm: Norm | None,
+    input_scale: Tensor | None,
+    bound: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`large_batch.add_norm` and `rounded` in one pass: (the new residual, rows in float8_e4m3fn, their scales)."""
+    num_rows, size = hidden.shape
+    out = empty_rows(num_rows, size, hidden, torch.float8_e4m3fn)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
+    total = hidden if residual is None else residual
+    if num_rows == 0:
+        return total, out, scales
+    is_stored = residual is not None or post_norm is not None
+    block, pdl = triton.next_power_of_2(size), has_pdl(hidden.device)
+    residual_stride = 0 if residual is None else residual.stride(0)
+    constants = {
+        "SIZE": size, "BLOCK": block, "UNIT_OFFSET": norm.unit_offset,
+        "POST_UNIT_OFFSET": post_norm is not None and post_norm.unit_offset, "BOUND": bound, "PDL": pdl,
+    }  # fmt: skip
+    tensors = (hidden, residual, input_scale, norm.weight, post_norm and post_norm.weight)
+    _launch_add_norm_round(
+        (
+            hidden.dtype, hidden.device, *constants.values(), *(tensor is None for tensor in tensors), hidden.stride(0),
+            residual_stride, alignment(*tensors),
+        ),
+        (num_rows,),
+        (
+            hidden, residual, total if is_stored else None, out, scales, input_scale, norm.weight,
+            post_norm and post_norm.weight, hidden.stride(0), residual_stride, total.stride(0), norm.eps,
+            post_norm.eps if post_norm else 0.0,
+        ),
+        constants, num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
+    )  # fmt: skip
+    return total, out, scales
 
 
 class Tile(NamedTuple):
@@ -140,14 +207,18 @@ class _Fp8Matrix:
         }  # fmt: skip
         num_counters = triton.cdiv(spec.out_features, SMALLEST_TILE) * triton.cdiv(MAX_STREAMED, 16)
         self.counters = torch.zeros(max(num_counters, 128), dtype=torch.int32, device=self.weight.device)
+        self.few: HopperProduct | None = None
+        if can_multiply(self.weight):
+            self.few = HopperProduct(self.weight, self.bias, activation, self.counters, self.scale)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """x [T, K] of the model's dtype."""
-        rows, scales = rounded(x, self.input_scale, self.bound)
-        num_rows = x.shape[0]
-        if num_rows <= MAX_STREAMED or not x.is_cuda or self.dtype != torch.bfloat16:
+    def multiply(self, rows: Tensor, scales: Tensor) -> Tensor:
+        """rows [T, K], rounded."""
+        num_rows = rows.shape[0]
+        if num_rows <= MAX_STREAMED or not rows.is_cuda or self.dtype != torch.bfloat16:
             if num_rows == 0:
-                return x.new_empty((0, self.num_columns))
+                return torch.empty((0, self.num_columns), dtype=self.dtype, device=rows.device)
+            if self.few is not None and num_rows <= MAX_STREAMED:
+                return self.few(rows, x_scale=scales, dtype=self.dtype)
             return multiply(
                 rows, self.weight, self.bias, self.activation, self.counters, scales=(self.scale, scales),
                 dtype=self.dtype,
@@ -195,7 +266,9 @@ class Fp8Linear:
         matrix = _Fp8Matrix(tensors.linear, needs.dtype)
 
         def call(x: Tensor) -> Tensor:
-            return matrix.multiply_one(x.contiguous()) if x.shape[0] == 1 else matrix.multiply(x)
+            if x.shape[0] == 1:
+                return matrix.multiply_one(x.contiguous())
+            return matrix.multiply(*rounded(x, matrix.input_scale, matrix.bound))
 
         return call
 
@@ -207,6 +280,10 @@ def _add_norm_product(
 ) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]:
     matrix = _Fp8Matrix(tensors.linear, needs.dtype, activation, has_norm=True)
     norm, post_norm = needs.norm, needs.post_norm
+    before, after = Norm(tensors.norm, norm.eps, norm.unit_offset), None
+    if post_norm is not None:
+        assert tensors.post_norm is not None
+        after = Norm(tensors.post_norm, post_norm.eps, post_norm.unit_offset)
     flags = {
         "HAS_POST": post_norm is not None, "UNIT_OFFSET": norm.unit_offset,
         "POST_UNIT_OFFSET": post_norm is not None and post_norm.unit_offset, "ACTIVATION": activation, **matrix.flags,
@@ -228,8 +305,8 @@ def _add_norm_product(
     def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if hidden.shape[0] == 1:
             return one(hidden, residual)
-        residual, rows = add_norm(hidden, residual, tensors.norm, norm, tensors.post_norm, post_norm)
-        return matrix.multiply(rows), residual
+        residual, rows, scales = add_norm_rounded(hidden, residual, before, after, matrix.input_scale, matrix.bound)
+        return matrix.multiply(rows, scales), residual
 
     return call
 

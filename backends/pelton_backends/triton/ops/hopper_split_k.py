@@ -30,7 +30,10 @@ from pelton_backends.triton.runtime import has_pdl, launch_options
 if TYPE_CHECKING:
     from torch import Tensor
 
-PANEL = 64  # columns: 128 bytes, the widest swizzle of shared memory
+PANEL_BYTES = 128  # of a row: the widest swizzle of shared memory
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 @gluon.jit
@@ -57,16 +60,19 @@ def activated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def store_result(
-    total, bias, out, tile, token, num_tokens,
+    total, weight_scale, x_scale, bias, out, tile, token, num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """Bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]."""
+    """Scales, bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]."""
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
     total = gl.convert_layout(total, layout)
     if ACTIVATION is None:
         columns = tile * R + gl.arange(0, R, gl.SliceLayout(1, layout))
         tokens = token + gl.arange(0, M, gl.SliceLayout(0, layout))
+        if weight_scale is not None:
+            scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))
+            total = total * gl.load(weight_scale + gl.minimum(columns, N - 1))[:, None] * scale[None, :]
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[:, None]
         is_inside = (tokens < num_tokens)[None, :] & (columns < N)[:, None]
@@ -77,6 +83,10 @@ def store_result(
         half: gl.constexpr = gate.type.layout
         columns = tile * (R // 2) + gl.arange(0, R // 2, gl.SliceLayout(1, half))
         tokens = token + gl.arange(0, M, gl.SliceLayout(0, half))
+        if weight_scale is not None:
+            scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))[None, :]
+            gate = gate * gl.load(weight_scale + gl.minimum(columns, HALF - 1))[:, None] * scale
+            up = up * gl.load(weight_scale + HALF + gl.minimum(columns, HALF - 1))[:, None] * scale
         if bias is not None:
             gate += gl.load(bias + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
             up += gl.load(bias + HALF + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
@@ -87,20 +97,22 @@ def store_result(
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def multiply_kernel(
-    x, weight, bias, out, partials, counters, num_tokens,
+    x, weight, weight_scale, x_scale, bias, out, partials, counters, num_tokens,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr,
     M: gl.constexpr, R: gl.constexpr, C: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """R rows of the weight by a SPLIT-th of K, for M rows of x.
 
     A ring of STAGES buffers, C columns each, for both: filled with weights before the wait for the kernels before, with x
-    after it, and anew as the products (wgmma, weights on the left) of a buffer are done.
+    after it, and anew as the products (wgmma, weights on the left) of a buffer are done. Numbers of 8 bits have scales.
     """
+    PANEL: gl.constexpr = 1024 // weight.dtype.primitive_bitwidth
+    INNER: gl.constexpr = 256 // weight.dtype.primitive_bitwidth  # columns of one instruction
     tile = gl.program_id(0)
     part = gl.program_id(1)
     token = gl.program_id(2) * M
     NUM_STEPS: gl.constexpr = (K + C * SPLIT - 1) // (C * SPLIT)
-    PANELS: gl.constexpr = C // 64
+    PANELS: gl.constexpr = C // PANEL
     gl.static_assert(STAGES >= 2 or NUM_STEPS == 1, "a buffer is filled anew while another is read")
     IS_PAIRED: gl.constexpr = ACTIVATION is not None
     row = tile * (R // 2 if IS_PAIRED else R)
@@ -122,15 +134,15 @@ def multiply_kernel(
     for i in gl.static_range(STAGES):
         fetch(x, token, first + i * PANELS, row_barriers.index(i), rows.index(i), False)
 
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, INNER])
     total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
     for step in range(NUM_STEPS):
         stage = step % STAGES
         phase = (step // STAGES) & 1
         mbarrier.wait(weight_barriers.index(stage), phase)
         mbarrier.wait(row_barriers.index(stage), phase)
-        left = weights.index(stage).reshape((PANELS * R, 64))
-        right = rows.index(stage).reshape((PANELS * M, 64))
+        left = weights.index(stage).reshape((PANELS * R, PANEL))
+        right = rows.index(stage).reshape((PANELS * M, PANEL))
         for i in gl.static_range(PANELS):
             total = warpgroup_mma(left.slice(i * R, R), right.slice(i * M, M).permute((1, 0)), total, is_async=True)
         if NUM_STEPS > STAGES:
@@ -158,9 +170,11 @@ def multiply_kernel(
             total = gl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
             for i in gl.static_range(1, SPLIT):
                 total += gl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
-            store_result(total, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
+            store_result(
+                total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R
+            )  # fmt: skip
     else:
-        store_result(total, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
+        store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
 
 
 _launch = Launcher(multiply_kernel)
@@ -178,7 +192,7 @@ class HopperTiling(NamedTuple):
 
 
 @cache
-def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int) -> HopperTiling:
+def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int, element_size: int = 2) -> HopperTiling:
     """Choose as measured on an H200 (132 multiprocessors, 227 KB of shared memory each); see docs/performance.md.
 
     About 64 programs, each with nearly all of a multiprocessor's memory as buffers, were best: bytes on their way matter
@@ -197,18 +211,26 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int) -
     if (
         rows * tokens > 8192
     ):  # many tiles, and sums that fill the registers: two programs a multiprocessor, short buffers
-        return HopperTiling(rows, 64, split, 3, tokens)
+        return HopperTiling(rows, 128 // element_size, split, 3, tokens)
+    if element_size == 1 and rows == 128:  # the same: gate and up of Llama-3.1-8B with 8 rows 29.8 us, not 30.6
+        return HopperTiling(rows, 128, split, 100_000 // ((rows + tokens) * 128), tokens)
     is_wide = tokens <= 32 and in_features < 4096 and (tiles > 64 or programs * split > tiles)
-    columns = 256 if is_wide else 128
-    stages = min(200_000 // ((rows + tokens) * columns * 2), triton.cdiv(in_features, columns * split), 9)
+    columns = (256 if is_wide else 128) * 2 // element_size
+    stages = min(200_000 // ((rows + tokens) * columns * element_size), triton.cdiv(in_features, columns * split), 9)
     return HopperTiling(rows, columns, split, stages, tokens)
 
 
+def panel_of(matrix: Tensor) -> int:
+    """Columns of a panel."""
+    return PANEL_BYTES // matrix.element_size()
+
+
 def panels_of(matrix: Tensor, num_rows: int, rows: int, panels: int) -> TensorDescriptor:
-    """[N, K] as K / 64 panels of [N, 64]: one copy brings several panels, each in its swizzled place."""
-    num_columns = matrix.shape[1]
-    shape, strides = [num_columns // PANEL, num_rows, PANEL], [PANEL, matrix.stride(0), 1]
-    return TensorDescriptor(matrix, shape, strides, [panels, rows, PANEL], gl.NVMMASharedLayout(128, 16, 3))
+    """[N, K] as K / P panels of [N, P]: one copy brings several panels, each in its swizzled place."""
+    num_columns, panel = matrix.shape[1], panel_of(matrix)
+    shape, strides = [num_columns // panel, num_rows, panel], [panel, matrix.stride(0), 1]
+    layout = gl.NVMMASharedLayout(PANEL_BYTES, 8 * matrix.element_size(), 3)
+    return TensorDescriptor(matrix, shape, strides, [panels, rows, panel], layout)
 
 
 def rows_in_memory(x: Tensor, num_rows: int) -> int:
@@ -219,19 +241,20 @@ def rows_in_memory(x: Tensor, num_rows: int) -> int:
 
 def paired_panels_of(matrix: Tensor, num_rows: int, rows: int, panels: int) -> TensorDescriptor:
     """The same for gate and up, [2 I, K]: row j of gate lies before row j of up."""
-    half, num_columns = num_rows // 2, matrix.shape[1]
-    shape, strides = [num_columns // PANEL, half, 2, PANEL], [PANEL, num_columns, half * num_columns, 1]
-    return TensorDescriptor(matrix, shape, strides, [panels, rows // 2, 2, PANEL], gl.NVMMASharedLayout(128, 16, 4))
+    half, num_columns, panel = num_rows // 2, matrix.shape[1], panel_of(matrix)
+    shape, strides = [num_columns // panel, half, 2, panel], [panel, num_columns, half * num_columns, 1]
+    layout = gl.NVMMASharedLayout(PANEL_BYTES, 8 * matrix.element_size(), 4)
+    return TensorDescriptor(matrix, shape, strides, [panels, rows // 2, 2, panel], layout)
 
 
 def can_multiply(weight: Tensor) -> bool:
     """A Hopper device, and a matrix that its copy engine can read."""
-    is_readable = weight.is_contiguous() and weight.shape[1] % PANEL == 0 and weight.data_ptr() % 16 == 0
-    return is_hopper(weight.device) and is_readable and weight.dtype in (torch.bfloat16, torch.float16)
+    is_readable = weight.is_contiguous() and weight.shape[1] % panel_of(weight) == 0 and weight.data_ptr() % 16 == 0
+    return is_hopper(weight.device) and is_readable and weight.dtype in DTYPES
 
 
 class HopperProduct:
-    """`split_k.multiply` with one weight; its contract and roundings, for K a multiple of 64.
+    """`split_k.multiply` with one weight; its contract and roundings, for K a multiple of 64 (of 128 in 8 bits).
 
     On an H200, bf16, in a captured chain over distinct weights, us (cuBLAS without norms and activation beside it):
       Qwen3-0.6B, 32 rows      QKV  2.9 (5.3)  O  3.7 (5.9)  gate and up  4.3 (6.3)  down  4.6 (7.7)
@@ -241,29 +264,49 @@ class HopperProduct:
     Rows of x begin at multiples of 16 bytes (`takes`).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str | None, counters: Tensor) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        counters: Tensor,
+        weight_scale: Tensor | None = None,
+    ) -> None:
         self._weight, self._bias, self._activation, self._counters = weight, bias, activation, counters
-        self._alignment = alignment(bias)
+        self._weight_scale, self._alignment = weight_scale, alignment(bias, weight_scale)
         self._described: dict[tuple[int, int], TensorDescriptor] = {}
 
     @staticmethod
     def takes(x: Tensor) -> bool:
-        return x.shape[0] > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1]
+        return (
+            x.shape[0] > 0
+            and x.data_ptr() % 16 == 0
+            and x.stride(0) * x.element_size() % 16 == 0
+            and x.stride(0) >= x.shape[1]
+        )
 
-    def __call__(self, x: Tensor, tiling: HopperTiling | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        tiling: HopperTiling | None = None,
+        *,
+        x_scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x_scale: [T] float32, where the weight has scales too; dtype: of the result, if not that of x."""
         num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
         activation = self._activation
-        tiling = tiling or choose_hopper_tiling(num_tokens, out_features, in_features)
+        tiling = tiling or choose_hopper_tiling(num_tokens, out_features, in_features, x.element_size())
         rows, columns, split, stages, tokens = tiling
         stages = min(stages, triton.cdiv(in_features, columns * split))
         num_columns = out_features // 2 if activation is not None else out_features
         num_tiles, num_blocks = triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens)
-        out = empty_rows(num_tokens, num_columns, x)
+        out = empty_rows(num_tokens, num_columns, x, dtype)
         partials = None
         if split > 1:
             shape = (num_tiles, num_blocks, split, rows, tokens)
             partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-        panels = columns // PANEL
+        panels = columns // panel_of(x)
         weight = self._described.get((rows, panels))
         if weight is None:
             describe = panels_of if activation is None else paired_panels_of
@@ -271,9 +314,12 @@ class HopperProduct:
         # What lies behind x's rows is multiplied too where there is memory: it reaches no row of the result.
         rows_of_x = panels_of(x, rows_in_memory(x, num_blocks * tokens), tokens, panels)
         _launch(
-            (x.dtype, x.device, out_features, in_features, activation, self._bias is None, self._alignment, tiling),
+            (
+                x.dtype, out.dtype, x.device, out_features, in_features, activation, self._bias is None, self._alignment,
+                tiling,
+            ),
             (num_tiles, split, num_blocks),
-            (rows_of_x, weight, self._bias, out, partials, self._counters, num_tokens),
+            (rows_of_x, weight, self._weight_scale, x_scale, self._bias, out, partials, self._counters, num_tokens),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": activation,
                 "M": tokens, "R": rows, "C": columns, "SPLIT": split, "STAGES": stages,

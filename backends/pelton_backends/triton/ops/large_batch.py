@@ -51,18 +51,15 @@ MIN_GATED_SHARE = 0.85
 
 
 @triton.jit
-def _add_norm_kernel(
-    hidden_ptr, residual_ptr, sum_ptr, normed_ptr, norm_ptr, post_norm_ptr,
-    hidden_stride, residual_stride, sum_stride, eps, post_eps,
+def add_norm_row(
+    hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride, eps, post_eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. residual_ptr, post_norm_ptr may be None; sum_ptr None: the sum is not stored."""
-    # The product before has written the last rows last, and the one behind begins with the first: those are still in L2.
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    """The normed row, zeros behind it. residual_ptr, post_norm_ptr may be None; sum_ptr None: the sum is not stored."""
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    dtype = normed_ptr.dtype.element_ty
+    dtype = hidden_ptr.dtype.element_ty
     norm = tl.load(norm_ptr + columns, mask=mask, other=0.0)
     if post_norm_ptr is not None:
         post_norm = tl.load(post_norm_ptr + columns, mask=mask, other=0.0)
@@ -80,7 +77,25 @@ def _add_norm_kernel(
     if sum_ptr is not None:
         tl.store(sum_ptr + row * sum_stride + columns, x.to(dtype), mask=mask)
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x) / SIZE + eps)
-    tl.store(normed_ptr + row * SIZE + columns, normed(x, inverse_rms, norm, UNIT_OFFSET, dtype), mask=mask)
+    return normed(x, inverse_rms, norm, UNIT_OFFSET, dtype)
+
+
+@triton.jit
+def _add_norm_kernel(
+    hidden_ptr, residual_ptr, sum_ptr, normed_ptr, norm_ptr, post_norm_ptr,
+    hidden_stride, residual_stride, sum_stride, eps, post_eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One row a program."""
+    # The product before has written the last rows last, and the one behind begins with the first: those are still in L2.
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    result = add_norm_row(
+        hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride,
+        eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL,
+    )  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    tl.store(normed_ptr + row * SIZE + columns, result, mask=columns < SIZE)
 
 
 _launch_add_norm = Launcher(_add_norm_kernel)
