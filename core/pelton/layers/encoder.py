@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * w + b, in float32 inside; with a residual, of their sum."""
+    """(x - mean) / std * w + b; with a residual, of their sum. Float32 in and out, whatever the model's dtype: what lies between
+    products is rounded nowhere else."""
 
     def __init__(self, size: int, *, config: BuildConfig, prefix: str, eps: float, bias: bool = True) -> None:
         super().__init__()
         self.size, self.eps = size, eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=config.dtype, device=config.device), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32, device=config.device), requires_grad=False)
         config.weights.expect(f"{prefix}.weight", (size,), self.weight)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(torch.empty(size, dtype=config.dtype, device=config.device), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32, device=config.device), requires_grad=False)
             config.weights.expect(f"{prefix}.bias", (size,), self.bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if residual is not None:
-            x = x + residual
+        x = x.float() if residual is None else x.float() + residual
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
 
@@ -45,11 +45,13 @@ class WholeLinear(LinearModule):
         shards = [LinearShard(name, count, in_features, (0, count), (0, in_features)) for name, count in rows.items()]
         weights = config.quantization.create(config, shards, bias=bias)
         super().__init__(weights)
+        self.dtype = config.dtype
         needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
         self.linear: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        """x is rounded to the model's dtype; the product has it."""
+        return self.linear(x.to(self.dtype))
 
 
 class Table(nn.Module):
