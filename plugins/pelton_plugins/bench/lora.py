@@ -90,6 +90,8 @@ def _line_of(job: dict[str, Any]) -> dict[str, Any]:
     return found[-1]
 
 
+CAPTURES = 12
+"""Runs after which every kind of step has its graph."""
 HEADER = ("rows", "adapters", "base tokens/s", "with adapters", "share", "start s", "load s", "longest gap ms")
 
 
@@ -133,6 +135,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
                 seconds[has_adapters].append(took)
         base_s, adapter_s = (statistics.median(seconds[kind][2:]) for kind in (False, True))
         usual = longest_gap(llm, arguments, None)
+        for _ in range(CAPTURES):  # of the steps in which a request with an adapter joins: they are not the load's
+            longest_gap(llm, arguments, requests[0])
         gap = longest_gap(llm, arguments, LoRARequest("late", 1, folder))
     num_tokens = job["rows"] * arguments.output_len
     return {

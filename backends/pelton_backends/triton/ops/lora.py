@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("bfloat16", "float16", "float32")
-_BLOCK_K, _BLOCK_N = 128, 128
+_BLOCK_K, _BLOCK_N = 256, 128
 _SPLIT_COLUMNS = 256  # of the input, that one program takes in a small step
 _MOST_SPLITS = 16
 _LARGE_STEP = 512  # tokens from which on tiles alone keep the multiprocessors busy
@@ -160,7 +160,7 @@ def _expand_gated_kernel(
     tl.store(out, activated(gate, up, ACTIVATION, dtype), mask=is_place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _sort_kernel(
     slots_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, num_tokens, num_tiles,
     NUM_SLOTS: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr,
@@ -193,7 +193,7 @@ def _sort_kernel(
     tl.store(tile_slot_ptr + rest, -1, mask=is_rest)
 
 
-_MOST_PAIRED = 128  # tokens: one program compares all pairs
+_FEW_PAIRED, _MOST_PAIRED = 16, 128  # tokens: one program compares all pairs
 
 
 def sort_rows(rows: AdapterRows, num_tokens: int) -> bool:
@@ -204,8 +204,8 @@ def sort_rows(rows: AdapterRows, num_tokens: int) -> bool:
     launch(
         _sort_kernel, (1,),
         rows.token_slots, rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, num_tokens, num_tiles,
-        rows.num_slots, max(triton.next_power_of_2(num_tokens), 16), triton.next_power_of_2(num_tiles),
-        tile_rows(num_tokens), num_warps=8,
+        rows.num_slots, _FEW_PAIRED if num_tokens <= _FEW_PAIRED else _MOST_PAIRED,
+        triton.next_power_of_2(rows.num_tiles(_MOST_PAIRED)), tile_rows(num_tokens), num_warps=8,
     )  # fmt: skip
     return True
 
