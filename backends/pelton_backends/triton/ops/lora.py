@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float16", "float32")
 _BLOCK_K, _BLOCK_N = 256, 128
+_MOST_TILE = 16384  # numbers of A
 _SPLIT_COLUMNS = 256  # of the input, that one program takes in a small step
 _MOST_SPLITS = 16
 _LARGE_STEP = 512  # tokens from which on tiles alone keep the multiprocessors busy
@@ -243,6 +244,7 @@ class TritonLora:
             norm is not None and needs.dtype == "float16"
         )  # a residual times the norm's weight may leave its range
         rows.sort = sort_rows
+        block_k = min(_BLOCK_K, _MOST_TILE // rank)  # a tile of A lies in shared memory, several times
         tiles = (rows.order, rows.tile_slot, rows.tile_first, rows.tile_end)
 
         def lora(x: Tensor, output: Tensor) -> Tensor:
@@ -260,7 +262,7 @@ class TritonLora:
                 key, (num_tiles, splits, num_parts),
                 (x, tensors.a, tensors.norm, *tiles, low, squares, x.stride(0), stride),
                 {
-                    **sizes, "PARTS": num_parts, "BLOCK_K": _BLOCK_K,
+                    **sizes, "PARTS": num_parts, "BLOCK_K": block_k,
                     "UNIT_OFFSET": norm is not None and norm.unit_offset, "IN_FLOAT32": in_float32,
                 },
                 num_warps=4, **launch_options(pdl),
