@@ -57,6 +57,8 @@ def oracle_greedy(prompt: Sequence[int], count: int) -> list[int]:
 class PassBackend:
     """Metadata is the common metadata itself."""
 
+    needs_zeroed_blocks = False
+
     def __init__(self, group_id: int) -> None:
         self.group_id = group_id
 

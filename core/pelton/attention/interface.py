@@ -94,6 +94,9 @@ class AttentionBackend(OldMethods, ABC):
     handles: ClassVar[frozenset[str]] = frozenset()  # optional needs this backend has read about
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
     phases: ClassVar[frozenset[str]] = PHASES  # what it serves: rows with one token of a batch, the others, or both
+    needs_zeroed_blocks: bool = False
+    """True for a backend that multiplies what lies in the rest of a row's blocks by 0, and so cannot have NaN there: blocks are
+    zeroed when requests get them, a launch a step. What its class says counts, or what each instance says."""
 
     @classmethod
     @abstractmethod

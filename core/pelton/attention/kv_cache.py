@@ -62,7 +62,7 @@ def bind_kv_cache(plan: KVCachePlan, build: BuildConfig) -> list[AttentionBacken
 
 
 def bind_caches(plan: KVCachePlan, build: BuildConfig) -> BoundCaches:
-    """Allocate `plan`'s buffers (zeroed: the null block must be finite) and bind every layer with a cache.
+    """Allocate `plan`'s buffers, zeroed, and bind every layer with a cache.
 
     Raises `MemoryError` when there is no room for them, `ConfigError` where a layer's kind or backend does not fit.
     """

@@ -76,6 +76,7 @@ class PhasedBackend(AttentionBackend):
             max_model_len=prefill.max_model_len,
         )  # fmt: skip
         self.decode, self.prefill = decode, prefill
+        self.needs_zeroed_blocks = decode.needs_zeroed_blocks or prefill.needs_zeroed_blocks
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:

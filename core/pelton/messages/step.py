@@ -66,9 +66,6 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Slots given back since the last step, before `new` is applied."""
     grammar_rows: list[int] = []
     """Rows that sample under a mask, which `Executor.sample` brings."""
-    zero_block_ids: list[int] = []
-    """Blocks reused in this step whose previous content may be NaN, which would reach the next holder even where attention masks.
-    Zeroed before anything else."""
     adapter_slots: list[tuple[int, int, int]] = []
     """(slot, adapter id, number of its load): adapters that come to a slot before this step."""
     dropped_adapters: list[int] = []

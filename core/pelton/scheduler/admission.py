@@ -119,7 +119,6 @@ class Admission:
         )  # fmt: skip
         if new_ids is None:
             return self._preemption.make_room_for_head(request, step)
-        step.first_blocks += new_ids
         self._count_found(request, start, num_external)
         self._table.run(request)
         block_ids = self._kv.block_ids(request.request_id)

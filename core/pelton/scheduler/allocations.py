@@ -1,18 +1,16 @@
 """Blocks and slots of requests: entered as they come, given back when no open step can touch them.
 
-Where one stream orders all steps that is at once; else they wait for their fence, the last step that uses them. A block
-that is given back before a result told of its content is zeroed by the step that hands it on. (Not one that left the window of
-a request that goes on: kernels read nothing outside a row's window, and a result with NaN is found in its own row.) Who
-gives something up, and when, is decided elsewhere.
+Where one stream orders all steps that is at once; else they wait for their fence, the last step that uses them. Who gives
+something up, and when, is decided elsewhere; what becomes of blocks with bad values is told in `invalid_blocks.py`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
-from pelton.scheduler.invalid_blocks import BlockUse
+from pelton.scheduler.invalid_blocks import InvalidBlocks
 from pelton.scheduler.request import ScheduledRequest
 from pelton.scheduler.slots import SlotPool
 from pelton.scheduler.step import OpenSteps, StepBuilder
@@ -42,8 +40,7 @@ class Allocations:
         self.side_slots = SlotPool(num_side_slots)
         self.block_sizes = tuple(block_sizes)
         self.hash_block_size = hash_block_size
-        self.left: list[BlockUse] = []  # blocks given up while a step that uses them is open
-        self._uninitialized = set[int]()  # blocks given up, or spoilt, of whose content no result will tell
+        self.invalid = InvalidBlocks(kv, steps, block_sizes)
         self._kv = kv
         self._steps = steps
         self._is_ordered = steps_are_ordered
@@ -100,8 +97,7 @@ class Allocations:
         """Give back slots and, unless a connector still needs them, blocks."""
         kv_id, slot, side_slot = "" if keeps_blocks else request.request_id, request.slot, request.side_slot
         request.slot = request.side_slot = -1
-        if request.tables:
-            self._note_left(request)
+        self.invalid.note_given_up(request)
         self._give_back_after(request.last_step_id, kv_id, slot, side_slot)
 
     def release_sent(self, request_id: str, last_step_id: int) -> None:
@@ -109,10 +105,9 @@ class Allocations:
         self._give_back_after(last_step_id, request_id, -1, -1)
 
     def retire(self) -> None:
-        """A step is over: what waited for it comes back, and its result has told of what was left under it."""
+        """A step is over: what waited for it comes back, and its result has told of what was given up under it."""
         retired = self._steps.retired
-        if self.left:
-            self.left = [use for use in self.left if use.last_step_id > retired]
+        self.invalid.retire()
         if not self._fenced:
             return
         passed = [entry for entry in self._fenced if entry[0] <= retired]
@@ -128,17 +123,6 @@ class Allocations:
     def is_fenced(self, request_id: str) -> bool:
         return any(entry[1] == request_id for entry in self._fenced)
 
-    def _note_left(self, request: ScheduledRequest) -> None:
-        """Note the blocks that no result has told of: all that it computed before its first token, later what open steps write."""
-        retired, num_valid = self._steps.retired, request.num_found_tokens
-        if request.has_valid_output:
-            num_valid = self._steps.computed_before(request, retired + 1)
-        use = BlockUse(request, request.last_step_id, request.tables, num_valid)
-        if request.last_step_id > retired:
-            self.left.append(use)
-        if not request.has_valid_output:
-            self.mark_uninitialized(use.blocks_from(num_valid, self.block_sizes))
-
     def _give_back_after(self, step_id: int, request_id: str, slot: int, side_slot: int) -> None:
         if self._is_ordered or step_id <= self._steps.retired:
             self._give_back(request_id, slot, side_slot)
@@ -152,32 +136,3 @@ class Allocations:
             self.slots.give_back(slot)
         if side_slot >= 0:
             self.side_slots.give_back(side_slot)
-
-    # Which blocks are not to be trusted.
-
-    def mark_uninitialized(self, block_ids: Iterable[int]) -> None:
-        """Nobody knows what is in these blocks. Whoever is handed one gets zeros."""
-        self._uninitialized.update(block_ids)
-
-    def blocks_to_zero(self, step: StepBuilder) -> list[int]:
-        """Blocks to zero before the step: handed on by it, and their last holder may have left NaN there."""
-        if not self.left and not self._uninitialized:
-            return []
-        handed = step.handed_blocks()
-        found = {block for block in handed if block in self._uninitialized}  # few of many
-        for use in self.left if handed else ():
-            found |= handed & use.blocks_from(use.num_valid, self.block_sizes)
-        self._uninitialized -= found
-        return sorted(found)
-
-    def use_of(self, request: ScheduledRequest) -> BlockUse:
-        return BlockUse(request, request.last_step_id, request.tables)
-
-    def blocks_from(self, request: ScheduledRequest, num_tokens: int) -> set[int]:
-        """Blocks that hold the request's tokens after the first `num_tokens`."""
-        return self.use_of(request).blocks_from(num_tokens, self.block_sizes)
-
-    def left_under(self, step_id: int, request: ScheduledRequest | None = None) -> set[int]:
-        """Blocks that were given up, by this request or any, while this step was open, and that no result has told of."""
-        uses = [use for use in self.left if use.last_step_id >= step_id and request in (None, use.request)]
-        return set[int]().union(*(use.blocks_from(use.num_valid, self.block_sizes) for use in uses))

@@ -81,7 +81,6 @@ class KVTransfers:
         )  # fmt: skip
         if new_ids is None:
             return False
-        step.first_blocks += new_ids
         block_ids = self._kv.block_ids(request.request_id)
         request.status = RequestStatus.RECEIVING
         request.tables = [list(ids) for ids in block_ids]

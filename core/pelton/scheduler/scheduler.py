@@ -26,7 +26,6 @@ from pelton.scheduler.deadlines import Deadlines
 from pelton.scheduler.drafts import Drafts
 from pelton.scheduler.gates import AdapterGate, Gate, GrammarGate, InFlightGate, PolicyGate, RemoteKVGate, SideSlotGate
 from pelton.scheduler.interface import Scheduler, SchedulerContext
-from pelton.scheduler.invalid_blocks import find_readers
 from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.policy import FCFSPolicy, SchedulingPolicy
 from pelton.scheduler.preemption import Preemption
@@ -221,9 +220,7 @@ class DefaultScheduler(Scheduler):
         return output
 
     def _open(self, step: StepBuilder) -> OpenStep:
-        zero_block_ids = self._allocations.blocks_to_zero(step)
         opened = step.build(self._allocations.slots.take_freed(), has_grammars=self._table.num_grammars > 0)
-        opened.output.zero_block_ids = zero_block_ids
         self._steps.add(opened)
         return opened
 
@@ -259,30 +256,26 @@ class DefaultScheduler(Scheduler):
         self._allocations.slots.tell_again(output.freed_slots)  # the workers may not have heard
         if self._adapters is not None:
             self._adapters.tell_again(output)
-        spoilt = self._allocations.left_under(output.step_id)
+        invalid = self._allocations.invalid
+        bad = invalid.given_up_under(output.step_id)
         outputs = step.outputs  # some may have got theirs, their last too, before `update` failed
         for request in step.requests:
             if request.is_finished:
                 continue
             before = self._steps.computed_before(request, output.step_id)
-            spoilt |= self._allocations.blocks_from(request, before)
+            bad |= invalid.blocks_from(request, before)
             self._table.finish(request)
             outputs.append(last_output(request, FinishReason.ERROR, error))
         self._table.drop_finished_rows()
-        self._recompute_readers(spoilt)
-        self._allocations.mark_uninitialized(output.zero_block_ids)  # the workers may not have come to it
+        self._recompute_readers(bad)
         self._steps.retire()
         self._allocations.retire()
         return outputs
 
     def _recompute_readers(self, block_ids: Iterable[int], *, skip_connector: bool = False) -> None:
         """Start again every request that reads one of these blocks; what open steps bring for it is void."""
-        table, allocations = self._table, self._allocations
-        uses = [allocations.use_of(request) for request in [*table.running, *table.receiving()]]
-        bad, touched = find_readers(block_ids, [*allocations.left, *uses], allocations.block_sizes)
-        self.kv.evict(bad)
-        allocations.mark_uninitialized(bad)
-        for use in touched:
+        table = self._table
+        for use in self._allocations.invalid.evict_readers(block_ids, [*table.running, *table.receiving()]):
             request = use.request
             request.discard_through_step = max(request.discard_through_step, use.last_step_id)
             if request.skip_prefix_lookup:  # prompt logprobs, not sent yet: all are made again

@@ -78,7 +78,7 @@ class StepBuilder:
     """Columns of one step. Rows with one token are kept apart, so that they come first without a sort."""
 
     __slots__ = (
-        "appends", "budget", "context_tokens", "first_blocks", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
+        "appends", "budget", "context_tokens", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
         "many_samples", "many_tokens", "max_seq_len", "new", "ones", "ones_samples", "prefill_budget", "step_id",
     )  # fmt: skip
 
@@ -100,7 +100,6 @@ class StepBuilder:
         self.many_draft_ids: list[list[int]] = []  # values that the host made
         self.new: list[NewRequest] = []
         self.appends: list[tuple[int, int, int, list[int]]] = []
-        self.first_blocks: list[list[int]] = []  # newly allocated, for requests that hold no others
 
     @property
     def num_rows(self) -> int:
@@ -112,10 +111,6 @@ class StepBuilder:
         if not context or budget <= 0:
             return budget
         return max(budget * context // (context + start), min(budget, LEAST_CHUNK_TOKENS))
-
-    def handed_blocks(self) -> set[int]:
-        """All that were allocated for this step."""
-        return set[int]().union(*self.first_blocks, *(block_ids for *_, block_ids in self.appends)) - {0}
 
     def take_row(
         self, request: ScheduledRequest, num_new: int, num_draft: int = 0, host_drafts: list[int] | None = None

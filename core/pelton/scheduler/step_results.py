@@ -72,23 +72,19 @@ class StepResults:
                     continue
             if request.status is FINISHED:
                 if row in errors:  # its blocks were given up, and are findable
-                    self._forget(request, result.step_id, 0)
+                    self._allocations.invalid.evict(request, result.step_id, 0)
                 continue
             try:
                 told = self._take_row(step.output, result, row, request, errors.get(row))
             except Exception as error:
                 request.has_valid_output = False
                 # NaN may come from a block that it found: all who find that block after it would fail too.
-                self._forget(request, result.step_id, 0 if row in errors else request.num_found_tokens)
+                num_trusted = 0 if row in errors else request.num_found_tokens
+                self._allocations.invalid.evict(request, result.step_id, num_trusted)
                 self._table.fail(request, error, "computing")
             else:
                 if told is not None:
                     outputs.append(told)
-
-    def _forget(self, request: ScheduledRequest, step_id: int, num_trusted: int) -> None:
-        """Nobody finds its blocks any more, those after its first tokens and those that it gave up under the step."""
-        self._kv.evict(self._allocations.blocks_from(request, num_trusted))
-        self._kv.evict(self._allocations.left_under(step_id, request))
 
     def _take_row(
         self, output: SchedulerOutput, result: ModelOutput, row: int, request: ScheduledRequest, failure: str | None

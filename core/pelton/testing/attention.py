@@ -152,9 +152,13 @@ class AttentionStep:
         # blocks beyond a row's end that others hold. Values at masked places are selected away, never multiplied.
         k_cache.fill_(junk_of(self.junk, self.dtype))
         v_cache.fill_(-junk_of(self.junk, self.dtype))
-        instance = backend(
+        instance = backend(  # a row's own blocks are zeroed for one that asks for it
             self.layer.needs, self.device, max_num_seqs=64, max_num_tokens=4096, max_model_len=max(self.lengths)
         )
+        if instance.needs_zeroed_blocks:
+            ratio = case.block_size // k_cache.shape[1]
+            own = [block * ratio + part for table in self.tables for block in table for part in range(ratio)]
+            k_cache[own], v_cache[own] = 0.0, 0.0
         self.layer.bind_cache((k_cache, v_cache), 0, instance)
         self.backend, self.num_blocks = instance, num_blocks
 

@@ -49,9 +49,6 @@ class FakeStore:
         self._steps_are_ordered = steps_are_ordered
         self._blocks: dict[tuple[int, int], list[int]] = {}  # (group, block) -> running hash per token slot
         self._touched: dict[int, tuple[set[int], dict[int, set[str]]]] = {}  # step -> (slots, block -> request ids)
-        # Blocks that may hold NaN, as far as results have told -> who wrote it last, in which step.
-        self._unproven: dict[int, tuple[FakeRow, int]] = {}
-        self._sampling: dict[int, list[FakeRow]] = {}  # step -> rows whose result tells of all that they wrote
 
     def update(self, output: SchedulerOutput) -> list[FakeRow]:
         """Take in what has changed since the last step. Returns the step's rows."""
@@ -59,17 +56,11 @@ class FakeStore:
         in_open_steps = set[int]().union(*(slots for slots, _ in self._touched.values()))
         for slot in output.freed_slots:
             self.slots.pop(slot, None)
-        for block in output.zero_block_ids:
-            self._unproven.pop(block, None)
-            for group in range(len(self.specs)):
-                self._blocks.pop((group, block), None)
         for new in output.new:
             if new.slot in self.slots:
                 self._violations.append(f"step {step} gives slot {new.slot} to two requests")
             if not self._steps_are_ordered and new.slot in in_open_steps:
                 self._violations.append(f"step {step} gives slot {new.slot} away under an open step")
-            for spec, table in zip(self.specs, new.block_ids, strict=True):
-                self._check_proven(output, table[new.num_computed_tokens // spec.block_size :], new.request_id)
             if new.num_computed_tokens >= len(new.token_ids):
                 self._violations.append(f"{new.request_id} starts with nothing to compute")
             self.slots[new.slot] = FakeRow(
@@ -81,7 +72,6 @@ class FakeStore:
             if len(table) != start:
                 self._violations.append(f"step {step} appends at {start} to a table of {len(table)} blocks")
             table += block_ids
-            self._check_proven(output, block_ids, self.slots[slot].new.request_id)
         return [self.slots[slot] for slot in output.slots]
 
     def write(self, output: SchedulerOutput, rows: Sequence[FakeRow], *, junk: bool) -> None:
@@ -106,8 +96,6 @@ class FakeStore:
                 self._hold(row, group, len(values), held)
                 self._write_values(output, row, group, [JUNK] * len(values) if junk else values, written)
             row.is_spoilt = junk
-            if output.samples[place] and not junk:
-                self._sampling.setdefault(output.step_id, []).append(row)
         if max(output.num_scheduled, default=0) == 1:
             self._check_apart(output, rows, {(group, block) for group, block, _ in written})
         if not self._steps_are_ordered:
@@ -142,10 +130,6 @@ class FakeStore:
 
     def retire(self, step_id: int) -> None:
         self._touched.pop(step_id, None)
-        rows = self._sampling.pop(step_id, [])
-        told = [block for block, (row, step) in self._unproven.items() if step <= step_id and row in rows]
-        for block in told:
-            del self._unproven[block]
 
     def _check_counts(
         self, output: SchedulerOutput, row: FakeRow, num_new: int, num_draft: int, *, samples: bool
@@ -187,7 +171,6 @@ class FakeStore:
                 self._violations.append(f"step {output.step_id} writes block {block} twice")
             written.add(place)
             self._check_untouched(output, block, name)
-            self._unproven[block] = (row, output.step_id)
             self.put(group, table, position, value)
 
     def _write_junk(self, row: FakeRow) -> None:
@@ -217,26 +200,6 @@ class FakeStore:
                 self._violations.append(
                     f"step {output.step_id} writes block {block}, which open step {step_id} reads for {held[block]}"
                 )
-
-    def _check_proven(self, output: SchedulerOutput, block_ids: Sequence[int], name: str) -> None:
-        """Check that unread content, which may be NaN, is zeroed when it is handed on. (What left the window of a row that goes on
-        is not looked at.)"""
-        for block in block_ids:
-            if block not in self._unproven:
-                continue
-            row, step_id = self._unproven.pop(block)
-            if self.slots.get(row.new.slot) is not row and not self._has_passed(row, block):
-                self._violations.append(
-                    f"{name} gets block {block} in step {output.step_id} as {row.new.request_id} left it in step {step_id}, "
-                    "and no result has told that this is finite"
-                )
-
-    def _has_passed(self, row: FakeRow, block: int) -> bool:
-        """Return whether the block had left the row's window."""
-        return any(
-            block in table[: self._first_read(group, row.num_computed) // self.specs[group].block_size]
-            for group, table in enumerate(row.tables)
-        )
 
     def _first_read(self, group: int, position: int) -> int:
         """The first position that the token at `position` attends to."""

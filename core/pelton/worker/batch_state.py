@@ -10,7 +10,6 @@ S = max_num_seqs. Row S belongs to no request: padding rows of a step point at i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -36,14 +35,6 @@ if TYPE_CHECKING:
     from pelton.worker.step_adapters import StepAdapters
 
 NO_LOGPROBS, ALL_LOGPROBS = -2, -1  # in the logprobs columns; all: the whole vocabulary
-
-
-@dataclass(slots=True, eq=False)
-class SlotOwner:
-    """One request in one slot, from its `add` to the next one's there. Results that are read later know it by this."""
-
-    slot: int
-    blocks: list[Tensor] | None = None  # for each group its row of the block table; None while it lies there
 
 
 class BatchState(SamplingTensors):
@@ -155,9 +146,6 @@ class BatchState(SamplingTensors):
                 *chain.from_iterable(own.columns for own in cells),
             ]
         )  # fmt: skip
-        left = [table[rows].unbind() for table in self.block_tables]
-        for index, owner in enumerate(host.change_owners(slots)):
-            owner.blocks = [blocks[index] for blocks in left]
         self._integers.index_copy_(1, rows, own_integers.view(-1, len(new)))
         self._floats.index_copy_(1, rows, own_floats.view(torch.float64).float().view(-1, len(new)))
         columns = iter(staged)
@@ -166,10 +154,6 @@ class BatchState(SamplingTensors):
 
     def _adapter_slot(self, request: NewRequest) -> int:
         return -1 if self.adapters is None or request.adapter is None else self.adapters.slot_of(request.adapter)
-
-    def blocks_of(self, owner: SlotOwner) -> list[Tensor]:
-        """For each group its row of the block table, whoever has the slot now."""
-        return [table[owner.slot] for table in self.block_tables] if owner.blocks is None else owner.blocks
 
     def append_blocks(self, appends: Sequence[tuple[int, int, int, list[int]]]) -> None:
         """One scatter a group."""
@@ -238,8 +222,6 @@ class HostColumns:
         self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(rows, dtype=np.int64)  # upper bound; exact until something is sampled
         self.errors: dict[int, str] = {}  # by slot: what is wrong with the request itself
-        # Replaced, never written to: a step in flight holds the list of its time.
-        self.owners = [SlotOwner(slot) for slot in range(rows)]
 
     def add(self, request: NewRequest, token_ids: npt.NDArray[np.int64], adapter_slot: int = -1) -> None:
         slot, params = request.slot, request.sampling_params
@@ -260,14 +242,6 @@ class HostColumns:
         wrong = [token_id for token_id in (int(token_ids.min()), int(token_ids.max())) if not self._exists(token_id)]
         if wrong:
             self.errors[slot] = f"Token id {wrong[0]} is not in the vocabulary of {self.vocab_size}."
-
-    def change_owners(self, slots: Sequence[int]) -> list[SlotOwner]:
-        """New ones for `slots`; the old ones, in their order."""
-        left = [self.owners[slot] for slot in slots]
-        self.owners = self.owners.copy()
-        for slot in slots:
-            self.owners[slot] = SlotOwner(slot)
-        return left
 
     def _exists(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from pelton.messages.step import SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -66,16 +68,11 @@ class KVPool:
             )  # byte by byte it takes ten times as long
             words.index_fill_(0, block_ids, 0)
 
-    def scrub(self, group: int, block_ids: Tensor) -> None:
-        """Replace NaN and infinity by 0: a block is handed on with what its last owner left in it, and 0 * NaN is NaN
-        even where attention masks. Harmless for blocks that others hold."""
-        for layer in self.layers:
-            if layer.group != group:
-                continue
-            for cache in layer.views:
-                if not cache.is_floating_point():
-                    continue
-                per_block = cache.shape[0] // self.num_blocks
-                parts = torch.arange(per_block, device=cache.device)
-                ids = (block_ids.unsqueeze(-1) * per_block + parts).flatten()
-                cache[ids] = cache[ids].float().nan_to_num(0.0, 0.0, 0.0).to(cache.dtype)
+
+def handed_blocks(output: SchedulerOutput, block_sizes: Sequence[int]) -> list[int]:
+    """Return the blocks that requests get in this step with nothing of their own in them."""
+    found = {block for *_, block_ids in output.block_appends for block in block_ids}
+    for new in output.new:
+        for size, table in zip(block_sizes, new.block_ids, strict=True):
+            found.update(table[-(-new.num_computed_tokens // size) :])  # those before were found, or loaded
+    return sorted(found - {0})

@@ -30,10 +30,10 @@ from pelton.model.interface import CausalLM, PooledRows
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Variant, Verify
 from pelton.utils.staging import StagingRing, mask_column, mask_words
-from pelton.worker.batch_state import BatchState, SlotOwner
+from pelton.worker.batch_state import BatchState
 from pelton.worker.graph_runner import GraphRunner
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
-from pelton.worker.kv_pool import KVPool
+from pelton.worker.kv_pool import KVPool, handed_blocks
 from pelton.worker.pending import PendingOutput
 from pelton.worker.readback import Readback, StepOutput
 from pelton.worker.step_ops import StepOps
@@ -74,8 +74,8 @@ class ModelRunner:
         self.tails = TailChooser(state, ops)
         self._program = StepProgram(model, state, backends, ops)
         self._staging = StagingRing(num_staging_parts, 4096, state.device)
-        self._to_scrub: list[SlotOwner] = []  # added to by whoever reads results
-        self._readback = Readback(state, ops, self._to_scrub.append)
+        self._zeroes_blocks = any(backend.needs_zeroed_blocks for backend in self.backends)
+        self._readback = Readback(state, ops)
         self._sampler = StepSampler(model, state, buffers, self._staging, ops)
         self._pending: Step | None = None
 
@@ -133,10 +133,8 @@ class ModelRunner:
             raise EngineError(
                 f"Step {self._pending.output.step_id} still waits for its masks; bring them with sample()."
             )
-        if self._to_scrub:
-            self._scrub()
-        if output.zero_block_ids:
-            self.pool.zero_blocks(*self._staging.stage([output.zero_block_ids]))
+        if self._zeroes_blocks and (block_ids := handed_blocks(output, self.state.block_sizes)):
+            self.pool.zero_blocks(*self._staging.stage([block_ids]))
         if output.new:
             self.state.add(output.new)
         for name, connector in self.connectors.items():
@@ -344,16 +342,4 @@ class ModelRunner:
             launched.output.invalid_block_ids += connector.take_invalid_block_ids()
         if self.state.device.type != "cpu":
             return launched
-        result = launched.result()
-        if self._to_scrub:
-            self._scrub()
-        return result
-
-    def _scrub(self) -> None:
-        """Clean the blocks of requests that failed, before anything of the step that may hand them on."""
-        owners = set[SlotOwner]()
-        while self._to_scrub:  # one by one: who reads results may add to it meanwhile
-            owners.add(self._to_scrub.pop())
-        for owner in owners:
-            for group, blocks in enumerate(self.state.blocks_of(owner)):
-                self.pool.scrub(group, torch.unique(blocks).long())
+        return launched.result()

@@ -6,7 +6,7 @@ may have given its slots to others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.sampling.logprobs import HostLogprobs
 from pelton.sampling.sampler import ERROR_MESSAGES, NOT_FINITE
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
-from pelton.worker.batch_state import NO_LOGPROBS, BatchState, SlotOwner
+from pelton.worker.batch_state import NO_LOGPROBS, BatchState
 from pelton.worker.pending import PendingOutput
 from pelton.worker.step_plan import Ints
 
@@ -105,8 +105,6 @@ class StepOutput(PendingOutput):
     output: ModelOutput  # filled in by `result`
     num_rows: int
     rows: Ints  # [r]
-    slots: Sequence[int]  # [R]
-    owners: Sequence[SlotOwner]  # by slot, when the step was launched
     # What the tail gave: tokens and codes [r, 2], then logprobs; what `Verify` left; a tensor of each row that was pooled;
     # after `Logits` tokens [r, 1 + K], accepted [r], codes [r], then logprobs, then drafts. At the end what `prompt_logprobs` has
     # on the device.
@@ -118,7 +116,6 @@ class StepOutput(PendingOutput):
     num_logprobs: Ints | None = None  # [r]
     first_logprob: Ints | None = None  # [r], into the rows of logprobs; row by row after `Sample`
     has_drafts: bool = False
-    scrub: Callable[[SlotOwner], None]  # told of each one whose logits were not finite
 
     def ready(self) -> bool:
         return self.copies.ready()
@@ -210,8 +207,6 @@ class StepOutput(PendingOutput):
             self.output.logprobs[row] = logprobs.packed(slice(first, first + count), wanted)
 
     def _is_good(self, row: int, code: int) -> bool:
-        if code == NOT_FINITE:
-            self.scrub(self.owners[self.slots[row]])
         if code and row not in self.errors:
             self.output.row_errors.append((row, ERROR_MESSAGES[code]))
         return not code and row not in self.errors
@@ -220,9 +215,8 @@ class StepOutput(PendingOutput):
 class Readback:
     """Queues the copies of steps' results."""
 
-    def __init__(self, state: BatchState, ops: StepOps, scrub: Callable[[SlotOwner], None]) -> None:
-        """scrub: see `StepOutput`."""
-        self._state, self._ops, self._scrub = state, ops, scrub
+    def __init__(self, state: BatchState, ops: StepOps) -> None:
+        self._state, self._ops = state, ops
         self._pool = HostPool()
 
     def queue(
@@ -256,8 +250,6 @@ class Readback:
             output=ModelOutput(step_id=output.step_id),
             num_rows=len(output.slots),
             rows=rows,
-            slots=output.slots,
-            owners=host.owners,
             tail=tail,
             copies=HostCopies(tensors, self._pool, self._state.device),
             prompt_logprobs=prompt_logprobs,
@@ -266,5 +258,4 @@ class Readback:
             num_logprobs=host.num_logprobs[slots] if has_logprobs else None,
             first_logprob=given.first_logprob if isinstance(tail, Logits) else None,
             has_drafts=isinstance(tail, Logits) and given.draft_token_ids is not None,
-            scrub=self._scrub,
         )

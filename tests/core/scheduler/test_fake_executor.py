@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pelton.messages.outputs import FinishReason
 from pelton.testing.scheduler import Harness, make_request
 
 
@@ -67,15 +66,3 @@ def test_a_block_that_an_open_step_reads_may_not_be_written_without_order():
     output.new[0].block_ids[0][0] = harness.executor.outputs[0].new[0].block_ids[0][0]
     harness.executor.execute(output)
     assert any("open step 0 reads for {'a'}" in one for one in harness.executor.violations)
-
-
-def test_a_block_that_may_hold_nan_is_zeroed_when_it_is_handed_on():
-    harness = Harness(num_blocks=3, max_steps_in_flight=2)
-    harness.add(make_request("a", 5, 8))
-    harness.launch()
-    harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
-    harness.add(make_request("b", 5, 8))
-    output = harness.scheduler.schedule()
-    output.zero_block_ids.clear()
-    harness.executor.execute(output)
-    assert any("as a left it in step 0" in one for one in harness.executor.violations)

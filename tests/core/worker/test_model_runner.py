@@ -7,15 +7,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from pelton_worker_fakes import VOCAB, Driver, make_runner, oracle_greedy, oracle_logits
+from pelton_worker_fakes import VOCAB, Driver, PassBackend, make_runner, oracle_greedy, oracle_logits
 
 from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.kv_transfer.interface import WorkerConnector
-from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
+from pelton.sampling_params import SamplingParams
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.utils.staging import StagingRing
+from pelton.worker.kv_pool import handed_blocks
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 
@@ -183,41 +185,6 @@ def test_nan_row_fails_and_the_others_go_on(driver):
     assert bad.output == [] and "not finite" in bad.errors[0]
     driver.decode([good], 5)
     assert good.output == oracle_greedy(PROMPTS[2], 6) and not good.errors
-
-
-def test_blocks_of_a_nan_row_are_finite_afterwards():
-    driver = Driver(make_runner(num_blocks=16))
-    driver.runner.model.poison = {39}
-    bad = driver.add(1, [39, 4, 5, 6, 7])
-    original = driver.runner.model.compute_logits
-
-    def spoil(hidden, rows):
-        for layer in driver.runner.pool.layers:
-            layer.views[1][1:3] = torch.nan
-        return original(hidden, rows)
-
-    driver.runner.model.compute_logits = spoil
-    driver.step([(bad, 5)])
-    assert all(bool(layer.views[1].isfinite().all()) for layer in driver.runner.pool.layers)
-
-
-@pytest.mark.parametrize("block_sizes", [(4,), (4, 8)])
-def test_blocks_of_a_nan_row_are_mended_though_another_request_has_its_slot(block_sizes, monkeypatch):
-    """The result is read after the request was aborted, and its slot given away."""
-    driver = Driver(make_runner(block_sizes=block_sizes, num_blocks=16))
-    runner = driver.runner
-    runner.model.poison = {39}
-    monkeypatch.setattr(runner, "_given", lambda launched: launched)  # as on a device: results are read later
-    bad = driver.add(1, [39, 4, 5, 6, 7])
-    first = runner.execute(driver.plan([(bad, 5)]))
-    for layer in runner.pool.layers:
-        layer.views[1][runner.state.block_tables[layer.group][1].long().unique()] = torch.nan
-    other = driver.add(1, PROMPTS[1])
-    second = runner.execute(driver.plan([(other, 2)]))
-    assert "not finite" in first.result().row_errors[0][1]
-    runner.execute(SchedulerOutput(step_id=9))
-    assert all(bool(layer.views[1].isfinite().all()) for layer in runner.pool.layers)
-    assert second.result().token_ids == [oracle_greedy(PROMPTS[1], 1)]
 
 
 def test_token_outside_the_vocabulary_fails_its_row_only(driver):
@@ -452,13 +419,33 @@ def test_side_slot_of_another_owner_leaves_nothing_behind(driver):
     assert second.output == oracle_greedy(PROMPTS[1], 7)
 
 
-def test_blocks_are_zeroed_before_the_step(driver):
-    first = driver.add(0, PROMPTS[4])
-    driver.step([(first, 4)])
-    pool = driver.runner.pool
-    block_id = int(pool.pages[0].ne(0).any(dim=1).nonzero()[-1])
-    driver.runner.execute(SchedulerOutput(step_id=8, zero_block_ids=[block_id]))
-    assert all(int(page[block_id].abs().sum()) == 0 for page in pool.pages)
+@pytest.mark.parametrize("block_sizes", [(4,), (4, 8)])
+def test_blocks_are_zeroed_when_requests_get_them_for_a_backend_that_asks_for_it(block_sizes, monkeypatch):
+    """Those of a new request but for what it found, and those that its table gets later; not for other backends."""
+    for asks in (True, False):
+        monkeypatch.setattr(PassBackend, "needs_zeroed_blocks", asks)
+        driver = Driver(make_runner(block_sizes=block_sizes, num_blocks=16))
+        request = driver.add(0, PROMPTS[2])
+        output = driver.plan([(request, 9)])
+        for page in driver.runner.pool.pages:
+            page.fill_(7)
+        driver.runner.execute(output)
+        for group, size in enumerate(block_sizes):
+            values = driver.runner.pool.layers[group].views[1]  # the model writes keys alone
+            held = output.new[0].block_ids[group][: -(-9 // size)]
+            assert bool((values[held] == 0).all()) is asks
+            others = torch.ones(16, dtype=torch.bool)
+            others[[block for table in output.new[0].block_ids for block in table]] = False
+            assert not (values[others] == 0).any()
+
+
+def test_blocks_that_requests_get_in_a_step():
+    new = NewRequest(
+        request_id="a", slot=0, token_ids=[1] * 20, num_prompt_tokens=20, sampling_params=SamplingParams(),
+        block_ids=[[5, 6, 7, 8, 9], [0, 12, 13]], num_computed_tokens=10,
+    )  # fmt: skip
+    output = SchedulerOutput(step_id=0, new=[new], block_appends=[(0, 3, 2, [21, 20]), (1, 3, 1, [0, 22])])
+    assert handed_blocks(output, (4, 8)) == [8, 9, 13, 20, 21, 22]  # half of block 7 was loaded
 
 
 class Connector(WorkerConnector):

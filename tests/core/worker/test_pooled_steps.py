@@ -62,6 +62,7 @@ class SumModel:
 
 
 class UncachedBackend:
+    needs_zeroed_blocks = False
     group_id = NO_CACHE
 
     def reserve(self, max_key: Any) -> None:

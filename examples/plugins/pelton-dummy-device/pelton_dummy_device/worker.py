@@ -108,10 +108,6 @@ class DummyWorker(Worker):
     def _update_rows(self, output: SchedulerOutput) -> None:
         for slot in output.freed_slots:
             del self.rows[slot]
-        for layer in self.build.attention_layers.values():
-            for block_id in output.zero_block_ids:
-                layer.k_cache[block_id] = 0
-                layer.v_cache[block_id] = 0
         for new in output.new:
             self.rows[new.slot] = _row_of(new)
         for group, slot, start, block_ids in output.block_appends:
