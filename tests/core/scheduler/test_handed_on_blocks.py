@@ -1,4 +1,4 @@
-"""What becomes of blocks whose content is bad: they are handed on as they are, and nobody finds them."""
+"""Blocks whose content is bad are handed on as they are, and nobody finds them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def give_up(harness: Harness, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["abort", "preempt"])
 def test_blocks_of_a_nan_row_that_gave_them_up_are_not_found_again(how):
-    """Whoever found such a block would fail too."""
+    """A request that found such a block would fail too."""
     harness = Harness(max_steps_in_flight=2)
     harness.executor.row_error = lambda name, step_id: "NaN logits" if (name, step_id) == ("a", 0) else None
     prompt = [*range(1, 12)]
