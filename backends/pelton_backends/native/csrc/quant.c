@@ -191,10 +191,13 @@ INLINE void unsign(int kind, uvec weights[8]) {
         weights[group] ^= 0x80808080u;
 }
 
+/* Without an overflow where the number is whatever memory held: of a row that a tile has and the step has not. */
+INLINE int32_t times_16(int32_t number) { return (int32_t)((uint32_t)number * 16u); }
+
 /* Weights by a row's block: 254 high + low is what they give. */
 INLINE void dot_block(const uvec weights[8], const struct inputs *x, int64_t at, int kind, ivec *high, ivec *low) {
     /* Takes away the 8 or 128 that were added to each weight. */
-    int32_t start = kind == QUANT_Q4_1 ? 0 : kind == QUANT_Q4_0 ? x->minus_8_sums[at] : x->minus_8_sums[at] * 16;
+    int32_t start = kind == QUANT_Q4_1 ? 0 : kind == QUANT_Q4_0 ? x->minus_8_sums[at] : times_16(x->minus_8_sums[at]);
     *high = (ivec){0}, *low = start - (ivec){0};
 #pragma GCC unroll 8
     for (int group = 0; group < 8; group++) {
