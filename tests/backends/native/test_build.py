@@ -1,6 +1,7 @@
 """The library's build: what its cache does, and what happens without a compiler."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -167,7 +168,11 @@ def test_sets_that_most_tests_leave_out_differ_in_products_of_bytes_alone(name):
             ).stdout
             for number in numbers
         ]  # fmt: skip
-        assert texts[0] == texts[1], f"{source.name} depends on {name}"
+        folded = [  # comparisons that C itself makes with the set's number
+            re.sub(rf"\b{number} < (\d)\b", lambda found, number=number: str(number < int(found[1])), text)
+            for number, text in zip(numbers, texts, strict=True)
+        ]
+        assert folded[0] == folded[1], f"{source.name} depends on {name}"
 
 
 @pytest.mark.parametrize(
