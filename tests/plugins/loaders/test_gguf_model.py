@@ -397,7 +397,7 @@ def test_sentencepiece_joins_by_score(tmp_path):
         pytest.param(["a"], {"model": "bert"}, "kind 'bert'", id="kind"),
         pytest.param(["a"], {"model": "gpt2", "pre": "tekken"}, "pre-tokenizer 'tekken'", id="pre"),
         pytest.param(["a", "b"], {"model": "gpt2", "merges": ["a c"]}, "do not fit together", id="merge-of-unknown"),
-        pytest.param(["a", "b"], {"model": "gpt2", "merges": ["ab"]}, "no pair", id="merge-of-one"),
+        pytest.param(["a", "b"], {"model": "gpt2", "merges": ["ab"]}, "not a pair", id="merge-of-one"),
         pytest.param(["a"], {"model": "gpt2", "eos_token_id": 9}, "eos_token is 9", id="eos"),
         pytest.param(["a"], {"model": "gpt2", "token_type": [1, 1]}, "type for each", id="types"),
         pytest.param(["a"], {"model": "llama"}, "no score for each", id="scores"),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from pelton.builtin import pelton_fused_ops
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.model.build import make_build_config
@@ -69,7 +70,7 @@ def logits(path, *, dtype=torch.float32, native=False, **flat):
     config, model, quantization = build(path, **flat)
     loader = PLUGINS.find("pelton_model_loaders", model.weights_format, setting="load_format").resolve()(config, model)
     entries = PLUGINS.entries("pelton_ops", device_type="cpu")
-    ops = OpSelector([entry for entry in entries if native or entry.name.startswith("reference.")])
+    ops = OpSelector([entry for entry in entries if native or entry.name.startswith("reference.")], pelton_fused_ops())
     driver = ModelDriver(
         hf_config=model.hf_config, weights=loader.weights(), plugins=PLUGINS, dtype=dtype, quantization=quantization,
         ops=ops,
