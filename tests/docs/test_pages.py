@@ -15,7 +15,7 @@ from pelton_backends.sdpa.backend import SDPABackend
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
-OTHER_TOOLS = ("--no-deps", "--no-binary", "--index-url", "--covering")  # of pip and pytest
+OTHER_TOOLS = ("--no-deps", "--no-binary", "--index-url", "--covering", "--tests")  # of pip, pytest and tests/tools
 
 
 def make_tables():
@@ -110,9 +110,11 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.bench.busy import BusyArguments
     from pelton_plugins.bench.chain import ChainArguments
     from pelton_plugins.bench.cpu_table import CpuTableArguments
+    from pelton_plugins.bench.embed import EmbedArguments
     from pelton_plugins.bench.host import HostArguments
     from pelton_plugins.bench.latency import LatencyArguments
     from pelton_plugins.bench.load import LoadArguments
+    from pelton_plugins.bench.lora import LoraArguments
     from pelton_plugins.bench.serve import ServeArguments
     from pelton_plugins.bench.soak import SoakArguments
     from pelton_plugins.bench.speculation import SpeculationArguments
@@ -133,9 +135,11 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [BusyArguments],
         [ChainArguments],
         [CpuTableArguments],
+        [EmbedArguments],
         [HostArguments],
         [LatencyArguments],
         [LoadArguments],
+        [LoraArguments],
         [SoakArguments],
         [SpeculationArguments],
         [TableArguments],
