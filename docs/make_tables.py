@@ -276,8 +276,8 @@ def calls_to_the_launch() -> list[list[tuple[str, str]]]:
     worker's. A tiny model generates, and the last step's stacks are kept."""
     from pelton import LLM, SamplingParams
     from pelton.executor.in_process import WorkerThread
-    from pelton.graphs.call_graph import CallGraph
     from pelton.testing.models import make_tiny_checkpoint
+    from pelton_platforms.device.graphs.call_graph import CallGraph
 
     submit, replay = WorkerThread.submit, CallGraph.replay
     before: list[tuple[str, str]] = []

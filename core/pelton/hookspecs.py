@@ -159,6 +159,13 @@ def pelton_executors() -> Sequence[Entry]:
 
 
 @hookspec(since="1.0")
+def pelton_workers(device_type: str) -> Sequence[Entry]:
+    """Offer workers for devices of `device_type`: `load` gives a `pelton.worker.interface.Worker` class, made from one
+    `WorkerContext`. The best by priority serves the platforms that name none (`Platform.worker_class`)."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.0")
 def pelton_schedulers() -> Sequence[Entry]:
     """Offer whole schedulers: `load` gives a factory that takes one `pelton.scheduler.interface.SchedulerContext`."""
     raise NotImplementedError

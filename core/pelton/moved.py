@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -19,20 +19,42 @@ MODULES = {
     "pelton.attention.mla": "pelton.layers.latent_attention",
     "pelton.cache_folder": "pelton.utils.cache_folder",
     "pelton.engine.messages": "pelton.messages.outputs",
-    "pelton.graphs.tape": "pelton.graphs.call_graph",
     "pelton.garbage": "pelton.utils.garbage",
+    "pelton.graphs.call_graph": "pelton_platforms.device.graphs.call_graph",
+    "pelton.graphs.captures": "pelton_platforms.device.graphs.captures",
+    "pelton.graphs.dispatcher": "pelton_platforms.device.graphs.dispatcher",
+    "pelton.graphs.modes": "pelton_platforms.device.graphs.modes",
+    "pelton.graphs.tape": "pelton_platforms.device.graphs.call_graph",
     "pelton.large_pages": "pelton.utils.large_pages",
     "pelton.ops.reference_step": "pelton.worker.reference_step",
     "pelton.quantization.blocks": "pelton.ops.packed_blocks",
     "pelton.request": "pelton.messages.request",
     "pelton.scheduler.output": "pelton.messages.step",
+    "pelton.worker.capture_plan": "pelton_platforms.device.graphs.capture_plan",
+    "pelton.worker.first_start": "pelton_platforms.device.first_start",
+    "pelton.worker.graph_columns": "pelton_platforms.device.graphs.graph_columns",
+    "pelton.worker.graph_runner": "pelton_platforms.device.graphs.graph_runner",
+    "pelton.worker.graph_setup": "pelton_platforms.device.graphs.graph_setup",
+    "pelton.worker.kv_pool": "pelton_platforms.device.kv_pool",
+    "pelton.worker.load_weights": "pelton_platforms.device.load_weights",
+    "pelton.worker.loaded": "pelton_platforms.device.loaded",
+    "pelton.worker.make_runner": "pelton_platforms.device.make_runner",
+    "pelton.worker.memory": "pelton_platforms.device.memory",
+    "pelton.worker.model_runner": "pelton_platforms.device.steps.model_runner",
+    "pelton.worker.readback": "pelton_platforms.device.steps.readback",
+    "pelton.worker.speed": "pelton_platforms.device.speed",
     "pelton.worker.staging": "pelton.utils.staging",
+    "pelton.worker.step_drafts": "pelton_platforms.device.steps.step_drafts",
+    "pelton.worker.step_ops": "pelton_platforms.device.steps.step_ops",
+    "pelton.worker.step_plan": "pelton_platforms.device.steps.step_plan",
+    "pelton.worker.step_program": "pelton_platforms.device.steps.step_program",
+    "pelton.worker.step_sampler": "pelton_platforms.device.steps.step_sampler",
+    "pelton.worker.step_tails": "pelton_platforms.device.steps.step_tails",
+    "pelton.worker.warm_up": "pelton_platforms.device.warm_up",
+    "pelton.worker.worker": "pelton_platforms.device.worker",
 }
+"""Old name to new: of other trees only the names, which nothing here imports before it is asked for."""
 NAMES = {
-    "pelton.graphs.call_graph": {
-        "Tape": "pelton.graphs.call_graph:CallGraph",
-        "TapeRecorder": "pelton.graphs.call_graph:CallGraphRecorder",
-    },
     "pelton.layers.linear": {
         "PlainWeights": "pelton.quantization.plain:PlainWeights",
         "QuantizationMethod": "pelton.quantization.interface:QuantizationMethod",
@@ -40,7 +62,8 @@ NAMES = {
     },
     "pelton.tokenizer": {"load_tokenizer": "pelton.model.resolve:load_tokenizer"},
 }
-"""Names that are others now, or elsewhere, by the module that had them: it has `names_of` as its `__getattr__`."""
+"""Names that are others now, or elsewhere, by the module that had them: it has `names_of` as its `__getattr__`. Modules of other trees
+hold theirs themselves."""
 
 
 class _OldModules(MetaPathFinder, Loader):
@@ -63,11 +86,12 @@ def install() -> None:
         sys.meta_path.append(_OldModules())
 
 
-def names_of(module: str) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a module of `NAMES`."""
+def names_of(module: str, names: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a module that had `names`, by default those of `NAMES`."""
+    known = NAMES[module] if names is None else names
 
     def get(name: str) -> Any:
-        found = NAMES[module].get(name)
+        found = known.get(name)
         if found is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         _warn(f"{module}.{name}", found.replace(":", "."))

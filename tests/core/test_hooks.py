@@ -21,6 +21,8 @@ from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.scheduler import DefaultScheduler
 from pelton.spec_decode.interface import DraftProposer
 from pelton.testing.models import make_tiny_checkpoint
+from pelton.worker.select import worker_class
+from pelton_platforms.device.worker import DeviceWorker
 from pelton_plugins.loaders.hf_folder.format import HFFolderFormat
 
 HERE = "pelton_test_hooks_module"
@@ -40,6 +42,12 @@ used: list[str] = []
 class Executor(InProcessExecutor):
     def execute(self, output):
         used.append("executor")
+        return super().execute(output)
+
+
+class Worker(DeviceWorker):
+    def execute(self, output):
+        used.append("worker")
         return super().execute(output)
 
 
@@ -115,6 +123,10 @@ class EverythingPlugin:
         return [Entry(name="mine", load=f"{HERE}:Executor", priority=60)]
 
     @hookimpl
+    def pelton_workers(self, device_type):
+        return [Entry(name="mine", load=f"{HERE}:Worker", priority=60)] if device_type == "cpu" else []
+
+    @hookimpl
     def pelton_schedulers(self):
         return [Entry(name="mine", load=f"{HERE}:Scheduler")]
 
@@ -164,6 +176,7 @@ def plugins(monkeypatch) -> Plugins:
     for thing in (
         Executor,
         OldExecutor,
+        Worker,
         Scheduler,
         Manager,
         LastComeFirstServed,
@@ -207,7 +220,22 @@ def test_what_a_plugin_offers_is_what_runs(plugins, checkpoint, tmp_path):
         answers = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
         assert finish_order(llm) == ["2", "1", "0"]
     assert answers == expected
-    assert {"executor", "scheduler", "manager", "policy", "proposer", "format", "loader", "source"} == set(used)
+    assert {"executor", "worker", "scheduler", "manager", "policy", "proposer", "format", "loader", "source"} == set(
+        used
+    )
+
+
+def test_a_platform_whose_type_of_device_has_no_worker_is_told_so(plugins):
+    class Toaster:
+        name = device_type = "toaster"
+
+        def worker_class(self):
+            return None
+
+    assert worker_class(Toaster(), load_plugins(only=[])) is DeviceWorker
+    plugins.manager.unregister(name="device_worker")
+    with pytest.raises(ConfigError, match="No plugin offers a worker for device type 'toaster'"):
+        worker_class(Toaster(), plugins)
 
 
 def test_a_plugin_takes_its_own_settings_where_the_worker_runs(plugins, checkpoint):

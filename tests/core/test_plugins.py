@@ -14,9 +14,9 @@ from pelton import hookspecs
 from pelton.cli.main import main
 from pelton.entries import Entry, ModelEntry, PlatformEntry
 from pelton.errors import ConfigError, PluginError
-from pelton.executor.in_process import start_worker
 from pelton.plugins import load_plugins
 from pelton.worker.interface import WorkerContext
+from pelton.worker.select import start_worker
 
 HEAD = """
 from pelton import hookimpl

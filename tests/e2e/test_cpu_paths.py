@@ -26,11 +26,11 @@ from pelton_precision import assert_near_float32
 
 from pelton import SamplingParams
 from pelton.testing.models import make_tiny_checkpoint
-from pelton.worker.step_sampler import StepSampler
 from pelton_backends.native import library
 from pelton_backends.native.backend import NativeBackend
 from pelton_backends.native.build import available_sets
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
+from pelton_platforms.device.steps.step_sampler import StepSampler
 
 TORCH = "torch"
 BEST = AVAILABLE[-1]

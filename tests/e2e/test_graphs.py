@@ -13,8 +13,8 @@ from pelton import LLM, SamplingParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
+from pelton_platforms.device.graphs.captures import FullGraphs
 
 NUM_TOKENS = 8
 

@@ -16,7 +16,7 @@ from pelton_e2e import GapReference, gap_reference, generate, greedy, make_llm, 
 
 from pelton import LLM, SamplingParams
 from pelton.config import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs, PieceGraphs
+from pelton_platforms.device.graphs.captures import FullGraphs, PieceGraphs
 
 __all__ = ["prefix_reads"]  # a fixture
 

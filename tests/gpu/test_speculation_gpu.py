@@ -8,7 +8,7 @@ import pytest
 from pelton_e2e import generate, greedy, make_llm, small_pool
 
 from pelton import SamplingParams
-from pelton.graphs.captures import FullGraphs
+from pelton_platforms.device.graphs.captures import FullGraphs
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pelton_e2e import GapReference, gap_reference, generate, greedy, make_llm, make_prompts
 
-from pelton.graphs.captures import FullGraphs
 from pelton_backends.triton import backend
+from pelton_platforms.device.graphs.captures import FullGraphs
 
 NUM_TOKENS = 5
 

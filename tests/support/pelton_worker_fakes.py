@@ -25,10 +25,10 @@ from pelton.sampling_params import SamplingParams
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.interface import WorkerContext
-from pelton.worker.kv_pool import KVPool, LayerCache
-from pelton.worker.model_runner import ModelRunner
-from pelton.worker.step_ops import StepOps
-from pelton.worker.worker import DeviceWorker
+from pelton_platforms.device.kv_pool import KVPool, LayerCache
+from pelton_platforms.device.steps.model_runner import ModelRunner
+from pelton_platforms.device.steps.step_ops import StepOps
+from pelton_platforms.device.worker import DeviceWorker
 
 VOCAB = 40
 _CLASSES = 97

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pelton import LLM, SamplingParams
 from pelton.cli.table import format_table
 from pelton.errors import EngineError
-from pelton.graphs.call_graph import launch
+from pelton.graphs.recordable import launch
 from pelton_backends.native import ceiling, library
 
 if TYPE_CHECKING:

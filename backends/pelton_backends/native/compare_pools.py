@@ -18,7 +18,7 @@ from typing import Any
 
 from pelton import LLM, SamplingParams
 from pelton.cli.table import format_table
-from pelton.graphs.call_graph import launch
+from pelton.graphs.recordable import launch
 from pelton_backends.native import library
 from pelton_backends.native.build import build_library
 from pelton_backends.native.library import Kernels

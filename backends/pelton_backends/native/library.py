@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pelton.errors import ConfigError
-from pelton.graphs.call_graph import launch
+from pelton.graphs.recordable import launch
 from pelton_backends.native.build import CannotBuildError, available_sets, best_set, build_library
 from pelton_backends.native.isa import ISAS, InstructionSet
 

@@ -22,14 +22,13 @@ from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.platform.interface import Platform
-from pelton.plugins import FIX_IT, blamed
+from pelton.plugins import FIX_IT
 from pelton.worker.interface import Worker, WorkerContext
 from pelton.worker.pending import PendingOutput
+from pelton.worker.select import describe_platform, start_worker
 
 _SHUTDOWN_WAIT_S = 5.0
 _POLL_S = 20e-6  # of a device that is waited for with a time limit
-ADVICE = "Choose another with --device, or fix its plugin or its device's set-up."
 
 T = TypeVar("T")
 
@@ -182,7 +181,7 @@ class InProcessExecutor(Executor):
     def available_kv_cache_bytes(self) -> int:
         num_bytes = self._run(self._alive().available_kv_cache_bytes)
         if not isinstance(num_bytes, int) or num_bytes < 0:
-            what, where = _named(self._platform)
+            what, where = describe_platform(self._platform)
             raise PluginError(
                 f"{what} ({where}) leaves the KV cache {num_bytes!r}; it has to be a number of bytes. {FIX_IT}"
             )
@@ -267,28 +266,6 @@ class InProcessExecutor(Executor):
             return cast("T", self._thread.submit(job).result())
         except CancelledError:
             raise EngineDeadError("The executor was shut down.") from None
-
-
-def start_worker(context: WorkerContext) -> Worker:
-    """Make the platform's worker, select its device and load the weights."""
-    platform = context.platform
-    with blamed(*_named(platform), ADVICE):
-        worker: Worker = (platform.worker_class() or _built_in())(context)
-        worker.init_device()
-    worker.load_model()
-    return worker
-
-
-def _named(platform: Platform) -> tuple[str, str]:
-    """Return for errors which platform it is, and where it is from."""
-    made_by = type(platform)
-    return f"Platform {platform.name!r}", f"{made_by.__module__}:{made_by.__qualname__}"
-
-
-def _built_in() -> type[Worker]:
-    from pelton.worker.worker import DeviceWorker  # with torch
-
-    return DeviceWorker
 
 
 def check_one_device(config: EngineConfig) -> None:

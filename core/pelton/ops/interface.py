@@ -44,7 +44,7 @@ class OpImplementation(Protocol):
     `token_range(needs) -> (least, most or None)`, when it serves only some batch sizes; the next fitting entry serves the others.
     `compose(needs, tensors, bind)` in place of `bind`: a callable made of other ops, each from `bind(op, needs, tensors)`.
     `is_recordable = True`: on devices that compute in the calling process, it computes with torch's ops and with functions
-    that it calls by `pelton.graphs.call_graph.launch` only, so that a step can be recorded and replayed. Without it none is there.
+    that it calls by `pelton.graphs.recordable.launch` only, so that a step can be recorded and replayed. Without it none is there.
 
     A bound callable may have `weights_loaded()`: called once when the weights are in place. One that can read `LinearWeights` in
     another order than they are loaded in has

@@ -83,7 +83,7 @@ class Platform(ABC):
         return None
 
     def worker_class(self) -> type[Worker] | None:
-        """The worker that serves this device; None: the built-in one, `pelton.worker.worker.DeviceWorker`."""
+        """The worker that serves this device; None: the best that plugins offer for its type of device (`pelton_workers`)."""
         return None
 
     def synchronize(self) -> None:  # noqa: B027

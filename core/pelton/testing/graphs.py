@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
-from pelton.graphs.call_graph import reads_on_host
+from pelton.graphs.recordable import reads_on_host
 from pelton.graphs.recorder import Graph, GraphRecorder
 
 

@@ -14,8 +14,9 @@ from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
 from pelton.kv_cache.spec import DTYPE_BYTES
 from pelton.platform.interface import Platform
+from pelton.plugins import load_plugins
 from pelton.worker.interface import Worker
-from pelton.worker.worker import DeviceWorker
+from pelton.worker.select import worker_class
 
 
 class PlatformConformance:
@@ -84,4 +85,4 @@ class PlatformConformance:
         assert platform.compile_ahead(run) == 0, "torch's own kernels are none of them"
 
     def test_worker_is_a_worker(self, platform: Platform) -> None:
-        assert issubclass(platform.worker_class() or DeviceWorker, Worker)
+        assert issubclass(worker_class(platform, load_plugins()), Worker)

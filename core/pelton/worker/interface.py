@@ -1,7 +1,7 @@
 """Interface of a worker: one device's share of the model.
 
-`worker.py` is the implementation that every platform uses unless it names its own. All calls come
-from one thread. A platform's worker subclasses this, or the built-in one.
+A platform names its worker; else the best one that plugins offer for its type of device is taken (`select.py`). All calls come
+from one thread. A worker subclasses this, or the built-in one, which the plugin `device_worker` offers.
 """
 
 from __future__ import annotations

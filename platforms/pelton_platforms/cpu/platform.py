@@ -52,7 +52,7 @@ class CPUPlatform(Platform):
         bind_team(num_threads(), host.core_cpus())
 
     def graph_recorder(self) -> GraphRecorder:
-        from pelton.graphs.call_graph import CallGraphRecorder
+        from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
 
         return CallGraphRecorder()
 

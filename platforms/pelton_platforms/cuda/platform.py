@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
-from pelton.graphs.modes import requested_mode
 from pelton.platform.interface import Platform
 from pelton.utils.cache_folder import cache_folder
 from pelton_platforms.cuda.compile_client import CompileServer, num_compilers
 from pelton_platforms.cuda.driver import torch_cuda_version, total_memory
+from pelton_platforms.device.graphs.modes import requested_mode
 
 if TYPE_CHECKING:
     import torch

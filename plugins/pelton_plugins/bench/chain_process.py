@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pelton.attention.metadata import BatchDescriptor, ForwardBatch
 from pelton.config import EngineConfig
+from pelton.errors import NotSupportedError
 from pelton.graphs.recorder import Graph
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.model.resolve import resolve_model
@@ -26,7 +27,7 @@ from pelton.plugins import load_plugins
 from pelton.sampling.tails import GREEDY
 from pelton.worker.inputs import StepShape
 from pelton.worker.interface import WorkerContext
-from pelton.worker.worker import DeviceWorker
+from pelton.worker.select import worker_class
 
 COPY_BYTES = 2**30
 ROUNDS = 5
@@ -37,7 +38,7 @@ ROOM_TOKENS = 64
 class Timer:
     """Times work on the worker's device: captured where the platform can, else called."""
 
-    def __init__(self, worker: DeviceWorker, replays: int) -> None:
+    def __init__(self, worker: Any, replays: int) -> None:
         self.recorder = worker.platform.graph_recorder()
         self.synchronize = worker.platform.synchronize
         self.is_cuda = worker.device.type == "cuda"
@@ -79,7 +80,7 @@ class Timer:
         return float(start.elapsed_time(end)) / 1e3 / self.replays
 
 
-def make_worker(settings: dict[str, Any], most_rows: int) -> DeviceWorker:
+def make_worker(settings: dict[str, Any], most_rows: int) -> Any:
     """A device with a model and room for `most_rows` requests, without an engine."""
     plugins = load_plugins()
     config = EngineConfig.from_flat(**settings)
@@ -87,16 +88,19 @@ def make_worker(settings: dict[str, Any], most_rows: int) -> DeviceWorker:
     platform = select_platform(config, plugins)
     room = max(config.scheduler.max_num_seqs or platform.default_max_num_seqs, most_rows)
     config = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_num_seqs=room))
-    worker = (platform.worker_class() or DeviceWorker)(
+    worker = worker_class(platform, plugins)(
         WorkerContext(config=config, model=model, platform=platform, plugins=plugins)
     )
-    assert isinstance(worker, DeviceWorker)
+    if not hasattr(worker, "loaded"):
+        raise NotSupportedError(
+            f"{type(worker).__name__} is not Pelton's own worker, whose steps are taken apart here."
+        )
     worker.init_device()
     worker.load_model()
     return worker
 
 
-def give_memory(worker: DeviceWorker, most_rows: int, context_len: int) -> None:
+def give_memory(worker: Any, most_rows: int, context_len: int) -> None:
     """A pool with blocks for `most_rows` contexts that share nothing, and room for the tokens that replays add."""
     specs = worker.kv_cache_specs()
     block_size = next(iter(specs.values())).block_size
@@ -109,7 +113,7 @@ def give_memory(worker: DeviceWorker, most_rows: int, context_len: int) -> None:
 class DecodeStep:
     """A decode step of `rows` requests with `context_len` tokens each, as the worker's graphs hold it."""
 
-    def __init__(self, worker: DeviceWorker, rows: int, context_len: int) -> None:
+    def __init__(self, worker: Any, rows: int, context_len: int) -> None:
         self.runner, self.rows, self.context_len = worker.runner, rows, context_len
         state, device = self.runner.state, worker.device
         self.slots = torch.arange(rows, device=device)
@@ -150,7 +154,7 @@ class DecodeStep:
         self.runner.ops.sample(GREEDY)(logits, self.slots, self.result)
 
 
-def measure_step(worker: DeviceWorker, timer: Timer, step: DecodeStep) -> list[dict[str, Any]]:
+def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, Any]]:
     """Return one row a part, then the layers in a row, then the whole step."""
     model: Any = worker.model
     batch = step.batch()
@@ -216,7 +220,7 @@ def module_bytes(module: Any) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def chosen_ops(worker: DeviceWorker) -> dict[str, str]:
+def chosen_ops(worker: Any) -> dict[str, str]:
     """Seam to the entries that serve it: several share the batch sizes, those of few rows first."""
     names: dict[str, str] = {}
     for choice in worker.build.ops.choices:
@@ -225,7 +229,7 @@ def chosen_ops(worker: DeviceWorker) -> dict[str, str]:
     return names
 
 
-def copy_bandwidth(worker: DeviceWorker) -> float:
+def copy_bandwidth(worker: Any) -> float:
     """GB/s of a device copy, read and written."""
     size = COPY_BYTES if worker.device.type == "cuda" else COPY_BYTES // 16
     source = torch.ones(size, dtype=torch.uint8, device=worker.device)

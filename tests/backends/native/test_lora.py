@@ -6,8 +6,8 @@ import pytest
 import torch
 from pelton_lora_op import SHAPES, check_lora, make_lora_case
 
-from pelton.graphs.call_graph import CallGraphRecorder
 from pelton_backends.native.lora import NativeLora
+from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -16,12 +16,12 @@ from pelton_e2e import gap_reference, generate, greedy, make_llm, make_prompts
 from pelton import SamplingParams
 from pelton.config import CUDAGraphMode
 from pelton.entries import PlatformEntry
-from pelton.graphs.captures import FullGraphs
 from pelton.hookspecs import hookimpl
 from pelton.plugins import Plugins, load_plugins, register
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_platforms.cpu.platform import CPUPlatform
+from pelton_platforms.device.graphs.captures import FullGraphs
 
 __all__ = ["prefix_reads"]  # a fixture
 

@@ -7,9 +7,10 @@ import torch
 
 from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
-from pelton.graphs.call_graph import CallGraphRecorder, launch
-from pelton.graphs.captures import FullGraphs
+from pelton.graphs.recordable import launch
 from pelton.testing.graphs import FakeGraphRecorder
+from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
+from pelton_platforms.device.graphs.captures import FullGraphs
 
 
 def record(recorder, call):

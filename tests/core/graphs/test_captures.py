@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.config.compilation import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs, PieceGraphs
 from pelton.graphs.recorder import Graph
 from pelton.testing.graphs import FakeGraphRecorder
+from pelton_platforms.device.graphs.captures import FullGraphs, PieceGraphs
 
 NONE, FULL, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 

@@ -9,9 +9,9 @@ import pytest
 from pelton.attention.metadata import BatchDescriptor
 from pelton.attention.support import GraphSupport
 from pelton.config.compilation import CompilationConfig, CUDAGraphMode
-from pelton.graphs.dispatcher import GraphDispatcher, default_sizes, mixed_sizes
-from pelton.graphs.modes import lower_mode, requested_mode
 from pelton.sampling.tails import GREEDY, Sample
+from pelton_platforms.device.graphs.dispatcher import GraphDispatcher, default_sizes, mixed_sizes
+from pelton_platforms.device.graphs.modes import lower_mode, requested_mode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE

@@ -6,10 +6,10 @@ import pytest
 from pelton_worker_fakes import make_runner
 
 from pelton.config import CUDAGraphMode
-from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.sampling.tails import FULL, GREEDY, Sample, Verify
 from pelton.testing.graphs import FakeGraphRecorder
-from pelton.worker.capture_plan import CapturePlan, CaptureQueue
+from pelton_platforms.device.graphs.capture_plan import CapturePlan, CaptureQueue
+from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 
 VARIANTS = (GREEDY, FULL)
 

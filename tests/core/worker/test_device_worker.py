@@ -15,7 +15,6 @@ from pelton_worker_fakes import Driver, Running, make_worker
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.errors import ConfigError
-from pelton.graphs.call_graph import CallGraphRecorder
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.messages.step import GrammarMasks
 from pelton.model.build import make_build_config
@@ -24,12 +23,13 @@ from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention, StaticBound
 from pelton.testing.models import VOCAB_SIZE, load_reference, make_tiny_checkpoint, reference_greedy
-from pelton.worker.capture_plan import CaptureQueue
-from pelton.worker.first_start import FirstStart
-from pelton.worker.graph_runner import GraphRunner
-from pelton.worker.graph_setup import choose_mode, max_piece_tokens, use_graphs
-from pelton.worker.memory import ATTENTION_BYTES, StepMemory
 from pelton_platforms.cpu.platform import CPUPlatform
+from pelton_platforms.device.first_start import FirstStart
+from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
+from pelton_platforms.device.graphs.capture_plan import CaptureQueue
+from pelton_platforms.device.graphs.graph_runner import GraphRunner
+from pelton_platforms.device.graphs.graph_setup import choose_mode, max_piece_tokens, use_graphs
+from pelton_platforms.device.memory import ATTENTION_BYTES, StepMemory
 from pelton_plugins.bench.shapes import write_shape
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73)), [11, 12] * 9]

@@ -12,12 +12,12 @@ import torch
 from pelton_worker_fakes import VOCAB, Driver, Running, make_runner, oracle_greedy
 
 from pelton.config import CUDAGraphMode
-from pelton.graphs.call_graph import CallGraphRecorder
-from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.messages.step import GrammarMasks, SchedulerOutput
 from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.sampling.tails import FULL, GREEDY, Logits, Sample, Variant, Verify
 from pelton.testing.graphs import FakeGraphRecorder
+from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
+from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 
 PROMPTS = [[7, 9], [3, 1, 4, 1, 5]]
 EVERY_TOKEN = np.packbits(np.arange(64) < VOCAB, bitorder="little").tobytes()

@@ -10,7 +10,7 @@ from pelton.messages.step import NewRequest, SchedulerOutput
 from pelton.sampling_params import SamplingParams
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
-from pelton.worker.step_plan import plan_drafts, plan_step, ramp
+from pelton_platforms.device.steps.step_plan import plan_drafts, plan_step, ramp
 
 PROMPTS = [[1, 2, 3, 4, 5], [1, 6, 5, 7, 8, 9, 10], [1, 12, 13]]
 BLOCKS = [[1, 2], [3, 4], [5]]

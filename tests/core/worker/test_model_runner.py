@@ -11,13 +11,13 @@ from pelton_worker_fakes import VOCAB, Driver, PassBackend, make_runner, oracle_
 
 from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
-from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.kv_transfer.interface import WorkerConnector
 from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.sampling_params import SamplingParams
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.utils.staging import StagingRing
-from pelton.worker.kv_pool import handed_blocks
+from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
+from pelton_platforms.device.kv_pool import handed_blocks
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 
@@ -323,7 +323,7 @@ def test_logprobs_of_accepted_drafts(driver):
 
 @pytest.mark.parametrize("chunk", [4, 21])
 def test_prompt_logprobs_over_chunks(driver, chunk, monkeypatch):
-    monkeypatch.setattr("pelton.worker.step_sampler.PROMPT_LOGPROB_ROWS", 3)
+    monkeypatch.setattr("pelton_platforms.device.steps.step_sampler.PROMPT_LOGPROB_ROWS", 3)
     prompt = PROMPTS[3]
     request, other = driver.add(0, prompt, prompt_logprobs=2), driver.add(1, PROMPTS[1])
     found: list[ModelOutput] = []

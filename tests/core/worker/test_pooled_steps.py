@@ -13,7 +13,6 @@ from pelton_worker_fakes import Driver, Running, is_captured, make_runner, oracl
 from pelton.attention.metadata import NO_CACHE
 from pelton.builtin import pelton_ops
 from pelton.config import CUDAGraphMode
-from pelton.graphs.dispatcher import GraphDispatcher
 from pelton.messages.request import AdapterRef, PoolingParams
 from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.model.interface import PooledRows, PoolingModel
@@ -21,9 +20,10 @@ from pelton.ops.selector import OpSelector
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape
-from pelton.worker.kv_pool import KVPool
-from pelton.worker.model_runner import ModelRunner
-from pelton.worker.step_ops import StepOps
+from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
+from pelton_platforms.device.kv_pool import KVPool
+from pelton_platforms.device.steps.model_runner import ModelRunner
+from pelton_platforms.device.steps.step_ops import StepOps
 
 VOCAB = 40
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pelton.worker.readback import HostCopies, HostPool
+from pelton_platforms.device.steps.readback import HostCopies, HostPool
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from pelton_worker_fakes import make_worker
 
 from pelton.testing.models import make_tiny_checkpoint
-from pelton.worker.speed import context_tokens, fitting_tokens, measure_speed
+from pelton_platforms.device.speed import context_tokens, fitting_tokens, measure_speed
 
 
 class Device:

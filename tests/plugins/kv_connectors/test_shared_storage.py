@@ -16,7 +16,7 @@ from pelton_e2e import generate, greedy, greedy_reference, make_llm, make_prompt
 from pelton.config import EngineConfig, KVRole
 from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.testing.models import make_tiny_checkpoint
-from pelton.worker.graph_runner import GraphRunner
+from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_plugins.kv_connectors.plugin import pelton_kv_connectors
 from pelton_plugins.kv_connectors.shared_storage import SharedStorage
 
@@ -253,7 +253,7 @@ def test_blocks_of_a_request_that_failed_are_not_saved(model, tmp_path, monkeypa
         made.embed_tokens.forward = embed_with_nan
         return made
 
-    monkeypatch.setattr("pelton.worker.worker.build_model", build_with_nan)
+    monkeypatch.setattr("pelton_platforms.device.worker.build_model", build_with_nan)
     with make_llm(path, **settings(tmp_path, **more)) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(NUM_TOKENS), use_tqdm=False)
         assert [index for index, output in enumerate(outputs) if output.error] == [bad_prompt]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pelton.worker.inputs import StepShape
-from pelton.worker.step_program import StepInputs
+from pelton_platforms.device.steps.step_program import StepInputs
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pelton.utils.staging import StagingRing
     from pelton.worker.batch_state import BatchState
     from pelton.worker.inputs import InputBuffers
-    from pelton.worker.step_plan import Ints
+    from pelton_platforms.device.steps.step_plan import Ints
 
 Appends = Sequence[tuple[int, int, int, list[int]]]
 

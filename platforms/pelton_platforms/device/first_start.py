@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from pelton.kv_cache.planner import plan_kv_cache, with_num_blocks
 from pelton.logging import phase
-from pelton.worker.graph_setup import setup_graphs
-from pelton.worker.make_runner import make_runner
-from pelton.worker.warm_up import WarmUpPlan, run_with_few_layers
+from pelton_platforms.device.graphs.graph_setup import setup_graphs
+from pelton_platforms.device.make_runner import make_runner
+from pelton_platforms.device.warm_up import WarmUpPlan, run_with_few_layers
 
 if TYPE_CHECKING:
-    from pelton.worker.loaded import LoadedModel
-    from pelton.worker.memory import StepMemory
-    from pelton.worker.model_runner import ModelRunner
+    from pelton_platforms.device.loaded import LoadedModel
+    from pelton_platforms.device.memory import StepMemory
+    from pelton_platforms.device.steps.model_runner import ModelRunner
 
 _PLENTY_BYTES = 2**50  # nothing of it is allocated
 

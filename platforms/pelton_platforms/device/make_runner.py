@@ -8,14 +8,14 @@ from pelton.attention.kv_cache import bind_caches
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
-from pelton.worker.kv_pool import KVPool, LayerCache
-from pelton.worker.model_runner import ModelRunner
-from pelton.worker.step_ops import StepOps
+from pelton_platforms.device.kv_pool import KVPool, LayerCache
+from pelton_platforms.device.steps.model_runner import ModelRunner
+from pelton_platforms.device.steps.step_ops import StepOps
 
 if TYPE_CHECKING:
     from pelton.kv_cache.spec import KVCachePlan
     from pelton.ops.selector import OpSelector
-    from pelton.worker.loaded import LoadedModel
+    from pelton_platforms.device.loaded import LoadedModel
 
 
 def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> ModelRunner:

@@ -6,8 +6,8 @@ step's memory is recorded as well: tensors lie in the recorder's arena, which al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar, Token
+from collections.abc import Callable
+from contextvars import Token
 from enum import Enum
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,30 +20,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pelton import moved
 from pelton.errors import EngineError
+from pelton.graphs.recordable import reads_on_host, recording
 from pelton.graphs.recorder import Graph, GraphRecorder
 
+OLD_NAMES = {
+    "Tape": f"{__name__}:CallGraph",
+    "TapeRecorder": f"{__name__}:CallGraphRecorder",
+    "launch": "pelton.graphs.recordable:launch",
+}
 if not TYPE_CHECKING:
-    __getattr__ = moved.names_of(__name__)
+    __getattr__ = moved.names_of(__name__, OLD_NAMES)
 
-_HOST_READS = (
-    "aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.allclose", "aten.nonzero", "aten.argwhere",
-    "aten.where.default", "aten.masked_select", "aten.unique", "aten._unique", "aten.bincount",
-)  # fmt: skip
-_INDEXING = ("aten.index.", "aten.index_put", "aten._index_put_impl", "aten._unsafe_index")
 _EMPTY = ("aten.empty.memory_format", "aten.new_empty", "aten.empty_like", "aten.empty_strided")
 _ALIGNMENT = 64
 _LEAST_CHUNK = 2**21
-
-
-def reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Return whether an op of torch brings values from the device to the host, or makes a shape of them: a recorded step cannot have
-    one. Of what passes no dispatcher, `Tensor.tolist` and `numpy` on a CPU, nothing is seen."""
-    name = str(func)
-    if name.startswith(_INDEXING):
-        return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in tree_leaves(args[1]))
-    if name in ("aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor"):
-        return (kwargs or {}).get("output_size") is None
-    return name.startswith(_HOST_READS)
 
 
 class CallGraph:
@@ -58,20 +48,6 @@ class CallGraph:
                 raise EngineError("A step's kernel failed: it found no memory. Give the process more memory.")
 
 
-_recording: ContextVar[CallGraph | None] = ContextVar("pelton_call_graph", default=None)
-
-
-def launch(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that computes in memory given by address; where this thread records a call graph, the call becomes part of it.
-
-    arguments: numbers, addresses and structs, which stay as they are. It returns 0 or None, or it failed.
-    """
-    graph = _recording.get()
-    if graph is not None:
-        graph.calls.append(partial(function, *arguments))
-    return function(*arguments)
-
-
 class CallGraphRecorder(GraphRecorder):
     """A step that reads a value on the host (`item`) runs, and is refused at its `end`."""
 
@@ -80,14 +56,14 @@ class CallGraphRecorder(GraphRecorder):
     def __init__(self) -> None:
         self._arena = _Arena()
         self._mode: _Watch | None = None
-        self._token: Token[CallGraph | None] | None = None
+        self._token: Token[list[Callable[[], Any]] | None] | None = None
 
     def begin(self) -> None:
         assert self._mode is None, "a capture runs already"
         graph = CallGraph()
         self._arena.start()
         self._mode = _Watch(graph, self._arena)
-        self._token = _recording.set(graph)
+        self._token = recording.set(graph.calls)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> Graph:
@@ -101,7 +77,7 @@ class CallGraphRecorder(GraphRecorder):
     def abort(self) -> None:
         if self._mode is not None and self._token is not None:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            _recording.reset(self._token)
+            recording.reset(self._token)
         self._mode = self._token = None
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
-from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
-from pelton.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
-from pelton.worker.speed import product_operations
+from pelton_platforms.device.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
+from pelton_platforms.device.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
+from pelton_platforms.device.speed import product_operations
 
 if TYPE_CHECKING:
-    from pelton.worker.loaded import LoadedModel
-    from pelton.worker.model_runner import ModelRunner
+    from pelton_platforms.device.loaded import LoadedModel
+    from pelton_platforms.device.steps.model_runner import ModelRunner
 
 _HIDING_OPERATIONS = 6e11
 """Of a layer's products that hide the launches of a layer without graphs: 0.86 ms at the 700 TFLOP/s that large ones reach on an

@@ -14,8 +14,8 @@ from pelton.sampling.side_tables import side_table_bytes
 if TYPE_CHECKING:
     from pelton.config.kv_cache import KVCacheConfig
     from pelton.kv_cache.spec import KVCachePlan
-    from pelton.worker.graph_runner import GraphRunner
-    from pelton.worker.loaded import LoadedModel
+    from pelton_platforms.device.graphs.graph_runner import GraphRunner
+    from pelton_platforms.device.loaded import LoadedModel
 
 ATTENTION_BYTES = 64 << 20
 """Of partial results of long contexts, which a backend keeps for a KV group: 8 kv heads of 128 numbers take about half."""

@@ -16,17 +16,17 @@ from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.build import BuildConfig, make_build_config
 from pelton.model.interface import CausalLM
 from pelton.model.registry import build_model
-from pelton.worker.capture_plan import CaptureQueue, plan_captures
-from pelton.worker.first_start import FirstStart
-from pelton.worker.graph_setup import setup_graphs
 from pelton.worker.interface import Worker
-from pelton.worker.load_weights import load_weights
-from pelton.worker.loaded import LoadedModel
-from pelton.worker.make_runner import make_runner
-from pelton.worker.memory import StepMemory
-from pelton.worker.model_runner import ModelRunner
 from pelton.worker.pending import PendingOutput
-from pelton.worker.speed import fit_step
+from pelton_platforms.device.first_start import FirstStart
+from pelton_platforms.device.graphs.capture_plan import CaptureQueue, plan_captures
+from pelton_platforms.device.graphs.graph_setup import setup_graphs
+from pelton_platforms.device.load_weights import load_weights
+from pelton_platforms.device.loaded import LoadedModel
+from pelton_platforms.device.make_runner import make_runner
+from pelton_platforms.device.memory import StepMemory
+from pelton_platforms.device.speed import fit_step
+from pelton_platforms.device.steps.model_runner import ModelRunner
 
 _WARM_UP_TOKENS = 16
 

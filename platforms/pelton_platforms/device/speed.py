@@ -17,8 +17,8 @@ from pelton.messages.report import StepFit
 from pelton.worker.inputs import padding_shape
 
 if TYPE_CHECKING:
-    from pelton.worker.loaded import LoadedModel
-    from pelton.worker.model_runner import ModelRunner
+    from pelton_platforms.device.loaded import LoadedModel
+    from pelton_platforms.device.steps.model_runner import ModelRunner
 
 LEAST_STEP_TOKENS = 64
 """Fewer would read the weights too often, whatever the speed."""

@@ -28,7 +28,7 @@ from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, uncached_metadata
 from pelton.worker.reference_step import ReferencePrepareInputs
 from pelton.worker.step_adapters import StepAdapters
-from pelton.worker.step_drafts import StepDrafts
+from pelton_platforms.device.steps.step_drafts import StepDrafts
 
 NUM_LOGPROBS = 20
 """Alternatives a row that the op can give; rows that want more take `StepSampler`."""

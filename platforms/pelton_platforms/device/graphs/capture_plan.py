@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from pelton.attention.metadata import BatchDescriptor
-from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.logging import get_logger, phase
 from pelton.sampling.tails import Sample, Tail, Variant, Verify
+from pelton_platforms.device.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 
 if TYPE_CHECKING:
     from pelton.config import CUDAGraphMode
-    from pelton.worker.graph_runner import GraphRunner
-    from pelton.worker.model_runner import ModelRunner
+    from pelton_platforms.device.graphs.graph_runner import GraphRunner
+    from pelton_platforms.device.steps.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 

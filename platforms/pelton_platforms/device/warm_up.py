@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pelton.graphs.dispatcher import default_sizes
 from pelton.sampling.tails import FULL, LOGPROBS, Sample, Variant, Verify
-from pelton.worker.capture_plan import CapturePlan
-from pelton.worker.graph_runner import GraphRunner
 from pelton.worker.inputs import StepShape, padding_shape
-from pelton.worker.model_runner import ModelRunner
+from pelton_platforms.device.graphs.capture_plan import CapturePlan
+from pelton_platforms.device.graphs.dispatcher import default_sizes
+from pelton_platforms.device.graphs.graph_runner import GraphRunner
+from pelton_platforms.device.steps.model_runner import ModelRunner
 
 _SHORT = 16
 _PROMPTS = (_SHORT, 64, 1024, 2048, 4096, 8192)

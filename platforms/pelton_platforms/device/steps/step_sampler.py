@@ -24,9 +24,9 @@ from pelton.sampling.tails import Logits, Tail
 from pelton.utils.staging import StagingRing, mask_column, mask_words
 from pelton.worker.batch_state import NO_LOGPROBS, BatchState
 from pelton.worker.inputs import InputBuffers
-from pelton.worker.step_ops import PROMPT_LOGPROB_ROWS, StepOps
-from pelton.worker.step_plan import StepPlan, ramp
-from pelton.worker.step_program import StepInputs
+from pelton_platforms.device.steps.step_ops import PROMPT_LOGPROB_ROWS, StepOps
+from pelton_platforms.device.steps.step_plan import StepPlan, ramp
+from pelton_platforms.device.steps.step_program import StepInputs
 
 if TYPE_CHECKING:
     from pelton.worker.drafts import WorkerDraftProposer

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pelton.model.interface import CausalLM, PooledRows, PoolingModel
     from pelton.worker.batch_state import BatchState
     from pelton.worker.inputs import StepShape
-    from pelton.worker.step_ops import StepOps
+    from pelton_platforms.device.steps.step_ops import StepOps
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,18 +19,18 @@ from torch import Tensor
 from pelton.attention.interface import AttentionBackend
 from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs, PieceGraphs, run_apart
-from pelton.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.sampling.tails import Logits, Sample, Tail
 from pelton.utils.staging import StagingRing
 from pelton.worker.batch_state import BatchState
-from pelton.worker.graph_columns import Appends, GraphColumns
 from pelton.worker.inputs import InputBuffers, padding_shape
-from pelton.worker.step_program import StepInputs, StepProgram
+from pelton_platforms.device.graphs.captures import FullGraphs, PieceGraphs, run_apart
+from pelton_platforms.device.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
+from pelton_platforms.device.graphs.graph_columns import Appends, GraphColumns
+from pelton_platforms.device.steps.step_program import StepInputs, StepProgram
 
 if TYPE_CHECKING:
-    from pelton.worker.step_plan import Ints, StepPlan
+    from pelton_platforms.device.steps.step_plan import Ints, StepPlan
 
 _PATIENCE = 8
 """Steps of a size that take a larger one's graph before they get their own."""

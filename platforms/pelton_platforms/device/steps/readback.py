@@ -22,11 +22,11 @@ from pelton.sampling.sampler import ERROR_MESSAGES, NOT_FINITE
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
 from pelton.worker.batch_state import NO_LOGPROBS, BatchState
 from pelton.worker.pending import PendingOutput
-from pelton.worker.step_plan import Ints
+from pelton_platforms.device.steps.step_plan import Ints
 
 if TYPE_CHECKING:
-    from pelton.worker.step_ops import StepOps
-    from pelton.worker.step_sampler import PromptLogprobs
+    from pelton_platforms.device.steps.step_ops import StepOps
+    from pelton_platforms.device.steps.step_sampler import PromptLogprobs
 
 _LEAST_BYTES = 4096
 _ALIGNMENT = 16

@@ -10,8 +10,8 @@ from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS
 
 if TYPE_CHECKING:
     from pelton.worker.batch_state import BatchState
-    from pelton.worker.step_ops import StepOps
-    from pelton.worker.step_plan import Ints, StepPlan
+    from pelton_platforms.device.steps.step_ops import StepOps
+    from pelton_platforms.device.steps.step_plan import Ints, StepPlan
 
 LOGITS = Logits()
 _sample, _verify = cache(Sample), cache(Verify)  # a step makes no object that an earlier one has made

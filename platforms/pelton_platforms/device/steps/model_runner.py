@@ -24,29 +24,29 @@ from pelton.attention.interface import AttentionBackend
 from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
 from pelton.errors import EngineError
-from pelton.graphs.captures import run_apart
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.interface import CausalLM, PooledRows
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Variant, Verify
 from pelton.utils.staging import StagingRing, mask_column, mask_words
 from pelton.worker.batch_state import BatchState
-from pelton.worker.graph_runner import GraphRunner
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
-from pelton.worker.kv_pool import KVPool, handed_blocks
 from pelton.worker.pending import PendingOutput
-from pelton.worker.readback import Readback, StepOutput
-from pelton.worker.step_ops import StepOps
-from pelton.worker.step_plan import Ints, StepPlan, plan_drafts, plan_step
-from pelton.worker.step_program import StepInputs, StepProgram
-from pelton.worker.step_sampler import Step, StepColumns, StepSampler
-from pelton.worker.step_tails import TailChooser
+from pelton_platforms.device.graphs.captures import run_apart
+from pelton_platforms.device.graphs.graph_runner import GraphRunner
+from pelton_platforms.device.kv_pool import KVPool, handed_blocks
+from pelton_platforms.device.steps.readback import Readback, StepOutput
+from pelton_platforms.device.steps.step_ops import StepOps
+from pelton_platforms.device.steps.step_plan import Ints, StepPlan, plan_drafts, plan_step
+from pelton_platforms.device.steps.step_program import StepInputs, StepProgram
+from pelton_platforms.device.steps.step_sampler import Step, StepColumns, StepSampler
+from pelton_platforms.device.steps.step_tails import TailChooser
 
 if TYPE_CHECKING:
-    from pelton.graphs.dispatcher import GraphDispatcher
     from pelton.graphs.recorder import GraphRecorder
     from pelton.kv_transfer.interface import WorkerConnector
     from pelton.worker.drafts import WorkerDraftProposer
+    from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 
 
 class ModelRunner:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pelton.logging import Progress, phase
-from pelton.worker.memory import module_bytes
+from pelton_platforms.device.memory import module_bytes
 
 if TYPE_CHECKING:
     from pelton.model.loading import LazyWeight, WeightLoader
-    from pelton.worker.loaded import LoadedModel
+    from pelton_platforms.device.loaded import LoadedModel
 
 
 def load_weights(loaded: LoadedModel, phase_s: dict[str, float]) -> int:

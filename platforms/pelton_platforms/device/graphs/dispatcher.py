@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
-from pelton.graphs.modes import captures_decode, captures_pieces
+from pelton_platforms.device.graphs.modes import captures_decode, captures_pieces
 
 if TYPE_CHECKING:
     from pelton.sampling.tails import Tail

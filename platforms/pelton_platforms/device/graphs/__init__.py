@@ -1,0 +1,1 @@
+"""Graphs of steps: which are captured, by what, and when they are replayed."""
