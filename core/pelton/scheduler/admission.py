@@ -56,12 +56,7 @@ class Admission:
     def admit(self, step: StepBuilder) -> None:
         """Take requests from the head of the queue while the step has budget. The first that does not fit ends it."""
         table = self._table
-        while (
-            step.budget > 0
-            and step.prefill_budget > 0
-            and self._allocations.slots.num_free
-            and len(table.running) < self._max_num_seqs
-        ):
+        while step.takes_prompts and self._allocations.slots.num_free and len(table.running) < self._max_num_seqs:
             request = table.waiting.peek()
             if request is None:
                 return
@@ -135,7 +130,10 @@ class Admission:
         # One that was preempted may have outgrown a whole step, and is then cut even without chunked prefill.
         if not self._config.enable_chunked_prefill and num_new <= self._max_num_batched_tokens:
             return num_new if num_new <= step.budget else 0
-        return min(share(request, num_new, self._config, self._policy), step.budget, step.prefill_room(start))
+        num_first = min(share(request, num_new, self._config, self._policy), step.budget)
+        if num_first == num_new and step.takes_short(num_new, start):
+            return num_new
+        return max(min(num_first, step.prefill_room(start)), 0)
 
     def _count_found(self, request: ScheduledRequest, start: int, num_external: int) -> None:
         """The first `start` tokens need not be computed: some were found here, some a connector brings."""

@@ -43,7 +43,7 @@ class RunningRows:
         running = self._table.running
         num_mixed = self._config.max_mixed_prefill_tokens
         if num_mixed and self._config.enable_chunked_prefill and any(request.is_in_decode for request in running):
-            step.prefill_budget = num_mixed
+            step.bound_prefill(num_mixed)
         self._drafts.begin(step.step_id, running)
         is_plain = step.is_ordered and not self._drafts.is_on
         step_id, ones, max_seq_len = step.step_id, step.ones, 0

@@ -79,7 +79,8 @@ class StepBuilder:
 
     __slots__ = (
         "appends", "budget", "context_tokens", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
-        "many_samples", "many_tokens", "max_seq_len", "new", "ones", "ones_samples", "prefill_budget", "step_id",
+        "many_samples", "many_tokens", "max_seq_len", "most_short", "new", "ones", "ones_samples", "prefill_budget",
+        "short_budget", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int, budget: int, *, is_ordered: bool, context_tokens: int = 0) -> None:
@@ -88,6 +89,7 @@ class StepBuilder:
         self.context_tokens = context_tokens
         self.budget = budget
         self.prefill_budget = budget  # of it, for rows with more than one token; in tokens without context
+        self.short_budget = self.most_short = 0  # beyond it, see `bound_prefill`; in the same tokens
         self.is_ordered = is_ordered
         self.has_preempted = False
         self.max_seq_len = 0
@@ -105,6 +107,24 @@ class StepBuilder:
     def num_rows(self) -> int:
         return len(self.ones) + len(self.many)
 
+    def bound_prefill(self, num_tokens: int) -> None:
+        """Take few prompt tokens, for rows that decode are in the step. A waiting request of which no more than half as many
+        are left comes beyond that: it gets its first token in this step, and is a row of all steps that follow."""
+        self.short_budget, self.most_short = self.prefill_budget, num_tokens // 2
+        self.prefill_budget = num_tokens
+
+    @property
+    def takes_prompts(self) -> bool:
+        return self.budget > 0 and (self.prefill_budget > 0 or self.short_budget > 0)
+
+    def takes_short(self, num_new: int, start: int) -> bool:
+        """Whether the last `num_new` tokens of a prompt, behind `start` others, fit whatever `prefill_room` says."""
+        return self._cost(num_new, start) <= min(self.most_short, self.short_budget)
+
+    def _cost(self, num_new: int, start: int) -> int:
+        """A chunk in tokens without context."""
+        return num_new + (num_new * start // self.context_tokens if self.context_tokens else 0)
+
     def prefill_room(self, start: int) -> int:
         """Most tokens of a prompt behind `start` others."""
         budget, context = self.prefill_budget, self.context_tokens
@@ -119,6 +139,10 @@ class StepBuilder:
         Its tokens count as computed and, where it samples, as pending."""
         total = num_new + num_draft
         samples = request.num_computed_tokens + num_new == request.num_tokens_with_pending
+        if num_new > 1 or not samples:  # of a prompt; one token of many too
+            cost = self._cost(num_new, request.num_computed_tokens)
+            self.prefill_budget -= cost
+            self.short_budget -= cost
         request.num_computed_tokens += total
         request.num_unconfirmed_tokens += num_draft if self.is_ordered else total
         if samples:
@@ -132,9 +156,6 @@ class StepBuilder:
             self.ones.append(request)
             self.ones_samples.append(samples)
             return
-        if num_new > 1:
-            start = request.num_computed_tokens - total
-            self.prefill_budget -= num_new + (num_new * start // self.context_tokens if self.context_tokens else 0)
         self.many.append(request)
         self.many_tokens.append(total)
         self.many_samples.append(samples)

@@ -99,6 +99,18 @@ def test_chunks_behind_a_long_context_are_smaller():
     assert min(counts[0] for counts in (output.num_scheduled for output in harness.executor.outputs[:-1])) == 16
 
 
+def test_a_chunk_of_one_token_takes_its_part_of_the_bound():
+    config = SchedulerConfig(max_mixed_prefill_tokens=17)
+    harness = Harness(config=config, max_num_batched_tokens=64)
+    harness.add(make_request("decode", 3, 30))
+    harness.step()
+    for name in "abc":
+        harness.add(make_request(name, 16, 1))
+    harness.run_and_check()
+    later = [output.num_scheduled for output in harness.executor.outputs[1:]]
+    assert later[:3] == [[1, 1, 16], [1, 15, 2], [1, 14]]  # and not one of each that waits
+
+
 def test_several_chunks_share_what_their_contexts_leave():
     config = SchedulerConfig(max_mixed_prefill_tokens=40)
     harness = Harness(config=config, max_num_batched_tokens=64, context_tokens=64)
@@ -109,6 +121,39 @@ def test_several_chunks_share_what_their_contexts_leave():
     harness.run_and_check()
     later = [output.num_scheduled for output in harness.executor.outputs[1:]]
     assert later[:2] == [[1, 40], [1, 20, 8]]  # 20 behind 40 cost 32 of 40
+
+
+@OVERLAPS
+def test_short_remainders_come_beyond_the_bound_until_the_step_is_full(overlap):
+    config = SchedulerConfig(max_mixed_prefill_tokens=8)
+    harness = Harness(config=config, max_num_batched_tokens=24, max_steps_in_flight=overlap)
+    harness.add(make_request("decode", 3, 12))
+    harness.step()
+    harness.add(make_request("long", 20, 1))
+    for name in "abcde":
+        harness.add(make_request(name, 4, 1))  # half of the bound
+    harness.add(make_request("longer", 5, 1))
+    harness.run_and_check()
+    later = [output.num_scheduled for output in harness.executor.outputs if output.max_query_len > 1][1:]
+    # Beside two chunks of the long one, which does not keep them from their first token; the last has to wait for its turn.
+    assert later == [[1, 8, 4, 4, 4], [1, 8, 4, 4], [1, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    "context_tokens, expected",
+    [(0, [[1, 6, 6, 6, 6, 6, 6]]), (64, [[1, 6, 4], [1, 2, 6], [1, 6, 4], [1, 2, 6]])],
+)
+def test_what_is_short_counts_what_is_cached_and_what_its_context_costs(context_tokens, expected):
+    config = SchedulerConfig(max_mixed_prefill_tokens=16)
+    harness = Harness(config=config, max_model_len=320, num_blocks=200, context_tokens=context_tokens)
+    shared = list(range(1, 65))
+    harness.add(make_request("decode", shared, 20))
+    harness.step()
+    harness.step()
+    for index in range(6):
+        harness.add(make_request(str(index), [*shared, *range(100 + 6 * index, 106 + 6 * index)], 1))
+    harness.run_and_check()
+    assert [output.num_scheduled for output in harness.executor.outputs if output.max_query_len > 1][1:] == expected
 
 
 def test_prompts_run_whole_beside_rows_that_decode_where_none_may_be_cut():
