@@ -275,9 +275,9 @@ def calls_to_the_launch() -> list[list[tuple[str, str]]]:
     """The calls from `LLM.generate` to the replay of a captured decode step: those on the caller's thread, and those on the
     worker's. A tiny model generates, and the last step's stacks are kept."""
     from pelton import LLM, SamplingParams
-    from pelton.executor.in_process import WorkerThread
     from pelton.testing.models import make_tiny_checkpoint
     from pelton_platforms.device.graphs.call_graph import CallGraph
+    from pelton_plugins.executors.in_process import WorkerThread
 
     submit, replay = WorkerThread.submit, CallGraph.replay
     before: list[tuple[str, str]] = []

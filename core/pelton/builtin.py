@@ -1,4 +1,4 @@
-"""Core's own plugin: the plain implementations that the engine cannot run without, registered like any other."""
+"""Core's own plugin: the torch references of its ops, registered like any other's."""
 
 from __future__ import annotations
 
@@ -8,32 +8,6 @@ from pelton.entries import Entry, OpEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
-
-
-@hookimpl
-def pelton_executors() -> Sequence[Entry]:
-    return [Entry(name="in_process", load="pelton.executor.in_process:InProcessExecutor", priority=10,
-                  doc="one worker on a thread of the engine's process")]  # fmt: skip
-
-
-@hookimpl
-def pelton_schedulers() -> Sequence[Entry]:
-    return [Entry(name="default", load="pelton.scheduler.scheduler:DefaultScheduler", priority=10,
-                  doc="continuous batching with chunked prefill")]  # fmt: skip
-
-
-@hookimpl
-def pelton_scheduling_policies() -> Sequence[Entry]:
-    return [
-        Entry(name="fcfs", load="pelton.scheduler.policy:FCFSPolicy", priority=10, doc="first come, first served"),
-        Entry(name="priority", load="pelton.scheduler.policy:PriorityPolicy", priority=10, doc="lower value first"),
-    ]
-
-
-@hookimpl
-def pelton_kv_cache_managers() -> Sequence[Entry]:
-    return [Entry(name="default", load="pelton.kv_cache.manager:PagedKVCacheManager.make", priority=10,
-                  doc="paged blocks with a prefix cache")]  # fmt: skip
 
 
 @hookimpl

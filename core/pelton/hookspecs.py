@@ -186,7 +186,8 @@ def pelton_kv_cache_managers() -> Sequence[Entry]:
 
 @hookspec(since="1.0")
 def pelton_kv_cache_specs() -> Sequence[Entry]:
-    """Offer managers for new KV-cache specs: `load` gives a `(spec class, single-type manager class)` pair."""
+    """Offer the rules for blocks of new KV-cache specs: `load` gives a `(spec class, manager class)` pair, which a KV-cache manager
+    is handed as `KVManagerContext.extra_managers`. The built-in one takes a `pelton_plugins.kv_cache.single_type.SingleTypeManager`."""
     raise NotImplementedError
 
 

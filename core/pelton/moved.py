@@ -19,17 +19,38 @@ MODULES = {
     "pelton.attention.mla": "pelton.layers.latent_attention",
     "pelton.cache_folder": "pelton.utils.cache_folder",
     "pelton.engine.messages": "pelton.messages.outputs",
+    "pelton.executor.in_process": "pelton_plugins.executors.in_process",
     "pelton.garbage": "pelton.utils.garbage",
     "pelton.graphs.call_graph": "pelton_platforms.device.graphs.call_graph",
     "pelton.graphs.captures": "pelton_platforms.device.graphs.captures",
     "pelton.graphs.dispatcher": "pelton_platforms.device.graphs.dispatcher",
     "pelton.graphs.modes": "pelton_platforms.device.graphs.modes",
     "pelton.graphs.tape": "pelton_platforms.device.graphs.call_graph",
+    "pelton.kv_cache.block_pool": "pelton_plugins.kv_cache.block_pool",
+    "pelton.kv_cache.coordinator": "pelton_plugins.kv_cache.coordinator",
+    "pelton.kv_cache.manager": "pelton_plugins.kv_cache.manager",
+    "pelton.kv_cache.single_type": "pelton_plugins.kv_cache.single_type",
     "pelton.large_pages": "pelton.utils.large_pages",
     "pelton.ops.reference_step": "pelton.worker.reference_step",
     "pelton.quantization.blocks": "pelton.ops.packed_blocks",
     "pelton.request": "pelton.messages.request",
+    "pelton.scheduler.admission": "pelton_plugins.scheduler.admission",
+    "pelton.scheduler.allocations": "pelton_plugins.scheduler.allocations",
+    "pelton.scheduler.common_prefix": "pelton_plugins.scheduler.common_prefix",
+    "pelton.scheduler.deadlines": "pelton_plugins.scheduler.deadlines",
+    "pelton.scheduler.drafts": "pelton_plugins.scheduler.drafts",
+    "pelton.scheduler.grammars": "pelton_plugins.scheduler.grammars",
+    "pelton.scheduler.invalid_blocks": "pelton_plugins.scheduler.invalid_blocks",
+    "pelton.scheduler.kv_transfers": "pelton_plugins.scheduler.kv_transfers",
     "pelton.scheduler.output": "pelton.messages.step",
+    "pelton.scheduler.preemption": "pelton_plugins.scheduler.preemption",
+    "pelton.scheduler.request_checks": "pelton_plugins.scheduler.request_checks",
+    "pelton.scheduler.request_table": "pelton_plugins.scheduler.request_table",
+    "pelton.scheduler.running": "pelton_plugins.scheduler.running",
+    "pelton.scheduler.scheduler": "pelton_plugins.scheduler.scheduler",
+    "pelton.scheduler.slots": "pelton_plugins.scheduler.slots",
+    "pelton.scheduler.step": "pelton_plugins.scheduler.step",
+    "pelton.scheduler.step_results": "pelton_plugins.scheduler.step_results",
     "pelton.worker.capture_plan": "pelton_platforms.device.graphs.capture_plan",
     "pelton.worker.first_start": "pelton_platforms.device.first_start",
     "pelton.worker.graph_columns": "pelton_platforms.device.graphs.graph_columns",
@@ -56,11 +77,25 @@ MODULES = {
 """Old name to new: of other trees only the names, which nothing here imports before it is asked for."""
 NAMES = {
     "pelton.layers.linear": {
-        "PlainWeights": "pelton.quantization.plain:PlainWeights",
-        "QuantizationMethod": "pelton.quantization.interface:QuantizationMethod",
-        "make_bias": "pelton.quantization.plain:make_bias",
+        "PlainWeights": "pelton.quantization.plain.PlainWeights",
+        "QuantizationMethod": "pelton.quantization.interface.QuantizationMethod",
+        "make_bias": "pelton.quantization.plain.make_bias",
     },
-    "pelton.tokenizer": {"load_tokenizer": "pelton.model.resolve:load_tokenizer"},
+    "pelton.scheduler.adapters": {"AdapterSlotGate": "pelton_plugins.scheduler.gates.AdapterSlotGate"},
+    "pelton.scheduler.gates": {
+        "AdapterGate": "pelton_plugins.scheduler.gates.AdapterGate",
+        "GrammarGate": "pelton_plugins.scheduler.gates.GrammarGate",
+        "InFlightGate": "pelton_plugins.scheduler.gates.InFlightGate",
+        "PolicyGate": "pelton_plugins.scheduler.gates.PolicyGate",
+        "RemoteKVGate": "pelton_plugins.scheduler.gates.RemoteKVGate",
+        "SideSlotGate": "pelton_plugins.scheduler.gates.SideSlotGate",
+    },
+    "pelton.scheduler.policy": {
+        "FCFSPolicy": "pelton_plugins.scheduler.policies.FCFSPolicy",
+        "PriorityPolicy": "pelton_plugins.scheduler.policies.PriorityPolicy",
+        "RequestQueue": "pelton_plugins.scheduler.queue.RequestQueue",
+    },
+    "pelton.tokenizer": {"load_tokenizer": "pelton.model.resolve.load_tokenizer"},
 }
 """Names that are others now, or elsewhere, by the module that had them: it has `names_of` as its `__getattr__`. Modules of other trees
 hold theirs themselves."""
@@ -94,8 +129,8 @@ def names_of(module: str, names: Mapping[str, str] | None = None) -> Callable[[s
         found = known.get(name)
         if found is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", found.replace(":", "."))
-        home, _, new = found.partition(":")
+        _warn(f"{module}.{name}", found)
+        home, _, new = found.rpartition(".")
         return getattr(importlib.import_module(home), new)
 
     return get

@@ -13,17 +13,17 @@ from pelton import LLM, SamplingParams, hookimpl
 from pelton.engine.start_table import start_table
 from pelton.entries import Entry, LoaderEntry
 from pelton.errors import ConfigError
-from pelton.executor.in_process import InProcessExecutor
 from pelton.executor.interface import ExecutorContext
-from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.plugins import Plugins, load_plugins, register
 from pelton.scheduler.policy import SchedulingPolicy
-from pelton.scheduler.scheduler import DefaultScheduler
 from pelton.spec_decode.interface import DraftProposer
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.worker.select import worker_class
 from pelton_platforms.device.worker import DeviceWorker
+from pelton_plugins.executors.in_process import InProcessExecutor
+from pelton_plugins.kv_cache.manager import PagedKVCacheManager
 from pelton_plugins.loaders.hf_folder.format import HFFolderFormat
+from pelton_plugins.scheduler.scheduler import DefaultScheduler
 
 HERE = "pelton_test_hooks_module"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)

@@ -27,14 +27,14 @@ def test_a_module_is_the_same_under_its_old_name(old, monkeypatch):
 
 @pytest.mark.parametrize("module, name", [(module, name) for module, names in moved.NAMES.items() for name in names])
 def test_a_name_is_found_in_its_old_module(module, name):
-    home, _, new = moved.NAMES[module][name].partition(":")
+    home, _, new = moved.NAMES[module][name].rpartition(".")
     with pytest.warns(DeprecationWarning, match=f"{name} is {home}.{new} now"):
         assert getattr(importlib.import_module(module), name) is getattr(importlib.import_module(home), new)
 
 
 @pytest.mark.parametrize("name", call_graph.OLD_NAMES)
 def test_a_module_of_another_tree_keeps_its_old_names(name):
-    home, _, new = call_graph.OLD_NAMES[name].partition(":")
+    home, _, new = call_graph.OLD_NAMES[name].rpartition(".")
     with pytest.warns(DeprecationWarning, match=f"{name} is {home}.{new} now"):
         assert getattr(call_graph, name) is getattr(importlib.import_module(home), new)
 

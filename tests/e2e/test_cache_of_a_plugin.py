@@ -18,7 +18,6 @@ from pelton.attention.cache_layer import register as register_layer
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
 from pelton.entries import BackendEntry, Entry, ModelEntry
 from pelton.hookspecs import hookimpl
-from pelton.kv_cache.single_type import FullAttentionManager
 from pelton.kv_cache.spec import KVCacheSpec
 from pelton.kv_cache.views import KVLayout, token_rows
 from pelton.layers.decoder import Decoder
@@ -28,6 +27,7 @@ from pelton.ops.reference import write_rows
 from pelton.plugins import load_plugins, register
 from pelton.testing.cache_specs import CacheSpecConformance
 from pelton.testing.models import VOCAB_SIZE
+from pelton_plugins.kv_cache.single_type import FullAttentionManager
 
 SIZE, NUM_TOKENS, LENGTHS = 32, 40, (1, 5, 16, 17, 48, 129, 200)
 MODULE = "running_mean_plugin"

@@ -324,7 +324,7 @@ def test_its_settings_are_checked_at_the_start(installed, window_checkpoints):
 def test_its_cache_manager_keeps_what_every_window_has_to_keep(installed):
     from pelton_window_model.cache import BatchedWindowManager, BatchedWindowSpec
 
-    from pelton.kv_cache.block_pool import BlockPool
+    from pelton_plugins.kv_cache.block_pool import BlockPool
 
     for release in (1, 2, 5):
         spec = BatchedWindowSpec(

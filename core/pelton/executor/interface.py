@@ -1,6 +1,6 @@
 """Interface of an executor: runs steps on workers, wherever they are.
 
-`in_process.py` runs one worker on a thread of this process; plugins spread workers over processes or
+The built-in one, of the plugin `executors`, runs one worker on a thread of this process; others spread workers over processes or
 hosts. The engine core's thread alone calls it.
 """
 

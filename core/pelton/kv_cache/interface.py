@@ -1,7 +1,7 @@
 """Interface of a KV-cache manager: blocks for requests, and prefix lookup.
 
 The scheduler alone calls it, on the engine core's thread. Pure Python over ints: no torch. Fences are
-the scheduler's matter: it calls `free` only when no open step can touch the blocks.
+the scheduler's matter: it calls `free` only when no open step can touch the blocks. The built-in one is the plugin `kv_cache`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pelton.metrics.plugin_metrics import PluginMetrics
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
+
+NULL_BLOCK = 0
+"""Padding rows and places outside a window point at this block; it is never handed out, found or freed."""
 
 BlockIds = tuple[list[int], ...]
 """Per KV group: block ids in table order; 0 (null) where a window has passed."""

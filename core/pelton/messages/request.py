@@ -2,7 +2,7 @@
 
 Plain data, validated by `engine/input_processor.py` before it gets here. n > 1 is n of these. Sizes are checked by the
 structs themselves, on both sides of a process border. What a model or an engine does not offer is refused by
-`scheduler/request_checks.py`. The scheduler's own record of a running request is `scheduler/request.py`.
+the scheduler. Its own record of a running request is what `pelton.scheduler.request` describes.
 """
 
 from __future__ import annotations

@@ -9,13 +9,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pelton.errors import PeltonError, RequestError
+from pelton import moved
+from pelton.errors import RequestError
 from pelton.messages.request import AdapterRef
 from pelton.messages.step import SchedulerOutput
-from pelton.scheduler.gates import Gate, Verdict
 from pelton.scheduler.request import ScheduledRequest
+
+if not TYPE_CHECKING:
+    __getattr__ = moved.names_of(__name__)
 
 FAILURE_S = 1.0
 """Seconds for which a failed load is told to those that wait for it; after that it is tried again."""
@@ -188,24 +191,3 @@ class AdapterSlots:
         del self._host[adapter_id]
         self._failed_at.pop(adapter_id, None)
         self._dropped.append(self._load_ids.pop(adapter_id))
-
-
-class AdapterSlotGate(Gate):
-    """A request with an adapter waits until a slot has it; a load that failed ends it."""
-
-    def __init__(self, adapters: AdapterSlots) -> None:
-        self._adapters = adapters
-
-    def check(self, request: ScheduledRequest, running: Sequence[ScheduledRequest]) -> Verdict:
-        ref = request.request.adapter
-        try:
-            return Verdict.OPEN if ref is None or self._adapters.take(ref) else Verdict.DEFER
-        except PeltonError:
-            raise
-        except Exception as error:
-            assert ref is not None
-            raise RequestError(f"Adapter {ref.name!r} cannot be loaded: {error}", param="adapter") from error
-
-    def may_open(self, request: ScheduledRequest) -> bool:
-        ref = request.request.adapter
-        return ref is None or self._adapters.may_take(ref)

@@ -1,7 +1,7 @@
 """Interface of a scheduler: which requests run in the next step, and what a step's result means.
 
-The engine core's thread alone calls it. No method may block or touch a device. One built-in
-implementation: `scheduler.py`; a plugin may replace it whole, or only its policy (`policy.py`).
+The engine core's thread alone calls it. No method may block or touch a device. A plugin brings one whole (hook
+`pelton_schedulers`), or only a policy (`policy.py`) or gates (`gates.py`) of it. The built-in one is the plugin `scheduler`.
 """
 
 from __future__ import annotations

@@ -7,20 +7,19 @@ Subclass `CacheSpecConformance` in a test module and set `specs`; a plugin sets 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from pelton.config.kv_cache import KVCacheConfig
-from pelton.kv_cache.block_pool import NULL_BLOCK
 from pelton.kv_cache.hashing import BlockHasher
-from pelton.kv_cache.manager import PagedKVCacheManager
+from pelton.kv_cache.interface import NULL_BLOCK, KVManagerContext
 from pelton.kv_cache.planner import plan_kv_cache
-from pelton.kv_cache.single_type import ManagerEntry
 from pelton.kv_cache.spec import KVCacheSpec
 from pelton.kv_cache.views import KVLayout
 from pelton.testing.kv_cache import SimulatedRequest
+from pelton.testing.plugins import built_in
 
 NUM_BLOCKS = 5
 
@@ -29,7 +28,7 @@ class CacheSpecConformance:
     """The suite. Set `specs`, small ones of the kind."""
 
     specs: ClassVar[Sequence[KVCacheSpec]]
-    managers: ClassVar[Sequence[ManagerEntry]] = ()
+    managers: ClassVar[Sequence[tuple[type[KVCacheSpec], type[Any]]]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "spec" in metafunc.fixturenames:
@@ -101,7 +100,11 @@ class CacheSpecConformance:
         manager.free("a")
         manager.free("b")
 
-    def _manager(self, spec: KVCacheSpec) -> PagedKVCacheManager:
+    def _manager(self, spec: KVCacheSpec) -> Any:
         max_model_len = 8 * spec.block_size
         plan = plan_kv_cache({"layer": spec}, 0, num_blocks_override=64, max_model_len=max_model_len)
-        return PagedKVCacheManager(plan, KVCacheConfig(), max_model_len=max_model_len, extra_managers=self.managers)
+        return built_in("pelton_kv_cache_managers")(
+            KVManagerContext(
+                plan=plan, config=KVCacheConfig(), max_model_len=max_model_len, extra_managers=self.managers
+            )
+        )

@@ -17,17 +17,17 @@ from pelton.config import KVCacheConfig, SchedulerConfig
 from pelton.errors import EngineError, RequestError
 from pelton.executor.interface import StepHandle
 from pelton.kv_cache.hashing import BlockHasher
-from pelton.kv_cache.manager import PagedKVCacheManager
+from pelton.kv_cache.interface import KVManagerContext
 from pelton.kv_cache.spec import KVCacheSpec
 from pelton.messages.outputs import EngineOutput, EventType, FinishReason
 from pelton.messages.request import AdapterRef, EngineRequest
 from pelton.messages.step import SchedulerOutput
 from pelton.sampling_params import SamplingParams
 from pelton.scheduler.interface import Scheduler, SchedulerContext
-from pelton.scheduler.scheduler import DefaultScheduler
 from pelton.testing.fake_executor import FakeExecutor
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.kv_specs import full_spec, make_plan
+from pelton.testing.plugins import built_in
 
 SchedulerFactory = Callable[[SchedulerContext], Scheduler]
 
@@ -78,7 +78,7 @@ class Harness:
 
     def __init__(
         self,
-        factory: SchedulerFactory = DefaultScheduler,
+        factory: SchedulerFactory | None = None,
         *,
         num_blocks: int = 64,
         block_size: int = 4,
@@ -99,11 +99,13 @@ class Harness:
         self.max_model_len = max_model_len
         self.max_steps_in_flight = max_steps_in_flight
         plan = make_plan(specs or [full_spec(block_size)], num_blocks)
-        self.kv = PagedKVCacheManager(
-            plan,
-            KVCacheConfig(enable_prefix_caching=prefix_caching),
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
+        self.kv = built_in("pelton_kv_cache_managers")(
+            KVManagerContext(
+                plan=plan,
+                config=KVCacheConfig(enable_prefix_caching=prefix_caching),
+                max_model_len=max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens,
+            )
         )
         self.executor = FakeExecutor(
             fake_model=self.fake_model,
@@ -115,7 +117,7 @@ class Harness:
         )
         self.executor.initialize_kv_cache(plan)
         self.clock = FakeClock()
-        self.scheduler = factory(
+        self.scheduler = (factory or built_in("pelton_schedulers"))(
             SchedulerContext(
                 config=config or SchedulerConfig(),
                 kv_manager=self.kv,

@@ -14,11 +14,11 @@ import torch
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
 from pelton.executor import in_process
-from pelton.executor.in_process import InProcessExecutor, WorkerThread
 from pelton.executor.interface import ExecutorContext
 from pelton.messages.report import DeviceReport
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.interface import Worker
+from pelton_plugins.executors.in_process import InProcessExecutor, WorkerThread
 
 
 class EchoWorker(Worker):
@@ -241,7 +241,7 @@ def test_interpreter_ends_while_a_step_runs():
     """A daemon thread, stopped before modules are taken apart: no hang, no crash."""
     code = (
         "import time\n"
-        "from pelton.executor.in_process import WorkerThread\n"
+        "from pelton_plugins.executors.in_process import WorkerThread\n"
         "t = WorkerThread('w')\n"
         "t.submit(lambda: time.sleep(600))\n"
         "t.submit(lambda: None)\n"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pelton.executor.in_process import InProcessExecutor
 from pelton.testing.executor import ExecutorConformance
+from pelton_plugins.executors.in_process import InProcessExecutor
 
 
 class TestInProcess(ExecutorConformance):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pelton.kv_cache.block_pool import BlockPool, OutOfBlocksError, ResidencySampler
+from pelton_plugins.kv_cache.block_pool import BlockPool, OutOfBlocksError, ResidencySampler
 
 
 def cached(pool, count, group_id=0, prefix="h"):

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pelton.kv_cache.block_pool import BlockPool
+from pelton_plugins.kv_cache.block_pool import BlockPool
 
 NUM_BLOCKS = 9
 

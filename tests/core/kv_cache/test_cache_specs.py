@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from pelton.errors import ConfigError, PluginError
-from pelton.kv_cache.block_pool import BlockPool
-from pelton.kv_cache.single_type import FullAttentionManager, make_managers
 from pelton.kv_cache.spec import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -20,6 +18,8 @@ from pelton.kv_cache.spec import (
 )
 from pelton.kv_cache.views import KVLayout
 from pelton.testing.cache_specs import CacheSpecConformance
+from pelton_plugins.kv_cache.block_pool import BlockPool
+from pelton_plugins.kv_cache.single_type import FullAttentionManager, make_managers
 
 KEYS = {"block_size": 4, "num_kv_heads": 3, "head_dim": 8, "dtype": "bfloat16"}
 

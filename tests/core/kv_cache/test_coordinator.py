@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pelton.kv_cache.block_pool import BlockPool
-from pelton.kv_cache.coordinator import HybridCoordinator, NoPrefixCache, UnitaryCoordinator, make_coordinator
-from pelton.kv_cache.single_type import make_managers
 from pelton.kv_cache.spec import MambaSpec
 from pelton.testing.kv_specs import chunked_spec, full_spec, window_spec
+from pelton_plugins.kv_cache.block_pool import BlockPool
+from pelton_plugins.kv_cache.coordinator import HybridCoordinator, NoPrefixCache, UnitaryCoordinator, make_coordinator
+from pelton_plugins.kv_cache.single_type import make_managers
 
 
 def coordinator_with(specs, cached, hash_block_size=1, enable_prefix_caching=True):

@@ -265,7 +265,7 @@ def test_the_algorithms_differ():
 
 def test_the_kv_cache_package_loads_no_array_library():
     code = (
-        "import sys, pelton.kv_cache.manager, pelton.kv_cache.planner, pelton.kv_cache.hashing\n"
+        "import sys, pelton_plugins.kv_cache.manager, pelton.kv_cache.planner, pelton.kv_cache.hashing\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

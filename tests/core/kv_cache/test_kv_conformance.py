@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.testing.kv_cache import KVCacheManagerConformance
+from pelton_plugins.kv_cache.manager import PagedKVCacheManager
 
 
 class TestPagedKVCacheManager(KVCacheManagerConformance):

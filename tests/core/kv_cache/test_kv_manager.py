@@ -7,11 +7,11 @@ import pytest
 
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.kv_cache.hashing import BlockHasher
-from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.kv_cache.planner import plan_kv_cache
-from pelton.kv_cache.single_type import FullAttentionManager
 from pelton.kv_cache.spec import FullAttentionSpec, MambaSpec
 from pelton.testing.kv_specs import full_spec, make_plan, window_spec
+from pelton_plugins.kv_cache.manager import PagedKVCacheManager
+from pelton_plugins.kv_cache.single_type import FullAttentionManager
 
 
 class Request:

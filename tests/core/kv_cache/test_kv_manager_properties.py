@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pelton.config.kv_cache import KVCacheConfig
-from pelton.kv_cache.manager import PagedKVCacheManager
 from pelton.testing.kv_cache import KVSimulation
 from pelton.testing.kv_specs import LAYER_KINDS, make_plan
+from pelton_plugins.kv_cache.manager import PagedKVCacheManager
 
 MAX_MODEL_LEN = 26
 

@@ -5,8 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pelton.errors import ConfigError
-from pelton.kv_cache.block_pool import BlockPool
-from pelton.kv_cache.single_type import (
+from pelton.kv_cache.spec import FullAttentionSpec, MambaSpec, MLASpec
+from pelton.testing.kv_specs import chunked_spec, full_spec, window_spec
+from pelton_plugins.kv_cache.block_pool import BlockPool
+from pelton_plugins.kv_cache.single_type import (
     NEVER,
     ChunkedLocalManager,
     FullAttentionManager,
@@ -15,8 +17,6 @@ from pelton.kv_cache.single_type import (
     TypeBlocks,
     make_managers,
 )
-from pelton.kv_cache.spec import FullAttentionSpec, MambaSpec, MLASpec
-from pelton.testing.kv_specs import chunked_spec, full_spec, window_spec
 
 
 def hashes(count):

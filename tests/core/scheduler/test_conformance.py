@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pelton.scheduler.scheduler import DefaultScheduler
 from pelton.testing.scheduler import SchedulerConformance
+from pelton_plugins.scheduler.scheduler import DefaultScheduler
 
 
 class TestDefaultScheduler(SchedulerConformance):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pelton.scheduler.invalid_blocks import BlockUse, find_readers
-from pelton.scheduler.request import ScheduledRequest
 from pelton.testing.scheduler import make_request
+from pelton_plugins.scheduler.invalid_blocks import BlockUse, find_readers
+from pelton_plugins.scheduler.request import ScheduledRequest
 
 
 def use(name, *tables):

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy, RequestQueue
-from pelton.scheduler.request import RequestStatus, ScheduledRequest
 from pelton.testing.scheduler import Harness, make_request
+from pelton_plugins.scheduler.request import RequestStatus, ScheduledRequest
 
 
 def record(name, arrival, *, priority=0, status=RequestStatus.WAITING):

@@ -13,13 +13,13 @@ from pelton.messages.outputs import EventType, FinishReason, LogprobColumns
 from pelton.messages.step import ModelOutput
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy
-from pelton.scheduler.slots import SlotPool
 from pelton.testing.fake_connector import FakeConnector
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarSource
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.fake_proposer import FakeProposer
 from pelton.testing.kv_specs import window_spec
 from pelton.testing.scheduler import Harness, make_request
+from pelton_plugins.scheduler.slots import SlotPool
 
 OVERLAPS = pytest.mark.parametrize("overlap", [1, 2, 3])
 
@@ -1194,7 +1194,7 @@ def test_a_row_that_should_sample_and_brings_nothing_ends_its_request(overlap):
 
 def test_the_scheduler_imports_neither_torch_nor_transformers():
     code = (
-        "import sys, pelton.scheduler.scheduler, pelton.engine.core, pelton.testing.scheduler; "
+        "import sys, pelton_plugins.scheduler.scheduler, pelton.engine.core, pelton.testing.scheduler; "
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pelton.kv_cache.single_type import SlidingWindowManager
 from pelton.kv_cache.spec import SlidingWindowSpec
+from pelton_plugins.kv_cache.single_type import SlidingWindowManager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

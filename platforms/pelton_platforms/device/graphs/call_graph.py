@@ -24,9 +24,9 @@ from pelton.graphs.recordable import reads_on_host, recording
 from pelton.graphs.recorder import Graph, GraphRecorder
 
 OLD_NAMES = {
-    "Tape": f"{__name__}:CallGraph",
-    "TapeRecorder": f"{__name__}:CallGraphRecorder",
-    "launch": "pelton.graphs.recordable:launch",
+    "Tape": f"{__name__}.CallGraph",
+    "TapeRecorder": f"{__name__}.CallGraphRecorder",
+    "launch": "pelton.graphs.recordable.launch",
 }
 if not TYPE_CHECKING:
     __getattr__ = moved.names_of(__name__, OLD_NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
-from pelton.scheduler.request import ScheduledRequest
+from pelton_plugins.scheduler.request import RequestState
 
 _Entry = tuple[float, int, str]
 """Deadline, arrival, request id: a limit may be a day away, and what ended must not be kept for so long."""
@@ -14,11 +14,11 @@ _Entry = tuple[float, int, str]
 class Deadlines:
     """requests: the unfinished ones, by id. The rest is dropped when it comes to the top, or is more than half."""
 
-    def __init__(self, requests: Mapping[str, ScheduledRequest]) -> None:
+    def __init__(self, requests: Mapping[str, RequestState]) -> None:
         self._requests = requests
         self._heap: list[_Entry] = []
 
-    def add(self, request: ScheduledRequest) -> None:
+    def add(self, request: RequestState) -> None:
         """One of the unfinished."""
         if request.deadline is None:
             return
@@ -33,16 +33,16 @@ class Deadlines:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def take_passed(self, now: float) -> list[ScheduledRequest]:
+    def take_passed(self, now: float) -> list[RequestState]:
         """Unfinished requests whose limit has passed by now."""
-        passed: list[ScheduledRequest] = []
+        passed: list[RequestState] = []
         while self._heap and self._heap[0][0] <= now:
             request = self._find(heapq.heappop(self._heap))
             if request is not None:
                 passed.append(request)
         return passed
 
-    def _find(self, entry: _Entry) -> ScheduledRequest | None:
+    def _find(self, entry: _Entry) -> RequestState | None:
         """Return the entry's request while that is unfinished; another may have come with the same id."""
         request = self._requests.get(entry[2])
         return request if request is not None and request.arrival == entry[1] else None

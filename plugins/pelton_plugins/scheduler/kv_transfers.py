@@ -12,12 +12,13 @@ from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.kv_transfer.interface import SchedulerConnector, TransferEnd
 from pelton.messages.request import EngineRequest
 from pelton.messages.step import ModelOutput
-from pelton.scheduler.request import RequestStatus, ScheduledRequest
+from pelton.scheduler.request import RequestStatus
+from pelton_plugins.scheduler.request import RequestState
 
 if TYPE_CHECKING:
-    from pelton.scheduler.allocations import Allocations
-    from pelton.scheduler.request_table import RequestTable
-    from pelton.scheduler.step import OpenStep, StepBuilder
+    from pelton_plugins.scheduler.allocations import Allocations
+    from pelton_plugins.scheduler.request_table import RequestTable
+    from pelton_plugins.scheduler.step import OpenStep, StepBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,12 @@ class KVTransfers:
         if self._connector is not None:
             self._connector.check_request(request)
 
-    def note_valid(self, request: ScheduledRequest) -> None:
+    def note_valid(self, request: RequestState) -> None:
         """Note that the first token since its start has come back: what was computed for it until then is finite."""
         if self._connector is not None:
             self._connector.request_computed(request.request_id)
 
-    def num_external_tokens(self, request: ScheduledRequest, num_local: int) -> tuple[int | None, bool]:
+    def num_external_tokens(self, request: RequestState, num_local: int) -> tuple[int | None, bool]:
         """Tokens that can be brought after the first `num_local`, and whether they come later. None: ask again."""
         if self._connector is None or request.skip_connector or request.skip_prefix_lookup:
             return 0, False
@@ -66,13 +67,13 @@ class KVTransfers:
             return None, False
         return max(min(matched, len(request.token_ids) - 1 - num_local), 0), is_later
 
-    def bring(self, request: ScheduledRequest, block_ids: BlockIds, num_external: int) -> None:
+    def bring(self, request: RequestState, block_ids: BlockIds, num_external: int) -> None:
         """With the step that is being made."""
         assert self._connector is not None
         self._connector.after_allocation(request.request, block_ids, num_external)
 
     def bring_later(
-        self, request: ScheduledRequest, cached: BlockIds | None, num_local: int, num_external: int, step: StepBuilder
+        self, request: RequestState, cached: BlockIds | None, num_local: int, num_external: int, step: StepBuilder
     ) -> bool:
         """Blocks for tokens that arrive later. False, and nothing done, when there are none."""
         new_ids = self._kv.allocate(
@@ -104,7 +105,7 @@ class KVTransfers:
                 table.fail(request, error, "describing the KV transfer of")
             table.drop_finished_rows()
 
-    def keeps(self, request: ScheduledRequest) -> bool:
+    def keeps(self, request: RequestState) -> bool:
         """Tell the connector that a request is over; True when it still reads or writes its blocks."""
         if self._connector is None:
             return False

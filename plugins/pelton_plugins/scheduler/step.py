@@ -6,7 +6,7 @@ from collections import deque
 
 from pelton.messages.outputs import EngineOutput
 from pelton.messages.step import NewRequest, SchedulerOutput
-from pelton.scheduler.request import ScheduledRequest
+from pelton_plugins.scheduler.request import RequestState
 
 LEAST_CHUNK_TOKENS = 16
 """Fewer would read the weights too often, whatever the context costs."""
@@ -17,7 +17,7 @@ class OpenStep:
 
     __slots__ = ("output", "outputs", "requests")
 
-    def __init__(self, output: SchedulerOutput, requests: list[ScheduledRequest]) -> None:
+    def __init__(self, output: SchedulerOutput, requests: list[RequestState]) -> None:
         self.output = output
         self.requests = requests
         self.outputs: list[EngineOutput] = []  # of what was taken in of its result so far
@@ -64,7 +64,7 @@ class OpenSteps:
     def retire(self) -> None:
         self.retired = (self._open[0].output.step_id if self._open else self.next_id) - 1
 
-    def computed_before(self, request: ScheduledRequest, step_id: int) -> int:
+    def computed_before(self, request: RequestState, step_id: int) -> int:
         """Tokens of the request that were computed when this step, which is open or just came in, began."""
         count = request.num_computed_tokens
         for step in (self._taken, *self._open):
@@ -93,9 +93,9 @@ class StepBuilder:
         self.is_ordered = is_ordered
         self.has_preempted = False
         self.max_seq_len = 0
-        self.ones: list[ScheduledRequest] = []
+        self.ones: list[RequestState] = []
         self.ones_samples: list[bool] = []
-        self.many: list[ScheduledRequest] = []
+        self.many: list[RequestState] = []
         self.many_tokens: list[int] = []  # drafts included
         self.many_samples: list[bool] = []
         self.many_num_draft: list[int] = []
@@ -133,7 +133,7 @@ class StepBuilder:
         return max(budget * context // (context + start), min(budget, LEAST_CHUNK_TOKENS))
 
     def take_row(
-        self, request: ScheduledRequest, num_new: int, num_draft: int = 0, host_drafts: list[int] | None = None
+        self, request: RequestState, num_new: int, num_draft: int = 0, host_drafts: list[int] | None = None
     ) -> None:
         """Enter a row of `num_new` known or pending tokens and `num_draft` drafts; `host_drafts` are their values if sent.
         Its tokens count as computed and, where it samples, as pending."""

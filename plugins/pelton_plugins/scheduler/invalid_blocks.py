@@ -19,15 +19,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pelton.kv_cache.interface import KVCacheManager
-from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.step import OpenSteps
+from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.step import OpenSteps
 
 
 @dataclass(slots=True)
 class BlockUse:
     """Blocks that a request reads and writes, or did when it gave them up under an open step."""
 
-    request: ScheduledRequest
+    request: RequestState
     last_step_id: int
     tables: Sequence[Sequence[int]]
     """Per group."""
@@ -59,7 +59,7 @@ class InvalidBlocks:
         self._kv, self._steps, self._block_sizes = kv, steps, tuple(block_sizes)
         self._given_up: list[BlockUse] = []
 
-    def note_given_up(self, request: ScheduledRequest) -> None:
+    def note_given_up(self, request: RequestState) -> None:
         """Remember the blocks of a request that gives them up, where an open step uses them."""
         retired = self._steps.retired
         if request.tables and request.last_step_id > retired:
@@ -73,11 +73,11 @@ class InvalidBlocks:
         if self._given_up:
             self._given_up = [use for use in self._given_up if use.last_step_id > self._steps.retired]
 
-    def evict(self, request: ScheduledRequest, step_id: int, num_trusted: int) -> None:
+    def evict(self, request: RequestState, step_id: int, num_trusted: int) -> None:
         """Nobody finds the blocks of a request that failed, those after its first tokens and those that it gave up under the step."""
         self._kv.evict(self.blocks_from(request, num_trusted) | self.given_up_under(step_id, request))
 
-    def evict_readers(self, block_ids: Iterable[int], requests: Iterable[ScheduledRequest]) -> list[BlockUse]:
+    def evict_readers(self, block_ids: Iterable[int], requests: Iterable[RequestState]) -> list[BlockUse]:
         """Nobody finds these blocks, nor what was computed from them. Return the uses that are touched, among those of the requests
         and those that were given up."""
         uses = [BlockUse(request, request.last_step_id, request.tables) for request in requests]
@@ -85,11 +85,11 @@ class InvalidBlocks:
         self._kv.evict(bad)
         return touched
 
-    def blocks_from(self, request: ScheduledRequest, num_tokens: int) -> set[int]:
+    def blocks_from(self, request: RequestState, num_tokens: int) -> set[int]:
         """Return the blocks that hold the request's tokens after the first `num_tokens`."""
         return BlockUse(request, request.last_step_id, request.tables).blocks_from(num_tokens, self._block_sizes)
 
-    def given_up_under(self, step_id: int, request: ScheduledRequest | None = None) -> set[int]:
+    def given_up_under(self, step_id: int, request: RequestState | None = None) -> set[int]:
         """Return the blocks that were given up, by this request or any, while this step was open, and that no result has told of."""
         uses = [use for use in self._given_up if use.last_step_id >= step_id and request in (None, use.request)]
         return set[int]().union(*(use.blocks_from(use.num_valid, self._block_sizes) for use in uses))

@@ -12,10 +12,11 @@ from itertools import zip_longest
 from typing import Self
 
 from pelton.config.kv_cache import KVCacheConfig
-from pelton.kv_cache.block_pool import NULL_BLOCK, BlockPool, ResidencySampler
-from pelton.kv_cache.coordinator import make_coordinator
-from pelton.kv_cache.interface import BlockIds, CacheableRequest, KVCacheManager, KVManagerContext
-from pelton.kv_cache.single_type import (
+from pelton.kv_cache.interface import NULL_BLOCK, BlockIds, CacheableRequest, KVCacheManager, KVManagerContext
+from pelton.kv_cache.spec import KVCachePlan
+from pelton_plugins.kv_cache.block_pool import BlockPool, ResidencySampler
+from pelton_plugins.kv_cache.coordinator import make_coordinator
+from pelton_plugins.kv_cache.single_type import (
     NEVER,
     FullAttentionManager,
     ManagerEntry,
@@ -23,7 +24,6 @@ from pelton.kv_cache.single_type import (
     TypeBlocks,
     make_managers,
 )
-from pelton.kv_cache.spec import KVCachePlan
 
 
 class _Held:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pelton.errors import EngineError
 from pelton.messages.outputs import FinishReason
 from pelton.messages.step import GrammarMasks
-from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.request_table import RequestTable
-from pelton.scheduler.step import OpenStep
+from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.request_table import RequestTable
+from pelton_plugins.scheduler.step import OpenStep
 
 
-def is_compiled(request: ScheduledRequest) -> bool:
+def is_compiled(request: RequestState) -> bool:
     """False while the grammar is being compiled; raises what is wrong with the constraint."""
     if request.grammar_job is not None:
         if not request.grammar_job.done():
@@ -42,7 +42,7 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
     return GrammarMasks(step_id=output.step_id, bitmask=bytes(bitmask), num_masks=num_masks)
 
 
-def advance(request: ScheduledRequest, tokens: list[int], reason: FinishReason | None) -> FinishReason | None:
+def advance(request: RequestState, tokens: list[int], reason: FinishReason | None) -> FinishReason | None:
     """Take in tokens of a constrained request; the reason to stop, its own when the text is complete."""
     # EOS is not part of the constrained text.
     inside = tokens[:-1] if tokens[-1] in request.eos_ids and reason is FinishReason.STOP else tokens

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pelton.kv_cache.interface import BlockIds
-from pelton.kv_cache.single_type import SingleTypeManager
+from pelton_plugins.kv_cache.single_type import SingleTypeManager
 
 
 class Coordinator(ABC):

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pelton.errors import EngineError, ErrorInfo, PeltonError
 from pelton.messages.outputs import EngineEvent, EngineOutput, EventType, FinishReason
 from pelton.metrics.stats import SchedulerStats
-from pelton.scheduler.allocations import Allocations
-from pelton.scheduler.drafts import Drafts
-from pelton.scheduler.kv_transfers import KVTransfers
-from pelton.scheduler.policy import RequestQueue, SchedulingPolicy
-from pelton.scheduler.request import RequestStatus, ScheduledRequest
+from pelton.scheduler.policy import SchedulingPolicy
+from pelton.scheduler.request import RequestStatus
+from pelton_plugins.scheduler.allocations import Allocations
+from pelton_plugins.scheduler.drafts import Drafts
+from pelton_plugins.scheduler.kv_transfers import KVTransfers
+from pelton_plugins.scheduler.queue import RequestQueue
+from pelton_plugins.scheduler.request import RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +39,10 @@ class RequestTable:
         drafts: Drafts,
         clock: Callable[[], float],
     ) -> None:
-        self.requests: dict[str, ScheduledRequest] = {}
-        self.running: list[ScheduledRequest] = []  # in rank order
+        self.requests: dict[str, RequestState] = {}
+        self.running: list[RequestState] = []  # in rank order
         self.waiting = RequestQueue(policy)
-        self.deferred: dict[str, ScheduledRequest] = {}  # waiting, and not to be asked before something happened
+        self.deferred: dict[str, RequestState] = {}  # waiting, and not to be asked before something happened
         self.num_queued_reqs = 0  # waiting and never scheduled
         self.num_queued_tokens = 0
         self.num_grammars = 0
@@ -53,7 +55,7 @@ class RequestTable:
         self._clock = clock
         self._has_finished_rows = False  # in `running`
 
-    def add(self, request: ScheduledRequest, now: float) -> None:
+    def add(self, request: RequestState, now: float) -> None:
         self.num_queued_reqs += 1
         self.num_queued_tokens += request.num_prompt_tokens
         self.num_grammars += request.request.sampling_params.structured_outputs is not None
@@ -61,17 +63,17 @@ class RequestTable:
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
-    def defer(self, request: ScheduledRequest) -> None:
+    def defer(self, request: RequestState) -> None:
         """Take it out of the queue until something happened."""
         self.waiting.remove(request)
         self.deferred[request.request_id] = request
 
-    def requeue(self, request: ScheduledRequest) -> None:
+    def requeue(self, request: RequestState) -> None:
         """It is worth asking again."""
         del self.deferred[request.request_id]
         self.waiting.push(request)
 
-    def run(self, request: ScheduledRequest) -> None:
+    def run(self, request: RequestState) -> None:
         """From the queue to its place among the running; what it need not compute is counted already."""
         self.waiting.remove(request)
         if request.num_cached_tokens < 0:
@@ -86,7 +88,7 @@ class RequestTable:
         request.events.append(EngineEvent(EventType.SCHEDULED, self._clock()))
         insort(self.running, request, key=self._policy.rank)
 
-    def preempt(self, request: ScheduledRequest) -> None:
+    def preempt(self, request: RequestState) -> None:
         """Give up blocks and slot; a token in flight is kept when it arrives."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
@@ -102,7 +104,7 @@ class RequestTable:
 
     # KV that a request waits for.
 
-    def receiving(self) -> list[ScheduledRequest]:
+    def receiving(self) -> list[RequestState]:
         """Those that hold blocks for KV which a connector brings, or has brought."""
         return [request for request in self.requests.values() if request.status is RequestStatus.RECEIVING]
 
@@ -112,7 +114,7 @@ class RequestTable:
 
     # Ends. The caller calls `drop_finished_rows` before the next step.
 
-    def finish(self, request: ScheduledRequest) -> None:
+    def finish(self, request: RequestState) -> None:
         """The one way out."""
         if request.status is RequestStatus.RUNNING:
             self._has_finished_rows = True
@@ -132,17 +134,17 @@ class RequestTable:
         request.status = RequestStatus.FINISHED
         request.leave_fast_paths()
 
-    def end(self, request: ScheduledRequest, reason: FinishReason, error: ErrorInfo | None = None) -> None:
+    def end(self, request: RequestState, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """Finish it outside a step's result, and tell."""
         self.finish(request)
         self.outputs.append(last_output(request, reason, error))
 
-    def fail(self, request: ScheduledRequest, error: Exception, doing: str) -> None:
+    def fail(self, request: RequestState, error: Exception, doing: str) -> None:
         """End it with what went wrong while `doing`; no more than its first error is told."""
         if not request.is_finished:
             self.end(request, FinishReason.ERROR, _as_pelton_error(error, doing).to_info())
 
-    def end_at_full_cache(self, request: ScheduledRequest) -> None:
+    def end_at_full_cache(self, request: RequestState) -> None:
         """The whole pool is too small for what the request has become: its output is cut here."""
         logger.warning("%s ends at %d tokens: %s", request.request_id, request.num_tokens, NO_ROOM)
         if request.num_output_tokens:
@@ -178,7 +180,7 @@ class RequestTable:
         return stats
 
 
-def last_output(request: ScheduledRequest, reason: FinishReason, error: ErrorInfo | None = None) -> EngineOutput:
+def last_output(request: RequestState, reason: FinishReason, error: ErrorInfo | None = None) -> EngineOutput:
     """The output of a request that ends outside a step's result."""
     return EngineOutput(
         request.request_id, finish_reason=reason, events=request.events,

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pelton.errors import ConfigError, PluginError
-from pelton.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from pelton.kv_cache.interface import NULL_BLOCK
 from pelton.kv_cache.spec import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, MLASpec, SlidingWindowSpec
+from pelton_plugins.kv_cache.block_pool import BlockPool
 
 NEVER = sys.maxsize
 

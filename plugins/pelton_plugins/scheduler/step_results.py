@@ -11,13 +11,14 @@ from pelton.kv_cache.interface import KVCacheManager
 from pelton.messages.outputs import EngineOutput, FinishReason, LogprobColumns, PackedLogprobs
 from pelton.messages.request import TensorData
 from pelton.messages.step import ModelOutput, SchedulerOutput
-from pelton.scheduler import grammars
-from pelton.scheduler.allocations import Allocations
-from pelton.scheduler.drafts import Drafts
-from pelton.scheduler.kv_transfers import KVTransfers
-from pelton.scheduler.request import RequestStatus, ScheduledRequest
-from pelton.scheduler.request_table import RequestTable
-from pelton.scheduler.step import OpenStep
+from pelton.scheduler.request import RequestStatus
+from pelton_plugins.scheduler import grammars
+from pelton_plugins.scheduler.allocations import Allocations
+from pelton_plugins.scheduler.drafts import Drafts
+from pelton_plugins.scheduler.kv_transfers import KVTransfers
+from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.request_table import RequestTable
+from pelton_plugins.scheduler.step import OpenStep
 
 FINISHED = RequestStatus.FINISHED
 
@@ -87,7 +88,7 @@ class StepResults:
                     outputs.append(told)
 
     def _take_row(
-        self, output: SchedulerOutput, result: ModelOutput, row: int, request: ScheduledRequest, failure: str | None
+        self, output: SchedulerOutput, result: ModelOutput, row: int, request: RequestState, failure: str | None
     ) -> EngineOutput | None:
         """Take in one row, whatever it brings. Raises what ends the request."""
         samples, tokens = output.samples[row], result.token_ids[row]
@@ -133,7 +134,7 @@ class StepResults:
             told.kv_transfer_params = request.kv_transfer_params
         return told
 
-    def _take_pooled(self, request: ScheduledRequest, pooled: TensorData | None) -> EngineOutput:
+    def _take_pooled(self, request: RequestState, pooled: TensorData | None) -> EngineOutput:
         """The end of a request that pools."""
         if pooled is None:
             raise EngineError("No result came back for a row that pools.")
@@ -145,7 +146,7 @@ class StepResults:
         told.kv_transfer_params = request.kv_transfer_params
         return told
 
-    def _cache_and_plan(self, request: ScheduledRequest, *, is_plain: bool) -> None:
+    def _cache_and_plan(self, request: RequestState, *, is_plain: bool) -> None:
         """Cache the blocks that became full, of sampled tokens and of what arrived from elsewhere. Then plan the next event."""
         if self._hasher is not None:
             size, num_known = self._hash_block_size, len(request.token_ids)
@@ -159,7 +160,7 @@ class StepResults:
 
 
 def _append(
-    request: ScheduledRequest, tokens: list[int], num_draft: int
+    request: RequestState, tokens: list[int], num_draft: int
 ) -> tuple[list[int], FinishReason | None, int | None]:
     """Append a row's tokens up to the first that ends the request; returns those that count."""
     if not 1 <= len(tokens) <= 1 + num_draft:
@@ -179,7 +180,7 @@ def _append(
     return tokens, reason, stop_reason
 
 
-def _stop_of(request: ScheduledRequest) -> tuple[FinishReason | None, int | None]:
+def _stop_of(request: RequestState) -> tuple[FinishReason | None, int | None]:
     """Return the reason for which the last known token ends the request: EOS and stop ids before length, none before min_tokens."""
     token, count = request.token_ids[-1], len(request.token_ids)
     if token in request.stop_ids and count >= request.min_tokens:
@@ -188,7 +189,7 @@ def _stop_of(request: ScheduledRequest) -> tuple[FinishReason | None, int | None
 
 
 def _full_output(
-    request: ScheduledRequest,
+    request: RequestState,
     tokens: list[int],
     reason: FinishReason | None,
     stop_reason: int | None,

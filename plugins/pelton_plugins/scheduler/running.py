@@ -9,13 +9,13 @@ from itertools import islice
 
 from pelton.config import SchedulerConfig
 from pelton.kv_cache.interface import KVCacheManager
-from pelton.scheduler.allocations import Allocations, is_cached_later
-from pelton.scheduler.drafts import Drafts
 from pelton.scheduler.policy import SchedulingPolicy
-from pelton.scheduler.preemption import Preemption
-from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.request_table import RequestTable
-from pelton.scheduler.step import StepBuilder
+from pelton_plugins.scheduler.allocations import Allocations, is_cached_later
+from pelton_plugins.scheduler.drafts import Drafts
+from pelton_plugins.scheduler.preemption import Preemption
+from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.request_table import RequestTable
+from pelton_plugins.scheduler.step import StepBuilder
 
 
 class RunningRows:
@@ -79,7 +79,7 @@ class RunningRows:
             index += is_served or (index < len(running) and running[index] is request)
         step.max_seq_len = max(step.max_seq_len, max_seq_len)
 
-    def _serve_with_new_block(self, request: ScheduledRequest, step: StepBuilder) -> bool:
+    def _serve_with_new_block(self, request: RequestState, step: StepBuilder) -> bool:
         """Fast path of `_serve` for a decode row that needs one new block. False, and nothing done, when there is none."""
         new_ids = self._kv.allocate(request, 1, delay_caching=is_cached_later(1))
         if new_ids is None:
@@ -102,7 +102,7 @@ class RunningRows:
         step.max_seq_len = max(step.max_seq_len, reach)
         return True
 
-    def _serve(self, request: ScheduledRequest, index: int, step: StepBuilder) -> bool:
+    def _serve(self, request: RequestState, index: int, step: StepBuilder) -> bool:
         """A running request's row, where drafts, chunks or blocks have to be thought of. False: none in this step."""
         num_new = request.num_tokens_with_pending - request.num_computed_tokens
         drafts: list[int] | None = None
@@ -125,7 +125,7 @@ class RunningRows:
         return True
 
 
-def share(request: ScheduledRequest, num_new: int, config: SchedulerConfig, policy: SchedulingPolicy) -> int:
+def share(request: RequestState, num_new: int, config: SchedulerConfig, policy: SchedulingPolicy) -> int:
     """Cap one request's new tokens by the threshold and the policy."""
     threshold = config.long_prefill_token_threshold
     if threshold and config.enable_chunked_prefill:

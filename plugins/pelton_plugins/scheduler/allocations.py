@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
-from pelton.scheduler.invalid_blocks import InvalidBlocks
-from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.slots import SlotPool
-from pelton.scheduler.step import OpenSteps, StepBuilder
+from pelton_plugins.scheduler.invalid_blocks import InvalidBlocks
+from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.slots import SlotPool
+from pelton_plugins.scheduler.step import OpenSteps, StepBuilder
 
 
 def is_cached_later(num_new: int) -> bool:
@@ -48,14 +48,14 @@ class Allocations:
 
     # Taken.
 
-    def start(self, request: ScheduledRequest, block_ids: BlockIds, num_tokens: int, *, is_cached_now: bool) -> None:
+    def start(self, request: RequestState, block_ids: BlockIds, num_tokens: int, *, is_cached_now: bool) -> None:
         """The first blocks of a request, with room for `num_tokens`."""
         request.tables = [list(ids) for ids in block_ids]
         self._note_capacity(request, num_tokens)
         if is_cached_now:
             self._note_cached(request, num_tokens)
 
-    def grow(self, request: ScheduledRequest, num_new: int, num_draft: int, step: StepBuilder) -> bool:
+    def grow(self, request: RequestState, num_new: int, num_draft: int, step: StepBuilder) -> bool:
         """Blocks for a running request's next tokens and drafts. False, and nothing done, when the pool has none."""
         delay_caching = is_cached_later(num_new)
         new_ids = self._kv.allocate(request, num_new, num_lookahead_tokens=num_draft, delay_caching=delay_caching)
@@ -66,9 +66,7 @@ class Allocations:
             self._note_cached(request, request.num_computed_tokens + num_new)
         return True
 
-    def append(
-        self, request: ScheduledRequest, new_ids: BlockIds, num_new: int, num_draft: int, step: StepBuilder
-    ) -> None:
+    def append(self, request: RequestState, new_ids: BlockIds, num_new: int, num_draft: int, step: StepBuilder) -> None:
         """Enter what was allocated for these tokens, and tell the workers."""
         for group, ids in enumerate(new_ids):
             if ids:
@@ -77,7 +75,7 @@ class Allocations:
                 table += ids
         self._note_capacity(request, request.num_computed_tokens + num_new + num_draft)
 
-    def _note_capacity(self, request: ScheduledRequest, num_tokens: int) -> None:
+    def _note_capacity(self, request: RequestState, num_tokens: int) -> None:
         """Each group has blocks for `num_tokens`, rounded up to its block size."""
         if len(self.block_sizes) == 1:
             size = self.block_sizes[0]
@@ -86,14 +84,14 @@ class Allocations:
             capacities = (-(-num_tokens // size) * size for size in self.block_sizes)
             request.capacity = min(capacities, default=sys.maxsize)  # without a cache nothing runs out
 
-    def _note_cached(self, request: ScheduledRequest, num_computed: int) -> None:
+    def _note_cached(self, request: RequestState, num_computed: int) -> None:
         """`allocate` has made the full blocks of known tokens findable."""
         if self.hash_block_size:
             request.num_cached_blocks = min(num_computed, len(request.token_ids)) // self.hash_block_size
 
     # Given back.
 
-    def release(self, request: ScheduledRequest, *, keeps_blocks: bool = False) -> None:
+    def release(self, request: RequestState, *, keeps_blocks: bool = False) -> None:
         """Give back slots and, unless a connector still needs them, blocks."""
         kv_id, slot, side_slot = "" if keeps_blocks else request.request_id, request.slot, request.side_slot
         request.slot = request.side_slot = -1

@@ -17,24 +17,34 @@ from pelton.messages.outputs import EngineOutput, FinishReason
 from pelton.messages.request import EngineRequest
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.stats import SchedulerStats
-from pelton.scheduler import grammars
-from pelton.scheduler.adapters import AdapterSlotGate
-from pelton.scheduler.admission import Admission
-from pelton.scheduler.allocations import Allocations
-from pelton.scheduler.common_prefix import CommonPrefix
-from pelton.scheduler.deadlines import Deadlines
-from pelton.scheduler.drafts import Drafts
-from pelton.scheduler.gates import AdapterGate, Gate, GrammarGate, InFlightGate, PolicyGate, RemoteKVGate, SideSlotGate
+from pelton.scheduler.gates import Gate
 from pelton.scheduler.interface import Scheduler, SchedulerContext
-from pelton.scheduler.kv_transfers import KVTransfers
-from pelton.scheduler.policy import FCFSPolicy, SchedulingPolicy
-from pelton.scheduler.preemption import Preemption
-from pelton.scheduler.request import RequestStatus, ScheduledRequest
-from pelton.scheduler.request_checks import AdmissionLimits
-from pelton.scheduler.request_table import RequestTable, last_output
-from pelton.scheduler.running import RunningRows
-from pelton.scheduler.step import OpenStep, OpenSteps, StepBuilder
-from pelton.scheduler.step_results import StepResults
+from pelton.scheduler.policy import SchedulingPolicy
+from pelton.scheduler.request import RequestStatus
+from pelton_plugins.scheduler import grammars
+from pelton_plugins.scheduler.admission import Admission
+from pelton_plugins.scheduler.allocations import Allocations
+from pelton_plugins.scheduler.common_prefix import CommonPrefix
+from pelton_plugins.scheduler.deadlines import Deadlines
+from pelton_plugins.scheduler.drafts import Drafts
+from pelton_plugins.scheduler.gates import (
+    AdapterGate,
+    AdapterSlotGate,
+    GrammarGate,
+    InFlightGate,
+    PolicyGate,
+    RemoteKVGate,
+    SideSlotGate,
+)
+from pelton_plugins.scheduler.kv_transfers import KVTransfers
+from pelton_plugins.scheduler.policies import FCFSPolicy
+from pelton_plugins.scheduler.preemption import Preemption
+from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.request_checks import AdmissionLimits
+from pelton_plugins.scheduler.request_table import RequestTable, last_output
+from pelton_plugins.scheduler.running import RunningRows
+from pelton_plugins.scheduler.step import OpenStep, OpenSteps, StepBuilder
+from pelton_plugins.scheduler.step_results import StepResults
 
 
 class DefaultScheduler(Scheduler):
@@ -128,7 +138,7 @@ class DefaultScheduler(Scheduler):
         self._limits.check(request, table.num_queued_reqs, table.num_queued_tokens)
         self._transfers.check(request)
         now = self._clock()
-        record = ScheduledRequest(request, self._num_arrivals, max_model_len=self.max_model_len, now=now)
+        record = RequestState(request, self._num_arrivals, max_model_len=self.max_model_len, now=now)
         constraint = request.sampling_params.structured_outputs
         if constraint is not None:
             assert self._grammar_source is not None  # the check has refused it

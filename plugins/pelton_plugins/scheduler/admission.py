@@ -8,15 +8,15 @@ from pelton.config import SchedulerConfig
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.messages.step import NewRequest
-from pelton.scheduler.allocations import Allocations, is_cached_later
 from pelton.scheduler.gates import Gate, Verdict
-from pelton.scheduler.kv_transfers import KVTransfers
 from pelton.scheduler.policy import SchedulingPolicy
-from pelton.scheduler.preemption import Preemption
-from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.request_table import RequestTable
-from pelton.scheduler.running import share
-from pelton.scheduler.step import StepBuilder
+from pelton_plugins.scheduler.allocations import Allocations, is_cached_later
+from pelton_plugins.scheduler.kv_transfers import KVTransfers
+from pelton_plugins.scheduler.preemption import Preemption
+from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.request_table import RequestTable
+from pelton_plugins.scheduler.running import share
+from pelton_plugins.scheduler.step import StepBuilder
 
 
 class Admission:
@@ -72,7 +72,7 @@ class Admission:
                 table.fail(request, error, "admitting")
                 table.drop_finished_rows()
 
-    def _ask_gates(self, request: ScheduledRequest) -> Verdict:
+    def _ask_gates(self, request: RequestState) -> Verdict:
         """The first verdict that is not OPEN, or OPEN."""
         for gate in self._gates:
             verdict = gate.check(request, self._table.running)
@@ -80,7 +80,7 @@ class Admission:
                 return verdict
         return Verdict.OPEN
 
-    def _admit(self, request: ScheduledRequest, step: StepBuilder) -> bool:
+    def _admit(self, request: RequestState, step: StepBuilder) -> bool:
         """Run the head of the queue in this step. False: it does not fit, and nobody passes it.
 
         True without a row when it has to wait for its KV, or when it ended.
@@ -124,7 +124,7 @@ class Admission:
         step.take_row(request, num_new)
         return True
 
-    def _first_share(self, request: ScheduledRequest, start: int, step: StepBuilder) -> int:
+    def _first_share(self, request: RequestState, start: int, step: StepBuilder) -> int:
         """Tokens of a request's first step, behind `start` that are there; 0 when it has to wait for a step with more room."""
         num_new = len(request.token_ids) - start
         # One that was preempted may have outgrown a whole step, and is then cut even without chunked prefill.
@@ -135,7 +135,7 @@ class Admission:
             return num_new
         return max(min(num_first, step.prefill_room(start)), 0)
 
-    def _count_found(self, request: ScheduledRequest, start: int, num_external: int) -> None:
+    def _count_found(self, request: RequestState, start: int, num_external: int) -> None:
         """The first `start` tokens need not be computed: some were found here, some a connector brings."""
         num_local = start - num_external - request.connector_tokens
         request.num_computed_tokens = start
@@ -148,7 +148,7 @@ class Admission:
             stats.prefix_cache_hits += num_local
 
 
-def _describe(request: ScheduledRequest, block_ids: BlockIds) -> NewRequest:
+def _describe(request: RequestState, block_ids: BlockIds) -> NewRequest:
     original = request.request
     return NewRequest(
         request_id=request.request_id,

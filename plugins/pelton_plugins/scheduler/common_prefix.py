@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pelton.kv_cache.interface import KVCacheManager
-from pelton.scheduler.step import OpenStep
+from pelton_plugins.scheduler.step import OpenStep
 
 LEAST_ROWS = 8
 """Of a decode step: fewer are not asked for a common prefix, reading it once would gain nothing."""

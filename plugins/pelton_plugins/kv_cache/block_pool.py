@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pelton.errors import EngineError
-
-NULL_BLOCK = 0  # padding rows and places outside a window point here; never handed out, found or freed
+from pelton.kv_cache.interface import NULL_BLOCK
 
 
 class OutOfBlocksError(EngineError):

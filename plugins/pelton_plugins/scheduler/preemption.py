@@ -5,12 +5,14 @@ A running request takes from those ranked behind it; one that waits takes from n
 
 from __future__ import annotations
 
-from pelton.scheduler.allocations import Allocations
-from pelton.scheduler.kv_transfers import KVTransfers
+from typing import cast
+
 from pelton.scheduler.policy import SchedulingPolicy
-from pelton.scheduler.request import ScheduledRequest
-from pelton.scheduler.request_table import RequestTable
-from pelton.scheduler.step import OpenSteps, StepBuilder
+from pelton_plugins.scheduler.allocations import Allocations
+from pelton_plugins.scheduler.kv_transfers import KVTransfers
+from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.request_table import RequestTable
+from pelton_plugins.scheduler.step import OpenSteps, StepBuilder
 
 
 class Preemption:
@@ -28,13 +30,13 @@ class Preemption:
         self._transfers = transfers
         self._steps = steps
 
-    def make_room_for_running(self, request: ScheduledRequest, index: int, step: StepBuilder) -> bool:
+    def make_room_for_running(self, request: RequestState, index: int, step: StepBuilder) -> bool:
         """Preempt for `running[index]`. True: try again. False: it gets nothing in this step."""
         if self._comes_back():
             return False
         running = self._table.running
         if len(running) > 1:
-            victim = self._policy.victim(running[index:])
+            victim = cast("RequestState", self._policy.victim(running[index:]))  # one of them
             self._table.preempt(victim)
             step.has_preempted = True
             return victim is not request
@@ -45,7 +47,7 @@ class Preemption:
             self._table.drop_finished_rows()
         return False
 
-    def make_room_for_head(self, request: ScheduledRequest, step: StepBuilder) -> bool:
+    def make_room_for_head(self, request: RequestState, step: StepBuilder) -> bool:
         """With nobody else to give any back, the head of the queue would wait for ever: end it. True: look again."""
         if self._table.running or step.num_rows or len(self._steps) or self._comes_back():
             return False

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pelton.errors import EngineError
-from pelton.scheduler.request import ScheduledRequest
 from pelton.spec_decode.interface import DraftProposer
+from pelton_plugins.scheduler.request import RequestState
 
 if TYPE_CHECKING:
     from pelton.messages.step import ModelOutput, SchedulerOutput
@@ -68,7 +68,7 @@ class Drafts:
         self.is_on = False  # in the step that is being made
         self.are_told = False  # a result has brought some
 
-    def begin(self, step_id: int, running: Iterable[ScheduledRequest]) -> None:
+    def begin(self, step_id: int, running: Iterable[RequestState]) -> None:
         """Decide whether rows of this step may have drafts. Those that the device makes need rows that do no more than sample:
         what else they ask for is not captured with drafts."""
         if self._proposer is not None or not self._num_on_device:
@@ -76,11 +76,11 @@ class Drafts:
             return
         self.is_on = self._payoff.is_on(step_id) and all(request.only_samples for request in running)
 
-    def must_wait(self, request: ScheduledRequest) -> bool:
+    def must_wait(self, request: RequestState) -> bool:
         """The host makes the request's next input, and needs the values of tokens that are pending."""
         return self._proposer is not None and request.num_pending > 0 and not self._is_paused(request)
 
-    def for_row(self, request: ScheduledRequest, budget: int) -> tuple[int, list[int] | None]:
+    def for_row(self, request: RequestState, budget: int) -> tuple[int, list[int] | None]:
         """Return the number of drafts in this step, and their values when the host made them."""
         # Besides the token that is sampled for sure.
         most = min(request.max_total_tokens - request.num_tokens_with_pending, budget) - 1
@@ -105,7 +105,7 @@ class Drafts:
         stats.spec_num_pauses += self._payoff.note(output.step_id, sum(output.num_draft), num_accepted)
 
     def settle(
-        self, request: ScheduledRequest, num_draft: int, num_made: int, tokens: list[int], stats: SchedulerStats
+        self, request: RequestState, num_draft: int, num_made: int, tokens: list[int], stats: SchedulerStats
     ) -> None:
         """Take back what was counted as computed for drafts that were rejected. num_made: of the `num_draft` scheduled ones.
         Raises `EngineError` for too many tokens."""
@@ -123,7 +123,7 @@ class Drafts:
             request.draft_rate = _AFTER_PAUSE * self._min_rate
             stats.spec_num_pauses += 1
 
-    def forget(self, request: ScheduledRequest) -> None:
+    def forget(self, request: RequestState) -> None:
         """The request ended."""
         if self._proposer is None:
             return
@@ -132,10 +132,10 @@ class Drafts:
         except Exception:
             logger.exception("The draft proposer failed at the end of %s.", request.request_id)
 
-    def _is_paused(self, request: ScheduledRequest) -> bool:
+    def _is_paused(self, request: RequestState) -> bool:
         return request.num_tokens_with_pending < request.no_drafts_until
 
-    def _propose(self, proposer: DraftProposer, request: ScheduledRequest) -> list[int]:
+    def _propose(self, proposer: DraftProposer, request: RequestState) -> list[int]:
         try:
             drafts = proposer.propose(request.request_id, request.token_ids)
         except Exception:

@@ -1,0 +1,1 @@
+"""Executors: where the workers run."""

@@ -1,0 +1,1 @@
+"""The built-in scheduler: continuous batching with chunked prefill, prefix hits, preemption and drafts; and its policies."""
