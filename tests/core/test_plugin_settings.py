@@ -20,9 +20,9 @@ from pelton.metrics.plugin_metrics import PluginMetrics, PluginSample
 from pelton.metrics.snapshot import render_text
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.plugins import LoadedPlugin, Plugins, load_plugins, register
-from pelton.scheduler.policy import FCFSPolicy
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.commands.plugins import _as_text, describe
+from pelton_plugins.scheduler.policies import FCFSPolicy
 from pelton_plugins.scheduler.scheduler import DefaultScheduler
 
 HERE = "pelton_test_settings_module"

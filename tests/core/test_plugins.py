@@ -238,7 +238,7 @@ def test_the_higher_priority_replaces_an_entry_of_its_name_and_that_is_logged(in
         plugins.entries("pelton_schedulers")
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
-        "pelton_schedulers: 'default' of mine (dist-mine 1.2) (priority 60) replaces that of core "
+        "pelton_schedulers: 'default' of mine (dist-mine 1.2) (priority 60) replaces that of scheduler "
         f"(pelton {plugins.loaded[0].version}) (priority 10)"
     ]
     replaced = [offer for offer in plugins.offers("pelton_schedulers") if offer.replaced_by is not None]

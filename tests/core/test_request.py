@@ -118,9 +118,9 @@ def test_an_engine_refuses_what_it_does_not_offer(name, words):
 
 def hashes(block_size: int = 4, **fields) -> list[bytes]:
     from pelton.kv_cache.hashing import BlockHasher
-    from pelton_plugins.scheduler.request import ScheduledRequest
+    from pelton_plugins.scheduler.request import RequestState
 
-    record = ScheduledRequest(request(16, **fields), 0, max_model_len=64, now=0.0)
+    record = RequestState(request(16, **fields), 0, max_model_len=64, now=0.0)
     record.extend_hashes(BlockHasher("sha256", block_size))
     return record.block_hashes
 

@@ -13,11 +13,11 @@ import torch
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
-from pelton.executor import in_process
 from pelton.executor.interface import ExecutorContext
 from pelton.messages.report import DeviceReport
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.interface import Worker
+from pelton_plugins.executors import in_process
 from pelton_plugins.executors.in_process import InProcessExecutor, WorkerThread
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from pelton.testing.scheduler import make_request
 from pelton_plugins.scheduler.invalid_blocks import BlockUse, find_readers
-from pelton_plugins.scheduler.request import ScheduledRequest
+from pelton_plugins.scheduler.request import RequestState
 
 
 def use(name, *tables):
-    return BlockUse(ScheduledRequest(make_request(name, 3), 0, max_model_len=64, now=0.0), 0, tables)
+    return BlockUse(RequestState(make_request(name, 3), 0, max_model_len=64, now=0.0), 0, tables)
 
 
 @pytest.mark.parametrize(

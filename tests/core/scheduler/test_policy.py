@@ -6,13 +6,15 @@ import random
 
 import pytest
 
-from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy, RequestQueue
+from pelton.scheduler.request import RequestStatus
 from pelton.testing.scheduler import Harness, make_request
-from pelton_plugins.scheduler.request import RequestStatus, ScheduledRequest
+from pelton_plugins.scheduler.policies import FCFSPolicy, PriorityPolicy
+from pelton_plugins.scheduler.queue import RequestQueue
+from pelton_plugins.scheduler.request import RequestState
 
 
 def record(name, arrival, *, priority=0, status=RequestStatus.WAITING):
-    request = ScheduledRequest(make_request(name, 3, priority=priority), arrival, max_model_len=64, now=0.0)
+    request = RequestState(make_request(name, 3, priority=priority), arrival, max_model_len=64, now=0.0)
     request.status = status
     return request
 

@@ -11,13 +11,13 @@ from pelton.config import SchedulerConfig
 from pelton.errors import RequestError
 from pelton.messages.outputs import FinishReason
 from pelton.sampling_params import StructuredOutputsParams
-from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy
 from pelton.testing.fake_connector import FakeConnector
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarSource
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.fake_proposer import FakeProposer
 from pelton.testing.kv_specs import full_spec, window_spec
 from pelton.testing.scheduler import Harness, make_request
+from pelton_plugins.scheduler.policies import FCFSPolicy, PriorityPolicy
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 1, 2, 3], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32]]
 

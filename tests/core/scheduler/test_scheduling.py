@@ -12,13 +12,13 @@ from pelton.errors import EngineError, NotSupportedError, QueueFullError, Reques
 from pelton.messages.outputs import EventType, FinishReason, LogprobColumns
 from pelton.messages.step import ModelOutput
 from pelton.sampling_params import StructuredOutputsParams
-from pelton.scheduler.policy import FCFSPolicy, PriorityPolicy
 from pelton.testing.fake_connector import FakeConnector
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarSource
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.fake_proposer import FakeProposer
 from pelton.testing.kv_specs import window_spec
 from pelton.testing.scheduler import Harness, make_request
+from pelton_plugins.scheduler.policies import FCFSPolicy, PriorityPolicy
 from pelton_plugins.scheduler.slots import SlotPool
 
 OVERLAPS = pytest.mark.parametrize("overlap", [1, 2, 3])
