@@ -1,0 +1,163 @@
+"""Triton's interpreter (3.6), mended where it is wrong and made quick where it repeats itself.
+
+What it computes stays its own. Most of its time goes into bookkeeping of its own: it patches `triton.language` anew for every
+call of a device function, counts integer sums a second time for an assertion that is off, and builds the same types and
+shapes for every value.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def mend() -> None:
+    """Once a process, after TRITON_INTERPRET is set and before a kernel runs."""
+    _let_scalars_bound_loops()
+    _round_to_e4m3()
+    _patch_once_a_launch()
+    _count_no_overflow()
+    _look_up_dtypes()
+    _share_shapes()
+    _share_block_types()
+    _broadcast_what_differs()
+
+
+def _let_scalars_bound_loops() -> None:
+    """A loop's bound is made with `int` of a one-element array, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+def _round_to_e4m3() -> None:
+    """As the device does: the interpreter cuts off, and reads its NaN as 480."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def mended(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source.is_fp32(), target.is_fp8e4nv()) == (True, True):
+            wide = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+            return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(numbers.shape)
+        result = convert(numbers, source, target, rounding)
+        if source.is_fp8e4nv() and target.is_fp32():
+            result = result.view(np.float32)
+            result[(numbers & 0x7F) == 0x7F] = np.nan
+            result = result.view(np.uint32)
+        return result
+
+    interpreter._convert_float = mended
+
+
+def _patch_once_a_launch() -> None:
+    """Device functions run while the kernel that calls them has `triton.language` patched."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    active: list[Any] = []
+
+    class Scope:
+        def __init__(self) -> None:
+            self._patched = patch(everything)
+
+        def restore(self) -> None:
+            active.clear()
+            self._patched.restore()
+
+    def patch_lang(function: Any) -> Any:
+        if not active:
+            active.append(Scope())
+        return active[0]
+
+    interpreter._patch_lang = patch_lang
+
+
+def _count_no_overflow() -> None:
+    """Its outcome is given to a device assertion, which is off unless `debug` is on."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _look_up_dtypes() -> None:
+    """Each look-up makes the whole table."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def np_dtype(given: Any) -> Any:
+        element = given.element_ty if isinstance(given, tl.block_type) else given
+        found = known.get(element.name)
+        if found is None:
+            found = known[element.name] = plain(given)
+        return found
+
+    interpreter._get_np_dtype = np_dtype
+
+
+def _share_shapes() -> None:
+    """A value's shape is a tuple of constants, whose type is a tuple of types."""
+    import triton.language as tl
+
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        shape = builtins.tuple(type.shape.values) if type.is_block() else ()
+        if shape not in known:
+            known[shape] = tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+        self.numel, self.shape = known[shape]
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    tl.tensor.__init__ = init
+
+
+def _share_block_types() -> None:
+    """One of a kind is checked and named."""
+    import triton.language as tl
+
+    plain = tl.block_type.__init__
+    known: dict[Any, dict[str, Any]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = builtins.tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        key = element_ty.name, getattr(element_ty, "address_space", None), sizes
+        if key not in known:
+            plain(self, element_ty, shape)
+            known[key] = vars(self)
+        self.__dict__.update(known[key])
+
+    tl.block_type.__init__ = init
+
+
+def _broadcast_what_differs() -> None:
+    """Of two values of one shape neither is broadcast. (Shapes are shared: see above.)"""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+
+    plain = TritonSemantic.broadcast_impl_value
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.shape is rhs.shape:
+            return lhs, rhs
+        return plain(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast
