@@ -95,6 +95,8 @@ class ModelEntry(Entry):
     generates also pools, where it is asked to."""
     attends_both_ways: bool = False
     """Of a model that pools: each token attends to the later ones too, so that a prompt is computed in one step."""
+    implementation: str = "pelton"
+    """What the setting `model_impl` calls it, where it names one kind of models: "transformers" for its modules."""
     reserved_positions: int = 0
     """Positions that config.json counts and no token has: 2 of the RoBERTa family."""
 

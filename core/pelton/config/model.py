@@ -42,6 +42,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Most logprobs a request may ask for; -1 for no bound."""
     chat_template: str | None = None
     """File with a Jinja chat template, or the template itself; the tokenizer's own when unset."""
+    model_impl: str = "auto"
+    """Whose modules a model runs on: pelton (or vllm), transformers, or auto: Pelton's own where it has the model, else transformers'."""
     quantization: str | None = None
     """How weights are kept: gguf (a .gguf file's own blocks), q8_0, q4_1, q4_0, fp8 (quantized while they load), or another
     method that a plugin offers; from the checkpoint when unset."""
@@ -55,6 +57,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}.")
+        if not self.model_impl:
+            raise ConfigError("model_impl is empty; use auto, pelton or transformers.")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len is {self.max_model_len}; use at least 1, or leave it unset.")
         if self.max_logprobs < -1:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 SIGNATURE = '__init__(self, *, config: BuildConfig, prefix: str = "")'
 ANY = "*"
+AUTO = "auto"
+OTHER_NAMES = {"vllm": "pelton"}
+"""Of implementations, in the setting `model_impl`."""
 KINDS = (GENERATE, POOL)
 """Of `ModelEntry.kind`."""
 HEAD_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "Model")
@@ -28,6 +31,17 @@ CAUSAL_SUFFIX = "ForCausalLM"
 logger = get_logger(__name__)
 
 ADVICE = "Check the values in the model's config.json and in --hf-overrides; if they are right, fix the model's plugin."
+
+
+def entries_of(entries: Iterable[ModelEntry], implementation: str) -> list[ModelEntry]:
+    """Return those that the setting `model_impl` allows. Raises `ConfigError` where none has such an implementation."""
+    known = list(entries)
+    wanted = OTHER_NAMES.get(implementation, implementation)
+    found = [entry for entry in known if wanted in (AUTO, entry.implementation)]
+    if known and not found:
+        there = ", ".join([AUTO, *sorted({entry.implementation for entry in known})])
+        raise ConfigError(f"model_impl is {implementation!r}; there is {there}.")
+    return found
 
 
 def find_model(entries: Iterable[ModelEntry], architecture: str) -> ModelEntry:
@@ -101,7 +115,8 @@ def load_model_class(entry: ModelEntry) -> type[nn.Module]:
 
 def build_model(config: BuildConfig, architecture: str, plugins: Plugins) -> Any:
     """The model with its weights allocated, not loaded: a `CausalLM`, or a `PoolingModel` where `config.pooling` is set."""
-    entry = find_model(plugins.entries("pelton_models"), architecture)
+    implementation = AUTO if config.engine_config is None else config.engine_config.model.model_impl
+    entry = find_model(entries_of(plugins.entries("pelton_models"), implementation), architecture)
     with blamed(f"Model {entry.name!r}", entry.load, ADVICE):
         model_class = load_model_class(entry)
         model = model_class(config=config)

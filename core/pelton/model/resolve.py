@@ -17,6 +17,7 @@ from pelton.entries import ModelEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.model.formats import ModelFormat, read_json
 from pelton.model.pooling import PoolingFolder
+from pelton.model.registry import entries_of
 from pelton.model.resolve_pooling import ModelFacts, resolve_pooling
 from pelton.model.resolved import ResolvedModel
 from pelton.model.source import SourceRequest
@@ -57,7 +58,7 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
     _check_numbers(hf_config, path)
     own_generation = model_format.read_generation_config(path)
     architecture, folder = _architecture(hf_config, path), model_format.read_pooling(path)
-    entries = plugins.entries("pelton_models")
+    entries = entries_of(plugins.entries("pelton_models"), model.model_impl)
     pooling = resolve_pooling(config, ModelFacts(hf_config, architecture, folder, entries))
     return ResolvedModel(
         name=model.model,

@@ -1,0 +1,72 @@
+"""Names and forms of a checkpoint's tensors as transformers' modules have them: experts in one tensor, renamed heads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pelton.model.loading import LazyWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class _InMemory(LazyWeight):
+    """A tensor that conversions made."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.shape = tuple(tensor.shape)
+
+    def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+        if dim is None:
+            return self._tensor
+        return self._tensor.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
+
+
+class Conversions:
+    """transformers' rules for one model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._prefix = model.base_model_prefix
+
+    def apply(
+        self, weights: Iterable[tuple[str, LazyWeight]], expected: Mapping[str, Any]
+    ) -> Iterator[tuple[str, LazyWeight]]:
+        """Hand on tensors under the modules' names. Those that are made of several are made when all have been seen."""
+        from transformers.core_model_loading import rename_source_key
+
+        by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        made: dict[str, Any] = {}
+        sources: dict[str, list[tuple[str, str, LazyWeight]]] = {}
+        for name, weight in weights:
+            if name in expected:
+                yield name, weight
+                continue
+            renamed, pattern = rename_source_key(
+                name, self._renamings, self._converters, self._prefix, dict.fromkeys(expected, True)
+            )
+            if pattern is None:
+                yield renamed, weight
+            else:
+                made.setdefault(renamed, by_pattern[pattern])
+                sources.setdefault(renamed, []).append((name, pattern, _InMemory(weight.read().clone())))
+        for first_name, rule in made.items():
+            converter = copy.deepcopy(rule)
+            for name, pattern, weight in sorted(sources.pop(first_name), key=lambda one: _natural(one[0])):
+                converter.add_tensor(first_name, name, pattern, weight.read)
+            for target, tensor in converter.convert(first_name).items():
+                yield target, _InMemory(tensor[0] if isinstance(tensor, list) else tensor)
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Parts of a name, numbers by their size."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -1,0 +1,230 @@
+"""One pass of a model on the meta device: which modules attend and how, which products read the same input.
+
+Everything that the model is later run with is what was seen here, not guessed from names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pelton.errors import ConfigError
+from pelton_plugins.transformers_models.attention import TORCH, TRACE, TorchCalls, default_scale, received_by
+from pelton_plugins.transformers_models.products import is_linear
+from pelton_plugins.transformers_models.source import refusal
+
+if TYPE_CHECKING:
+    from pelton_plugins.transformers_models.source import Source
+
+_NUM_TOKENS = 3
+_KNOWN_OPTIONS = ("scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "position_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedAttention:
+    """One module's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: str | None  # name of the parameter
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a forward pass showed."""
+
+    body: str
+    """Name of the module that gives the hidden states of which the model's head makes logits."""
+    attention: dict[str, TracedAttention]
+    """By the name of the module, in the order of the calls."""
+    products: list[list[str]]
+    """Names of linear modules; those of one list read the same input, one after the other."""
+    calls_torch: bool
+    """Whether its modules call torch's attention themselves."""
+
+
+def trace(source: Source, max_model_len: int) -> Trace:
+    """Raises `ConfigError` that names the module which cannot run, and why."""
+    with torch.inference_mode(False), torch.no_grad():  # tensors of inference do not say when they are written
+        found = _trace(source, max_model_len, calls_torch=False)
+        if found is None and source.model_class._supports_sdpa:
+            found = _trace(source, max_model_len, calls_torch=True)
+    if found is None:
+        raise refusal(source.name, "its attention does not go through transformers' attention interface")
+    return found
+
+
+def _trace(source: Source, max_model_len: int, *, calls_torch: bool) -> Trace | None:
+    """None where no attention is seen."""
+    try:
+        with torch.device("meta"):
+            model = source.build_to_trace(TORCH if calls_torch else TRACE)
+    except KeyError as error:
+        if error.args == (TRACE,):  # a table of classes by the function's name
+            return None
+        raise
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            raise refusal(f"{source.name} ({name})", "a convolution over tokens keeps a state of its own")
+    tracer = _Tracer(source.name, model, max_model_len)
+    positions = torch.arange(_NUM_TOKENS, device="meta")[None]
+    mask = _mask(1, None) if calls_torch else torch.ones_like(positions)
+    try:
+        with received_by(tracer), TorchCalls(tracer, tracer.innermost) if calls_torch else nullcontext():
+            model(input_ids=torch.zeros_like(positions), position_ids=positions, attention_mask=mask, use_cache=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise refusal(source.name, f"its forward pass cannot be traced ({type(error).__name__}: {error})") from error
+    return tracer.result(calls_torch=calls_torch)
+
+
+class _Watched(nn.Module):
+    """A linear module whose calls are noted, and reads of its tensors by others."""
+
+    def __init__(self, linear: nn.Module, name: str, tracer: _Tracer) -> None:
+        super().__init__()
+        self.linear, self._name, self._tracer = linear, name, tracer
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._tracer.calls.append((self._name, x, x._version))
+        output: Tensor = self.linear(x)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            self._tracer.read.add(self._name)
+            return getattr(self.linear, name)
+        return super().__getattr__(name)
+
+
+class _Mask(Tensor):
+    """A mask that stands for one window."""
+
+    window: int | None
+
+
+def _mask(num_tokens: int, window: int | None) -> _Mask:
+    mask = torch.empty(1, 1, num_tokens, num_tokens, device="meta").as_subclass(_Mask)
+    mask.window = window
+    return mask
+
+
+class _Tracer:
+    """A `Receiver`."""
+
+    def __init__(self, name: str, model: Any, max_model_len: int) -> None:
+        self.calls: list[tuple[str, Tensor, int]] = []
+        self.read: set[str] = set()
+        self._name, self._model, self._max_model_len = name, model, max_model_len
+        self._names = {module: name for name, module in model.named_modules()}
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._found: dict[str, TracedAttention] = {}
+        self._stack: list[nn.Module] = []
+        self._called_by_head: list[str] = []
+        for linear_name, module in list(model.named_modules()):
+            if is_linear(module):
+                parent, _, child = linear_name.rpartition(".")
+                setattr(model.get_submodule(parent), child, _Watched(module, linear_name, self))
+        for module in self._names:
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if len(self._stack) == 1:
+            self._called_by_head.append(self._names[module])
+        self._stack.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def innermost(self) -> nn.Module:
+        """Return the module whose forward pass runs."""
+        return self._stack[-1]
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
+    ) -> Tensor:
+        name = self._names[module]
+        subject = f"{self._name} ({name}, {type(module).__name__})"
+        if name in self._found:
+            raise refusal(subject, "it attends more than once in a step")
+        is_causal = options.get("is_causal")
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            raise refusal(subject, "it attends to later tokens too")
+        for option, given in options.items():
+            if option not in _KNOWN_OPTIONS and given is not None and not isinstance(given, bool):
+                raise refusal(subject, f"it gives attention {option!r}, which Pelton's does not take")
+        if mask is not None and not isinstance(mask, _Mask):
+            raise refusal(subject, "it makes an attention mask of its own, or adds to it (ALiBi, say)")
+        if key.shape[2] != _NUM_TOKENS or value.shape[3] > key.shape[3]:
+            raise refusal(subject, f"its keys are {list(key.shape)} and its values {list(value.shape)}")
+        window = mask.window if mask is not None else options.get("sliding_window")
+        sinks = options.get("s_aux")
+        scale = options.get("scaling")
+        self._found[name] = TracedAttention(
+            num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[3],
+            scale=default_scale(query.shape[3]) if scale is None else float(scale), sliding_window=window,
+            soft_cap=options.get("softcap"), sinks=None if sinks is None else self._parameters[id(sinks)],
+        )  # fmt: skip
+        return query.new_empty(1, _NUM_TOKENS, query.shape[1], value.shape[3])
+
+    def make_mask(self, options: Mapping[str, Any]) -> _Mask:
+        """Read the window from the function that says which key each query sees."""
+        return _mask(_NUM_TOKENS, self._window(options["mask_function"]))
+
+    def _window(self, sees: Any) -> int | None:
+        count = self._max_model_len
+        keys = torch.arange(count, device="cpu")[None]
+        queries = torch.tensor(sorted({0, 1, count // 3, count // 2, count - 1}), device="cpu")[:, None]
+        zero = torch.zeros((), dtype=torch.int64, device="cpu")
+        seen = sees(zero, zero, queries, keys).expand(len(queries), count)
+        window = int(seen[-1].sum())
+        expected = (keys <= queries) & (keys > queries - window)
+        if not torch.equal(seen, expected):
+            raise refusal(self._name, "its attention mask is neither causal nor a sliding window")
+        return None if window == count else window
+
+    def result(self, *, calls_torch: bool) -> Trace | None:
+        if not self._found:
+            return None
+        num_layers = self._model.config.num_hidden_layers
+        if len(self._found) != num_layers:
+            raise refusal(
+                self._name,
+                f"{len(self._found)} of its {num_layers} layers go through transformers' attention interface",
+            )
+        bodies = [name for name in self._called_by_head if all(one.startswith(f"{name}.") for one in self._found)]
+        if len(bodies) != 1:
+            raise refusal(self._name, "its head is not apart from its layers")
+        return Trace(bodies[0], self._found, self._products(), calls_torch)
+
+    def _products(self) -> list[list[str]]:
+        counts: dict[str, int] = {}
+        for name, _, _ in self.calls:
+            counts[name] = counts.get(name, 0) + 1
+        groups: list[list[str]] = []
+        before: tuple[Any, ...] | None = None
+        for name, x, version in self.calls:
+            if counts[name] > 1 or name in self.read:
+                before = None
+                if name not in self.read and [name] not in groups:
+                    groups.append([name])
+                continue
+            linear = self._model.get_submodule(name).linear
+            key = (name.rpartition(".")[0], id(x), version, linear.in_features, linear.bias is None)
+            if key == before:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+            before = key
+        return groups
