@@ -62,7 +62,9 @@ def make_checkpoint(path: str | Path, model_type: str, *, seed: int = 1, **overr
             for name, weight in model.named_parameters():
                 if weight.dim() == 1:
                     weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
-                elif any(word in name for word in ("embed", "wte", "wpe", "lm_head")):  # weak: sub-layers say what follows
+                elif any(
+                    word in name for word in ("embed", "wte", "wpe", "lm_head")
+                ):  # weak: sub-layers say what follows
                     weight.normal_(0.0, 0.15)
                 else:
                     weight.normal_(0.0, 3.0 / weight.shape[-1] ** 0.5)

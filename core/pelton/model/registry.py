@@ -115,7 +115,8 @@ def load_model_class(entry: ModelEntry) -> type[nn.Module]:
 
 def build_model(config: BuildConfig, architecture: str, plugins: Plugins) -> Any:
     """The model with its weights allocated, not loaded: a `CausalLM`, or a `PoolingModel` where `config.pooling` is set."""
-    implementation = AUTO if config.engine_config is None else config.engine_config.model.model_impl
+    settings = getattr(config, "engine_config", None)
+    implementation = AUTO if settings is None else settings.model.model_impl
     entry = find_model(entries_of(plugins.entries("pelton_models"), implementation), architecture)
     with blamed(f"Model {entry.name!r}", entry.load, ADVICE):
         model_class = load_model_class(entry)

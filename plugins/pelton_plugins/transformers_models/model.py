@@ -84,9 +84,7 @@ class TransformersForCausalLM(nn.Module):
         ids, positions = batch.input_ids[None], batch.positions[None]
         if self._calls_torch:
             with self._attention.torch_calls():
-                output = self.body(
-                    input_ids=ids, position_ids=positions, attention_mask=self._no_mask, use_cache=False
-                )
+                output = self.body(input_ids=ids, position_ids=positions, attention_mask=self._no_mask, use_cache=False)
         else:
             with received_by(self._attention):
                 output = self.body(input_ids=ids, position_ids=positions, use_cache=False)
@@ -126,9 +124,7 @@ def _attention_layers(
 class _Swap:
     """Gives every tensor of a model its memory and its place in the checkpoint, in modules of Pelton's where they fit."""
 
-    def __init__(
-        self, source: Source, model: PreTrainedModel, traced: Trace, config: BuildConfig, prefix: str
-    ) -> None:
+    def __init__(self, source: Source, model: PreTrainedModel, traced: Trace, config: BuildConfig, prefix: str) -> None:
         self._source, self._model, self._traced, self._config, self._prefix = source, model, traced, config, prefix
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -160,7 +156,9 @@ class _Swap:
             return
         head: Any = self._model.get_output_embeddings()
         is_tied = head is not None and head.weight is module.weight
-        if is_tied and (head.bias is not None or not any(self._name_of(head) in group for group in self._traced.products)):
+        if is_tied and (
+            head.bias is not None or not any(self._name_of(head) in group for group in self._traced.products)
+        ):
             return
         if len(names) > 1 + is_tied:
             return
@@ -222,5 +220,3 @@ class _Swap:
     def _ignore(self, names: Iterable[str]) -> None:
         for name in names:
             self._config.weights.ignore(re.escape(self._prefix + name))
-
-

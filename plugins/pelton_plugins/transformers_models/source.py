@@ -115,6 +115,8 @@ def _check_kind(named: str, config: PreTrainedConfig) -> None:
         raise refusal(named, f"it has parts beside its language model ({', '.join(config.sub_configs)})")
     if getattr(config, "add_cross_attention", False):
         raise refusal(named, "add_cross_attention is set")
+    if getattr(config, "alibi", False):
+        raise refusal(named, "its attention adds ALiBi's distances (alibi is set)")
     if getattr(config, "num_kv_shared_layers", None):
         raise refusal(named, "its last layers read the keys and values of earlier ones (num_kv_shared_layers)")
     kinds: list[str] = getattr(config, "layer_types", None) or []
@@ -151,5 +153,3 @@ def set_ropes(model: PreTrainedModel, max_model_len: int) -> None:
             fixed[layer_type] = "fixed"
         if fixed != dict(by_layer):
             module.rope_type = fixed if isinstance(kinds, dict) else fixed[None]
-
-

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pelton.errors import ConfigError
 from pelton_plugins.transformers_models.attention import TORCH, TRACE, TorchCalls, default_scale, received_by
 from pelton_plugins.transformers_models.products import is_linear
-from pelton_plugins.transformers_models.source import refusal
+from pelton_plugins.transformers_models.source import refusal, set_ropes
 
 if TYPE_CHECKING:
     from pelton_plugins.transformers_models.source import Source
@@ -40,7 +40,7 @@ class TracedAttention:
 
 @dataclass(slots=True)
 class Trace:
-    """What a forward pass showed."""
+    """Findings of one forward pass."""
 
     body: str
     """Name of the module that gives the hidden states of which the model's head makes logits."""
@@ -72,6 +72,7 @@ def _trace(source: Source, max_model_len: int, *, calls_torch: bool) -> Trace | 
         if error.args == (TRACE,):  # a table of classes by the function's name
             return None
         raise
+    set_ropes(model, max_model_len)
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             raise refusal(f"{source.name} ({name})", "a convolution over tokens keeps a state of its own")

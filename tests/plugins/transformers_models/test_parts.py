@@ -1,0 +1,158 @@
+"""What is replaced by Pelton's modules, and what stays: found by trying modules, not by their names."""
+
+import pytest
+import torch
+import transformers
+from pelton_transformers import make_checkpoint
+from torch import nn
+
+import pelton_backends.sdpa.plugin
+import pelton_plugins.transformers_models.plugin
+from pelton.testing.model_driver import ModelDriver
+from pelton.testing.plugins import plugins_of
+from pelton_plugins.transformers_models.norms import Norm, find_norm
+from pelton_plugins.transformers_models.products import (
+    Products,
+    TiedHead,
+    TokenEmbedding,
+    embedding_scale,
+    is_linear,
+)
+
+
+class Llama(nn.Module):
+    """An RMS norm; the other classes differ from it in one thing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(32)), 1e-5
+
+    def normed(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        return self.normed(x) * self.weight
+
+
+class Gemma(Llama):
+    def forward(self, x):
+        return self.normed(x) * (1 + self.weight)
+
+
+class Centred(Llama):
+    def forward(self, x):
+        return self.normed(x - x.mean(-1, keepdim=True)) * self.weight
+
+
+class OtherEps(Llama):
+    def normed(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
+
+
+class Biased(Llama):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(32))
+
+
+@pytest.mark.parametrize("module, unit_offset", [(Llama(), False), (Gemma(), True)])
+def test_rms_norms_are_found(module, unit_offset):
+    spec = find_norm(module)
+    assert (spec.size, spec.eps, spec.unit_offset) == (32, 1e-5, unit_offset)
+    assert torch.equal(module.weight, torch.ones(32))  # tried with other weights, which are gone
+
+
+@pytest.mark.parametrize("module", [Centred(), OtherEps(), Biased(), nn.LayerNorm(32), nn.Linear(32, 32)])
+def test_other_modules_are_not_taken_for_rms_norms(module):
+    assert find_norm(module) is None
+
+
+class OtherWay(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 8.0
+
+
+class Normed(nn.Embedding):
+    def forward(self, ids):
+        return torch.nn.functional.normalize(super().forward(ids), dim=-1)
+
+
+def test_products_and_embeddings_are_found():
+    assert is_linear(nn.Linear(4, 4)) and is_linear(OtherWay(4, 4)) and not is_linear(Doubled(4, 4))
+    assert not is_linear(nn.LayerNorm(4))
+    assert [embedding_scale(kind(4, 6)) for kind in (nn.Embedding, Scaled, Normed)] == [1.0, 8.0, None]
+    assert embedding_scale(nn.Linear(4, 6)) is None
+
+
+def build(path):
+    return ModelDriver(
+        path, plugins=plugins_of(pelton_backends.sdpa.plugin, pelton_plugins.transformers_models.plugin)
+    ).model
+
+
+def sizes(model):
+    return sorted({tuple(one.sizes) for one in model.modules() if isinstance(one, Products)})
+
+
+def test_products_of_one_input_are_one_product(tmp_path):
+    """Query, key and value; gate and up. The head stands alone."""
+    model = build(make_checkpoint(tmp_path, "ernie4_5", tie_word_embeddings=False))
+    assert sizes(model) == [(64,), (64, 32, 32), (96, 96), (320,)]
+    assert sum(isinstance(one, Norm) for one in model.modules()) == 7
+    assert not any(isinstance(one, nn.Linear) for one in model.modules())
+
+
+def test_a_tied_head_reads_the_embedding(tmp_path):
+    model = build(make_checkpoint(tmp_path, "cohere"))
+    [head] = [one for one in model.modules() if isinstance(one, TiedHead)]
+    [embedding] = [one for one in model.modules() if isinstance(one, TokenEmbedding)]
+    assert head is not embedding and sizes(model) == [(64,), (64, 32, 32), (96, 96)]
+    assert sum(one.numel() == 320 * 64 for one in model.parameters()) == 1
+
+
+def test_norms_that_are_not_rms_norms_stay(tmp_path):
+    model = build(make_checkpoint(tmp_path, "stablelm"))
+    assert sum(isinstance(one, nn.LayerNorm) for one in model.modules()) == 7
+    assert not any(isinstance(one, Norm) for one in model.modules())
+
+
+def test_a_window_is_read_from_the_mask_of_each_layer(tmp_path):
+    driver = ModelDriver(
+        make_checkpoint(tmp_path, "gemma2"),
+        plugins=plugins_of(pelton_backends.sdpa.plugin, pelton_plugins.transformers_models.plugin),
+    )
+    layers = list(driver.build.cache_layers.values())
+    assert [layer.sliding_window for layer in layers] == [24, None, 24, None]
+    assert {layer.soft_cap for layer in layers} == {50.0} and {layer.scale for layer in layers} == {24**-0.5}
+
+
+@pytest.mark.parametrize("max_model_len", [64, 512])
+def test_long_rope_takes_the_frequencies_of_the_longest_row(tmp_path, max_model_len):
+    """transformers chooses by the longest row of each step, so that what others ask for would change a row's answer."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64, "factor": 8.0,
+    }  # fmt: skip
+    path = make_checkpoint(
+        tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64, partial_rotary_factor=1.0
+    )
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    ids = torch.randint(5, 320, (max_model_len // 2,), generator=torch.Generator().manual_seed(0))
+    driver = ModelDriver(
+        path, max_model_len=max_model_len,
+        plugins=plugins_of(pelton_backends.sdpa.plugin, pelton_plugins.transformers_models.plugin),
+    )  # fmt: skip
+    got = torch.cat([driver.step({"a": part})["a"] for part in (ids[:20].tolist(), ids[20:].tolist())])
+    with torch.inference_mode():
+        want = reference(ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
