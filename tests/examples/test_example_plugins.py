@@ -129,6 +129,8 @@ def test_without_the_plugin_its_architecture_is_unknown(tiny_checkpoint):
     with pytest.raises(
         ConfigError, match=r"No model plugin offers architecture 'TinyForCausalLM'\. There is: .*Gemma3"
     ):
+        LLM(model=tiny_checkpoint, model_impl="pelton", **SMALL)
+    with pytest.raises(ConfigError, match=r"architecture 'TinyForCausalLM', and transformers .* knows no model_type"):
         LLM(model=tiny_checkpoint, **SMALL)
 
 

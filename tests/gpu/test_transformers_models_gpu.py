@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pelton.graphs.captures import FullGraphs, PieceGraphs
 from pelton_e2e import GapReference, gap_reference, generate, greedy, make_llm, make_prompts
 from pelton_transformers import VOCAB_SIZE, make_checkpoint
 
 from pelton.config import CUDAGraphMode
-from pelton.graphs.captures import FullGraphs, PieceGraphs
 
 pytestmark = pytest.mark.gpu
 
@@ -42,9 +42,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     def get(model_type: str) -> GapReference:
         if model_type not in made:
             path = make_checkpoint(tmp_path_factory.mktemp(model_type), model_type, **SIZES[model_type])
-            made[model_type] = gap_reference(
-                model_type, path, make_prompts(VOCAB_SIZE, LENGTHS), NUM_TOKENS, "cuda"
-            )
+            made[model_type] = gap_reference(model_type, path, make_prompts(VOCAB_SIZE, LENGTHS), NUM_TOKENS, "cuda")
         return made[model_type]
 
     return get

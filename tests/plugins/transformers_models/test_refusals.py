@@ -33,7 +33,13 @@ def fields_of(model_type, **overrides):
     return {**fields, "architectures": [name.__name__ if name else known.get(model_type, "UnknownModel")]}
 
 
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,9 @@ def test_says_which_module_and_why(plugins, model_type, overrides, why):
 
 
 def test_an_unknown_model_names_its_type(plugins):
-    with pytest.raises(ConfigError, match="architecture 'OwnForCausalLM', and transformers .* knows no model_type 'own'"):
+    with pytest.raises(
+        ConfigError, match=r"architecture 'OwnForCausalLM', and transformers .* knows no model_type 'own'"
+    ):
         ModelDriver(hf_config={"architectures": ["OwnForCausalLM"], "model_type": "own"}, weights=[], plugins=plugins)
 
 
@@ -95,7 +103,12 @@ def test_the_setting_names_whose_modules(tmp_path):
     from pelton import LLM
 
     path = make_tiny_checkpoint(tmp_path, "llama", with_tokenizer=False)
-    small = {"skip_tokenizer_init": True, "max_model_len": 64, "kv_cache_memory_bytes": 2**20, "disable_log_stats": True}
+    small = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 2**20,
+        "disable_log_stats": True,
+    }
     with pytest.raises(ConfigError, match=r"model_impl is 'thunder'; there is auto, pelton, transformers\."):
         LLM(model=str(path), model_impl="thunder", **small)
     other = make_checkpoint(tmp_path / "phi3", "phi3")
