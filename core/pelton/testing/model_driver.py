@@ -7,7 +7,7 @@ blocks in every KV group and runs the steps it is told to.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,10 +77,12 @@ class ModelDriver:
         plugins: Plugins | None = None,
         hf_config: dict[str, Any] | None = None,
         hf_overrides: dict[str, Any] | None = None,
-        weights: Iterable[tuple[str, LazyWeight]] | None = None,
+        weights: Iterable[tuple[str, LazyWeight]] | Callable[[dict[str, tuple[int, ...]]], Any] | None = None,
+        model_class: Any = None,
         **fields: Any,
     ) -> None:
-        """path: a checkpoint folder, from which config and weights come where they are not given."""
+        """path: a checkpoint folder, from which config and weights come where they are not given. weights: may be made from the
+        shapes that the model expects, by name. model_class: in place of the one that plugins offer for the architecture."""
         plugins = plugins or load_plugins(only=[])
         if path is not None:
             hf_config = hf_config or json.loads((Path(path) / "config.json").read_text())
@@ -90,8 +92,13 @@ class ModelDriver:
         self.build = make_test_build(
             hf_config, plugins, dtype=dtype, block_size=block_size, parallel=parallel or ParallelContext(), **fields
         )
-        self.model = build_model(self.build, hf_config["architectures"][0], plugins)
-        self.used_weights = self.model.load_weights(weights)
+        if model_class is None:
+            self.model = build_model(self.build, hf_config["architectures"][0], plugins)
+        else:
+            self.model = model_class(config=self.build).eval()
+        self.used_weights = self.model.load_weights(
+            weights(self.build.weights.expected()) if callable(weights) else weights
+        )
         self.build.ops.weights_loaded()
         self.block_size = block_size
         self.plan = plan_one_group_per_spec(self.build, num_blocks)

@@ -142,6 +142,11 @@ def op_cases(op: str, dtype: str = "float32", device: str = "cpu", *, weights: W
     return list(_CASES[op](_Maker(dtype, device, weights)))
 
 
+def ops_with_cases() -> frozenset[str]:
+    """Return the ops that `op_cases` has cases for."""
+    return frozenset(_CASES)
+
+
 class _Maker:
     """Random tensors, the same ones in each run."""
 

@@ -1,6 +1,7 @@
 """`pelton plugins`: what is loaded, from which distribution, what it offers, and what became of each offer.
 
-`--check` loads every installed plugin by itself and says what is wrong with each; it works when a start does not.
+`--check` loads every installed plugin by itself and says what is wrong with each; it works when a start does not. `new` and
+`check` are for authors: `plugin_author.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pelton.errors import PluginError
 from pelton.metrics.manager import chosen_entries
 from pelton.platform.select import describe_platforms
 from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
+from pelton_plugins.commands import plugin_author
 
 DEVICE_TYPES = ("cpu", "cuda")
 """Asked for besides those of the platforms that are here."""
@@ -39,10 +41,20 @@ class PluginsArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Print JSON."""
 
 
+DOC = """List the loaded plugins and what they offer; `list` may be left out.
+
+For authors of plugins:
+  pelton plugins new KIND NAME [--folder DIR]   write a package that works, with its test
+  pelton plugins check PACKAGE                  put an installed package through the conformance suites"""
+
+
 def run(argv: list[str]) -> int:
-    doc = "List the loaded plugins and what they offer."
+    if argv[:1] in (["new"], ["check"]):
+        return plugin_author.run(argv)
+    if argv[:1] == ["list"]:
+        argv = argv[1:]
     parsed = parse_flags(
-        argv, [PluginsArguments], positional=None, program="pelton plugins", doc=doc, engine=False, environ={}
+        argv, [PluginsArguments], positional=None, program="pelton plugins", doc=DOC, engine=False, environ={}
     )
     arguments: PluginsArguments = parsed.structs["PluginsArguments"]
     if arguments.check:

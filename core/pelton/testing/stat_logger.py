@@ -1,0 +1,66 @@
+"""Conformance of stat loggers: what any implementation has to keep, run with pytest.
+
+Subclass `StatLoggerConformance` in a test module and set `logger_class`. Tests run in a folder of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from pelton.config import EngineConfig
+from pelton.metrics.interface import OffersSnapshot, StatLogger
+from pelton.metrics.snapshot import render_text
+from pelton.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
+
+_MAX_RECORD_S = 0.02
+"""On average; `record` is called for every batch of outputs."""
+
+
+def some_stats(step: int) -> tuple[SchedulerStats | None, IterationStats]:
+    """One batch of outputs, as an engine hands it on; every third has no state of the scheduler with it."""
+    scheduler = None if step % 3 == 2 else SchedulerStats(num_running_reqs=2, num_steps=1, num_scheduled_tokens=9)
+    finished = [FinishedRequestStats("stop", num_prompt_tokens=7, num_generation_tokens=3)] if step % 2 else []
+    iteration = IterationStats()
+    iteration.num_prompt_tokens, iteration.num_generation_tokens = 7, 2
+    iteration.finished_requests = finished
+    iteration.time_to_first_tokens_s = [0.02]
+    return scheduler, iteration
+
+
+class StatLoggerConformance:
+    logger_class: ClassVar[type[StatLogger]]
+    settings: ClassVar[dict[str, object]] = {}
+    """Flat settings, such as `plugin_config`."""
+
+    @pytest.fixture
+    def logger(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatLogger:
+        monkeypatch.chdir(tmp_path)
+        return self.logger_class(config=EngineConfig.from_flat(**self.settings), engine_index=0)
+
+    def test_takes_every_batch_and_does_not_block(self, logger: StatLogger) -> None:
+        began = time.perf_counter()
+        for step in range(30):
+            logger.record(*some_stats(step))
+        logger.record(None, IterationStats())
+        assert time.perf_counter() - began < 31 * _MAX_RECORD_S, "record takes too long: it holds up answers"
+
+    def test_logs_with_and_without_anything_new(self, logger: StatLogger) -> None:
+        logger.log()
+        logger.record(*some_stats(1))
+        logger.log()
+        logger.log()
+
+    def test_leaves_the_numbers_as_they_are(self, logger: StatLogger) -> None:
+        scheduler, iteration = some_stats(1)
+        logger.record(scheduler, iteration)
+        assert (scheduler, iteration) == some_stats(1), "record changes what other loggers read after it"
+
+    def test_what_it_publishes_can_be_rendered(self, logger: StatLogger) -> None:
+        if not isinstance(logger, OffersSnapshot):
+            pytest.skip("has no snapshot")
+        logger.record(*some_stats(0))
+        assert render_text(logger.snapshot())

@@ -1,0 +1,19 @@
+"""A draft proposer: what followed the last token before.
+
+Offered here; nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton import hookimpl
+from pelton.entries import Entry
+
+PELTON_API = ">=1,<2"
+PELTON_CONFORMANCE = "pelton_skeleton.conformance"
+
+
+@hookimpl
+def pelton_draft_proposers() -> Sequence[Entry]:
+    return [Entry(name="skeleton", load="pelton_skeleton.proposer:SkeletonProposer", doc="speculative_config.method")]

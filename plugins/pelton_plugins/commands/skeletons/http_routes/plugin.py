@@ -1,0 +1,19 @@
+"""HTTP routes: GET /skeleton/model and POST /skeleton/length.
+
+Offered here; nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton import hookimpl
+from pelton.entries import Entry
+
+PELTON_API = ">=1,<2"
+PELTON_CONFORMANCE = "pelton_skeleton.conformance"
+
+
+@hookimpl
+def pelton_http_routes() -> Sequence[Entry]:
+    return [Entry(name="skeleton", load="pelton_skeleton.routes:routes", doc="/skeleton/model, /skeleton/length")]

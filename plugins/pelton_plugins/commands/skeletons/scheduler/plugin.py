@@ -1,0 +1,19 @@
+"""A scheduler: the built-in one, with a counter of its steps.
+
+Offered here; nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton import hookimpl
+from pelton.entries import Entry
+
+PELTON_API = ">=1,<2"
+PELTON_CONFORMANCE = "pelton_skeleton.conformance"
+
+
+@hookimpl
+def pelton_schedulers() -> Sequence[Entry]:
+    return [Entry(name="skeleton", load="pelton_skeleton.scheduler:SkeletonScheduler", doc="--scheduler skeleton")]

@@ -1,0 +1,19 @@
+"""A scheduling policy: the shortest prompt first.
+
+Offered here; nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton import hookimpl
+from pelton.entries import Entry
+
+PELTON_API = ">=1,<2"
+PELTON_CONFORMANCE = "pelton_skeleton.conformance"
+
+
+@hookimpl
+def pelton_scheduling_policies() -> Sequence[Entry]:
+    return [Entry(name="skeleton", load="pelton_skeleton.policy:SkeletonPolicy", doc="--scheduling-policy skeleton")]
