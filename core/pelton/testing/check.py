@@ -103,7 +103,7 @@ class _Recorder:
     """A plugin of pytest: outcomes by (class, test function), whose cases count together."""
 
     labels: dict[str, str]
-    """Of the classes, by the names that pytest knows them under."""
+    """Names of the classes in the report, by the names that pytest knows them under."""
     outcomes: dict[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
     def pytest_collectreport(self, report: Any) -> None:

@@ -20,7 +20,7 @@ from pelton.kv_cache.planner import plan_kv_cache
 from pelton.kv_cache.spec import KVCachePlan
 from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
-from pelton.plugins import load_plugins
+from pelton.plugins import Plugins, load_plugins
 from pelton.sampling_params import SamplingParams
 
 VOCAB = 128
@@ -58,11 +58,18 @@ class ExecutorConformance:
     settings: ClassVar[dict[str, Any]] = {}
     """More flat settings, such as sizes of parallel groups."""
 
+    def plugins(self) -> Plugins:
+        """Return the plugins that it runs with: all that are installed."""
+        return load_plugins()
+
+    def make_executor(self, context: ExecutorContext) -> Executor:
+        return self.executor_class(context)
+
     @pytest.fixture
     def executor(self) -> Iterator[Executor]:
         flat = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "load_format": "dummy", **self.settings}
-        executor = self.executor_class(
-            ExecutorContext(config=EngineConfig.from_flat(**flat), model=tiny_model(), plugins=load_plugins())
+        executor = self.make_executor(
+            ExecutorContext(config=EngineConfig.from_flat(**flat), model=tiny_model(), plugins=self.plugins())
         )
         yield executor
         executor.shutdown()

@@ -22,7 +22,11 @@ from pelton.quantization.interface import QuantizationMethod
 from pelton.testing.executor import tiny_model
 from pelton.testing.model_driver import ModelDriver, TensorWeight
 
-PROMPTS = {"short": [5], "long": [(7 * index) % 60 + 3 for index in range(23)], "other": [9, 8, 7, 6]}
+PROMPTS: dict[str, Sequence[int]] = {
+    "short": [5],
+    "long": [(7 * index) % 60 + 3 for index in range(23)],
+    "other": [9, 8, 7, 6],
+}
 
 
 def random_weights(expected: dict[str, tuple[int, ...]], seed: int = 0) -> Iterator[tuple[str, LazyWeight]]:
@@ -80,7 +84,8 @@ class ModelConformance:
 
     def test_padding_changes_nothing(self) -> None:
         plain, padded = self.make(), self.make()
-        for work in (PROMPTS, {name: [11] for name in PROMPTS}):
+        decode: dict[str, Sequence[int]] = {name: [11] for name in PROMPTS}
+        for work in (PROMPTS, decode):
             expected, found = plain.step(work), padded.step(work, num_padding=3)
             for name in work:
                 self.assert_close(found[name], expected[name])
@@ -102,7 +107,7 @@ class QuantizationConformance:
 
     def make(self, *, is_plain: bool = False) -> ModelDriver:
         model = tiny_model()
-        fields = {} if is_plain else {"quantization": type(self).factory(EngineConfig(), model)}
+        fields: dict[str, Any] = {} if is_plain else {"quantization": type(self).factory(EngineConfig(), model)}
         architecture = find_model(load_plugins().entries("pelton_models"), model.architecture).resolve()
         return drive(architecture, {**model.hf_config, "hidden_size": 64, "intermediate_size": 96}, **fields)
 

@@ -84,6 +84,7 @@ SUITES: Mapping[str, Suite] = {
     "pelton_model_formats": Suite("pelton.testing.model_format:ModelFormatConformance", needs="format_class and write"),
     "pelton_quantization_methods": Suite("pelton.testing.model:QuantizationConformance", _set("factory")),
     "pelton_executors": Suite("pelton.testing.executor:ExecutorConformance", _set("executor_class")),
+    "pelton_workers": Suite("pelton.testing.worker:WorkerConformance", _set("worker_class")),
     "pelton_schedulers": Suite("pelton.testing.scheduler:SchedulerConformance", _made("make_scheduler")),
     "pelton_scheduling_policies": Suite(
         "pelton.testing.scheduling_policy:SchedulingPolicyConformance", _set("policy_class")
@@ -104,6 +105,7 @@ SUITES: Mapping[str, Suite] = {
     "pelton_lora_resolvers": Suite(
         "pelton.testing.lora_resolver:LoRAResolverConformance", needs="make_resolver, and prepare and known_name"
     ),
+    "pelton_http_routes": Suite("pelton.testing.http:HTTPConformance", needs="calls"),
     "pelton_settings": Suite("pelton.testing.settings:SettingsConformance", _set("settings_class")),
     "pelton_cli_commands": Suite(
         "pelton.testing.command:CommandConformance", lambda entry, loaded: {"run": staticmethod(loaded)}

@@ -17,7 +17,7 @@ PELTON_CONFORMANCE = "pelton_skeleton.conformance"
 
 @hookimpl
 def pelton_config_adjustments(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
-    """What the user set stays; two plugins that want different values are an error."""
+    """Settings that the user gave stay; two plugins that want different values are an error."""
     if config.kv_cache.enable_prefix_caching:
         return {}
     return {"kv_cache_metrics": (False, "skeleton: residency says nothing without a prefix cache")}

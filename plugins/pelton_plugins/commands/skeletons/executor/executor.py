@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pelton.executor.in_process import InProcessExecutor
+from pelton_plugins.executors.in_process import InProcessExecutor
 from pelton.executor.interface import ExecutorContext, StepHandle
 from pelton.messages.step import SchedulerOutput
 

@@ -31,7 +31,7 @@ def routes(state: Any) -> list[Any]:
                 raise RequestError(f"the body has more than {MAX_BYTES} bytes")
         try:
             text = json.loads(body)["text"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise RequestError("send a JSON object with `text`", param="text") from None
         if not isinstance(text, str):
             raise RequestError("text must be a string", param="text", value=text)

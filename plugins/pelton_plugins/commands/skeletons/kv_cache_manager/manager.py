@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from pelton.kv_cache.interface import BlockIds, CacheableRequest, KVManagerContext
-from pelton.kv_cache.manager import PagedKVCacheManager
+from pelton_plugins.kv_cache.manager import PagedKVCacheManager
 from pelton.metrics.plugin_metrics import PluginMetrics
 
 

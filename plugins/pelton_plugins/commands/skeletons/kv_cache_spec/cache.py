@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pelton.kv_cache.single_type import SlidingWindowManager
+from pelton_plugins.kv_cache.single_type import SlidingWindowManager
 from pelton.kv_cache.spec import SlidingWindowSpec
 
 

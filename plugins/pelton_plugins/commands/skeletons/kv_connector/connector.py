@@ -25,7 +25,7 @@ Block = tuple[str, int]
 
 
 class StepTransfers(msgspec.Struct, frozen=True):
-    """What the workers have to know about one step."""
+    """Orders to the workers for one step."""
 
     loads: list[Block] = []
     saves: list[Block] = []
@@ -96,7 +96,7 @@ class SkeletonScheduler(SchedulerConnector):
         return msgspec.msgpack.encode(transfers)
 
     def request_computed(self, request_id: str) -> None:
-        """Its KV is finite; before this call it may be NaN."""
+        """The KV of the prompt is finite; before this call it may be NaN."""
         self._computed.add(request_id)
 
     def request_finished(self, request_id: str, block_ids: BlockIds) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pelton.messages.step import SchedulerOutput
 from pelton.scheduler.interface import SchedulerContext
-from pelton.scheduler.scheduler import DefaultScheduler
+from pelton_plugins.scheduler.scheduler import DefaultScheduler
 
 
 class SkeletonScheduler(DefaultScheduler):
