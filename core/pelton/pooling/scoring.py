@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pelton.errors import NotSupportedError, RequestError
 from pelton.messages.request import PoolingParams
 from pelton.model.resolve_pooling import SCORE
@@ -53,6 +51,8 @@ def pair_prompt(
 
 def cosine(first: PoolingOutput, second: PoolingOutput) -> float:
     """The cosine of two vectors."""
+    import numpy as np  # a server that only generates does without
+
     one, other = first.data.astype(np.float64), second.data.astype(np.float64)
     length = float(np.linalg.norm(one) * np.linalg.norm(other))
     return float(one @ other) / length if length else 0.0

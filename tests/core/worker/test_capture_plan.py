@@ -27,6 +27,13 @@ def test_small_sizes_come_first_then_those_that_stand_in_for_others() -> None:
     assert [capture.key.num_reqs for capture in wide.captures[::2]] == [3, 16, 12, 20]
 
 
+def test_fewer_are_captured_at_the_start_where_a_late_one_loses_little() -> None:
+    usual = CapturePlan.make(dispatcher(CUDAGraphMode.FULL_DECODE_ONLY), VARIANTS)
+    few = CapturePlan.make(dispatcher(CUDAGraphMode.FULL_DECODE_ONLY), VARIANTS, first_tokens=1)
+    assert few.num_first == 2 and [capture.key.num_tokens for capture in few.captures[:2]] == [1, 1]
+    assert set(few.captures) == set(usual.captures)
+
+
 def test_every_valid_key_is_there_once_with_the_tails_that_it_can_have() -> None:
     graphs = dispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, decode_query_len=4, captures_prompts=True)
     plan = CapturePlan.make(graphs, VARIANTS)

@@ -29,9 +29,9 @@ class Device:
 @pytest.mark.parametrize(
     "floor_s, token_s, steps",
     [
-        pytest.param(0.001, 1e-5, [4, 16, 64, 256], id="fast"),
-        pytest.param(0.008, 5e-4, [4, 16, 64, 256], id="usual"),
-        pytest.param(0.05, 2e-3, [4, 16, 64], id="a-large-model"),
+        pytest.param(0.001, 1e-5, [4, 32, 128], id="fast"),
+        pytest.param(0.008, 5e-4, [4, 32, 128], id="usual"),
+        pytest.param(0.05, 2e-3, [4, 32], id="a-large-model"),
         pytest.param(0.1, 1.0, [4], id="very-slow"),
     ],
 )
@@ -39,22 +39,23 @@ def test_the_speed_of_many_tokens_is_found_in_little_time(floor_s, token_s, step
     device = Device(floor_s, token_s)
     assert device.speed() == pytest.approx(1 / token_s, rel=0.01)
     assert device.steps == steps
-    assert device.now < max(0.3, 4.1 * token_s)
+    assert device.now < max(0.15, 4.1 * token_s)
 
 
 def test_no_step_is_larger_than_the_buffers():
     device = Device(0.001, 1e-5)
     device.speed(most=50)
-    assert device.steps == [4, 16]
+    assert device.steps == [4, 32]
     tiny = Device(0.001, 1e-5)
     tiny.speed(most=3)
     assert tiny.steps == [3]
 
 
 @pytest.mark.parametrize(
-    "speed, expected", [(1e6, 2048), (1500, 1024), (1463, 1024), (1460, 512), (130, 64), (1, 64), (0.001, 64)]
+    "speed, expected",
+    [(1e6, 2048), (1500, 1024), (1463, 1024), (1460, 896), (950, 640), (130, 80), (1, 64), (0.001, 64)],
 )
-def test_budgets_are_powers_of_two_within_bounds(speed, expected):
+def test_budgets_are_quarters_of_powers_of_two_within_bounds(speed, expected):
     assert fitting_tokens(speed, 0.7, 64, 2048) == expected
 
 
@@ -75,10 +76,10 @@ def test_a_worker_measures_its_model(tmp_path, monkeypatch):
 
     monkeypatch.setattr(worker.model, "forward", slow)
     fit = worker.fit_step()
-    assert fit.num_tokens == 512  # 1,000 tokens a second at most, 732 at least
+    assert fit.num_tokens in (512, 640)  # 1,000 tokens a second at most, 732 at least
     assert fit.context_tokens == context_tokens(worker.model, worker.build.cache_layers.values())
     (note,) = [note for note in worker.report().notes if "max_num_batched_tokens" in note]
-    assert note.startswith("max_num_batched_tokens 512: 0.") and note.endswith(" tokens/s")
+    assert note.startswith(f"max_num_batched_tokens {fit.num_tokens}: 0.") and note.endswith(" tokens/s")
     assert worker.report().phase_s["measure speed"] < 1.0
     monkeypatch.setattr(type(worker.platform), "target_step_s", None)
     assert worker.fit_step() is None

@@ -21,6 +21,8 @@ logger = get_logger(__name__)
 
 FIRST_TOKENS = 8
 """Steps up to this size are captured at the start; larger ones in idle moments, or when a step first has their size."""
+_FIRST_RECORDED_TOKENS = 1
+"""The same where calls are recorded: a step that is recorded late loses little."""
 
 
 class Capture(NamedTuple):
@@ -43,11 +45,18 @@ class CapturePlan:
     """Of them, at the start; the others in idle moments."""
 
     @classmethod
-    def make(cls, dispatcher: GraphDispatcher, variants: Sequence[Variant], *, has_lora: bool = False) -> CapturePlan:
+    def make(
+        cls,
+        dispatcher: GraphDispatcher,
+        variants: Sequence[Variant],
+        *,
+        has_lora: bool = False,
+        first_tokens: int = FIRST_TOKENS,
+    ) -> CapturePlan:
         """variants: of sampling, that each decode step is captured with."""
-        keys = sorted(dispatcher.valid_keys(), key=lambda item: _order_of_use(item[1]))
+        keys = sorted(dispatcher.valid_keys(), key=lambda item: _order_of_use(item[1], first_tokens))
         captures = [Capture(mode, replace(key, tail=tail)) for mode, key in keys for tail in _tails(key, variants)]
-        num_first = sum(capture.key.num_tokens <= FIRST_TOKENS for capture in captures)
+        num_first = sum(capture.key.num_tokens <= first_tokens for capture in captures)
         if has_lora:
             captures += [Capture(mode, replace(key, has_lora=True)) for mode, key in captures]
         return cls(tuple(captures), num_first)
@@ -65,12 +74,12 @@ def _tails(key: BatchDescriptor, variants: Sequence[Variant]) -> Iterator[Tail |
         yield Sample(variant) if key.uniform_query_len == 1 else Verify(variant)
 
 
-def _order_of_use(key: BatchDescriptor) -> tuple[bool, int]:
+def _order_of_use(key: BatchDescriptor, first_tokens: int) -> tuple[bool, int]:
     size = key.num_tokens
     is_stand_in = (
         size & (size - 1) == 0 and not key.is_prompt and (size <= MAX_MIXED_TOKENS or key.uniform_query_len > 0)
     )
-    return size > FIRST_TOKENS and not is_stand_in, size
+    return size > first_tokens and not is_stand_in, size
 
 
 def plan_captures(runner: ModelRunner, graphs: GraphRunner) -> CapturePlan:
@@ -78,8 +87,9 @@ def plan_captures(runner: ModelRunner, graphs: GraphRunner) -> CapturePlan:
     variants = runner.tails.variants
     plan = CapturePlan.make(
         graphs.dispatcher,
-        variants[:1] if graphs.runs_calls else variants,  # a step that is recorded late loses little
+        variants[:1] if graphs.runs_calls else variants,
         has_lora=runner.ops.adapters is not None,
+        first_tokens=_FIRST_RECORDED_TOKENS if graphs.runs_calls else FIRST_TOKENS,
     )
     logger.debug("Steps to be captured, %s", plan)
     return plan
