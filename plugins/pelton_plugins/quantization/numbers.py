@@ -12,9 +12,10 @@ LEAST = 1e-30
 
 
 def row_scales(rows: Tensor, bound: float | None = None) -> Tensor:
-    """Return the factors that make each row's largest number, or `bound` where that is less, 448: [T] float32."""
+    """Return what makes each row's largest number, or `bound` where that is less, 448 when divided by it: [T] float32."""
     largest = rows.abs().amax(-1).float()
-    return (largest if bound is None else largest.clamp(max=bound)).clamp(min=LEAST) / LARGEST
+    largest = (largest if bound is None else largest.clamp(max=bound)).clamp(min=LEAST)
+    return largest / torch.full_like(largest, LARGEST)  # by a number, torch on CUDA multiplies with its reciprocal
 
 
 def round_rows(rows: Tensor, scales: Tensor) -> Tensor:
