@@ -24,6 +24,11 @@ class EngineClient(ABC):
     @abstractmethod
     def add_request(self, request: EngineRequest) -> None: ...
 
+    def add_requests(self, requests: Sequence[EngineRequest]) -> None:
+        """Add several, in one message where the engine is in another process."""
+        for request in requests:
+            self.add_request(request)
+
     @abstractmethod
     def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """Abort, or end with STOP after a stop string was found. Ids that are finished are not an error."""

@@ -65,6 +65,8 @@ class InputProcessor:
         self._seeds = random.Random(config.model.seed)
         self._serial = itertools.count()
         self._defaults = _defaults_from(model.generation_config)
+        # Of all requests that pool: to make and check one takes as long as the rest of such a request.
+        self._unread = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         self._id_list: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=model.vocab_size)]]
 
     def engine_started(self, info: EngineInfo) -> None:
@@ -139,12 +141,11 @@ class InputProcessor:
         if truncate_prompt_tokens is not None:
             token_ids = truncated(token_ids, text, truncate_prompt_tokens, self.max_model_len, self.tokenizer)
         self._check_prompt(token_ids, param, num_new=0)
-        sampling = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         request = EngineRequest(
-            request_id=f"{request_id}-{next(self._serial):x}", prompt_token_ids=token_ids, sampling_params=sampling,
+            request_id=f"{request_id}-{next(self._serial):x}", prompt_token_ids=token_ids, sampling_params=self._unread,
             pooling_params=params, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s,
         )  # fmt: skip
-        return ProcessedRequest(request_id, text, token_ids, sampling, [request], params)
+        return ProcessedRequest(request_id, text, token_ids, self._unread, [request], params)
 
     def _requests(self, request_id: str, params: SamplingParams, **fields: Any) -> list[EngineRequest]:
         """One a sample; fields: of `EngineRequest`, equal for all of them. The engine knows each by an id that never comes

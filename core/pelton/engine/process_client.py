@@ -81,7 +81,10 @@ class ProcessClient(EngineClient):
         self.info = self._connection.wait_ready()
 
     def add_request(self, request: EngineRequest) -> None:
-        self._connection.send(protocol.Add([request]))
+        self.add_requests([request])
+
+    def add_requests(self, requests: Sequence[EngineRequest]) -> None:
+        self._connection.send(protocol.Add(list(requests)))
 
     def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         if request_ids:

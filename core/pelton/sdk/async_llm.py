@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of the GIL, the event loop goes on
+SENT_TOGETHER = 64  # prompts of one call that pool, in one message to the engine
+TOKENS_SENT_TOGETHER = 16_384  # of them
 DEADLINE_GRACE_S = 1.0  # the engine keeps requests' time limits; after this long it does not answer
 MAX_RESTARTS = 5
 LOAD_POLL_S = 0.005  # between two looks at an adapter that is being loaded
@@ -245,11 +247,19 @@ class AsyncLLM:
         timeout_s = arguments.get("timeout_s")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
         waiting: dict[str, OutputQueue] = {}
+        unsent: list[tuple[ProcessedRequest, float]] = []
+        num_tokens = 0
         try:
             for index, (prompt, params) in enumerate(zip(prompts, pooling_params, strict=True)):
                 own_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+                arrival = time.monotonic()
                 process = self.input_processor.process_pooling
-                waiting[own_id] = await self._add(process, prompt, params, own_id, **arguments)
+                processed = await self._processed_prompt(process, prompt, params, own_id, **arguments)
+                unsent.append((processed, arrival))
+                num_tokens += len(processed.prompt_token_ids)
+                if len(unsent) == SENT_TOGETHER or num_tokens >= TOKENS_SENT_TOGETHER or index == len(prompts) - 1:
+                    waiting |= self._send(unsent)
+                    unsent, num_tokens = [], 0
             for index, own_id in enumerate(list(waiting)):
                 queue = waiting[own_id]
                 output = await (queue.get() if deadline is None else _get_until(deadline, queue, timeout_s))
@@ -305,25 +315,42 @@ class AsyncLLM:
         **arguments: Any,
     ) -> OutputQueue:
         """process: of the input processor; arguments: further ones of it."""
-        self._check_accepting()
         arrival = time.monotonic()
-        if self.input_processor.text_length(prompt) > LONG_PROMPT_CHARS:
-            processed = await asyncio.to_thread(process, request_id, prompt, params, **arguments)
-            self._check_accepting()
-        else:
-            processed = process(request_id, prompt, params, **arguments)
-        queue = OutputQueue()
-        self.output_processor.add(processed, arrival=arrival, queue=queue)
-        self._idle.clear()
+        processed = await self._processed_prompt(process, prompt, params, request_id, **arguments)
+        return self._send([(processed, arrival)])[request_id]
+
+    async def _processed_prompt(
+        self,
+        process: Callable[..., ProcessedRequest],
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None,
+        request_id: str,
+        **arguments: Any,
+    ) -> ProcessedRequest:
+        """A long one on a thread."""
+        self._check_accepting()
+        if self.input_processor.text_length(prompt) <= LONG_PROMPT_CHARS:
+            return process(request_id, prompt, params, **arguments)
+        processed = await asyncio.to_thread(process, request_id, prompt, params, **arguments)
+        self._check_accepting()
+        return processed
+
+    def _send(self, unsent: Sequence[tuple[ProcessedRequest, float]]) -> dict[str, OutputQueue]:
+        """Send requests and when they came, in one message; their queues by id."""
+        queues: dict[str, OutputQueue] = {}
         assert self._client is not None
+        self._idle.clear()
         try:
-            for request in processed.requests:
-                self._client.add_request(request)
+            for processed, arrival in unsent:
+                queue = OutputQueue()
+                self.output_processor.add(processed, arrival=arrival, queue=queue)
+                queues[processed.request_id] = queue
+            self._client.add_requests([request for processed, _ in unsent for request in processed.requests])
         except PeltonError:
-            self._send_finish(self.output_processor.abort([request_id]))
+            self._send_finish(self.output_processor.abort(list(queues)))
             self._note_idle()
             raise
-        return queue
+        return queues
 
     def _check_accepting(self) -> None:
         if self._refusal is not None:

@@ -173,3 +173,23 @@ async def test_async(encoder, plugins):
             [output async for output in llm.encode({"data": 3})]
         assert not llm._front_end.io_processor.kept
         assert llm.num_unfinished_requests == 0
+
+
+async def test_many_prompts_go_to_the_engine_together(encoder):
+    from pelton.engine.in_process import InProcessClient
+
+    sent = []
+
+    class Counts(InProcessClient):
+        def add_requests(self, requests):
+            sent.append([len(request.prompt_token_ids) for request in requests])
+            super().add_requests(requests)
+
+    prompts = [[9, 7 + index % 3] for index in range(70)] + [list(range(5, 25))] * 2
+    async with AsyncLLM(EngineConfig.from_flat(model=encoder, **SMALL), start_engine=Counts) as llm:
+        found = await llm.encode_all(prompts, request_id="r")
+        assert [len(one) for one in sent] == [64, 8]
+        assert [one.prompt_token_ids for one in found] == prompts
+        with pytest.raises(RequestError, match="not in the vocabulary"):
+            await llm.encode_all([*prompts, [10_000]], request_id="r")
+        assert llm.num_unfinished_requests == 0
