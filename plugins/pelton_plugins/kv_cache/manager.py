@@ -27,15 +27,16 @@ from pelton_plugins.kv_cache.single_type import (
 
 
 class _Held:
-    """The blocks of one request."""
+    """The blocks of one request. The three thresholds are set when its first blocks are there."""
 
     __slots__ = ("by_type", "next_full", "next_passed", "room")
 
+    room: int
+    next_full: int
+    next_passed: int
+
     def __init__(self, by_type: list[TypeBlocks]) -> None:
         self.by_type = by_type  # one for each single-type manager
-        self.room = 0
-        self.next_full = 0
-        self.next_passed = 0
 
 
 class PagedKVCacheManager(KVCacheManager):

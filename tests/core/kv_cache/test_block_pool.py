@@ -162,6 +162,7 @@ def test_common_prefix_stops_at_the_first_difference_and_at_null():
     pool.touch([1, 2, 3])
     assert pool.common_prefix([[1, 2, 4], [1, 2, 5]]) == 2
     assert pool.common_prefix([[1, 4], [1, 5]]) == 1
+    assert pool.common_prefix([[1, 2, 3], [1, 2, 4]]) == 2
     assert pool.common_prefix([[0, 1], [0, 1]]) == 0
     assert pool.common_prefix([[4, 1], [5, 1]]) == 0
     assert pool.common_prefix([[1, 2], [1, 2, 3]]) == 2

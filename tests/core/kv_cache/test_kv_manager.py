@@ -363,6 +363,33 @@ def test_residency_is_taken_with_the_injected_clock():
     assert make_manager(full_spec(4), num_blocks=2).take_residency() == ([], [], [])
 
 
+def test_a_block_is_found_from_the_step_that_fills_it():
+    manager = make_manager(full_spec(4), num_blocks=10)
+    request = Request(manager, "a", range(3))
+    request.start()
+    request.append([3])
+    request.go_on()  # in the block that it has
+    assert manager.lookup(Request(manager, "b", range(5)))[1] == 4
+
+
+def test_blocks_are_looked_at_again_when_the_next_one_is_full(monkeypatch):
+    looked = []
+    plain = FullAttentionManager.cache_full_blocks
+
+    def cache_full_blocks(self, blocks, block_hashes, num_tokens):
+        looked.append(num_tokens)
+        plain(self, blocks, block_hashes, num_tokens)
+
+    monkeypatch.setattr(FullAttentionManager, "cache_full_blocks", cache_full_blocks)
+    manager = make_manager(full_spec(4), window_spec(8, 4), num_blocks=20)
+    request = Request(manager, "a", range(3))
+    request.start()
+    for token in range(3, 13):
+        request.append([token])
+        request.go_on()
+    assert looked == [4, 8, 12]
+
+
 def test_a_step_that_needs_nothing_returns_the_same_empty_lists():
     manager = make_manager(full_spec(16), num_blocks=10)
     request = Request(manager, "a", range(20))

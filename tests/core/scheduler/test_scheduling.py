@@ -850,6 +850,17 @@ def test_drafts_change_nothing_but_the_number_of_steps(overlap, mode):
         assert 0 < accepted < drafted
 
 
+def test_the_last_token_of_a_prompt_has_no_drafts_behind_it():
+    """They are made from what it samples."""
+    model = FakeModel()
+    harness = Harness(fake_model=model, num_draft_tokens=3, max_num_batched_tokens=8)
+    harness.add(make_request("a", 9, 20))
+    harness.run_and_check()
+    steps = harness.executor.outputs
+    assert [output.num_scheduled for output in steps[:2]] == [[8], [1]]
+    assert [sum(output.num_draft) for output in steps[:3]] == [0, 0, 3]
+
+
 def test_rejected_drafts_are_never_found_in_the_prefix_cache():
     model = FakeModel()
     harness = Harness(fake_model=model, block_size=2, num_draft_tokens=3, max_steps_in_flight=2)
