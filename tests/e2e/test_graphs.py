@@ -67,6 +67,7 @@ def test_pieces_need_nothing_of_the_backend_but_its_forward(
     assert sum(graph.num_replays for recorder in recorders for graph in recorder.graphs) > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL], ids=str)
 def test_a_prompt_alone_becomes_one_graph(
     reference: Reference, recorders: list[FakeGraphRecorder], monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
@@ -89,7 +90,11 @@ def test_a_prompt_alone_becomes_one_graph(
     assert len(set(map(len, prompts))) > 1 and len(keys) >= len(prompts)
 
 
-@pytest.mark.parametrize("mode", list(CUDAGraphMode))
+@pytest.mark.parametrize(
+    "reference, mode",
+    [*((family, mode) for family in ("llama", "gemma3") for mode in CUDAGraphMode), ("mistral", CUDAGraphMode.FULL_AND_PIECEWISE)],
+    indirect=["reference"],
+)  # fmt: skip
 def test_ids_equal_transformers(reference: Reference, recorders: list[FakeGraphRecorder], mode: CUDAGraphMode) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     seeded = SamplingParams(
