@@ -12,7 +12,15 @@ PELTON_API = ">=1,<2"
 
 @hookimpl
 def pelton_fused_ops() -> Sequence[Entry]:
-    return [Entry(name="lora", load="pelton.lora.op:LORA", priority=10, doc="adapters behind a product")]
+    return [
+        Entry(name=name, load=f"pelton.lora.op:{name.upper()}", priority=10, doc=doc)
+        for name, doc in (
+            ("lora", "adapters behind a product"),
+            ("lora_linear", "a product with adapters"),
+            ("lora_add_norm_linear", "the same with the norm before it"),
+            ("lora_add_norm_gated_linear", "the same of gate and up, with their activation"),
+        )
+    ]
 
 
 @hookimpl

@@ -103,6 +103,20 @@ def test_any_mix_with_base_requests(case: Case, settings: dict[str, Any]) -> Non
             assert llm.num_preemptions() > 0
 
 
+@pytest.mark.parametrize("rank", [65, 128, 256])
+def test_large_ranks(case: Case, rank: int, tmp_path: Any) -> None:
+    merged = make_adapter(tmp_path / "large", case.path, rank=rank, strength=0.03)
+    prompts = case.prompts[:3]
+    expected, gap = greedy_with_gap(merged, prompts, 12)
+    assert gap > 1e-4, f"a tie of {gap}; take another seed"
+    assert expected != [ids[:12] for ids in case.base[:3]]
+    requests = [LoRARequest("large", 1, str(tmp_path / "large")), case.requests["plain"]]
+    with lora_llm(case, max_lora_rank=256) as llm:
+        found = run(llm, [prompt for prompt in prompts for _ in requests], requests * 3, greedy(12))
+    assert found[::2] == expected
+    assert found[1::2] == [ids[:12] for ids in case.outputs["plain"][:3]]
+
+
 def test_rows_without_an_adapter_are_bit_equal(case: Case) -> None:
     """Alone, and beside rows that have one: the same tokens and the same logprobs as of an engine without LoRA."""
     params = greedy(NUM_TOKENS, logprobs=5)

@@ -46,3 +46,34 @@ def greedy_with_gap(model: Any, prompts: list[list[int]], num_tokens: int) -> tu
                 ids = torch.tensor([[out[-1]]])
             outputs.append(out)
     return outputs, gap
+
+
+def merged_checkpoint(folder: Path, checkpoint: str, *, seed: int, rank: int, strength: float = 0.1) -> tuple[str, str]:
+    """A random adapter of every linear layer, and the checkpoint with it merged: their folders. Needs no PEFT."""
+    import json
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    merged = folder / "merged"
+    shutil.copytree(checkpoint, merged)
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for path in merged.glob("*.safetensors"):
+        weights = load_file(path)
+        for name, weight in weights.items():
+            module = name.removesuffix(".weight")
+            if module.rpartition(".")[2] in LLAMA_TARGETS:
+                a = torch.randn(rank, weight.shape[1], generator=generator) * strength
+                b = torch.randn(weight.shape[0], rank, generator=generator) * strength
+                weights[name] = (weight.float() + 2.0 * (b @ a)).to(weight.dtype)
+                full = f"base_model.model.{module}"
+                tensors |= {f"{full}.lora_A.weight": a, f"{full}.lora_B.weight": b}
+        save_file(weights, path, metadata={"format": "pt"})
+    assert tensors
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(LLAMA_TARGETS)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    return str(adapter), str(merged)

@@ -1,6 +1,6 @@
 """Compile kernels for compute capability 9.0, with a GPU or without; print what each takes, a line of JSON.
 
-    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, SAMPLING, or of a method of Attention
+    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, or of a method of Attention
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
 them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone.
@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pelton_adapted import AdaptedCase
 from pelton_linear_oracle import make_case
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -49,6 +50,11 @@ from pelton_backends.triton.ops import (
     fp8,
     gemv,
     hopper_split_k,
+    large_batch,
+    lora,
+    lora_gemv,
+    lora_hopper,
+    lora_shrink,
     sampling,
     sampling_logprobs,
     small_batch,
@@ -81,6 +87,14 @@ E4M3 = {
     "down in e4m3": (fp8.Fp8Linear, (1, 3072, 1024), {"norm": False}),
     "down of 32 rows in e4m3": (fp8.Fp8Linear, (32, 3072, 1024), {"norm": False}),
 }
+ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
+    "QKV with an adapter": (lora_gemv.LoraGemvAddNormLinear, [0], {"size": 1024, "parts": (2048, 1024, 1024), "norm": True}),
+    "gate and up of 32 rows with adapters": (
+        lora_hopper.LoraHopperAddNormLinear, [0, 1, -1, 2] * 8,
+        {"size": 1024, "parts": (3072, 3072), "norm": True, "activation": "silu"},
+    ),
+}  # fmt: skip
+"""Product, slots of its rows, what the case has."""
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]+)", re.MULTILINE)
 
 
@@ -223,6 +237,12 @@ def multiply(dtype: str, name: str) -> None:
     case.call(seam.bind(case.needs, case.tensors))
 
 
+def multiply_adapted(dtype: str, name: str) -> None:
+    product, slots, options = ADAPTED[name]
+    case = AdaptedCase(slots, dtype=getattr(torch, dtype), device="cpu", **options)
+    case.run(product.bind(case.needs, case.tensors))
+
+
 def multiply_e4m3(dtype: str, name: str) -> None:
     op, (rows, size, out), options = E4M3[name]
     case = make_case(rows, size, out, getattr(torch, dtype), torch.device("cpu"), **options)
@@ -260,6 +280,7 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = lambda device: (
         True
     )
+    lora.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     attention = Attention(dtype, kv_dtype)
     for name in names:
@@ -267,6 +288,8 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
             attention.decode(SHAPES[name])
         elif name in PRODUCTS:
             multiply(dtype, name)
+        elif name in ADAPTED:
+            multiply_adapted(dtype, name)
         elif name in E4M3:
             multiply_e4m3(dtype, name)
         elif name in SAMPLING:

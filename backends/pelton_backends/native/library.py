@@ -65,7 +65,7 @@ class Lora(Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("slots", c_void_p), ("norm", c_void_p), ("ends", c_void_p),
         ("slot_stride", c_int64), ("in_features", c_int64), ("rank", c_int64), ("num_parts", c_int64),
-        ("eps", c_float), ("unit_offset", c_int32), ("activation", c_int32), ("dtype", c_int32),
+        ("eps", c_float), ("unit_offset", c_int32), ("activation", c_int32), ("dtype", c_int32), ("pair", c_int32),
     )  # fmt: skip
 
 

@@ -75,6 +75,14 @@ class NativeLinear(LinearOp, _Plain):
 class NativeAddNormLinear(AddNormLinearOp, _Plain):
     """Also `add_norm_gated_linear`."""
 
+    def take_mixed(self) -> int:
+        """From now on results are as a gated panel has them: so many columns of gate, as many of up, and so on; 0: gate and up apart,
+        as the weight is not in such panels."""
+        product = self._product
+        assert isinstance(product, _PlainProduct)
+        is_mixed, product.is_mixed = product.is_mixed, False
+        return _HALF if is_mixed else 0
+
 
 class NativeAddNormLogits(LogitsOp, _Plain):
     pass

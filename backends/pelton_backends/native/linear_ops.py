@@ -103,7 +103,7 @@ class FusedOp(ABC):
     is_recordable: ClassVar[bool] = True
 
     def __init__(self, needs: Any, tensors: Any) -> None:
-        product = self.product(needs, tensors)
+        self._product = product = self.product(needs, tensors)
         self.result, self.orders, self.pack, self.packed = product.result, product.orders, product.pack, product.packed
 
     @staticmethod

@@ -24,6 +24,7 @@ _ENTRIES = (
     ("add_norm_gated_linear", "linear:NativeAddNormLinear"),
     ("add_norm_logits", "linear:NativeAddNormLogits"),
     ("lora", "lora:NativeLora"),
+    ("lora_add_norm_gated_linear", "lora:NativeLoraAddNormGatedLinear"),
 )
 _PACKED_ENTRIES = (
     ("embed", "quant:QuantEmbedding"),

@@ -36,6 +36,12 @@ _ENTRIES = (
     ("lookup_drafts", "triton", 50, "speculation:TritonLookupDrafts"),
     ("verify", "triton", 50, "speculation:TritonVerify"),
     ("lora", "triton", 50, "lora:TritonLora"),
+    ("lora_linear", "triton_gemv", 60, "lora_gemv:LoraGemvLinear"),
+    ("lora_linear", "triton_hopper", 55, "lora_hopper:LoraHopperLinear"),
+    ("lora_add_norm_linear", "triton_gemv", 60, "lora_gemv:LoraGemvAddNormLinear"),
+    ("lora_add_norm_linear", "triton_hopper", 55, "lora_hopper:LoraHopperAddNormLinear"),
+    ("lora_add_norm_gated_linear", "triton_gemv", 60, "lora_gemv:LoraGemvAddNormLinear"),
+    ("lora_add_norm_gated_linear", "triton_hopper", 55, "lora_hopper:LoraHopperAddNormLinear"),
 )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from pelton import moved
 from pelton.errors import ConfigError
 from pelton.layers.norm import RMSNorm
+from pelton.lora.layers import BaseProduct
 from pelton.ops.interface import (
     AddNormGatedLinear,
     AddNormGatedLinearNeeds,
@@ -107,14 +108,14 @@ class QKVLinear(LinearModule):
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
-        self.adapter = config.adapter_layer(shards, norm=norm)
+        self.adapter = config.adapter_layer(shards, norm=norm, base=BaseProduct("add_norm_linear", needs, tensors))
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (qkv [T, (num_heads + 2 num_kv_heads) head_dim], residual [T, H])"""
-        qkv, residual = self.add_norm_linear(hidden, residual)
+        product = self.add_norm_linear
         if self.adapter is not None and self.adapter.is_used:
-            qkv = self.adapter(residual, qkv)
-        return qkv, residual
+            product = self.adapter.product
+        return product(hidden, residual)
 
 
 class MergedGateUp(LinearModule):
@@ -152,24 +153,16 @@ class MergedGateUp(LinearModule):
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_gated_linear: AddNormGatedLinear = config.ops.bind("add_norm_gated_linear", needs, tensors)
-        self.adapter = config.adapter_layer(shards, norm=norm, activation=needs.activation)
-        if self.adapter is not None:
-            bare = AddNormLinearNeeds(
-                dtype=needs.dtype,
-                norm=needs.norm,
-                linear=needs.linear,
-                post_norm=needs.post_norm,
-                tp_size=needs.tp_size,
-            )
-            parts = AddNormLinearTensors(tensors.norm, weights, tensors.post_norm, tensors.reduce)
-            self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", bare, parts)
+        self.adapter = config.adapter_layer(
+            shards, norm=norm, activation=needs.activation, base=BaseProduct("add_norm_gated_linear", needs, tensors)
+        )
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (activation(gate) * up [T, I of this rank], residual [T, H])"""
-        if self.adapter is not None and self.adapter.is_used:  # adapters come in before the activation
-            product, residual = self.add_norm_linear(hidden, residual)
-            return self.adapter(residual, product), residual
-        return self.add_norm_gated_linear(hidden, residual)
+        product = self.add_norm_gated_linear
+        if self.adapter is not None and self.adapter.is_used:
+            product = self.adapter.product
+        return product(hidden, residual)
 
 
 class RowParallelLinear(LinearModule):
@@ -184,9 +177,12 @@ class RowParallelLinear(LinearModule):
         weights = config.quantization.create(config, [shard], bias=bias)
         super().__init__(weights)
         needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
-        self.linear: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
-        self.adapter = config.adapter_layer([shard])
+        tensors = LinearTensors(weights)
+        self.linear: Linear = config.ops.bind("linear", needs, tensors)
+        self.adapter = config.adapter_layer([shard], base=BaseProduct("linear", needs, tensors))
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.linear(x)
-        return self.adapter(x, product) if self.adapter is not None and self.adapter.is_used else product
+        product = self.linear
+        if self.adapter is not None and self.adapter.is_used:
+            product = self.adapter.product
+        return product(x)

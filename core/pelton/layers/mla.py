@@ -8,6 +8,7 @@ from torch import nn
 
 from pelton.layers.linear import LinearModule
 from pelton.layers.normed import head_shard
+from pelton.lora.layers import BaseProduct
 from pelton.ops.interface import Linear, LinearNeeds, LinearTensors
 
 if TYPE_CHECKING:
@@ -24,12 +25,15 @@ class HeadsLinear(LinearModule):
         weights = config.quantization.create(config, [shard], bias=False)
         super().__init__(weights)
         needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
-        self.linear: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
-        self.adapter = config.adapter_layer([shard])
+        tensors = LinearTensors(weights)
+        self.linear: Linear = config.ops.bind("linear", needs, tensors)
+        self.adapter = config.adapter_layer([shard], base=BaseProduct("linear", needs, tensors))
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.linear(x)
-        return self.adapter(x, product) if self.adapter is not None and self.adapter.is_used else product
+        product = self.linear
+        if self.adapter is not None and self.adapter.is_used:
+            product = self.adapter.product
+        return product(x)
 
 
 class LatentUp(nn.Module):

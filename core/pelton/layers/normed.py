@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pelton.layers.linear import LinearModule, split_heads
 from pelton.layers.norm import RMSNorm
+from pelton.lora.layers import BaseProduct
 from pelton.ops.interface import AddNormLinear, AddNormLinearNeeds, AddNormLinearTensors
 from pelton.quantization.interface import LinearShard
 
@@ -31,14 +32,14 @@ class NormedLinear(LinearModule):
         )
         tensors = AddNormLinearTensors(norm.weight, weights, None, config.all_reduce(shards[0].num_cols))
         self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
-        self.adapter = config.adapter_layer(shards, norm=norm)
+        self.adapter = config.adapter_layer(shards, norm=norm, base=BaseProduct("add_norm_linear", needs, tensors))
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (products [T, rows of all], residual [T, H]); `sizes` has the rows of each."""
-        product, residual = self.add_norm_linear(hidden, residual)
+        product = self.add_norm_linear
         if self.adapter is not None and self.adapter.is_used:
-            product = self.adapter(residual, product)
-        return product, residual
+            product = self.adapter.product
+        return product(hidden, residual)
 
 
 def head_shard(name: str, num_heads: int, head_rows: int, num_cols: int, config: BuildConfig) -> LinearShard:

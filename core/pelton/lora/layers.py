@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pelton.errors import ConfigError
-from pelton.lora.op import Lora, LoraNeeds, LoraTensors
+from pelton.lora.op import AdaptedNeeds, AdaptedTensors, Lora, LoraNeeds, LoraTensors
 from pelton.lora.rows import AdapterRows
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class AdapterPart:
 
     shard: LinearShard
     a_start: int  # of [R, columns]
-    b_start: int  # of [R, rows], whose rows are `b_stride` numbers apart
-    b_stride: int
+    b_start: int
+    b_strides: tuple[int, int]  # of [R, rows]
 
     @property
     def num_rows(self) -> int:
@@ -46,13 +46,24 @@ class AdapterPart:
         return self.shard.cols[1] - self.shard.cols[0]
 
 
+@dataclass(frozen=True, slots=True)
+class BaseProduct:
+    """The op that a layer calls in steps without adapters: linear, add_norm_linear or add_norm_gated_linear."""
+
+    op: str
+    needs: Any
+    tensors: Any
+
+
 class AdapterLayer:
     """One product that adapters add to."""
 
-    def __init__(self, needs: LoraNeeds, norm: Tensor | None, rows: AdapterRows) -> None:
-        self.needs, self.norm, self._rows = needs, norm, rows
+    def __init__(self, needs: LoraNeeds, norm: Tensor | None, rows: AdapterRows, base: BaseProduct | None) -> None:
+        self.needs, self.norm, self.base, self._rows = needs, norm, base, rows
         self.call: Lora | None = None
         self.a_start = self.b_start = 0
+        self.product: Callable[..., Any] = _no_memory
+        """The base op with adapters in it, where the layer has told its base op."""
 
     @property
     def is_used(self) -> bool:
@@ -63,6 +74,10 @@ class AdapterLayer:
         """See `Lora`."""
         assert self.call is not None, "adapters have memory"
         return self.call(x, output)
+
+
+def _no_memory(*args: Any) -> Any:
+    raise AssertionError("adapters have no memory yet")
 
 
 class AdapterLayers:
@@ -87,21 +102,22 @@ class AdapterLayers:
         *,
         norm: RMSNorm | None = None,
         activation: str | None = None,
+        base: BaseProduct | None = None,
     ) -> AdapterLayer:
-        """A layer of `shards`, which lie below each other."""
+        """A layer of `shards`, which lie below each other. Without `base` it is called behind the product (`AdapterLayer.__call__`)."""
         num_cols = shards[0].cols[1] - shards[0].cols[0]
         sizes = tuple(shard.rows[1] - shard.rows[0] for shard in shards)
         needs = LoraNeeds(
             dtype=build.dtype_name, in_features=num_cols, parts=sizes, rank=self.rank, num_slots=self.num_slots,
             norm=None if norm is None else norm.spec, activation=activation,
         )  # fmt: skip
-        layer = AdapterLayer(needs, None if norm is None else norm.weight, self.rows)
+        layer = AdapterLayer(needs, None if norm is None else norm.weight, self.rows, base)
         layer.a_start = self._reserve(len(shards) * self.rank * num_cols)
         layer.b_start = self._reserve(sum(sizes) * self.rank)
-        row = 0
+        row, strides = 0, self._b_strides(build, sum(sizes))
         for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
             a_start = layer.a_start + index * self.rank * num_cols
-            self.parts[shard.name] = AdapterPart(shard, a_start, layer.b_start + row, sum(sizes))
+            self.parts[shard.name] = AdapterPart(shard, a_start, layer.b_start + row * strides[1], strides)
             row += size
         self._layers.append(layer)
         return layer
@@ -138,14 +154,24 @@ class AdapterLayers:
             ) from error
         for layer in self._layers:
             needs = layer.needs
-            a = self._view(layer.a_start, len(needs.parts) * self.rank, needs.in_features)
-            b = self._view(layer.b_start, self.rank, sum(needs.parts))
-            bind: Callable[..., Lora] = build.ops.bind
-            layer.call = bind("lora", needs, LoraTensors(a, b, self.rows, layer.norm))
+            columns = sum(needs.parts)
+            a = self._view(layer.a_start, len(needs.parts) * self.rank, needs.in_features, (needs.in_features, 1))
+            b = self._view(layer.b_start, self.rank, columns, self._b_strides(build, columns))
+            tensors, base = LoraTensors(a, b, self.rows, layer.norm), layer.base
+            if base is None:
+                bind: Callable[..., Lora] = build.ops.bind
+                layer.call = bind("lora", needs, tensors)
+            else:
+                adapted = AdaptedNeeds(base=base.needs, adapter=needs)
+                layer.product = build.ops.bind(f"lora_{base.op}", adapted, AdaptedTensors(base.tensors, tensors))
 
-    def _view(self, start: int, rows: int, cols: int) -> Tensor:
+    def _b_strides(self, build: BuildConfig, columns: int) -> tuple[int, int]:
+        """On a CPU neighbouring columns are lanes; elsewhere a program takes all ranks of some columns."""
+        return (columns, 1) if build.device.type == "cpu" else (1, self.rank)
+
+    def _view(self, start: int, rows: int, cols: int, strides: tuple[int, int]) -> Tensor:
         assert self.slots is not None
-        return self.slots.as_strided((self.num_slots, rows, cols), (self._size, cols, 1), start)
+        return self.slots.as_strided((self.num_slots, rows, cols), (self._size, *strides), start)
 
     def _reserve(self, count: int) -> int:
         start = self._size

@@ -1,6 +1,8 @@
-"""The fused op of adapters: what low-rank matrices add to the rows of one product.
+"""The fused ops of adapters: what low-rank matrices add to the rows of one product, and products with it.
 
-It comes behind the product and before the activation, so that a base op of any kind (weight format, fused norm) stays as it is.
+`lora` comes behind the product and before the activation, so that a base op of any kind (weight format, fused norm) stays as it
+is. `lora_linear`, `lora_add_norm_linear` and `lora_add_norm_gated_linear` are the base op and `lora` in one: kernels that add both
+at once are offered for them; where none fits they are composed.
 A row without an adapter is left alone, to the bit. T tokens, P parts of a merged matrix, R rank, S slots.
 
 Paper: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685).
@@ -11,12 +13,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pelton.ops.interface import FusedOp, NormSpec, optional
+from pelton.ops.interface import (
+    AddNormGatedLinearNeeds,
+    AddNormGatedLinearTensors,
+    AddNormLinearNeeds,
+    AddNormLinearTensors,
+    FusedOp,
+    LinearNeeds,
+    LinearTensors,
+    NormSpec,
+    optional,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.lora.rows import AdapterRows
+    from pelton.ops.interface import LinearWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +47,7 @@ class LoraNeeds:
 @dataclass(slots=True)
 class LoraTensors:
     a: Tensor  # [S, P * R, in], the strides of a slot are any
-    b: Tensor  # [S, R, sum of parts]: B transposed, with the adapter's scale in it; the strides of a slot are any
+    b: Tensor  # [S, R, sum of parts]: B transposed, with the adapter's scale in it; any strides, one of the last two 1
     rows: AdapterRows
     norm: Tensor | None = None  # [in]
 
@@ -50,4 +63,35 @@ class Lora(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedNeeds:
+    """A product whose rows may have adapters."""
+
+    base: LinearNeeds | AddNormLinearNeeds | AddNormGatedLinearNeeds
+    adapter: LoraNeeds
+
+
+@dataclass(slots=True)
+class AdaptedTensors:
+    base: LinearTensors | AddNormLinearTensors | AddNormGatedLinearTensors
+    adapter: LoraTensors
+
+    @property
+    def linear(self) -> LinearWeights:
+        """The base product's: whoever packs weights asks all who read them."""
+        return self.base.linear
+
+
 LORA = FusedOp(name="lora", needs=LoraNeeds, tensors=LoraTensors, reference="pelton.lora.reference:ReferenceLora")
+# Called as the base op is. Rows without an adapter have the base op's numbers, to the bit where both take the same kernel.
+LORA_LINEAR = FusedOp(
+    name="lora_linear", needs=AdaptedNeeds, tensors=AdaptedTensors, reference="pelton.lora.composed:ComposedLinear"
+)
+LORA_ADD_NORM_LINEAR = FusedOp(
+    name="lora_add_norm_linear", needs=AdaptedNeeds, tensors=AdaptedTensors,
+    reference="pelton.lora.composed:ComposedAddNormLinear",
+)  # fmt: skip
+LORA_ADD_NORM_GATED_LINEAR = FusedOp(
+    name="lora_add_norm_gated_linear", needs=AdaptedNeeds, tensors=AdaptedTensors,
+    reference="pelton.lora.composed:ComposedAddNormGatedLinear",
+)  # fmt: skip

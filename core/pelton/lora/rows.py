@@ -2,7 +2,7 @@
 
 Rows are also sorted by slot into tiles, so that a kernel reads an adapter's matrices once for several rows: program i of a grid
 of `num_tiles(T)` takes rows order[tile_first[i] : tile_end[i]], all of slot tile_slot[i]. Rows without an adapter come last, in
-tiles of slot -1; tiles that are left over are empty.
+tiles of slot -1; tiles that are left over are empty. So the first `num_used` tiles are all that a kernel has to look at.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class AdapterRows:
         self.tile_slot = torch.full((most,), -1, dtype=torch.int32, device=device)
         self.tile_first = torch.zeros(most, dtype=torch.int32, device=device)
         self.tile_end = torch.zeros(most, dtype=torch.int32, device=device)
+        self.token_tile = torch.zeros(max_num_tokens if self._has_tiles else 0, dtype=torch.int32, device=device)
+        """The tile of each token."""
+        self.num_used = torch.zeros(1, dtype=torch.int32, device=device)
+        """Tiles of rows with an adapter."""
         self._groups = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._tiles = torch.arange(most, dtype=torch.int32, device=device)
 
@@ -73,4 +77,10 @@ class AdapterRows:
         first = starts[group] + (tiles - before) * rows
         self.tile_first[:count] = torch.where(is_tile, first, 0)
         self.tile_end[:count] = torch.where(is_tile, torch.minimum(first + rows, ends[group]), 0)
-        self.tile_slot[:count] = torch.where(is_tile & (group < self.num_slots), group, -1)
+        is_used = is_tile & (group < self.num_slots)
+        self.tile_slot[:count] = torch.where(is_used, group, -1)
+        self.num_used[0] = is_used.sum()
+        place = torch.arange(num_tokens, dtype=torch.int32, device=groups.device) - starts[groups]
+        self.token_tile[:num_tokens].scatter_(
+            0, order, torch.where(groups > 0, tile_ends[groups - 1], 0) + place // rows
+        )

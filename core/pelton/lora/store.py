@@ -111,9 +111,15 @@ def pack(
         _check_pair(name, pair, part, config, shown)
         rank, shard = config.rank_of(name), part.shard
         a = memory[part.a_start : part.a_start + layers.rank * part.num_cols].view(layers.rank, part.num_cols)
-        b = memory.as_strided((layers.rank, part.num_rows), (part.b_stride, 1), part.b_start)
+        b = memory.as_strided((layers.rank, part.num_rows), part.b_strides, part.b_start)
         a[:rank] = pair["A"][:, slice(*shard.cols)].to(dtype)
         b[:rank] = (pair["B"][slice(*shard.rows)].float() * config.scale_of(name)).to(dtype).T
+    if not bool(torch.isfinite(memory).all()):  # a row of another adapter is multiplied with it too, by zero
+        raise InvalidAdapterError(
+            f"Invalid adapter configuration: adapter {shown!r} has numbers that are infinite or NaN in "
+            f"{str(dtype).removeprefix('torch.')}.",
+            param="model",
+        )
     return memory
 
 

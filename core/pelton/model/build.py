@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pelton.attention.encoder import CachelessLayer
     from pelton.layers.norm import RMSNorm
     from pelton.layers.rope import Rope, RopeParameters
-    from pelton.lora.layers import AdapterLayer, AdapterLayers
+    from pelton.lora.layers import AdapterLayer, AdapterLayers, BaseProduct
     from pelton.model.resolved import ResolvedModel
     from pelton.plugins import Plugins
     from pelton.quantization.interface import LinearShard
@@ -121,10 +121,17 @@ class BuildConfig:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def adapter_layer(
-        self, shards: Sequence[LinearShard], *, norm: RMSNorm | None = None, activation: str | None = None
+        self,
+        shards: Sequence[LinearShard],
+        *,
+        norm: RMSNorm | None = None,
+        activation: str | None = None,
+        base: BaseProduct | None = None,
     ) -> AdapterLayer | None:
         """Register the product of these matrices: see `AdapterLayers.add`. None without adapters."""
-        return None if self.adapters is None else self.adapters.add(self, shards, norm=norm, activation=activation)
+        if self.adapters is None:
+            return None
+        return self.adapters.add(self, shards, norm=norm, activation=activation, base=base)
 
     def all_reduce(self, hidden_size: int) -> AllReduce | None:
         """Sums partial results over ranks; None with one rank."""

@@ -41,7 +41,11 @@ class WarmUpPlan:
         steps += [partial(runner.run_padding, shape, runner.tails.variants) for shape in _eager_shapes(runner)]
         rare = _RARE if FULL in runner.tails.variants else ()
         last = padding_shape(1, runner.state.max_model_len)
-        return cls(tuple(steps), (runner.run_prompt_logprobs, partial(runner.run_padding, last, rare)))
+        sentinels: list[Callable[[], None]] = [runner.run_prompt_logprobs, partial(runner.run_padding, last, rare)]
+        if runner.ops.adapters is not None:
+            steps += _adapted(runner)
+            sentinels.append(partial(runner.run_padding, last, has_adapters=True))
+        return cls(tuple(steps), tuple(sentinels))
 
     def all(self) -> tuple[Callable[[], None], ...]:
         return self.steps + self.sentinels
@@ -107,6 +111,16 @@ def _captured(runner: ModelRunner, graphs: GraphRunner) -> Iterator[Callable[[],
             yield partial(graphs.warm_up, mode, replace(key, has_common_prefix=True), captures=False)
         if is_power or key.tail in (None, Sample(first), Verify(first)):
             yield partial(graphs.warm_up, mode, key, captures=False)
+
+
+def _adapted(runner: ModelRunner) -> Iterator[Callable[[], None]]:
+    """Steps with adapters: products have kernels of their own there, which follow the number of tokens. All else is as without."""
+    longest, most_tokens = runner.state.max_model_len, runner.buffers.max_num_tokens
+    for num_rows in _powers(min(runner.state.max_num_seqs, most_tokens)):
+        yield partial(runner.run_padding, padding_shape(1, longest, num_rows - 1), has_adapters=True)
+    for num_tokens in _PROMPTS:
+        if num_tokens <= most_tokens:
+            yield partial(runner.run_padding, padding_shape(num_tokens, longest), has_adapters=True)
 
 
 def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:

@@ -24,11 +24,13 @@ def test_rows_are_sorted_as_by_torch(slots, device):
     rows = case.tensors.rows
     TritonLora.bind(case.needs, case.tensors)
     assert rows.sort is not None
-    for tensor in (rows.order, rows.tile_slot, rows.tile_first, rows.tile_end):
+    for tensor in (rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, rows.token_tile, rows.num_used):
         tensor.fill_(7)
     rows.place(torch.tensor(slots, device=device))
     count, num_tiles = len(slots), rows.num_tiles(len(slots))
     assert rows.order[:count].tolist() == expected.order[:count].tolist()
+    assert rows.token_tile[:count].tolist() == expected.token_tile[:count].tolist()
+    assert rows.num_used.tolist() == expected.num_used.tolist()
     for name in ("tile_slot", "tile_first", "tile_end"):
         assert getattr(rows, name)[:num_tiles].tolist() == getattr(expected, name)[:num_tiles].tolist()
 

@@ -52,6 +52,20 @@ def test_the_decode_chain_keeps_all_in_registers(chain: list[dict[str, Any]]) ->
     assert {kernel["of"]: kernel["stack"] for kernel in chain} == dict.fromkeys(CHAIN, 0)
 
 
+def test_products_with_adapters_fetch_before_they_wait_and_write_behind() -> None:
+    names = ("QKV with an adapter", "gate and up of 32 rows with adapters")
+    kernels = compiled("bfloat16", "bfloat16", *names)
+    assert [kernel["kernel"] for kernel in kernels] == [
+        "shrink_few_kernel", "add_norm_linear_kernel", "_add_norm_kernel", "shrink_few_kernel", "multiply_kernel"
+    ], "one kernel more than without adapters"  # fmt: skip
+    for kernel in kernels:
+        code, name = kernel["instructions"], f"{kernel['of']}: {kernel['kernel']}"
+        early = set(code[: code.index("ACQBULK")])
+        assert early & LOADS, f"{name}: nothing is on its way before the wait"
+        assert not early & WRITES, f"{name}: it writes before the wait"
+        assert kernel["stack"] == 0, f"{name}: registers are spilled"
+
+
 def test_nothing_is_written_before_the_wait(chain: list[dict[str, Any]]) -> None:
     for kernel in chain:
         name, code = kernel["of"], kernel["instructions"]

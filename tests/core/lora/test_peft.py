@@ -122,13 +122,21 @@ def packed(tmp_path: Path, tensors: dict[str, torch.Tensor], **fields: Any) -> t
     return pack(read_tensors(folder, "sql"), config, layers(), "sql", torch.float32)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, number):
+    tensors = pair("v", 3, 8)
+    next(iter(tensors.values()))[0, 0] = number
+    with pytest.raises(InvalidAdapterError, match="infinite or NaN in float32"):
+        packed(tmp_path, tensors)
+
+
 def test_matrices_lie_at_their_places_and_the_rest_is_zero(tmp_path):
     tensors, made = {**pair("v", 3, 8), **pair("o", 8, 6)}, layers()
     memory = packed(tmp_path, tensors)
     for name, (rows, cols) in {"q": (6, 8), "v": (3, 8), "o": (8, 6)}.items():
         part = made.parts[NAME.format(name)]
         a = memory[part.a_start :][: made.rank * cols].view(made.rank, cols)
-        b = memory.as_strided((made.rank, rows), (part.b_stride, 1), part.b_start)
+        b = memory.as_strided((made.rank, rows), part.b_strides, part.b_start)
         full = f"base_model.model.{NAME.format(name)}"
         product = b.T @ a
         if name == "q":

@@ -24,6 +24,10 @@ def test_every_row_is_in_one_tile_of_its_slot(num_slots, data):
         assert end - first <= tile_rows(count)
         tokens = rows.order[first:end].tolist() if end > first else []
         assert all(slots[token] == int(rows.tile_slot[tile]) for token in tokens)
+        assert all(int(rows.token_tile[token]) == tile for token in tokens)
         seen += tokens
     assert sorted(seen) == list(range(count))
+    used = rows.tile_slot[: rows.num_tiles(count)] >= 0
+    assert int(rows.num_used[0]) == int(used.sum())
+    assert bool(used[: int(rows.num_used[0])].all())
     assert rows.token_slots[:count].tolist() == slots

@@ -44,12 +44,19 @@ def test_every_valid_key_is_there_once_with_the_tails_that_it_can_have() -> None
     assert kinds == {(mode, key.num_tokens, key.uniform_query_len, key.is_prompt) for mode, key in graphs.valid_keys()}
 
 
-def test_steps_with_adapters_are_captured_behind_all_others_and_never_at_the_start() -> None:
+def test_small_steps_with_adapters_are_captured_at_the_start_and_the_others_behind_all() -> None:
     graphs = dispatcher(CUDAGraphMode.FULL_AND_PIECEWISE)
     without, with_lora = CapturePlan.make(graphs, VARIANTS), CapturePlan.make(graphs, VARIANTS, has_lora=True)
-    half = len(without.captures)
-    assert with_lora.captures[:half] == without.captures and with_lora.num_first == without.num_first
-    assert len(with_lora.captures) == 2 * half and all(key.has_lora for _, key in with_lora.captures[half:])
+    assert len(set(with_lora.captures)) == len(with_lora.captures) == 2 * len(without.captures)
+    assert [one for one in with_lora.captures if not one.key.has_lora] == list(without.captures)
+    first = with_lora.captures[without.num_first : with_lora.num_first]
+    assert first and all(
+        key.has_lora and key.num_tokens <= 8 and key.tail in (None, Sample(GREEDY)) for _, key in first
+    )
+    assert {key.num_tokens for _, key in first} == {1, 2, 4, 8}
+    assert all(
+        key.has_lora for _, key in with_lora.captures[with_lora.num_first + len(without.captures) - without.num_first :]
+    )
 
 
 def test_it_is_readable() -> None:
@@ -59,6 +66,9 @@ def test_it_is_readable() -> None:
         "FULL: 8 tokens in 8 rows of 1: sample greedy",
         "FULL: 8 tokens in 4 rows of 2: verify greedy",
         "PIECEWISE: 8 tokens",
+        "FULL: 8 tokens in 8 rows of 1 with adapters: sample greedy",
+        "FULL: 8 tokens in 4 rows of 2 with adapters: verify greedy",
+        "PIECEWISE: 8 tokens with adapters",
         "in idle moments:",
         *[
             "FULL: 16 tokens in 16 rows of 1: sample greedy",
@@ -66,9 +76,6 @@ def test_it_is_readable() -> None:
             "PIECEWISE: 16 tokens",
             "FULL: a prompt of 16 tokens",
         ],
-        "FULL: 8 tokens in 8 rows of 1 with adapters: sample greedy",
-        "FULL: 8 tokens in 4 rows of 2 with adapters: verify greedy",
-        "PIECEWISE: 8 tokens with adapters",
         "FULL: 16 tokens in 16 rows of 1 with adapters: sample greedy",
         "FULL: 16 tokens in 8 rows of 2 with adapters: verify greedy",
         "PIECEWISE: 16 tokens with adapters",

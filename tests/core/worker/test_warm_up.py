@@ -83,7 +83,7 @@ def test_it_has_all_captured_sizes_all_samplers_and_rows_of_both_kinds(model, mo
 
     def spy(owner, name, note):
         method = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: note(args) or method(*args))
+        monkeypatch.setattr(owner, name, lambda *args, **named: note(args) or method(*args, **named))
 
     spy(runner.ops, "forward_batch", lambda args: shapes.append(args[2]))
     spy(graphs, "_run", lambda args: keys.add((args[0].num_reqs, args[0].has_common_prefix)))
@@ -119,6 +119,32 @@ def test_without_graphs_it_has_rows_of_one_token_of_all_sizes_with_a_common_pref
     width = runner.state.block_tables[0].shape[1]
     assert found == [(1,), (2,), (4,), (8,), (8, width), (8, width // 2), (12,), (12, width), (12, width // 2)]
     worker.shutdown()
+
+
+@torch.inference_mode()
+def test_steps_with_adapters_are_among_them_and_no_more_for_many_slots(model, monkeypatch):
+    """So that nobody waits for a compiler when the first request has an adapter, and that max_loras does not prolong a start."""
+    found = []
+    for max_loras in (1, 7):
+        worker = make_worker(model[0], max_num_seqs=12, enable_lora=True, max_loras=max_loras)
+        plan = WarmUpPlan.make(worker.runner)
+        adapted = set()
+        prepare = worker.adapters.prepare
+
+        def note(slots, shape, buffers, *, is_used, prepare=prepare, adapted=adapted):
+            if is_used:
+                adapted.add(shape.num_padded_tokens)
+            return prepare(slots, shape, buffers, is_used=is_used)
+
+        monkeypatch.setattr(worker.adapters, "prepare", note)
+        plan.sentinels[-1]()
+        assert adapted == {1}, "an earlier start without adapters has not compiled theirs"
+        for step in plan.all():
+            step()
+        found.append((len(plan.all()), len(worker.runner.graphs.full), adapted))
+        worker.shutdown()
+    assert found[0] == found[1]
+    assert {1, 2, 4, 8, 12, 16, 64} <= found[0][2]
 
 
 def test_of_layers_that_launch_the_same_kernels_one_is_gone_through_and_the_first(tmp_path):

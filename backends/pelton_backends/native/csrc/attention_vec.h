@@ -15,16 +15,6 @@ INLINE float vec_highest(vec numbers) {
     return high;
 }
 
-/* Sums of LANES vectors, one in each place. */
-INLINE vec sum_each(vec v[LANES]) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < half; i++)
-            v[i] = SHUFFLE(v[i], v[i + half], FIRST_HALVES) + SHUFFLE(v[i], v[i + half], SECOND_HALVES);
-    return v[0];
-}
-
 /* 2^x for x below 127, relative error below 2e-7; 0 below -126 and for -infinity; a NaN stays one. */
 INLINE vec vec_exp2(vec x) {
     const float magic = 12582912.0f; /* adding it rounds to a whole number, which then stands in the lowest bits */

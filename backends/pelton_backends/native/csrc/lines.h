@@ -110,6 +110,16 @@ INLINE vec vec_tanh(vec x) {
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
 #endif
 
+/* Sums of LANES vectors, one in each place. */
+INLINE vec sum_each(vec v[LANES]) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++)
+            v[i] = SHUFFLE(v[i], v[i + half], FIRST_HALVES) + SHUFFLE(v[i], v[i + half], SECOND_HALVES);
+    return v[0];
+}
+
 /* LANES vectors: number j of vector i becomes number i of vector j. */
 INLINE void vec_transpose(vec v[LANES]) {
 #pragma GCC unroll 4

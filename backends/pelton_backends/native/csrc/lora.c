@@ -6,7 +6,8 @@
 
 enum {
     COLUMNS = 512,           /* of a task of the second stage */
-    SMALL_LORA = 1 << 17,    /* multiplications of a call: no more are worth a second thread */
+    SMALL_LORA = 1 << 15,    /* multiplications of a stage: no more are worth a second thread */
+    TOGETHER = 4,            /* vectors that are summed beside each other: of columns, or of rows of A */
 };
 
 struct lora {
@@ -17,13 +18,14 @@ struct lora {
     int64_t slot_stride, in_features, rank, num_parts;
     float eps;
     int32_t unit_offset, activation, dtype;
+    int32_t pair; /* 0: gate's columns, then up's; otherwise so many of gate's, as many of up's, and so on */
 };
 
 struct lora_call {
     const struct lora *op;
     const char *x;
     char *output, *activated; /* activated: where the result goes with an activation */
-    int64_t num_rows, columns, num_chunks;
+    int64_t num_rows, columns, num_chunks, num_shares; /* chunks of columns, shares of A's rows */
     float *low; /* [rows][parts * rank] */
     int *failed;
 };
@@ -49,26 +51,35 @@ static void widen_x(const struct lora *op, const char *row, float *x) {
     }
 }
 
-INLINE void dots4(const void *a, int64_t row, int64_t k, const float *x, float *low, int dtype) {
-    vec sums[4] = {{0}};
-    int64_t i = 0;
-    for (; i + LANES <= k; i += LANES) {
-        vec numbers = vec_load(x + i);
+/* LANES rows of A from `row` on times x. */
+INLINE void dots(const void *a, int64_t row, int64_t k, const float *x, float *low, int dtype) {
+    vec lanes[LANES];
+    int64_t full = k - k % LANES;
+    for (int first = 0; first < LANES; first += TOGETHER) {
+        vec sums[TOGETHER] = {{0}};
+        for (int64_t i = 0; i < full; i += LANES) {
+            vec numbers = vec_load(x + i);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
-            sums[j] += load_lanes(a, (row + j) * k + i, dtype) * numbers;
+            for (int j = 0; j < TOGETHER; j++)
+                sums[j] += load_lanes(a, (row + first + j) * k + i, dtype) * numbers;
+        }
+        if (full < k) {
+            vec numbers = load_part(x, full, k - full, DTYPE_F32);
+            for (int j = 0; j < TOGETHER; j++)
+                sums[j] += load_part(a, (row + first + j) * k + full, k - full, dtype) * numbers;
+        }
+        for (int j = 0; j < TOGETHER; j++)
+            lanes[first + j] = sums[j];
     }
-    for (int j = 0; j < 4; j++) {
-        low[j] = vec_sum(sums[j]);
-        for (int64_t rest = i; rest < k; rest++)
-            low[j] += load(a, (row + j) * k + rest, dtype) * x[rest];
-    }
+    vec_store(low, sum_each(lanes));
 }
 
-static void shrink_row(void *context, int64_t row, struct turn *turn) {
+/* A share of A's rows times a row of x. */
+static void shrink_share(void *context, int64_t task, struct turn *turn) {
     const struct lora_call *call = context;
     const struct lora *op = call->op;
-    int64_t count = op->num_parts * op->rank, k = op->in_features, slot = op->slots[row];
+    int64_t row = task / call->num_shares, share = task % call->num_shares;
+    int64_t count = op->num_parts * op->rank, k = op->in_features, slot = op->slots[row], groups = count / LANES;
     (void)turn;
     if (slot < 0)
         return;
@@ -79,19 +90,51 @@ static void shrink_row(void *context, int64_t row, struct turn *turn) {
     }
     size_t item = size_of(op->dtype);
     const void *a = (const char *)op->a + (size_t)(slot * op->slot_stride) * item;
+    float *low = call->low + row * count;
     widen_x(op, call->x + (size_t)(row * k) * item, x);
-    for (int64_t j = 0; j < count; j += 4) {
+    int64_t last = first_piece(groups, call->num_shares, share + 1) * LANES;
+    for (int64_t j = first_piece(groups, call->num_shares, share) * LANES; j < last; j += LANES) {
         if (op->dtype == DTYPE_BF16)
-            dots4(a, j, k, x, call->low + row * count + j, DTYPE_BF16);
+            dots(a, j, k, x, low + j, DTYPE_BF16);
         else
-            dots4(a, j, k, x, call->low + row * count + j, DTYPE_F32);
+            dots(a, j, k, x, low + j, DTYPE_F32);
     }
 }
 
-/* LANES columns of a row from `column` on, `count` of them: the product and what the adapter adds, rounded. */
-INLINE vec added(const struct lora *op, const void *b, const float *low, const void *output, int64_t column, int64_t count,
-                 int64_t columns, int dtype) {
-    vec numbers = load_part(output, column, count, dtype);
+/* NUM vectors of columns: to each what the adapter adds. */
+INLINE void add_columns(const struct lora *op, const void *b, const float *low, int64_t column, int64_t columns, vec *sums,
+                        int num, int dtype) {
+    for (int64_t j = 0; j < op->rank; j++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < num; v++)
+            sums[v] += load_lanes(b, j * columns + column + v * LANES, dtype) * low[j];
+    }
+}
+
+/* Where the product has column `column` of the gate, of `width`; of up. */
+INLINE int64_t gate_place(const struct lora *op, int64_t column) {
+    return op->pair == 0 ? column : column / op->pair * (2 * op->pair) + column % op->pair;
+}
+
+INLINE int64_t up_place(const struct lora *op, int64_t column, int64_t width) {
+    return op->pair == 0 ? width + column : gate_place(op, column) + op->pair;
+}
+
+/* TOGETHER full vectors of a row's product, and what the adapter adds, rounded. */
+INLINE void added_columns(const struct lora *op, const void *b, const float *low, int64_t column, int64_t columns, vec *sums,
+                          int dtype) {
+    if (b == NULL)
+        return;
+    add_columns(op, b, low, column, columns, sums, TOGETHER, dtype);
+#pragma GCC unroll 4
+    for (int v = 0; v < TOGETHER; v++)
+        sums[v] = vec_round(sums[v], dtype);
+}
+
+/* LANES columns of a row from `column` on, `count` of them: the product, which lies at `place`, and what the adapter adds, rounded. */
+INLINE vec added(const struct lora *op, const void *b, const float *low, const void *output, int64_t place, int64_t column,
+                 int64_t count, int64_t columns, int dtype) {
+    vec numbers = load_part(output, place, count, dtype);
     if (b == NULL)
         return numbers;
     for (int64_t j = 0; j < op->rank; j++)
@@ -109,9 +152,22 @@ INLINE void expand(const struct lora_call *call, int64_t row, int64_t first, int
     if (op->activation != ACTIVATION_NONE) {
         int64_t width = columns / 2;
         char *to = call->activated + (size_t)(row * width) * item;
-        for (int64_t i = first; i < last; i += LANES) {
-            vec gate = added(op, b, low, output, i, last - i, columns, dtype);
-            vec up = added(op, b, low + op->rank, output, width + i, last - i, columns, dtype);
+        int64_t i = first;
+        for (; i + TOGETHER * LANES <= last; i += TOGETHER * LANES) {
+            vec gate[TOGETHER], up[TOGETHER];
+            for (int v = 0; v < TOGETHER; v++) {
+                gate[v] = load_lanes(output, gate_place(op, i + v * LANES), dtype);
+                up[v] = load_lanes(output, up_place(op, i + v * LANES, width), dtype);
+            }
+            added_columns(op, b, low, i, columns, gate, dtype);
+            added_columns(op, b, low + op->rank, width + i, columns, up, dtype);
+#pragma GCC unroll 4
+            for (int v = 0; v < TOGETHER; v++)
+                store_lanes(to, i + v * LANES, vec_round(activate(gate[v], op->activation), dtype) * up[v], dtype);
+        }
+        for (; i < last; i += LANES) {
+            vec gate = added(op, b, low, output, gate_place(op, i), i, last - i, columns, dtype);
+            vec up = added(op, b, low + op->rank, output, up_place(op, i, width), width + i, last - i, columns, dtype);
             store_part(to, i, vec_round(activate(gate, op->activation), dtype) * up, last - i, dtype);
         }
         return;
@@ -122,7 +178,18 @@ INLINE void expand(const struct lora_call *call, int64_t row, int64_t first, int
         while (i >= op->ends[part])
             part++;
         int64_t count = least(last, op->ends[part]) - i;
-        store_part(output, i, added(op, b, low + part * op->rank, output, i, count, columns, dtype), count, dtype);
+        for (; count >= TOGETHER * LANES; i += TOGETHER * LANES, count -= TOGETHER * LANES) {
+            vec sums[TOGETHER];
+            for (int v = 0; v < TOGETHER; v++)
+                sums[v] = load_lanes(output, i + v * LANES, dtype);
+            added_columns(op, b, low + part * op->rank, i, columns, sums, dtype);
+#pragma GCC unroll 4
+            for (int v = 0; v < TOGETHER; v++)
+                store_lanes(output, i + v * LANES, sums[v], dtype);
+        }
+        if (count == 0)
+            continue;
+        store_part(output, i, added(op, b, low + part * op->rank, output, i, i, count, columns, dtype), count, dtype);
         i += least(count, LANES);
     }
 }
@@ -149,10 +216,13 @@ EXPORT int pelton_lora(const struct lora *op, const void *x, void *output, void 
         return 1;
     for (int64_t row = 0; row < num_rows; row++)
         num_used += op->slots[row] >= 0;
-    struct lora_call call = {op, x, output, activated, num_rows, columns, (width + COLUMNS - 1) / COLUMNS, low, &no_memory};
-    int64_t work = num_used * (count * op->in_features + op->rank * columns);
-    struct pool_work shrink = {shrink_row, &call, num_rows, 0, work < SMALL_LORA, 0};
-    struct pool_work grow = {expand_chunk, &call, num_rows * call.num_chunks, 0, work < SMALL_LORA, 0};
+    int64_t threads = pool_num_threads(), num_chunks = (width + COLUMNS - 1) / COLUMNS;
+    struct lora_call call = {
+        op, x, output, activated, num_rows, columns, num_chunks, num_rows < 2 * threads ? threads : 1, low, &no_memory,
+    };
+    int64_t shrunk = num_used * count * op->in_features, grown = num_used * op->rank * columns;
+    struct pool_work shrink = {shrink_share, &call, num_rows * call.num_shares, 0, shrunk < SMALL_LORA, 0};
+    struct pool_work grow = {expand_chunk, &call, num_rows * num_chunks, 0, grown < SMALL_LORA, 0};
     pool_do(shrink);
     if (!no_memory)
         pool_do(grow);

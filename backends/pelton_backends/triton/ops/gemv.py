@@ -5,6 +5,7 @@ This file checks, chooses tiles and launches; the kernels are in `gemv_kernels.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ def choose_tile(out_features: int, in_features: int, num_rows: int, element_size
     return Tile(W, R, C, num, min(num, AHEAD), is_dot)
 
 
-def _most_rows(linear: LinearSpec, dtype: str) -> int:
+def most_rows(linear: LinearSpec, dtype: str) -> int:
     """Return the most rows: one of a large matrix; with more, kernels that norm the rows once (`small_batch.py`) are as fast or faster."""
     return 1 if is_large(linear.out_features, linear.in_features, 4 if dtype == "float32" else 2) else MAX_ROWS
 
@@ -151,7 +152,7 @@ class _AddNorm:
         return out, total
 
 
-def _refusals(needs: Any) -> list[str]:
+def refusals(needs: Any) -> list[str]:
     reasons = []
     if needs.linear.weight_format != "plain":
         reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
@@ -169,21 +170,15 @@ class GemvAddNormLinear:
 
     @staticmethod
     def unsupported(needs: AddNormLinearNeeds) -> list[str]:
-        return _refusals(needs)
+        return refusals(needs)
 
     @staticmethod
     def token_range(needs: AddNormLinearNeeds) -> tuple[int, int | None]:
-        return 1, _most_rows(needs.linear, needs.dtype)
+        return 1, most_rows(needs.linear, needs.dtype)
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        op, out_features = _AddNorm(needs.norm, needs.post_norm, tensors), needs.linear.out_features
-        tiles = tiles_by_rows(out_features, needs.linear.in_features, op.weight.element_size())
-
-        def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            return op.launch(add_norm_linear_kernel, hidden, residual, out_features, tiles[hidden.shape[0]])
-
-        return call
+        return bind_add_norm_linear(needs, tensors)
 
 
 class GemvAddNormGatedLinear:
@@ -194,23 +189,15 @@ class GemvAddNormGatedLinear:
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
         known = needs.activation in ACTIVATIONS
-        return _refusals(needs) + ([] if known else [f"activation {needs.activation!r}"])
+        return refusals(needs) + ([] if known else [f"activation {needs.activation!r}"])
 
     @staticmethod
     def token_range(needs: AddNormGatedLinearNeeds) -> tuple[int, int | None]:
-        return 1, _most_rows(needs.linear, needs.dtype)
+        return 1, most_rows(needs.linear, needs.dtype)
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        op = _AddNorm(needs.norm, needs.post_norm, tensors)
-        width, activation = needs.linear.out_features // 2, needs.activation
-        tiles = tiles_by_rows(width, needs.linear.in_features, op.weight.element_size(), num_matrices=2)
-
-        def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            tile = tiles[hidden.shape[0]]
-            return op.launch(add_norm_gated_linear_kernel, hidden, residual, width, tile, 2, ACTIVATION=activation)
-
-        return call
+        return bind_add_norm_gated_linear(needs, tensors)
 
 
 class GemvLinear:
@@ -220,35 +207,70 @@ class GemvLinear:
 
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
-        return _refusals(needs)
+        return refusals(needs)
 
     @staticmethod
     def token_range(needs: LinearNeeds) -> tuple[int, int | None]:
-        return 1, _most_rows(needs.linear, needs.dtype)
+        return 1, most_rows(needs.linear, needs.dtype)
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        weight, bias = tensors.linear.tensors["weight"], tensors.linear.bias
-        out_features, in_features = needs.linear.out_features, needs.linear.in_features
-        pdl = has_pdl(weight.device)
-        tiles = tiles_by_rows(out_features, in_features, weight.element_size())
-        flags = {
-            "HAS_BIAS": bias is not None, "N": out_features, "K": in_features, "PDL": pdl, **launch_options(pdl)
-        }  # fmt: skip
+        return bind_linear(needs, tensors)
 
-        def call(x: Tensor) -> Tensor:
-            x = inner_contiguous(x)
-            num_tokens = x.shape[0]
-            tile = tiles[num_tokens]
-            out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-            launch(
-                linear_kernel, (triton.cdiv(out_features, tile.R),),
-                x, weight, bias, out, num_tokens, x.stride(0), M=padded_rows(num_tokens),
-                X_AHEAD=min(tile.NUM, 3) if tile.DOT else tile.AHEAD, **tile.options, **flags,
-            )  # fmt: skip
-            return out
 
-        return call
+def bind_add_norm_linear(
+    needs: AddNormLinearNeeds, tensors: AddNormLinearTensors
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`AddNormLinear`; what else it is called with goes to the kernel."""
+    op, out_features = _AddNorm(needs.norm, needs.post_norm, tensors), needs.linear.out_features
+    tiles = tiles_by_rows(out_features, needs.linear.in_features, op.weight.element_size())
+
+    def call(hidden: Tensor, residual: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+        return op.launch(add_norm_linear_kernel, hidden, residual, out_features, tiles[hidden.shape[0]], **options)
+
+    return call
+
+
+def bind_add_norm_gated_linear(
+    needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`AddNormGatedLinear`; what else it is called with goes to the kernel."""
+    op = _AddNorm(needs.norm, needs.post_norm, tensors)
+    width, activation = needs.linear.out_features // 2, needs.activation
+    tiles = tiles_by_rows(width, needs.linear.in_features, op.weight.element_size(), num_matrices=2)
+
+    def call(hidden: Tensor, residual: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+        tile = tiles[hidden.shape[0]]
+        return op.launch(
+            add_norm_gated_linear_kernel, hidden, residual, width, tile, 2, ACTIVATION=activation, **options
+        )
+
+    return call
+
+
+def bind_linear(needs: LinearNeeds, tensors: LinearTensors) -> Callable[..., Tensor]:
+    """`Linear`; what else it is called with goes to the kernel."""
+    weight, bias = tensors.linear.tensors["weight"], tensors.linear.bias
+    out_features, in_features = needs.linear.out_features, needs.linear.in_features
+    pdl = has_pdl(weight.device)
+    tiles = tiles_by_rows(out_features, in_features, weight.element_size())
+    flags = {
+        "HAS_BIAS": bias is not None, "N": out_features, "K": in_features, "PDL": pdl, **launch_options(pdl)
+    }  # fmt: skip
+
+    def call(x: Tensor, **options: Any) -> Tensor:
+        x = inner_contiguous(x)
+        num_tokens = x.shape[0]
+        tile = tiles[num_tokens]
+        out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
+        launch(
+            linear_kernel, (triton.cdiv(out_features, tile.R),),
+            x, weight, bias, out, num_tokens, x.stride(0), M=padded_rows(num_tokens),
+            X_AHEAD=min(tile.NUM, 3) if tile.DOT else tile.AHEAD, **tile.options, **flags, **options,
+        )  # fmt: skip
+        return out
+
+    return call
 
 
 def tiles_by_rows(out_features: int, in_features: int, element_size: int, num_matrices: int = 1) -> dict[int, Tile]:

@@ -234,6 +234,57 @@ def store_output(out, y, first, num_tokens, N: tl.constexpr, M: tl.constexpr, R:
     tl.store(out + tokens * N + rows, y.to(out.dtype.element_ty), mask=(rows < N) & (tokens < num_tokens))
 
 
+@triton.jit
+def _adapter_rows(first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr):
+    """Rows of a tile within the whole matrix, as `load_piece` takes them [R]."""
+    r = tl.arange(0, R)
+    return first + r % (R // PARTS) + r // (R // PARTS) * N
+
+
+@triton.jit
+def adapter_tile(
+    slots, b, slot_stride, first, num_tokens, N: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
+    RANK: tl.constexpr,
+):  # fmt: skip
+    """Slots of the rows of x [M], -1 without an adapter, and their B of a program's rows [R, M, RANK].
+
+    May be called before `wait_for_inputs`, with slots of another step: what it reads is written by no kernel but them."""
+    m = tl.arange(0, M)
+    slot = tl.load(slots + m, mask=m < num_tokens, other=-1, cache_modifier=".cg")
+    rows = _adapter_rows(first, N, PARTS, R)
+    place = rows[:, None, None] * RANK + tl.arange(0, RANK)[None, None, :]
+    inside = (rows < N * PARTS)[:, None, None] & (slot >= 0)[None, :, None]
+    return slot, tl.load(b + slot.to(tl.int64)[None, :, None] * slot_stride + place, mask=inside, other=0.0)
+
+
+@triton.jit
+def adapter_product(
+    slot, tile, low, squares, eps, first, num_tokens, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
+    R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    NUM: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """What adapters add to a program's rows [R, M]: tile times A x, whose sums `lora_shrink` has left in SPLITS shares.
+
+    NUM parts have matrices of their own; the second's rows begin at SECOND, the third's at THIRD."""
+    m = tl.arange(0, M)
+    s = tl.arange(0, WIDTH)
+    is_share = (s < SPLITS)[:, None] & ((m < num_tokens) & (slot >= 0))[None, :]
+    share = m[None, :] * SPLITS + s[:, None]
+    scale = tl.full([M], 1.0, tl.float32)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(tl.load(squares + share, mask=is_share, other=0.0), axis=0) / K + eps)
+    rows = _adapter_rows(first, N, PARTS, R)
+    total = tl.zeros([R, M], tl.float32)
+    for part in tl.static_range(NUM):
+        place = ((share * NUM + part) * RANK)[:, :, None] + tl.arange(0, RANK)[None, None, :]
+        x = tl.sum(tl.load(low + place, mask=is_share[:, :, None], other=0.0), axis=0) * scale[:, None]
+        x = x.to(tile.dtype).to(tl.float32)
+        y = tl.sum(tile.to(tl.float32) * x[None, :, :], axis=2)
+        is_own = (rows >= SECOND).to(tl.int32) + (rows >= THIRD).to(tl.int32) == part
+        total = tl.where(is_own[:, None], y, total)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def add_norm_linear_kernel(
     hidden, residual, norm, post_norm, weight, bias, out, new_residual, eps, post_eps,
@@ -242,6 +293,8 @@ def add_norm_linear_kernel(
     HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     DOT: tl.constexpr, PDL: tl.constexpr,
+    slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
+    LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """residual' = [post_norm](hidden) + residual [T, K], stored by the first program; out [T, N] = norm(residual') weight^T."""
     P: tl.constexpr = W * C * 32
@@ -253,12 +306,23 @@ def add_norm_linear_kernel(
     post_pieces = norm_pieces
     if HAS_POST:
         post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
+    if RANK > 0:
+        early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
     wait_for_inputs(PDL)
     x = add_norm_rows(
         hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
         residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
     )  # fmt: skip
     y = product(tile, x, weight, first, weight, N, K, 1, M, W, R, C, NUM, AHEAD, NUM, DOT)
+    if RANK > 0:
+        slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
+        if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
+            slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
+        more = adapter_product(
+            slot, adapter, low, squares, eps, first, num_tokens, N, K, 1, M, R, RANK, LOW_SPLITS, LOW_WIDTH,
+            SECOND, THIRD, NUM_PARTS, True,
+        )  # fmt: skip
+        y = tl.where((slot >= 0)[None, :], y + more, y)
     if HAS_BIAS:
         y = add_bias(y, bias, first, N, R)
     store_output(out, y, first, num_tokens, N, M, R)
@@ -269,15 +333,28 @@ def linear_kernel(
     x, weight, bias, out, num_tokens, stride, HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     X_AHEAD: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+    slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
+    LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """out [T, N] = x [T, K] weight^T."""
     first = tl.program_id(0) * R
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
+    if RANK > 0:
+        early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
     wait_for_inputs(PDL)
     start = x + tl.minimum(tl.arange(0, M), num_tokens - 1)[:, None] * stride
     x_pieces = load_rows(start, K, W * C * 32, X_AHEAD)
     y = product(tile, x_pieces, weight, first, start, N, K, 1, M, W, R, C, NUM, AHEAD, X_AHEAD, DOT)
+    if RANK > 0:
+        slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
+        if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
+            slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
+        more = adapter_product(
+            slot, adapter, low, squares, 0.0, first, num_tokens, N, K, 1, M, R, RANK, LOW_SPLITS, LOW_WIDTH,
+            SECOND, THIRD, NUM_PARTS, False,
+        )  # fmt: skip
+        y = tl.where((slot >= 0)[None, :], y + more, y)
     if HAS_BIAS:
         y = add_bias(y, bias, first, N, R)
     store_output(out, y, first, num_tokens, N, M, R)
@@ -291,6 +368,8 @@ def add_norm_gated_linear_kernel(
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     DOT: tl.constexpr, PDL: tl.constexpr,
+    slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
+    LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """As `add_norm_linear_kernel`; weight has N rows of gate, then N of up, and out [T, N] = activation(gate) * up.
 
@@ -306,12 +385,23 @@ def add_norm_gated_linear_kernel(
     post_pieces = norm_pieces
     if HAS_POST:
         post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
+    if RANK > 0:
+        early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 2, M, R, RANK)
     wait_for_inputs(PDL)
     x = add_norm_rows(
         hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
         residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
     )  # fmt: skip
     y = product(tile, x, weight, first, weight, N, K, 2, M, W, R, C, NUM, AHEAD, NUM, DOT)
+    if RANK > 0:
+        slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
+        if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
+            slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 2, M, R, RANK)
+        more = adapter_product(
+            slot, adapter, low, squares, eps, first, num_tokens, N, K, 2, M, R, RANK, LOW_SPLITS, LOW_WIDTH,
+            SECOND, THIRD, NUM_PARTS, True,
+        )  # fmt: skip
+        y = tl.where((slot >= 0)[None, :], y + more, y)
     gate, up = tl.split(tl.permute(tl.reshape(y, [2, H, M]), [1, 2, 0]))
     if HAS_BIAS:
         gate = add_bias(gate, bias, first, N, H)

@@ -103,7 +103,7 @@ def _low(
 @triton.jit
 def _expand_kernel(
     low_ptr, squares_ptr, b_ptr, out_ptr, chunk_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
-    slot_stride, eps,
+    slot_stride, rank_stride, column_stride, eps,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def _expand_kernel(
         return
     tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
     n = first + tl.arange(0, BLOCK_N)
-    b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * N + n[None, :]
+    b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * rank_stride + n[None, :] * column_stride
     weight = tl.load(b, mask=(n < end)[None, :], other=0.0)
     low = _low(low_ptr, squares_ptr, tokens, mask, part, eps, K, PARTS, R, SPLITS, HAS_NORM, M)
     out = out_ptr + tokens[:, None] * N + n[None, :]
@@ -134,7 +134,7 @@ def _expand_kernel(
 @triton.jit
 def _expand_gated_kernel(
     low_ptr, squares_ptr, b_ptr, gate_up_ptr, out_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
-    slot_stride, eps,
+    slot_stride, rank_stride, column_stride, eps,
     N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -150,11 +150,11 @@ def _expand_gated_kernel(
     up = tl.load(rows + N, mask=is_place, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     if slot >= 0:
-        b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * (2 * N) + n[None, :]
+        b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * rank_stride + n[None, :] * column_stride
         weight = tl.load(b, mask=(n < N)[None, :], other=0.0)
         low = _low(low_ptr, squares_ptr, tokens, mask, 0, eps, K, 2, R, SPLITS, HAS_NORM, M)
         gate = dot(low.to(dtype), weight, gate).to(dtype).to(tl.float32)
-        weight = tl.load(b + N, mask=(n < N)[None, :], other=0.0)
+        weight = tl.load(b + N * column_stride, mask=(n < N)[None, :], other=0.0)
         low = _low(low_ptr, squares_ptr, tokens, mask, 1, eps, K, 2, R, SPLITS, HAS_NORM, M)
         up = dot(low.to(dtype), weight, up).to(dtype).to(tl.float32)
     out = out_ptr + tokens[:, None] * N + n[None, :]
@@ -163,7 +163,7 @@ def _expand_gated_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _sort_kernel(
-    slots_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, num_tokens, num_tiles,
+    slots_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, token_tile_ptr, num_used_ptr, num_tokens, num_tiles,
     NUM_SLOTS: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Tokens by slot, into tiles of M: each token's place is the number of tokens before it, counted by all pairs."""
@@ -181,6 +181,8 @@ def _sort_kernel(
     tile = tl.sum((is_before & begins[None, :]).to(tl.int32), axis=1) + place // M
     is_token = t < num_tokens
     tl.store(order_ptr + start + place, t, mask=is_token)
+    tl.store(token_tile_ptr + t, tile, mask=is_token)
+    tl.store(num_used_ptr, tl.sum((begins & (group < NUM_SLOTS)).to(tl.int32), axis=0))
     is_first = is_token & (place % M == 0)
     first = start + place
     tl.store(tile_first_ptr + tile, first, mask=is_first)
@@ -204,7 +206,8 @@ def sort_rows(rows: AdapterRows, num_tokens: int) -> bool:
     num_tiles = rows.num_tiles(num_tokens)
     launch(
         _sort_kernel, (1,),
-        rows.token_slots, rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, num_tokens, num_tiles,
+        rows.token_slots, rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, rows.token_tile, rows.num_used,
+        num_tokens, num_tiles,
         rows.num_slots, _FEW_PAIRED if num_tokens <= _FEW_PAIRED else _MOST_PAIRED,
         triton.next_power_of_2(rows.num_tiles(_MOST_PAIRED)), tile_rows(num_tokens), num_warps=8,
     )  # fmt: skip
@@ -257,7 +260,16 @@ class TritonLora:
             low = torch.empty(num_tokens * splits * num_parts * rank, dtype=torch.float32, device=device)
             squares = torch.empty(num_tokens * splits if norm is not None else 1, dtype=torch.float32, device=device)
             sizes = {**shared, "SPLITS": splits, "M": block_m}
-            key = (needs, pdl, splits, block_m, device, x.stride(0), stride, alignment(x, output, tensors.a, tensors.b))
+            key = (
+                needs,
+                pdl,
+                splits,
+                block_m,
+                device,
+                x.stride(0),
+                tensors.b.stride(),
+                alignment(x, output, tensors.a, tensors.b),
+            )
             _shrink(
                 key, (num_tiles, splits, num_parts),
                 (x, tensors.a, tensors.norm, *tiles, low, squares, x.stride(0), stride),
@@ -270,14 +282,14 @@ class TritonLora:
             if activation is None:
                 _expand(
                     key, (num_tiles, len(chunks)),
-                    (low, squares, tensors.b, output, chunks, *tiles, stride, eps),
+                    (low, squares, tensors.b, output, chunks, *tiles, *tensors.b.stride(), eps),
                     {**sizes, "N": columns, "PARTS": num_parts, "BLOCK_N": _BLOCK_N},
                     num_warps=4, **launch_options(pdl),
                 )  # fmt: skip
                 return output
             _expand_gated(
                 key, (num_tiles, triton.cdiv(columns // 2, _BLOCK_N)),
-                (low, squares, tensors.b, output, result, *tiles, stride, eps),
+                (low, squares, tensors.b, output, result, *tiles, *tensors.b.stride(), eps),
                 {**sizes, "N": columns // 2, "BLOCK_N": _BLOCK_N, "ACTIVATION": activation},
                 num_warps=4, **launch_options(pdl),
             )  # fmt: skip

@@ -40,7 +40,7 @@ MAX_TOKENS_OF_LARGE = 128
 DTYPES = ("bfloat16", "float16")
 
 
-def _refusals(needs: Any) -> list[str]:
+def refusals(needs: Any) -> list[str]:
     reasons = []
     if needs.dtype not in DTYPES:
         reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}: tensor cores would round float32's inputs")
@@ -64,7 +64,7 @@ def prefers_library(num_tokens: int, weight: Tensor) -> bool:
     return num_tokens > MAX_TOKENS_OF_LARGE and weight.numel() > SMALL_MATRIX
 
 
-def _product(weights: LinearWeights, activation: str | None = None) -> Callable[[Tensor], Tensor]:
+def product_of(weights: LinearWeights, activation: str | None = None) -> Callable[[Tensor], Tensor]:
     """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
     weight, bias = weights.tensors["weight"], weights.bias
     sizes = (*weight.shape, activation is not None)
@@ -91,22 +91,22 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Callable[
 
 class SmallBatchLinear:
     handles = HANDLES
-    unsupported = staticmethod(_refusals)
+    unsupported = staticmethod(refusals)
     token_range = staticmethod(_token_range)
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        return _product(tensors.linear)
+        return product_of(tensors.linear)
 
 
 class SmallBatchAddNormLinear:
     handles = HANDLES
-    unsupported = staticmethod(_refusals)
+    unsupported = staticmethod(refusals)
     token_range = staticmethod(_token_range)
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        product = _product(tensors.linear)
+        product = product_of(tensors.linear)
 
         def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
@@ -117,12 +117,12 @@ class SmallBatchAddNormLinear:
 
 class SmallBatchAddNormGatedLinear:
     handles = HANDLES
-    unsupported = staticmethod(_refusals)
+    unsupported = staticmethod(refusals)
     token_range = staticmethod(_token_range)
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        product = _product(tensors.linear, needs.activation)
+        product = product_of(tensors.linear, needs.activation)
 
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)

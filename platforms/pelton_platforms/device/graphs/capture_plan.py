@@ -38,7 +38,8 @@ class Capture(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CapturePlan:
     """Captures in their order: those that the first requests need, then sizes that may stand in for many others, then the rest;
-    steps with adapters behind those without."""
+    steps with adapters behind those without, but small ones of the first variant are there from the start: the first request with
+    an adapter would hold up those that run."""
 
     captures: tuple[Capture, ...]
     num_first: int
@@ -58,7 +59,12 @@ class CapturePlan:
         captures = [Capture(mode, replace(key, tail=tail)) for mode, key in keys for tail in _tails(key, variants)]
         num_first = sum(capture.key.num_tokens <= first_tokens for capture in captures)
         if has_lora:
-            captures += [Capture(mode, replace(key, has_lora=True)) for mode, key in captures]
+            adapted = [Capture(mode, replace(key, has_lora=True)) for mode, key in captures]
+            usual = {tail for _, key in keys for tail in list(_tails(key, variants))[:1]}
+            first = [one for one in adapted[:num_first] if one.key.tail in usual]
+            captures[num_first:num_first] = first
+            captures += [one for one in adapted if one not in first]
+            num_first += len(first)
         return cls(tuple(captures), num_first)
 
     def __str__(self) -> str:

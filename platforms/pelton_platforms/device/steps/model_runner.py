@@ -100,12 +100,14 @@ class ModelRunner:
         self.tails.records_calls = recorder.runs_calls
         return self.graphs
 
-    def run_padding(self, shape: StepShape, variants: Sequence[Variant] = (), *, in_pieces: bool = False) -> None:
+    def run_padding(
+        self, shape: StepShape, variants: Sequence[Variant] = (), *, in_pieces: bool = False, has_adapters: bool = False
+    ) -> None:
         """A step of nothing but padding, without a graph, and `variants` of sampling for one row. in_pieces: with the kernels of
-        a step in pieces."""
+        a step in pieces; has_adapters: with those of a step that has adapters."""
         rows = shape.num_padded_reqs
         slots, scheduled = self._staging.stage([[self.state.padding_slot] * rows, [0] * rows])
-        batch = self.ops.forward_batch(slots, scheduled, shape, self.backends)
+        batch = self.ops.forward_batch(slots, scheduled, shape, self.backends, has_adapters=has_adapters)
         hidden = run_apart(self.model.forward, batch) if in_pieces else self.model.forward(batch)
         if not hasattr(self.model, "compute_logits"):
             return

@@ -1,0 +1,51 @@
+"""Products that add adapters themselves, in Triton's interpreter or on a GPU; those for Hopper: tests/gpu/test_lora_gpu.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pelton_adapted import CASES, TOLERANCE, AdaptedCase, check_adapted
+
+from pelton_backends.triton.ops import lora_gemv, lora_shrink
+
+INTERPRETED_BFLOAT16 = 0.1  # the interpreter cuts bits off instead of rounding
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_near_merged_weights(name, dtype, device):
+    slots, options = CASES[name]
+    is_cut = dtype is torch.bfloat16 and torch.device(device).type == "cpu"
+    case = AdaptedCase(slots, dtype=dtype, device=device, **options)
+    check_adapted(case, "gemv", INTERPRETED_BFLOAT16 if is_cut else TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("count", [17, 64])
+def test_shares_of_many_rows(count, device):
+    """A x of tiles of 16 rows, as the products for Hopper read it."""
+    slots = [index % 4 - 1 for index in range(count)]
+    case = AdaptedCase(slots, 300, (64, 16), dtype=torch.float32, device=device)
+    low = lora_shrink.Shrink(case.needs.adapter, case.tensors.adapter)(case.inputs[0])
+    found = low.sums.view(count, low.splits, 2 * 16).sum(1)
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected = case.tensors.adapter.a[slot] @ case.inputs[0][row]
+            torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_left_to_the_composed_product(device):
+    case = AdaptedCase([0], 64, (16, 16, 16, 16), dtype=torch.float32, device=device, rank=128, norm=True)
+    reasons = lora_gemv.LoraGemvAddNormLinear.unsupported(case.needs)
+    assert reasons == ["rank 128, at most 64", "4 parts, at most 3"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "size", "rank"),
+    [(1, 4096, 16), (1, 14336, 64), (1, 64, 16), (32, 4096, 16), (32, 14336, 64), (64, 576, 32)],
+)
+def test_shares_cover_all_columns(num_tokens, size, rank):
+    splits, steps, warps, columns, rows = lora_shrink.sizes_of(num_tokens, size, rank)
+    assert (splits - 1) * steps * warps * columns < size <= splits * steps * warps * columns
+    assert columns >= 16
+    assert rows == (1 if num_tokens == 1 else 16)
