@@ -242,7 +242,7 @@ def test_the_higher_priority_replaces_an_entry_of_its_name_and_that_is_logged(in
         f"(pelton {plugins.loaded[0].version}) (priority 10)"
     ]
     replaced = [offer for offer in plugins.offers("pelton_schedulers") if offer.replaced_by is not None]
-    assert [(offer.plugin.name, offer.replaced_by.name) for offer in replaced] == [("core", "mine")]
+    assert [(offer.plugin.name, offer.replaced_by.name) for offer in replaced] == [("scheduler", "mine")]
 
 
 def test_a_lower_priority_replaces_nothing(install):
