@@ -31,9 +31,11 @@ MODULES = {
     "pelton.kv_cache.manager": "pelton_plugins.kv_cache.manager",
     "pelton.kv_cache.single_type": "pelton_plugins.kv_cache.single_type",
     "pelton.large_pages": "pelton.utils.large_pages",
+    "pelton.lora.store": "pelton_platforms.device.adapters",
     "pelton.ops.reference_step": "pelton.worker.reference_step",
     "pelton.quantization.blocks": "pelton.ops.packed_blocks",
     "pelton.request": "pelton.messages.request",
+    "pelton.scheduler.adapters": "pelton_plugins.scheduler.adapters",
     "pelton.scheduler.admission": "pelton_plugins.scheduler.admission",
     "pelton.scheduler.allocations": "pelton_plugins.scheduler.allocations",
     "pelton.scheduler.common_prefix": "pelton_plugins.scheduler.common_prefix",
@@ -81,7 +83,7 @@ NAMES = {
         "QuantizationMethod": "pelton.quantization.interface.QuantizationMethod",
         "make_bias": "pelton.quantization.plain.make_bias",
     },
-    "pelton.scheduler.adapters": {"AdapterSlotGate": "pelton_plugins.scheduler.gates.AdapterSlotGate"},
+    "pelton.sampling.side_tables": {"SideTables": "pelton_platforms.device.steps.side_tables.SideTables"},
     "pelton.scheduler.gates": {
         "AdapterGate": "pelton_plugins.scheduler.gates.AdapterGate",
         "GrammarGate": "pelton_plugins.scheduler.gates.GrammarGate",
@@ -94,6 +96,10 @@ NAMES = {
         "FCFSPolicy": "pelton_plugins.scheduler.policies.FCFSPolicy",
         "PriorityPolicy": "pelton_plugins.scheduler.policies.PriorityPolicy",
         "RequestQueue": "pelton_plugins.scheduler.queue.RequestQueue",
+    },
+    "pelton.worker.batch_state": {
+        "BatchState": "pelton_platforms.device.steps.batch_state.BatchState",
+        "HostColumns": "pelton_platforms.device.steps.batch_state.HostColumns",
     },
     "pelton.tokenizer": {"load_tokenizer": "pelton.model.resolve.load_tokenizer"},
 }

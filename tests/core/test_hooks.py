@@ -64,6 +64,12 @@ class Scheduler(DefaultScheduler):
         return super().schedule()
 
 
+class NoAdapters(DefaultScheduler):
+    def __init__(self, context):
+        super().__init__(context)
+        self.adapters = None
+
+
 class Manager(PagedKVCacheManager):
     def allocate(self, *args, **kwargs):
         used.append("manager")
@@ -128,7 +134,7 @@ class EverythingPlugin:
 
     @hookimpl
     def pelton_schedulers(self):
-        return [Entry(name="mine", load=f"{HERE}:Scheduler")]
+        return [Entry(name="mine", load=f"{HERE}:Scheduler"), Entry(name="plain", load=f"{HERE}:NoAdapters")]
 
     @hookimpl
     def pelton_scheduling_policies(self):
@@ -178,6 +184,7 @@ def plugins(monkeypatch) -> Plugins:
         OldExecutor,
         Worker,
         Scheduler,
+        NoAdapters,
         Manager,
         LastComeFirstServed,
         Proposer,
@@ -238,6 +245,11 @@ def test_a_platform_whose_type_of_device_has_no_worker_is_told_so(plugins):
         worker_class(Toaster(), plugins)
 
 
+def test_a_scheduler_that_serves_no_adapters_is_refused_with_lora(plugins, checkpoint):
+    with pytest.raises(ConfigError, match="scheduler 'plain' serves no adapters"):
+        LLM(model=str(checkpoint), plugins=plugins, scheduler="plain", enable_lora=True, **SMALL)
+
+
 def test_a_plugin_takes_its_own_settings_where_the_worker_runs(plugins, checkpoint):
     def make(colour):
         return LLM(model=str(checkpoint), plugins=plugins, plugin_config={"everything": {"colour": colour}}, **SMALL)
@@ -292,7 +304,7 @@ def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ("scheduler", "scheduler is 'none'; available: mine, default"),
+        ("scheduler", "scheduler is 'none'; available: mine, plain, default"),
         ("scheduling_policy", "scheduling_policy is 'none'; available: lifo, fcfs, priority"),
         ("distributed_executor_backend", "distributed_executor_backend is 'none'; available: mine, in_process"),
         ("kv_cache_manager", "kv_cache_manager is 'none'; available: mine, default"),

@@ -40,7 +40,6 @@ from pelton.ops.interface import (
 )
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
-from pelton.worker.batch_state import BatchState
 from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, NormRope, PartBuffers, decode_attention
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention
@@ -62,6 +61,7 @@ from pelton_backends.triton.ops import (
     split_k,
 )
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
+from pelton_platforms.device.steps.batch_state import BatchState
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 8, 128, 16, 2
 VOCAB = 151_936

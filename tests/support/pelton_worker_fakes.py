@@ -22,10 +22,10 @@ from pelton.ops.selector import OpSelector
 from pelton.platform.select import select_platform
 from pelton.plugins import load_plugins
 from pelton.sampling_params import SamplingParams
-from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.interface import WorkerContext
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.step_ops import StepOps
 from pelton_platforms.device.worker import DeviceWorker

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.sampling.logprobs import LogprobTensors
-    from pelton.sampling.side_tables import SideTables
+    from pelton.sampling.side_tables import SideTensors
 
 MOST_LOGPROBS = 128
 """Alternatives, of which each is put in its place among those before it."""
@@ -152,7 +152,7 @@ class NativeLogprobs:
         return write
 
 
-def _side_addresses(side: SideTables) -> dict[str, int]:
+def _side_addresses(side: SideTensors) -> dict[str, int]:
     tensors = {
         "counts": side.counts, "in_prompt": side.in_prompt, "banned": side.banned, "stop_ids": side.stop_ids,
         "bias": side.bias, "presence": side.presence_penalty, "frequency": side.frequency_penalty,

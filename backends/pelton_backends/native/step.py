@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.attention.metadata import CommonMetadata
-    from pelton.worker.batch_state import BatchState
+    from pelton.worker.batch_state import BatchTensors
     from pelton.worker.inputs import InputBuffers, StepShape
 
 
@@ -44,14 +44,14 @@ class _Inputs(Structure):
     )  # fmt: skip
 
 
-def make_batch(state: BatchState) -> Batch:
+def make_batch(state: BatchTensors) -> Batch:
     return Batch(
         state.token_ids.data_ptr(), state.num_computed_tokens.data_ptr(), state.token_ids.stride(0),
         state.max_model_len, state.padding_slot,
     )  # fmt: skip
 
 
-def _make_groups(state: BatchState, buffers: InputBuffers) -> list[_Group]:
+def _make_groups(state: BatchTensors, buffers: InputBuffers) -> list[_Group]:
     return [
         _Group(
             table.data_ptr(), table.stride(0), buffer.data_ptr(), buffer.stride(0), slot_mapping.data_ptr(), size, ratio

@@ -43,8 +43,7 @@ from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins, calling, make
-from pelton.scheduler.adapters import AdapterSlots
-from pelton.scheduler.interface import Scheduler, SchedulerContext
+from pelton.scheduler.interface import AdapterLoads, Scheduler, SchedulerContext
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.structured.interface import StructuredOutputBackend, StructuredOutputContext
@@ -90,8 +89,12 @@ class EngineCore:
                 self._kv = make_kv_manager(config, model, plugins, self.plan, self._metrics)
                 self._grammars = make_grammar_manager(config, model, plugins, self._metrics)
                 self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
-                self._adapters = make_adapter_slots(config, self._executor)
                 self._scheduler = self._make_scheduler()
+                if config.lora.enable_lora and self._scheduler.adapters is None:
+                    raise ConfigError(
+                        f"enable_lora is set, and scheduler {config.scheduler.scheduler!r} serves no adapters. Leave it out, or choose "
+                        "another scheduler."
+                    )
         except BaseException:
             self.shutdown()
             raise
@@ -137,7 +140,7 @@ class EngineCore:
                 proposer=None if num_device_drafts else make_draft_proposer(config, self.model, plugins, self._metrics),
                 num_draft_tokens=num_device_drafts,
                 connector=self._make_connector(),
-                adapters=self._adapters,
+                adapters=adapter_loads(config, self._executor),
                 context_tokens=self._context_tokens,
                 min_acceptance_rate=config.speculative.min_acceptance_rate,
                 engine_config=config,
@@ -396,7 +399,7 @@ class EngineCore:
 
     def _call_adapters(self, method: str, *args: Any) -> Any:
         """`load`(id, name, path): True when the workers have it, else it is being loaded; `remove`(id), `pin`(id), `list`."""
-        adapters = self._adapters
+        adapters = self._scheduler.adapters
         if adapters is None:
             raise NotSupportedError("This engine serves no adapters: enable_lora is off.", param="lora_request")
         if method == "load":
@@ -564,7 +567,7 @@ def make_grammar_manager(
     return GrammarManager(lambda: make(entries[0], StructuredOutputBackend, context))  # type: ignore[type-abstract]
 
 
-def make_adapter_slots(config: EngineConfig, executor: Executor) -> AdapterSlots | None:
+def adapter_loads(config: EngineConfig, executor: Executor) -> AdapterLoads | None:
     """None without `enable_lora`. Raises `ConfigError` for an executor that cannot serve adapters."""
     lora = config.lora
     if not lora.enable_lora:
@@ -577,7 +580,7 @@ def make_adapter_slots(config: EngineConfig, executor: Executor) -> AdapterSlots
     def load(ref: AdapterRef, load_id: int) -> Future[Any]:
         return executor.call_beside("load_adapter", load_id, ref.name, ref.path)
 
-    return AdapterSlots(lora.max_loras, lora.num_host_adapters, load)
+    return AdapterLoads(num_slots=lora.max_loras, num_host=lora.num_host_adapters, load=load)
 
 
 def max_steps_in_flight(config: EngineConfig, executor: Executor) -> int:

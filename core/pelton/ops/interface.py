@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pelton.attention.metadata import CommonMetadata
     from pelton.sampling.logprobs import LogprobTensors
-    from pelton.worker.batch_state import BatchState
+    from pelton.worker.batch_state import BatchTensors
     from pelton.worker.inputs import InputBuffers, StepShape
 
 T = TypeVar("T")
@@ -391,7 +391,7 @@ class SampleNeeds:
 
 @dataclass(slots=True)
 class SampleTensors:
-    state: BatchState
+    state: BatchTensors
     mask: tuple[Tensor, Tensor] | None = None  # by slot: words [S + 1, ceil(V / 32)] int32, has_mask [S + 1] bool
     logprobs: LogprobTensors | None = None  # by row of the step: [>= n, 1 + num_logprobs] twice, ranks [>= n]; written
 
@@ -451,7 +451,7 @@ class PrepareInputsNeeds:
 
 @dataclass(slots=True)
 class PrepareInputsTensors:
-    state: BatchState
+    state: BatchTensors
     buffers: InputBuffers
 
 

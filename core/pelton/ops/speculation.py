@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.worker.batch_state import BatchState
+    from pelton.worker.batch_state import BatchTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class LookupDraftsNeeds:
 
 @dataclass(slots=True)
 class LookupDraftsTensors:
-    state: BatchState
+    state: BatchTensors
 
 
 class LookupDrafts(Protocol):
@@ -46,7 +46,7 @@ class VerifyNeeds:
 
 @dataclass(slots=True)
 class VerifyTensors:
-    state: BatchState
+    state: BatchTensors
 
 
 class Verify(Protocol):

@@ -11,14 +11,14 @@ from pelton.sampling.columns import RANDOM
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.sampling.side_tables import SideTables
+    from pelton.sampling.side_tables import SideTensors
 
 
 @dataclass(slots=True, kw_only=True)
 class SideRows:
     """The m rows of logits that read side tables, and which features any of them uses."""
 
-    tables: SideTables
+    tables: SideTensors
     rows: Tensor  # [m] int64, into the logits
     side_slots: Tensor  # [m] int64
     slots: Tensor  # [m] int64, into `token_ids`

@@ -9,15 +9,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pelton.config import SchedulerConfig
 from pelton.errors import ErrorInfo
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
 from pelton.messages.outputs import EngineOutput, FinishReason
-from pelton.messages.request import EngineRequest
+from pelton.messages.request import AdapterRef, EngineRequest
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import SchedulerStats
@@ -25,11 +26,42 @@ from pelton.metrics.stats import SchedulerStats
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.kv_transfer.interface import SchedulerConnector
-    from pelton.scheduler.adapters import AdapterSlots
     from pelton.scheduler.gates import Gate
     from pelton.scheduler.policy import SchedulingPolicy
     from pelton.spec_decode.interface import DraftProposer
     from pelton.structured.manager import GrammarSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoads:
+    """Room for adapters, and how the workers get them."""
+
+    num_slots: int
+    """Adapters that one step can use."""
+    num_host: int
+    """Adapters in the workers' own memory."""
+    load: Callable[[AdapterRef, int], Future[Any]]
+    """Starts to read an adapter into that memory, where it is known by the number of the load."""
+
+
+class AdapterTable(Protocol):
+    """A scheduler's adapters, as the engine core asks for them between steps."""
+
+    def request(self, ref: AdapterRef) -> bool:
+        """Have it loaded. True: the workers have it. Raises what stopped the load."""
+        ...
+
+    def loaded(self) -> list[int]:
+        """Ids of those that the workers have."""
+        ...
+
+    def remove(self, adapter_id: int) -> bool:
+        """Forget it once no request runs with it. False: it is not there."""
+        ...
+
+    def pin(self, adapter_id: int) -> None:
+        """Keep it. Raises `RequestError` where that is not possible."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +96,8 @@ class SchedulerContext:
     connector: SchedulerConnector | None = None
     adapter_is_ready: Callable[[int], bool] | None = None
     """Asked for requests with an adapter, where `adapters` is None. None too: the engine serves no adapters."""
-    adapters: AdapterSlots | None = None
-    """Which adapters the workers have; it wants to know who runs, and tells the workers with each step."""
+    adapters: AdapterLoads | None = None
+    """Set where the engine serves adapters: the scheduler decides which the workers have, and says so with each step."""
     is_pooling: bool = False
     """Requests have `pooling_params`: each ends with its prompt's last token, and samples none."""
     gates: Sequence[Gate] = ()
@@ -82,6 +114,9 @@ class Scheduler(ABC):
 
     `finish_requests` and `add_request` are called between steps only. StepResults come back in step order.
     """
+
+    adapters: AdapterTable | None = None
+    """None: it serves no adapters, and an engine with `SchedulerContext.adapters` does not start."""
 
     @abstractmethod
     def add_request(self, request: EngineRequest) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.worker.batch_state import BatchState
+    from pelton.worker.batch_state import BatchTensors
 
 
 class WorkerDraftProposer(Protocol):
@@ -15,7 +15,7 @@ class WorkerDraftProposer(Protocol):
 
     max_draft_tokens: int
 
-    def propose(self, state: BatchState, slots: Tensor, hidden: Any, last_tokens: Tensor) -> Tensor:
+    def propose(self, state: BatchTensors, slots: Tensor, hidden: Any, last_tokens: Tensor) -> Tensor:
         """[r, max_draft_tokens] int64: what may follow each row's last token; every row has as many.
 
         slots [r] of the rows that sampled: `state.token_ids[slot, : state.num_computed_tokens[slot] + 1]` is known.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pelton.attention.metadata import CommonMetadata
-from pelton.worker.batch_state import BatchState
+from pelton.worker.batch_state import BatchTensors
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class InputBuffers:
     """Fixed memory for the largest step."""
 
     def __init__(
-        self, state: BatchState, *, max_num_tokens: int, kernel_block_sizes: Sequence[int] | None = None
+        self, state: BatchTensors, *, max_num_tokens: int, kernel_block_sizes: Sequence[int] | None = None
     ) -> None:
         """kernel_block_sizes: tokens of a block as each group's backend counts; the manager's when None."""
         device, rows = state.device, state.max_num_seqs
@@ -70,7 +70,7 @@ class InputBuffers:
 
 
 def prepare_inputs(
-    state: BatchState, buffers: InputBuffers, slots: Tensor, num_scheduled: Tensor, shape: StepShape
+    state: BatchTensors, buffers: InputBuffers, slots: Tensor, num_scheduled: Tensor, shape: StepShape
 ) -> list[CommonMetadata]:
     """Fill the buffers; one `CommonMetadata` for each KV group, over views of them.
 
@@ -101,7 +101,7 @@ def prepare_inputs(
 
 
 def _group_metadata(
-    state: BatchState,
+    state: BatchTensors,
     buffers: InputBuffers,
     group: int,
     slots: Tensor,
@@ -121,7 +121,7 @@ def _group_metadata(
     return common
 
 
-def common_metadata(state: BatchState, buffers: InputBuffers, group: int, shape: StepShape) -> CommonMetadata:
+def common_metadata(state: BatchTensors, buffers: InputBuffers, group: int, shape: StepShape) -> CommonMetadata:
     """One group's, over the buffers that `prepare_inputs` fills."""
     num_rows, num_tokens, block_size = shape.num_padded_reqs, shape.num_padded_tokens, state.block_sizes[group]
     width = min(-(-shape.max_seq_len // block_size), state.block_tables[group].shape[1])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.attention.metadata import CommonMetadata
-    from pelton.worker.batch_state import BatchState
+    from pelton.worker.batch_state import BatchTensors
     from pelton.worker.inputs import StepShape
 
 
@@ -94,7 +94,7 @@ class ReferenceLogprobs:
         return write
 
 
-def _metadata(state: BatchState, slots: Tensor, positions: Tensor, vocab_size: int, variant: str) -> SamplingMetadata:
+def _metadata(state: BatchTensors, slots: Tensor, positions: Tensor, vocab_size: int, variant: str) -> SamplingMetadata:
     is_full = variant == "full"
     return SamplingMetadata(
         seeds=state.seeds[slots],
@@ -107,7 +107,7 @@ def _metadata(state: BatchState, slots: Tensor, positions: Tensor, vocab_size: i
     )
 
 
-def _side_rows(state: BatchState, slots: Tensor, positions: Tensor) -> SideRows:
+def _side_rows(state: BatchTensors, slots: Tensor, positions: Tensor) -> SideRows:
     """Every row is one, those without side tables under a spare slot's number that `is_used` takes back."""
     side_slots = state.side_slots[slots]
     return SideRows(

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
     from pelton.config import EngineConfig
     from pelton.kv_cache.spec import KVCacheSpec
-    from pelton.lora.store import AdapterStore
     from pelton.model.build import BuildConfig
     from pelton.model.resolved import ResolvedModel
     from pelton.platform.interface import Platform
     from pelton.plugins import Plugins
+    from pelton_platforms.device.adapters import AdapterStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from pelton.attention.kv_cache import bind_caches
 from pelton.spec_decode.select import make_draft_proposer
-from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.step_ops import StepOps
 

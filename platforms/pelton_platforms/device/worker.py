@@ -10,7 +10,6 @@ from pelton.errors import ConfigError
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
-from pelton.lora.store import make_adapters
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.build import BuildConfig, make_build_config
@@ -18,6 +17,7 @@ from pelton.model.interface import CausalLM
 from pelton.model.registry import build_model
 from pelton.worker.interface import Worker
 from pelton.worker.pending import PendingOutput
+from pelton_platforms.device.adapters import make_adapters
 from pelton_platforms.device.first_start import FirstStart
 from pelton_platforms.device.graphs.capture_plan import CaptureQueue, plan_captures
 from pelton_platforms.device.graphs.graph_setup import setup_graphs

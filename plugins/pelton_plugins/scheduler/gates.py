@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pelton.errors import PeltonError, RequestError
-from pelton.scheduler.adapters import AdapterSlots
 from pelton.scheduler.gates import Gate, Verdict
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
@@ -82,24 +80,3 @@ class PolicyGate(Gate):
 
     def check(self, request: ScheduledRequest, running: Sequence[ScheduledRequest]) -> Verdict:
         return Verdict.OPEN if self._policy.admits(request, running) else Verdict.WAIT
-
-
-class AdapterSlotGate(Gate):
-    """A request with an adapter waits until a slot has it; a load that failed ends it."""
-
-    def __init__(self, adapters: AdapterSlots) -> None:
-        self._adapters = adapters
-
-    def check(self, request: ScheduledRequest, running: Sequence[ScheduledRequest]) -> Verdict:
-        ref = request.request.adapter
-        try:
-            return Verdict.OPEN if ref is None or self._adapters.take(ref) else Verdict.DEFER
-        except PeltonError:
-            raise
-        except Exception as error:
-            assert ref is not None
-            raise RequestError(f"Adapter {ref.name!r} cannot be loaded: {error}", param="adapter") from error
-
-    def may_open(self, request: ScheduledRequest) -> bool:
-        ref = request.request.adapter
-        return ref is None or self._adapters.may_take(ref)

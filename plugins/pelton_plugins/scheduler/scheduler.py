@@ -22,6 +22,7 @@ from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton.scheduler.request import RequestStatus
 from pelton_plugins.scheduler import grammars
+from pelton_plugins.scheduler.adapters import AdapterSlotGate, AdapterSlots
 from pelton_plugins.scheduler.admission import Admission
 from pelton_plugins.scheduler.allocations import Allocations
 from pelton_plugins.scheduler.common_prefix import CommonPrefix
@@ -29,7 +30,6 @@ from pelton_plugins.scheduler.deadlines import Deadlines
 from pelton_plugins.scheduler.drafts import Drafts
 from pelton_plugins.scheduler.gates import (
     AdapterGate,
-    AdapterSlotGate,
     GrammarGate,
     InFlightGate,
     PolicyGate,
@@ -91,7 +91,7 @@ class DefaultScheduler(Scheduler):
         drafts = Drafts(context)
         self._table = RequestTable(policy, self._allocations, self._transfers, drafts, context.clock)
         self._deadlines = Deadlines(self._table.requests)
-        self._adapters = context.adapters
+        self.adapters = self._adapters = None if context.adapters is None else AdapterSlots(context.adapters)
         if self._adapters is not None:
             self._adapters.running = self._table.running
         preemption = Preemption(policy, self._table, self._allocations, self._transfers, self._steps)
@@ -121,8 +121,8 @@ class DefaultScheduler(Scheduler):
 
     def _built_in_gates(self, context: SchedulerContext, policy: SchedulingPolicy) -> list[Gate]:
         gates: list[Gate] = [InFlightGate(self._steps), RemoteKVGate(), GrammarGate()]
-        if context.adapters is not None:
-            gates.append(AdapterSlotGate(context.adapters))
+        if self._adapters is not None:
+            gates.append(AdapterSlotGate(self._adapters))
         elif context.adapter_is_ready is not None:
             gates.append(AdapterGate(context.adapter_is_ready))
         return [*gates, SideSlotGate(self._allocations.side_slots), PolicyGate(policy)]

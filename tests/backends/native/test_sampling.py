@@ -15,9 +15,9 @@ from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
 from pelton.sampling.random import uniform
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling_params import SamplingParams
-from pelton.worker.batch_state import BatchState
 from pelton.worker.reference_step import ReferenceSample
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
+from pelton_platforms.device.steps.batch_state import BatchState
 
 MAX_LEN = 40
 INF = math.inf

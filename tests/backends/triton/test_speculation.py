@@ -13,10 +13,10 @@ from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.reference_speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
-from pelton.worker.batch_state import BatchState
 from pelton_backends.triton.attention.decode_drafts import DraftParts, choose_splits, drafts_attention
 from pelton_backends.triton.ops import speculation
 from pelton_backends.triton.ops.speculation import TritonLookupDrafts, TritonVerify
+from pelton_platforms.device.steps.batch_state import BatchState
 
 ROWS, MAX_LEN = 6, 100
 

@@ -15,9 +15,9 @@ from pelton.errors import AdapterNotFoundError, AdapterRankError, InvalidAdapter
 from pelton.lora.layers import AdapterLayers
 from pelton.lora.peft import check_targets, read_config, read_tensors
 from pelton.lora.rows import AdapterRows
-from pelton.lora.store import pack
 from pelton.model.build import BuildConfig
 from pelton.quantization.interface import LinearShard
+from pelton_platforms.device.adapters import pack
 
 SAMPLE: dict[str, Any] = {
     "peft_type": "LORA", "base_model_name_or_path": "your-base-model-name", "r": 16, "lora_alpha": 32,

@@ -14,9 +14,9 @@ from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.penalties import apply_side_tables
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, sample
 from pelton.sampling_params import SamplingParams
-from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton.worker.reference_step import ReferencePrepareInputs, ReferenceSample
+from pelton_platforms.device.steps.batch_state import BatchState
 
 VOCAB, NUM_SEQS, MAX_LEN = 70, 8, 40
 

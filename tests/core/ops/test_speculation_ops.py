@@ -10,7 +10,7 @@ import torch
 
 from pelton.ops.reference_speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
-from pelton.worker.batch_state import BatchState
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_plugins.speculative.ngram import propose
 
 MAX_LEN = 60

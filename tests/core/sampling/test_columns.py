@@ -13,8 +13,8 @@ from pelton.messages.step import NewRequest
 from pelton.sampling import columns
 from pelton.sampling.columns import SAMPLING_COLUMNS, SamplingColumn, active_columns, columns_of, host_columns
 from pelton.sampling_params import SamplingParams
-from pelton.worker import batch_state
-from pelton.worker.batch_state import BatchState
+from pelton_platforms.device.steps import batch_state
+from pelton_platforms.device.steps.batch_state import BatchState
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCAB = 50

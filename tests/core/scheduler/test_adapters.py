@@ -10,8 +10,9 @@ import pytest
 from pelton.errors import InvalidAdapterError, RequestError
 from pelton.messages.request import AdapterRef
 from pelton.messages.step import SchedulerOutput
-from pelton.scheduler.adapters import FAILURE_S, AdapterSlots
+from pelton.scheduler.interface import AdapterLoads
 from pelton.testing.scheduler import Harness, make_request
+from pelton_plugins.scheduler.adapters import FAILURE_S, AdapterSlots
 
 
 class Loads:
@@ -38,6 +39,14 @@ def ref(number: int) -> AdapterRef:
     return AdapterRef(id=number, name=f"a{number}", path="/a")
 
 
+def loads_of(num_slots: int, num_host: int, load: Any) -> AdapterLoads:
+    return AdapterLoads(num_slots=num_slots, num_host=num_host, load=load)
+
+
+def make_slots(num_slots: int, num_host: int, load: Any, **options: Any) -> AdapterSlots:
+    return AdapterSlots(loads_of(num_slots, num_host, load), **options)
+
+
 def told(adapters: AdapterSlots) -> tuple[list[tuple[int, int]], list[int]]:
     """(slot, id), dropped loads"""
     output = SchedulerOutput(step_id=1)
@@ -46,7 +55,7 @@ def told(adapters: AdapterSlots) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def test_the_longest_unused_gives_up_its_slot():
-    adapters = AdapterSlots(2, 8, Loads())
+    adapters = make_slots(2, 8, Loads())
     assert [adapters.take(ref(number)) for number in (1, 2, 1)] == [True] * 3
     assert told(adapters) == ([(0, 1), (1, 2)], [])
     assert adapters.take(ref(3))
@@ -54,7 +63,7 @@ def test_the_longest_unused_gives_up_its_slot():
 
 
 def test_a_slot_in_use_is_kept():
-    adapters = AdapterSlots(1, 8, Loads())
+    adapters = make_slots(1, 8, Loads())
     assert adapters.take(ref(1))
     adapters.running = [Running(1)]  # type: ignore[list-item]
     adapters.begin_step()
@@ -68,7 +77,7 @@ def test_a_slot_in_use_is_kept():
 
 def test_a_load_takes_its_time_and_blocks_nobody():
     loads = Loads(is_done=False)
-    adapters = AdapterSlots(2, 8, loads)
+    adapters = make_slots(2, 8, loads)
     assert not adapters.take(ref(1))
     assert not adapters.may_take(ref(1))
     loads.futures[1].set_result(None)
@@ -78,7 +87,7 @@ def test_a_load_takes_its_time_and_blocks_nobody():
 
 def test_a_failed_load_is_told_and_tried_again_later():
     now, loads = [0.0], Loads(is_done=False)
-    adapters = AdapterSlots(2, 8, loads, clock=lambda: now[0])
+    adapters = make_slots(2, 8, loads, clock=lambda: now[0])
     adapters.prefetch(ref(1))
     first = loads.futures[1]
     first.set_exception(InvalidAdapterError("no good"))
@@ -91,7 +100,7 @@ def test_a_failed_load_is_told_and_tried_again_later():
 
 
 def test_host_memory_is_bounded():
-    adapters = AdapterSlots(1, 2, Loads())
+    adapters = make_slots(1, 2, Loads())
     for number in (1, 2, 3):
         assert adapters.take(ref(number))
     assert len(adapters.loaded()) == 2
@@ -99,7 +108,7 @@ def test_host_memory_is_bounded():
 
 
 def test_a_pinned_adapter_is_never_given_up():
-    adapters = AdapterSlots(2, 2, Loads())
+    adapters = make_slots(2, 2, Loads())
     assert adapters.take(ref(1))
     adapters.pin(1)
     for number in (2, 3, 4):
@@ -112,7 +121,7 @@ def test_a_pinned_adapter_is_never_given_up():
 
 
 def test_a_removed_adapter_goes_when_nobody_runs_with_it():
-    adapters = AdapterSlots(2, 8, Loads())
+    adapters = make_slots(2, 8, Loads())
     adapters.take(ref(1))
     adapters.running = [Running(1)]  # type: ignore[list-item]
     assert adapters.remove(1)
@@ -125,7 +134,7 @@ def test_a_removed_adapter_goes_when_nobody_runs_with_it():
 
 
 def test_workers_that_may_not_have_heard_are_told_again():
-    adapters = AdapterSlots(2, 8, Loads())
+    adapters = make_slots(2, 8, Loads())
     adapters.take(ref(1))
     output = SchedulerOutput(step_id=1)
     adapters.describe(output)
@@ -135,8 +144,7 @@ def test_workers_that_may_not_have_heard_are_told_again():
 
 def test_in_the_scheduler_requests_wait_for_their_adapter_and_others_pass():
     loads = Loads(is_done=False)
-    adapters = AdapterSlots(1, 8, loads)
-    harness = Harness(adapters=adapters, max_steps_in_flight=2)
+    harness = Harness(adapters=loads_of(1, 8, loads), max_steps_in_flight=2)
     harness.add(make_request("a", 3, 2, adapter_id=7))
     harness.add(make_request("b", 3, 2))
     output = harness.scheduler.schedule()

@@ -281,7 +281,7 @@ def test_state_that_does_not_fit_is_the_operators_error(model, monkeypatch):
     def no_room(*args, **kwargs):
         raise torch.OutOfMemoryError("Tried to allocate.")
 
-    monkeypatch.setattr("pelton.worker.batch_state.SideTables", no_room)
+    monkeypatch.setattr("pelton_platforms.device.steps.batch_state.SideTables", no_room)
     with pytest.raises(ConfigError, match=r"state of \d+ requests takes about \d+ bytes.*max_side_table_seqs lower"):
         make_worker(model[0])
 

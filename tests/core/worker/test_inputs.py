@@ -8,8 +8,8 @@ import torch
 from pelton.kv_cache.hashing import pack_tokens
 from pelton.messages.step import NewRequest, SchedulerOutput
 from pelton.sampling_params import SamplingParams
-from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.step_plan import plan_drafts, plan_step, ramp
 
 PROMPTS = [[1, 2, 3, 4, 5], [1, 6, 5, 7, 8, 9, 10], [1, 12, 13]]
@@ -169,7 +169,7 @@ def test_appended_blocks_go_to_their_places():
 
 
 def test_long_rows_are_copied_beside_short_ones(monkeypatch):
-    monkeypatch.setattr("pelton.worker.batch_state._LONG", 4)
+    monkeypatch.setattr("pelton_platforms.device.steps.batch_state._LONG", 4)
     state = make_state()
     prompts, blocks = [[1, 2], [5, 6, 7, 8, 9], [3] * 4], [[1], [2, 3, 4, 5], [6]]
     state.add([new(slot, prompt, [ids]) for slot, (prompt, ids) in enumerate(zip(prompts, blocks, strict=True))])

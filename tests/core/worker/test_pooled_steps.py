@@ -18,10 +18,10 @@ from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.model.interface import PooledRows, PoolingModel
 from pelton.ops.selector import OpSelector
 from pelton.testing.graphs import FakeGraphRecorder
-from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 from pelton_platforms.device.kv_pool import KVPool
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.step_ops import StepOps
 

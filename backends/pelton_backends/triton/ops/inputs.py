@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pelton.attention.metadata import CommonMetadata
 from pelton.ops.interface import PrepareInputs, PrepareInputsNeeds, PrepareInputsTensors
-from pelton.worker.batch_state import BatchState
+from pelton.worker.batch_state import BatchTensors
 from pelton.worker.inputs import InputBuffers, StepShape, common_metadata
 from pelton_backends.triton.launch import launch
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
@@ -158,7 +158,7 @@ def _tokens_kernel(
         tl.store(positions + token, position, mask=is_inside)
 
 
-def _describe(state: BatchState, buffers: InputBuffers) -> Tensor:
+def _describe(state: BatchTensors, buffers: InputBuffers) -> Tensor:
     """[G, 8]: address, row stride and width of the state's table; address and row stride of the buffer; address of
     the slot mapping; tokens of a block; kernel blocks of a block. Addresses do not change, so a graph may hold this."""
     rows = [

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
 from pelton.sampling.side_tables import GROUP
-from pelton.worker.batch_state import BatchState
+from pelton.worker.batch_state import BatchTensors
 from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.sampling_logprobs import MOST_LOGPROBS, RawStatistics
 from pelton_backends.triton.ops.sampling_nucleus import CUTS, finish_kernel, gather_kernel, measure_kernel
@@ -86,7 +86,7 @@ class TritonSample:
 class _Greedy:
     """One launch."""
 
-    def __init__(self, needs: SampleNeeds, state: BatchState) -> None:
+    def __init__(self, needs: SampleNeeds, state: BatchTensors) -> None:
         self._state, self._vocab_size = state, needs.vocab_size
         self._chunks = triton.cdiv(needs.vocab_size, _GREEDY_CHUNK)
         self._best = torch.zeros(needs.max_num_seqs, self._chunks, dtype=torch.int64, device=state.device)
@@ -134,7 +134,7 @@ class _Scratch:
         self.num_spare, self.parts = zeros(), zeros(2, self.chunks)
 
 
-_scratch_of: WeakKeyDictionary[BatchState, _Scratch] = WeakKeyDictionary()
+_scratch_of: WeakKeyDictionary[BatchTensors, _Scratch] = WeakKeyDictionary()
 """All variants of one state share it: its steps come one after the other."""
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from pelton.attention.metadata import BatchDescriptor
     from pelton.utils.staging import StagingRing
-    from pelton.worker.batch_state import BatchState
     from pelton.worker.inputs import InputBuffers
+    from pelton_platforms.device.steps.batch_state import BatchState
     from pelton_platforms.device.steps.step_plan import Ints
 
 Appends = Sequence[tuple[int, int, int, list[int]]]

@@ -22,11 +22,11 @@ from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.sampling.tails import Logits, Sample, Tail
 from pelton.utils.staging import StagingRing
-from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, padding_shape
 from pelton_platforms.device.graphs.captures import FullGraphs, PieceGraphs, run_apart
 from pelton_platforms.device.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton_platforms.device.graphs.graph_columns import Appends, GraphColumns
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.step_program import StepInputs, StepProgram
 
 if TYPE_CHECKING:

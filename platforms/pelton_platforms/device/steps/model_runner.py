@@ -29,12 +29,12 @@ from pelton.model.interface import CausalLM, PooledRows
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Variant, Verify
 from pelton.utils.staging import StagingRing, mask_column, mask_words
-from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
 from pelton.worker.pending import PendingOutput
 from pelton_platforms.device.graphs.captures import run_apart
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.kv_pool import KVPool, handed_blocks
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.readback import Readback, StepOutput
 from pelton_platforms.device.steps.step_ops import StepOps
 from pelton_platforms.device.steps.step_plan import Ints, StepPlan, plan_drafts, plan_step

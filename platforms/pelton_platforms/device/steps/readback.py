@@ -20,8 +20,9 @@ from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.sampling.logprobs import HostLogprobs
 from pelton.sampling.sampler import ERROR_MESSAGES, NOT_FINITE
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
-from pelton.worker.batch_state import NO_LOGPROBS, BatchState
+from pelton.worker.batch_state import NO_LOGPROBS
 from pelton.worker.pending import PendingOutput
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.step_plan import Ints
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from pelton.ops.speculation import (
     VerifyTensors,
 )
 from pelton.sampling.tails import FULL, GREEDY, Variant
-from pelton.worker.batch_state import BatchState
+from pelton_platforms.device.steps.batch_state import BatchState
 
 if TYPE_CHECKING:
     from pelton.ops.selector import OpSelector

@@ -24,10 +24,10 @@ from pelton.ops.selector import OpSelector
 from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import FULL, GREEDY, Variant
-from pelton.worker.batch_state import BatchState
 from pelton.worker.inputs import InputBuffers, StepShape, uncached_metadata
 from pelton.worker.reference_step import ReferencePrepareInputs
 from pelton.worker.step_adapters import StepAdapters
+from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.step_drafts import StepDrafts
 
 NUM_LOGPROBS = 20

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.messages.step import SchedulerOutput
-from pelton.worker.batch_state import NO_LOGPROBS, HostColumns
+from pelton.worker.batch_state import NO_LOGPROBS
 from pelton.worker.inputs import StepShape
+from pelton_platforms.device.steps.batch_state import HostColumns
 
 Ints = npt.NDArray[np.int64]
 _NONE: Ints = np.zeros(0, dtype=np.int64)

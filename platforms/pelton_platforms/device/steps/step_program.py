@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pelton.attention.interface import AttentionBackend
     from pelton.attention.metadata import BatchDescriptor, ForwardBatch
     from pelton.model.interface import CausalLM, PooledRows, PoolingModel
-    from pelton.worker.batch_state import BatchState
     from pelton.worker.inputs import StepShape
+    from pelton_platforms.device.steps.batch_state import BatchState
     from pelton_platforms.device.steps.step_ops import StepOps
 
 

@@ -9,7 +9,7 @@ from pelton.sampling.tails import FULL, GREEDY, Logits, Pool, Sample, Tail, Vari
 from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS
 
 if TYPE_CHECKING:
-    from pelton.worker.batch_state import BatchState
+    from pelton_platforms.device.steps.batch_state import BatchState
     from pelton_platforms.device.steps.step_ops import StepOps
     from pelton_platforms.device.steps.step_plan import Ints, StepPlan
 

@@ -1,6 +1,6 @@
 """A worker's adapters: read and checked on the host by any thread, brought to their slots by the worker's thread.
 
-Which adapter is in which slot is the scheduler's decision (`pelton.scheduler.adapters`); here is what carries it out.
+Which adapter is in which slot is the scheduler's decision (`SchedulerContext.adapters`); here is what carries it out.
 """
 
 from __future__ import annotations

@@ -9,16 +9,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pelton import moved
-from pelton.errors import RequestError
+from pelton.errors import PeltonError, RequestError
 from pelton.messages.request import AdapterRef
 from pelton.messages.step import SchedulerOutput
+from pelton.scheduler.gates import Gate, Verdict
+from pelton.scheduler.interface import AdapterLoads
 from pelton.scheduler.request import ScheduledRequest
-
-if not TYPE_CHECKING:
-    __getattr__ = moved.names_of(__name__)
 
 FAILURE_S = 1.0
 """Seconds for which a failed load is told to those that wait for it; after that it is tried again."""
@@ -27,16 +25,9 @@ FAILURE_S = 1.0
 class AdapterSlots:
     """The step loop's thread alone calls it. Both host memory and slots are given up in the order of their last use."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        num_host: int,
-        load: Callable[[AdapterRef, int], Future[Any]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """load: starts to read an adapter into the workers' memory, where it is known by the number of the load."""
-        self.num_slots, self._num_host = num_slots, num_host
-        self._load, self._clock = load, clock
+    def __init__(self, loads: AdapterLoads, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_slots, self._num_host = loads.num_slots, loads.num_host
+        self._load, self._clock = loads.load, clock
         self.running: Sequence[ScheduledRequest] = ()
         """The scheduler's own list."""
         self._host: OrderedDict[int, Future[Any]] = OrderedDict()  # by id, the longest unused first
@@ -191,3 +182,24 @@ class AdapterSlots:
         del self._host[adapter_id]
         self._failed_at.pop(adapter_id, None)
         self._dropped.append(self._load_ids.pop(adapter_id))
+
+
+class AdapterSlotGate(Gate):
+    """A request with an adapter waits until a slot has it; a load that failed ends it."""
+
+    def __init__(self, adapters: AdapterSlots) -> None:
+        self._adapters = adapters
+
+    def check(self, request: ScheduledRequest, running: Sequence[ScheduledRequest]) -> Verdict:
+        ref = request.request.adapter
+        try:
+            return Verdict.OPEN if ref is None or self._adapters.take(ref) else Verdict.DEFER
+        except PeltonError:
+            raise
+        except Exception as error:
+            assert ref is not None
+            raise RequestError(f"Adapter {ref.name!r} cannot be loaded: {error}", param="adapter") from error
+
+    def may_open(self, request: ScheduledRequest) -> bool:
+        ref = request.request.adapter
+        return ref is None or self._adapters.may_take(ref)
