@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from pelton import moved
-from pelton_platforms.device.graphs import call_graph
+from pelton_platforms.device.graphs import call_graph, captures
 
 
 @pytest.mark.parametrize("old", moved.MODULES)
@@ -32,11 +32,13 @@ def test_a_name_is_found_in_its_old_module(module, name):
         assert getattr(importlib.import_module(module), name) is getattr(importlib.import_module(home), new)
 
 
-@pytest.mark.parametrize("name", call_graph.OLD_NAMES)
-def test_a_module_of_another_tree_keeps_its_old_names(name):
-    home, _, new = call_graph.OLD_NAMES[name].rpartition(".")
+@pytest.mark.parametrize(
+    "module, name", [(module, name) for module in (call_graph, captures) for name in module.OLD_NAMES]
+)
+def test_a_module_of_another_tree_keeps_its_old_names(module, name):
+    home, _, new = module.OLD_NAMES[name].rpartition(".")
     with pytest.warns(DeprecationWarning, match=f"{name} is {home}.{new} now"):
-        assert getattr(call_graph, name) is getattr(importlib.import_module(home), new)
+        assert getattr(module, name) is getattr(importlib.import_module(home), new)
 
 
 def test_other_names_are_missing_as_ever():

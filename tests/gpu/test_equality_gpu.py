@@ -16,7 +16,7 @@ from pelton_e2e import GapReference, gap_reference, generate, greedy, make_llm, 
 
 from pelton import LLM, SamplingParams
 from pelton.config import CUDAGraphMode
-from pelton_platforms.device.graphs.captures import FullGraphs, PieceGraphs
+from pelton_platforms.device.graphs.captures import FullGraphs, PiecewiseGraphs
 
 __all__ = ["prefix_reads"]  # a fixture
 
@@ -35,7 +35,7 @@ def engine(reference: GapReference, **settings: Any) -> LLM:
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many steps were replayed whole, and how many in pieces."""
     counts: Counter[str] = Counter()
-    for kind, name in ((FullGraphs, "whole"), (PieceGraphs, "pieces")):
+    for kind, name in ((FullGraphs, "whole"), (PiecewiseGraphs, "pieces")):
         monkeypatch.setattr(kind, "run", _counted(kind.run, name, counts))
     return counts
 

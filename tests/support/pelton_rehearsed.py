@@ -108,13 +108,13 @@ def odd_steps(runner: ModelRunner) -> None:
     chooser = random.Random(1)
     most_in_pieces = 0 if runner.graphs is None else runner.graphs.dispatcher.most_piece_tokens
     for num_rows in (1, 3, MAX_NUM_SEQS):
-        runner.run_padding(padding_shape(1, MAX_MODEL_LEN, num_rows - 1), in_pieces=num_rows <= most_in_pieces)
+        runner.run_padding(padding_shape(1, MAX_MODEL_LEN, num_rows - 1), piecewise=num_rows <= most_in_pieces)
     for _ in range(60):
         num_tokens = int(2 ** chooser.uniform(0, 10.9))
         num_decodes = chooser.choice([0, chooser.randrange(1, min(MAX_NUM_SEQS, MAX_NUM_TOKENS - num_tokens))])
         longest = max(num_tokens, int(2 ** chooser.uniform(0, 12)))
         shape = padding_shape(num_tokens, longest, num_decodes)
-        runner.run_padding(shape, in_pieces=shape.num_padded_tokens <= most_in_pieces)
+        runner.run_padding(shape, piecewise=shape.num_padded_tokens <= most_in_pieces)
 
 
 @torch.inference_mode()

@@ -165,15 +165,10 @@ class MergedGateUp(LinearModule):
         return product(hidden, residual)
 
 
-class RowParallelLinear(LinearModule):
-    """A sub-layer's last matrix (O, down): each rank has its input columns, the bare output is partial (`linear`)."""
+class ShardLinear(LinearModule):
+    """One matrix of which this rank has a part (`linear`)."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, config: BuildConfig, prefix: str, bias: bool = False
-    ) -> None:
-        width = config.parallel.share(in_features, f"input of {prefix}")
-        cols = (config.parallel.rank * width, (config.parallel.rank + 1) * width)
-        shard = LinearShard(prefix, out_features, in_features, (0, out_features), cols)
+    def __init__(self, shard: LinearShard, *, config: BuildConfig, bias: bool = False) -> None:
         weights = config.quantization.create(config, [shard], bias=bias)
         super().__init__(weights)
         needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
@@ -186,3 +181,16 @@ class RowParallelLinear(LinearModule):
         if self.adapter is not None and self.adapter.is_used:
             product = self.adapter.product
         return product(x)
+
+
+class RowParallelLinear(ShardLinear):
+    """A sub-layer's last matrix (O, down): each rank has its input columns, the bare output is partial (`linear`)."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, config: BuildConfig, prefix: str, bias: bool = False
+    ) -> None:
+        width = config.parallel.share(in_features, f"input of {prefix}")
+        cols = (config.parallel.rank * width, (config.parallel.rank + 1) * width)
+        super().__init__(
+            LinearShard(prefix, out_features, in_features, (0, out_features), cols), config=config, bias=bias
+        )

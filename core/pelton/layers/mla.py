@@ -6,34 +6,18 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pelton.layers.linear import LinearModule
+from pelton.layers.linear import ShardLinear
 from pelton.layers.normed import head_shard
-from pelton.lora.layers import BaseProduct
-from pelton.ops.interface import Linear, LinearNeeds, LinearTensors
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pelton.model.build import BuildConfig
 
 
-class HeadsLinear(LinearModule):
+class HeadsLinear(ShardLinear):
     """This rank's heads of a matrix whose rows are heads' (`linear`)."""
 
     def __init__(self, in_features: int, num_heads: int, head_rows: int, *, config: BuildConfig, prefix: str) -> None:
-        shard = head_shard(prefix, num_heads, head_rows, in_features, config)
-        weights = config.quantization.create(config, [shard], bias=False)
-        super().__init__(weights)
-        needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
-        tensors = LinearTensors(weights)
-        self.linear: Linear = config.ops.bind("linear", needs, tensors)
-        self.adapter = config.adapter_layer([shard], base=BaseProduct("linear", needs, tensors))
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = self.linear
-        if self.adapter is not None and self.adapter.is_used:
-            product = self.adapter.product
-        return product(x)
+        super().__init__(head_shard(prefix, num_heads, head_rows, in_features, config), config=config)
 
 
 class LatentUp(nn.Module):

@@ -37,7 +37,7 @@ class WarmUpPlan:
     @classmethod
     def make(cls, runner: ModelRunner) -> WarmUpPlan:
         steps = [] if runner.graphs is None else list(_captured(runner, runner.graphs))
-        steps += [partial(runner.run_padding, shape, in_pieces=True) for shape in _shapes_in_pieces(runner)]
+        steps += [partial(runner.run_padding, shape, piecewise=True) for shape in _piecewise_shapes(runner)]
         steps += [partial(runner.run_padding, shape, runner.tails.variants) for shape in _eager_shapes(runner)]
         rare = _RARE if FULL in runner.tails.variants else ()
         last = padding_shape(1, runner.state.max_model_len)
@@ -141,7 +141,7 @@ def _eager_shapes(runner: ModelRunner) -> Iterator[StepShape]:
         yield padding_shape(_SHORT, longest, num_rows)
 
 
-def _shapes_in_pieces(runner: ModelRunner) -> Iterator[StepShape]:
+def _piecewise_shapes(runner: ModelRunner) -> Iterator[StepShape]:
     """Rows of one token, alone and beside a prompt. Prompts alone are among the sizes that are captured."""
     most_tokens = 0 if runner.graphs is None else runner.graphs.dispatcher.most_piece_tokens
     longest, most_rows = runner.state.max_model_len, runner.state.max_num_seqs

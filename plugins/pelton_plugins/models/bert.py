@@ -145,11 +145,8 @@ class BertForSequenceClassification(BertModel):
         return self.classifier(torch.tanh(self.dense(vectors)))
 
 
-class BertForTokenClassification(BertModel):
+class TokenClassifier(BertModel):
     """A class for each token."""
-
-    inner = "bert."
-    ignored = (r"bert\.pooler\..*",)
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
@@ -160,3 +157,8 @@ class BertForTokenClassification(BertModel):
 
     def classify(self, vectors: Tensor) -> Tensor:
         return self.classifier(vectors)
+
+
+class BertForTokenClassification(TokenClassifier):
+    inner = "bert."
+    ignored = (r"bert\.pooler\..*",)

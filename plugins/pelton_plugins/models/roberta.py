@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pelton.layers.encoder import WholeLinear
 from pelton.model.build import BuildConfig
-from pelton_plugins.models.bert import BertModel
+from pelton_plugins.models.bert import BertModel, TokenClassifier
 
 
 class RobertaModel(BertModel):
@@ -41,18 +41,6 @@ class RobertaForSequenceClassification(RobertaModel):
         return self.out_proj(torch.tanh(self.dense(vectors)))
 
 
-class RobertaForTokenClassification(RobertaModel):
-    """A class for each token."""
-
+class RobertaForTokenClassification(TokenClassifier, RobertaModel):
     inner = "roberta."
     ignored = (r"roberta\.pooler\..*",)
-
-    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        super().__init__(config=config, prefix=prefix)
-        assert config.pooling is not None
-        self.classifier = WholeLinear(
-            config.hf.hidden_size, {f"{prefix}classifier": config.pooling.num_labels}, config=config, bias=True
-        )
-
-    def classify(self, vectors: Tensor) -> Tensor:
-        return self.classifier(vectors)

@@ -15,7 +15,7 @@ from pelton.attention.metadata import ForwardBatch
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.recorder import Graph
 from pelton.testing.graphs import FakeGraphRecorder
-from pelton_platforms.device.graphs.captures import FullGraphs, PieceGraphs
+from pelton_platforms.device.graphs.captures import FullGraphs, PiecewiseGraphs
 
 NONE, FULL, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
@@ -87,11 +87,11 @@ class FailsOnce(FakeGraphRecorder):
 
 
 @pytest.mark.parametrize("name", ["begin", "end"])
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_a_recorder_that_fails_is_left_and_records_again(name: str, in_pieces: bool) -> None:
+@pytest.mark.parametrize("piecewise", [False, True])
+def test_a_recorder_that_fails_is_left_and_records_again(name: str, piecewise: bool) -> None:
     recorder, values = FailsOnce(name), torch.ones(2)
-    if in_pieces:
-        pieces, batch = PieceGraphs(recorder), ForwardBatch(values, values, attention=(), num_tokens=2)
+    if piecewise:
+        pieces, batch = PiecewiseGraphs(recorder), ForwardBatch(values, values, attention=(), num_tokens=2)
         results = [pieces.run(PIECEWISE, key, lambda _: values + 1, batch) for key in (1, 1, 2, 2)]
     else:
         full = FullGraphs(recorder)
@@ -137,25 +137,25 @@ class TwoLayers:
         return hidden, None
 
 
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_captures_keep_no_memory_of_what_they_hand_on(in_pieces: bool) -> None:
+@pytest.mark.parametrize("piecewise", [False, True])
+def test_captures_keep_no_memory_of_what_they_hand_on(piecewise: bool) -> None:
     """Else every layer's rows, of every size, have memory of their own: gigabytes."""
     recorder, step = BorrowingRecorder(), TwoLayers()
-    graphs: Any = PieceGraphs(recorder) if in_pieces else FullGraphs(recorder)
+    graphs: Any = PiecewiseGraphs(recorder) if piecewise else FullGraphs(recorder)
 
     def run() -> Tensor:
         hidden, nothing = (
-            graphs.run(PIECEWISE, 1, step, step.batch) if in_pieces else graphs.run(FULL, 1, lambda: step())
+            graphs.run(PIECEWISE, 1, step, step.batch) if piecewise else graphs.run(FULL, 1, lambda: step())
         )
         assert nothing is None
         return hidden
 
     for value in (0.0, 1.0, 5.0):
         step.x.fill_(value)
-        metadata = 3 + value if in_pieces else 3.0  # between pieces each step has its own
+        metadata = 3 + value if piecewise else 3.0  # between pieces each step has its own
         step.batch.attention = (None, metadata)
         assert run().tolist() == [4 * (value + 1) + 3 * metadata + 2] * 3
-    assert len(recorder.graphs) == (3 if in_pieces else 1) and all(graph.num_replays == 2 for graph in recorder.graphs)
+    assert len(recorder.graphs) == (3 if piecewise else 1) and all(graph.num_replays == 2 for graph in recorder.graphs)
     for graph in recorder.graphs:
         graph.ops.clear()  # the pool is gone: who still has one of its tensors owns it
     assert len(step.made) == 10 and not [tensor for tensor in step.made if tensor() is not None]
@@ -175,7 +175,7 @@ def test_graphs_that_nobody_will_replay_are_freed() -> None:
 
 
 def test_a_size_that_could_not_be_captured_is_called_as_a_step_without_graphs_is() -> None:
-    pieces, roads, batch = PieceGraphs(FailsOnce("begin")), [], TwoLayers().batch
+    pieces, roads, batch = PiecewiseGraphs(FailsOnce("begin")), [], TwoLayers().batch
     for _ in range(3):
         pieces.run(PIECEWISE, 1, lambda given: roads.append(given.cut), batch)
     assert roads[0] is not None and roads[1:] == [None, None]

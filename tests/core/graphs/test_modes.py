@@ -132,7 +132,9 @@ def test_the_key_holds_the_uniform_query_length() -> None:
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
 def test_a_prompt_alone_is_one_graph_where_decode_steps_and_others_are_captured(mode: CUDAGraphMode) -> None:
-    graphs = GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=1024, max_piece_tokens=1024, captures_prompts=True)
+    graphs = GraphDispatcher(
+        mode, max_num_seqs=64, max_num_tokens=1024, max_piecewise_tokens=1024, captures_prompts=True
+    )
     found, key = graphs.dispatch(100, 1, is_prompt=True)
     if mode in (FULL, BOTH):
         assert (found, key) == (FULL, BatchDescriptor(112, 1, is_prompt=True)) and graphs.stand_ins(key) == []
@@ -171,9 +173,9 @@ def test_sizes_cover_the_limit_and_pad_little() -> None:
 
 @pytest.mark.parametrize("mode, most", [(BOTH, 1024), (PIECEWISE, 1024), (FULL, 512)])
 def test_pieces_may_be_captured_for_more_tokens_than_whole_steps(mode: CUDAGraphMode, most: int) -> None:
-    sizes = GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=4096, max_piece_tokens=1024).mixed_sizes
+    sizes = GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=4096, max_piecewise_tokens=1024).mixed_sizes
     assert sizes[-1] == most and sizes == mixed_sizes(most)
-    assert GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=900, max_piece_tokens=1024).mixed_sizes[-1] <= 900
+    assert GraphDispatcher(mode, max_num_seqs=64, max_num_tokens=900, max_piecewise_tokens=1024).mixed_sizes[-1] <= 900
 
 
 def test_valid_keys_start_with_the_smallest_step() -> None:
@@ -196,7 +198,7 @@ def test_stand_ins_are_larger_keys_of_the_same_kind_up_to_a_power_of_two() -> No
     assert [(key.num_tokens, key.num_reqs) for key in both.stand_ins(pieces)] == [(128, 0)]
     _, exact = both.dispatch(16, 16, 1)
     assert both.stand_ins(exact) == []
-    large = GraphDispatcher(BOTH, max_num_seqs=1024, max_num_tokens=4096, max_piece_tokens=2048)
+    large = GraphDispatcher(BOTH, max_num_seqs=1024, max_num_tokens=4096, max_piecewise_tokens=2048)
     assert [key.num_tokens for key in large.stand_ins(large.dispatch(1100, 3)[1])] == [1216, 1280, 1344, 1408]
     rough = GraphDispatcher(BOTH, max_num_seqs=512, max_num_tokens=4096, sizes=[8, 100, 300, 4000])
     assert [rough.stand_ins(rough.dispatch(count, 3)[1]) for count in (20, 290)] == [[], []], "thrice the work at least"

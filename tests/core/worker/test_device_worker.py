@@ -28,7 +28,7 @@ from pelton_platforms.device.first_start import FirstStart
 from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
 from pelton_platforms.device.graphs.capture_plan import CaptureQueue
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
-from pelton_platforms.device.graphs.graph_setup import choose_mode, max_piece_tokens, use_graphs
+from pelton_platforms.device.graphs.graph_setup import choose_mode, max_piecewise_tokens, use_graphs
 from pelton_platforms.device.memory import ATTENTION_BYTES, StepMemory
 from pelton_plugins.bench.shapes import write_shape
 
@@ -406,4 +406,4 @@ def test_steps_of_small_layers_are_captured_in_pieces_for_more_tokens(
         max_num_seqs=8,
         max_num_batched_tokens=64,
     )
-    assert max_piece_tokens(build_model(build, resolved.architecture, plugins), len(build.cache_layers)) == tokens
+    assert max_piecewise_tokens(build_model(build, resolved.architecture, plugins), len(build.cache_layers)) == tokens

@@ -173,7 +173,7 @@ def test_a_prompt_alone_is_a_graph_once_its_size_has_come_twice():
 
 def test_a_large_step_waits_for_no_capture_but_its_own():
     graphs = make_runner(num_blocks=400, max_num_tokens=2048).use_graphs(
-        GraphDispatcher(CUDAGraphMode.PIECEWISE, max_num_seqs=8, max_num_tokens=2048, max_piece_tokens=2048),
+        GraphDispatcher(CUDAGraphMode.PIECEWISE, max_num_seqs=8, max_num_tokens=2048, max_piecewise_tokens=2048),
         FakeGraphRecorder(),
     )
     mode, key = graphs.dispatcher.dispatch(700, 3)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pelton import moved
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.logging import get_logger
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from pelton.attention.interface import BoundAttention
     from pelton.attention.metadata import ForwardBatch
     from pelton.layers.attention import AttentionLayer
+
+OLD_NAMES = {"PieceGraphs": f"{__name__}.PiecewiseGraphs", "run_apart": f"{__name__}.run_split_at_attention"}
+if not TYPE_CHECKING:
+    __getattr__ = moved.names_of(__name__, OLD_NAMES)
 
 T = TypeVar("T")
 
@@ -138,7 +143,7 @@ class _Pieces:
     outputs: Any = None
 
 
-class PieceGraphs:
+class PiecewiseGraphs:
     """Steps whose attention runs between captured pieces, with the metadata of the step."""
 
     def __init__(self, recorder: GraphRecorder) -> None:
@@ -158,7 +163,7 @@ class PieceGraphs:
             return call(batch)
         pieces = self._captured.get(key)
         if pieces is None:
-            outputs = run_apart(call, batch)
+            outputs = run_split_at_attention(call, batch)
             self._refusals.attempt(key, lambda: self._capture(key, call, batch))
             return outputs
         for graph, (attend, query, index, output) in zip(pieces.graphs, pieces.calls, strict=False):
@@ -190,7 +195,7 @@ class PieceGraphs:
         recorder.begin()
 
 
-def run_apart(call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
+def run_split_at_attention(call: Callable[[ForwardBatch], T], batch: ForwardBatch) -> T:
     """`call(batch)` with the kernels of a step in pieces, and no graph: each layer's op that writes, then its attention."""
     return call(replace(batch, cut=partial(_attend, batch)))
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
-from pelton_platforms.device.graphs.modes import captures_decode, captures_pieces
+from pelton_platforms.device.graphs.modes import captures_decode, captures_piecewise
 
 if TYPE_CHECKING:
     from pelton.sampling.tails import Tail
 
 MAX_MIXED_TOKENS = 512
-"""Of the largest captured step that is not a decode step, unless `max_piece_tokens` says more."""
+"""Of the largest captured step that is not a decode step, unless `max_piecewise_tokens` says more."""
 _LEAST_PROMPT_SIZE = 16
 """Of a prompt as one graph. The pieces of smaller ones are captured at the start, before the first request."""
 _SMALL_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 513, 32))
@@ -35,12 +35,12 @@ class GraphDispatcher:
         max_num_tokens: int,
         sizes: Sequence[int] | None = None,
         decode_query_len: int = 1,
-        max_piece_tokens: int = MAX_MIXED_TOKENS,
+        max_piecewise_tokens: int = MAX_MIXED_TOKENS,
         captures_prompts: bool = False,
     ) -> None:
         """sizes: of all graphs, from the settings; chosen from the limits when None. decode_query_len: 1 + drafts; decode steps
         without drafts are captured as well.
-        max_piece_tokens: of a step in pieces, beyond which the launches of its kernels hide behind their work. captures_prompts:
+        max_piecewise_tokens: of a step in pieces, beyond which the launches of its kernels hide behind their work. captures_prompts:
         a step of one prompt alone may be one graph, where decode steps are: all backends have to be `GraphSupport.ALWAYS`.
 
         Sizes of decode graphs are whole rows: `sizes` are rounded up to those.
@@ -53,9 +53,9 @@ class GraphDispatcher:
             rows = default_sizes(max_num_seqs) if sizes is None else [-(-size // length) for size in sizes]
             counts = _up_to(min(max_num_seqs, max_num_tokens // length), rows)
             self.decode_sizes[length] = [count * length for count in counts]
-        most_mixed = max_piece_tokens if captures_pieces(mode) else MAX_MIXED_TOKENS
+        most_mixed = max_piecewise_tokens if captures_piecewise(mode) else MAX_MIXED_TOKENS
         mixed = mixed_sizes(min(max_num_tokens, most_mixed)) if sizes is None else sizes
-        takes_any = captures_pieces(mode) or mode is CUDAGraphMode.FULL
+        takes_any = captures_piecewise(mode) or mode is CUDAGraphMode.FULL
         self.mixed_sizes = _up_to(max_num_tokens, mixed) if takes_any else []
         self.prompt_sizes: list[int] = []
         if captures_prompts and self.most_decode_rows:

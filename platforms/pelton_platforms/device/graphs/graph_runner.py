@@ -23,7 +23,7 @@ from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.sampling.tails import Logits, Sample, Tail
 from pelton.utils.staging import StagingRing
 from pelton.worker.inputs import InputBuffers, padding_shape
-from pelton_platforms.device.graphs.captures import FullGraphs, PieceGraphs, run_apart
+from pelton_platforms.device.graphs.captures import FullGraphs, PiecewiseGraphs, run_split_at_attention
 from pelton_platforms.device.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton_platforms.device.graphs.graph_columns import Appends, GraphColumns
 from pelton_platforms.device.steps.batch_state import BatchState
@@ -54,7 +54,7 @@ class GraphRunner:
         self.dispatcher = dispatcher
         self.program = program
         self.full = FullGraphs(recorder)
-        self.pieces = PieceGraphs(recorder)
+        self.pieces = PiecewiseGraphs(recorder)
         self._recorder = recorder
         self._room: Graph | None = None
         self._state, self._backends, self._staging = state, list(backends), staging
@@ -232,7 +232,7 @@ class GraphRunner:
             has_adapters=key.has_lora,
         )  # fmt: skip
         batch, forward = self.program.batch(key, inputs), self.program.model.forward
-        run = partial(self.pieces.run, mode, key, forward) if captures else partial(run_apart, forward)
+        run = partial(self.pieces.run, mode, key, forward) if captures else partial(run_split_at_attention, forward)
         run(batch)
 
     def _at_place(self, key: BatchDescriptor) -> BatchDescriptor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
 from pelton_platforms.device.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
-from pelton_platforms.device.graphs.modes import captures_decode, captures_pieces, lower_mode, requested_mode
+from pelton_platforms.device.graphs.modes import captures_decode, captures_piecewise, lower_mode, requested_mode
 from pelton_platforms.device.speed import product_operations
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) ->
     if foreign:
         notes.append(f"cudagraph_mode {mode} became NONE: {', '.join(foreign)} may not be recordable")
         return
-    if recorder.runs_calls and captures_pieces(mode):  # it would run the model again, without attention
+    if recorder.runs_calls and captures_piecewise(mode):  # it would run the model again, without attention
         whole = CUDAGraphMode.FULL_DECODE_ONLY if captures_decode(mode) else CUDAGraphMode.NONE
         notes.append(f"cudagraph_mode {mode} became {whole}: platform {platform.name!r} records no pieces")
         mode = whole
@@ -75,7 +75,7 @@ def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) ->
     dispatcher = GraphDispatcher(
         mode, max_num_seqs=loaded.max_num_seqs, max_num_tokens=loaded.max_num_tokens,
         sizes=_sizes(loaded, query_len), decode_query_len=query_len,
-        max_piece_tokens=max_piece_tokens(loaded.model, len(loaded.build.cache_layers)),
+        max_piecewise_tokens=max_piecewise_tokens(loaded.model, len(loaded.build.cache_layers)),
         captures_prompts=not recorder.runs_calls and support is GraphSupport.ALWAYS,
     )  # fmt: skip
     keys, wanted = dispatcher.valid_keys(), loaded.config.compilation.cudagraph_capture_sizes or ()
@@ -94,7 +94,7 @@ def _sizes(loaded: LoadedModel, query_len: int) -> Sequence[int] | None:
     return range(1, most + 1) if sizes is None and not loaded.platform.pads_graphs else sizes
 
 
-def max_piece_tokens(model: Any, num_layers: int) -> int:
+def max_piecewise_tokens(model: Any, num_layers: int) -> int:
     """Tokens up to which a step is worth capturing in pieces: with more, a layer's products take the device longer than all
     launches of a layer take the host. All experts of a layer count."""
     operations = product_operations(model)

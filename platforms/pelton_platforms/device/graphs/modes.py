@@ -23,7 +23,7 @@ def captures_decode(mode: CUDAGraphMode) -> bool:
     return mode in (_FULL, _DECODE_ONLY, _BOTH)
 
 
-def captures_pieces(mode: CUDAGraphMode) -> bool:
+def captures_piecewise(mode: CUDAGraphMode) -> bool:
     return mode in (_PIECEWISE, _BOTH)
 
 

@@ -31,7 +31,7 @@ from pelton.sampling.tails import Logits, Pool, Sample, Tail, Variant, Verify
 from pelton.utils.staging import StagingRing, mask_column, mask_words
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
 from pelton.worker.pending import PendingOutput
-from pelton_platforms.device.graphs.captures import run_apart
+from pelton_platforms.device.graphs.captures import run_split_at_attention
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.kv_pool import KVPool, handed_blocks
 from pelton_platforms.device.steps.batch_state import BatchState
@@ -101,14 +101,14 @@ class ModelRunner:
         return self.graphs
 
     def run_padding(
-        self, shape: StepShape, variants: Sequence[Variant] = (), *, in_pieces: bool = False, has_adapters: bool = False
+        self, shape: StepShape, variants: Sequence[Variant] = (), *, piecewise: bool = False, has_adapters: bool = False
     ) -> None:
-        """A step of nothing but padding, without a graph, and `variants` of sampling for one row. in_pieces: with the kernels of
+        """A step of nothing but padding, without a graph, and `variants` of sampling for one row. piecewise: with the kernels of
         a step in pieces; has_adapters: with those of a step that has adapters."""
         rows = shape.num_padded_reqs
         slots, scheduled = self._staging.stage([[self.state.padding_slot] * rows, [0] * rows])
         batch = self.ops.forward_batch(slots, scheduled, shape, self.backends, has_adapters=has_adapters)
-        hidden = run_apart(self.model.forward, batch) if in_pieces else self.model.forward(batch)
+        hidden = run_split_at_attention(self.model.forward, batch) if piecewise else self.model.forward(batch)
         if not hasattr(self.model, "compute_logits"):
             return
         logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
