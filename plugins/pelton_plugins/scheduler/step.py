@@ -118,7 +118,7 @@ class StepBuilder:
         return self.budget > 0 and (self.prefill_budget > 0 or self.short_budget > 0)
 
     def takes_short(self, num_new: int, start: int) -> bool:
-        """Whether the last `num_new` tokens of a prompt, behind `start` others, fit whatever `prefill_room` says."""
+        """Return whether the last `num_new` tokens of a prompt, behind `start` others, fit whatever `prefill_room` says."""
         return self._cost(num_new, start) <= min(self.most_short, self.short_budget)
 
     def _cost(self, num_new: int, start: int) -> int:
