@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pelton.graphs.captures import FullGraphs, PieceGraphs
 from pelton_e2e import GapReference, gap_reference, generate, greedy, make_llm, make_prompts
 from pelton_transformers import VOCAB_SIZE, make_checkpoint
 
 from pelton.config import CUDAGraphMode
+from pelton_platforms.device.graphs.captures import FullGraphs, PiecewiseGraphs
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_ids_equal_transformers(
 ) -> None:
     reference = references(model_type)
     engines: list[Any] = []
-    for kind in (FullGraphs, PieceGraphs):
+    for kind in (FullGraphs, PiecewiseGraphs):
         monkeypatch.setattr(kind, "__init__", _noted(kind.__init__, engines))
     settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "cudagraph_mode": mode, "device": "cuda"}
     with make_llm(reference.path, **settings) as llm:
@@ -71,7 +71,7 @@ def test_ids_equal_transformers(
     refused = [key for one in engines for key in one._refusals._keys]
     assert not refused
     assert bool(captured.get(FullGraphs)) == (mode is CUDAGraphMode.FULL_AND_PIECEWISE)
-    assert bool(captured.get(PieceGraphs)) == (mode is not CUDAGraphMode.NONE)
+    assert bool(captured.get(PiecewiseGraphs)) == (mode is not CUDAGraphMode.NONE)
 
 
 def _noted(plain: Any, made: list[Any]) -> Any:
