@@ -398,6 +398,14 @@ def test_a_step_that_needs_nothing_returns_the_same_empty_lists():
     assert request.go_on() is request.go_on()
 
 
+def test_the_step_behind_a_full_block_needs_nothing_where_there_is_room():
+    manager = make_manager(full_spec(4), window_spec(8, 4), num_blocks=20)
+    request = Request(manager, "a", range(4))
+    request.start(num_lookahead_tokens=4)
+    request.append([4, 5])
+    assert request.go_on() is request.go_on()
+
+
 def test_usage_is_the_share_of_usable_blocks_that_requests_hold():
     manager = make_manager(full_spec(4), num_blocks=11)
     Request(manager, "a", range(12)).start()
