@@ -57,7 +57,12 @@ class StepResults:
         for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
             if is_plain and len(tokens) == 1 and tokens[0] not in request.stop_ids:
                 # A token that ends nothing: nearly all rows of nearly all steps.
-                known, columns = request.token_ids, logprobs.get(row) if logprobs else None
+                known = request.token_ids
+                if not logprobs and len(known) < request.next_event_len:
+                    known.append(tokens[0])
+                    outputs.append(EngineOutput(request.request_id, tokens))
+                    continue
+                columns = logprobs.get(row) if logprobs else None
                 if len(known) < request.next_event_len and not isinstance(columns, LogprobColumns):
                     known.append(tokens[0])
                     outputs.append(EngineOutput(request.request_id, tokens, None, None, columns))
