@@ -98,7 +98,7 @@ def pelton_platforms() -> Sequence[PlatformEntry]:
 
 @hookspec(since="1.0")
 def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
-    """Offer attention backends for `device_type` ("cuda", "cpu", or that of a plugin's platform).
+    """Offer attention backends for `device_type` ("cuda", "rocm", "cpu", or that of a plugin's platform).
 
     Called once per worker, before weights load. Must not import triton or touch a device: put that behind `load`.
     """

@@ -12,7 +12,7 @@ PELTON_API = ">=1,<2"
 
 @hookimpl
 def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
-    if device_type not in ("cpu", "cuda"):
+    if device_type not in ("cpu", "cuda", "rocm"):
         return []
     encoder = BackendEntry(
         name="sdpa_encoder",

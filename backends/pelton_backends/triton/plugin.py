@@ -1,4 +1,4 @@
-"""Paged attention and fused ops in Triton, for CUDA devices."""
+"""Paged attention and fused ops in Triton, for NVIDIA's GPUs; for AMD's those whose sources have nothing of one vendor."""
 
 from __future__ import annotations
 
@@ -43,18 +43,21 @@ _ENTRIES = (
     ("lora_add_norm_gated_linear", "triton_gemv", 60, "lora_gemv:LoraGemvAddNormLinear"),
     ("lora_add_norm_gated_linear", "triton_hopper", 55, "lora_hopper:LoraHopperAddNormLinear"),
 )
+DEVICE_TYPES = ("cuda", "rocm")
+_NVIDIA_ONLY = ("sample", "logprobs", "verify")
+"""Ops whose launches bound the registers of a thread, which AMD's compiler does not take."""
 
 
 @hookimpl
 def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
-    if device_type != "cuda":
+    if device_type not in DEVICE_TYPES:
         return []
     return [
         BackendEntry(
             name="triton",
             load="pelton_backends.triton.backend:TritonBackend",
             priority=50,
-            device_types=("cuda",),
+            device_types=(device_type,),
             aliases=("TRITON_ATTN",),
             doc="paged prefill and split-KV decode kernels",
         ),
@@ -62,7 +65,7 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             name="triton_mla",
             load="pelton_backends.triton.mla:TritonMLABackend",
             priority=50,
-            device_types=("cuda",),
+            device_types=(device_type,),
             aliases=("TRITON_MLA",),
             doc="attention over latents (MLA)",
         ),
@@ -71,9 +74,10 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
 
 @hookimpl
 def pelton_ops(device_type: str) -> Sequence[OpEntry]:
-    if device_type != "cuda":
+    if device_type not in DEVICE_TYPES:
         return []
     return [
-        OpEntry(name=f"{name}.{op}", op=op, load=f"{_OPS}.{target}", priority=priority, device_types=("cuda",))
+        OpEntry(name=f"{name}.{op}", op=op, load=f"{_OPS}.{target}", priority=priority, device_types=(device_type,))
         for op, name, priority, target in _ENTRIES
+        if device_type == "cuda" or (op not in _NVIDIA_ONLY and name != "triton_fp8")  # AMD's e4m3 has other numbers
     ]

@@ -64,7 +64,10 @@ def shared_memory(device: torch.device) -> int:
         return H200_MEMORY
     import torch
 
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return int(properties.shared_memory_per_block)
+    return properties.shared_memory_per_block_optin
 
 
 @cache

@@ -26,7 +26,7 @@ from pelton.platform.select import describe_platforms
 from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
 from pelton_plugins.commands import plugin_author
 
-DEVICE_TYPES = ("cpu", "cuda")
+DEVICE_TYPES = ("cpu", "cuda", "rocm")
 """Asked for besides those of the platforms that are here."""
 
 SHOWN_NOT_HERE = 3

@@ -68,9 +68,14 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpretedPlatform, "graph_recorder", lambda self: recorder)
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE], ids=str)
-def test_greedy_ids_equal_transformers(plugins, captures, tmp_path, mode):
+@pytest.mark.parametrize(
+    "mode, device_type",
+    [(CUDAGraphMode.NONE, "cuda"), (CUDAGraphMode.PIECEWISE, "cuda"), (CUDAGraphMode.NONE, "rocm")],
+    ids=str,
+)
+def test_greedy_ids_equal_transformers(plugins, captures, tmp_path, monkeypatch, mode, device_type):
     """Gemma 3 has all of it: norms around each sub-layer and of queries and keys, windows, two KV groups, a tied head."""
+    monkeypatch.setattr(InterpretedPlatform, "device_type", device_type)
     sizes = {"num_hidden_layers": 2, "vocab_size": 64, "layer_types": ["sliding_attention", "full_attention"]}
     path = make_tiny_checkpoint(tmp_path, "gemma3", with_tokenizer=False, sliding_window=4, **sizes)
     prompts = make_prompts(64, (1, 9))

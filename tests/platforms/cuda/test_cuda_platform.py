@@ -15,8 +15,9 @@ from pelton.errors import ConfigError
 from pelton.testing.platform import PlatformConformance
 from pelton_platforms.cuda import compiler
 from pelton_platforms.cuda import platform as cuda
-from pelton_platforms.cuda.graphs import CUDAGraphRecorder
 from pelton_platforms.cuda.platform import CUDAPlatform
+from pelton_platforms.gpu import platform as gpu
+from pelton_platforms.gpu.graphs import CUDAGraphRecorder
 
 GIB = 2**30
 PEAK = 3 * GIB
@@ -169,7 +170,7 @@ def test_without_triton_nothing_is_compiled_ahead(fake, monkeypatch):
 
 
 def test_pool_is_what_the_rest_leaves(fake):
-    in_use, graphs = 40 * GIB, cuda.GRAPHS_BYTES + cuda.MOST_GRAPH_POOL_BYTES
+    in_use, graphs = 40 * GIB, gpu.GRAPHS_BYTES + gpu.MOST_GRAPH_POOL_BYTES
     assert kv_bytes(gpu_memory_utilization=0.75) == 75 * GIB - in_use - PEAK - graphs
     assert kv_bytes(gpu_memory_utilization=0.75, enforce_eager=True) == 75 * GIB - in_use - PEAK
     assert kv_bytes(gpu_memory_utilization=0.5, cudagraph_mode="NONE") == 50 * GIB - in_use - PEAK
@@ -179,15 +180,15 @@ def test_pool_is_what_the_rest_leaves(fake):
 @pytest.mark.parametrize(
     "flat, peak, expected",
     [
-        ({}, GIB, cuda.GRAPHS_BYTES + GIB),
-        ({"compilation_config": {"level": 1}}, 9 * GIB, cuda.GRAPHS_BYTES + cuda.MOST_GRAPH_POOL_BYTES),
+        ({}, GIB, gpu.GRAPHS_BYTES + GIB),
+        ({"compilation_config": {"level": 1}}, 9 * GIB, gpu.GRAPHS_BYTES + gpu.MOST_GRAPH_POOL_BYTES),
         ({"compilation_config": {"level": 0}}, GIB, 0),
-        ({"compilation_config": {"level": 0, "cudagraph_mode": "FULL"}}, GIB, cuda.GRAPHS_BYTES + GIB),
+        ({"compilation_config": {"level": 0, "cudagraph_mode": "FULL"}}, GIB, gpu.GRAPHS_BYTES + GIB),
         ({"enforce_eager": True, "cudagraph_mode": "FULL"}, GIB, 0),
     ],
 )
 def test_memory_kept_for_graphs(flat, peak, expected):
-    assert cuda.graph_bytes(EngineConfig.from_flat(**flat), peak) == expected
+    assert gpu.graph_bytes(EngineConfig.from_flat(**flat), peak) == expected
 
 
 def test_pool_of_a_set_size_may_use_what_is_free(fake):

@@ -281,7 +281,9 @@ LONG = 1024  # keys that are worth splitting
 @cache
 def _hopper(device: torch.device) -> ModuleType | None:
     """The kernel for compute capability 9.0, where the device has it."""
-    if INTERPRETED or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:  # AMD's gfx90a says 9.0 too
+        return None
+    if torch.cuda.get_device_capability(device) != (9, 0):
         return None
     from pelton_backends.triton.attention import prefill_hopper
 

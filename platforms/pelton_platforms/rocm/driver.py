@@ -1,0 +1,45 @@
+"""Is there an AMD device, and can the installed torch use it? Answered from files: nothing imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_HIDING = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def torch_hip_version() -> str | None:
+    """HIP version that the installed torch was built with, such as "6.4"; None for a build without HIP."""
+    if "torch" in sys.modules:
+        version: str | None = sys.modules["torch"].version.hip
+        return version
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^hip\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def why_not_here(
+    root: Path = Path("/"),
+    environ: Mapping[str, str] = os.environ,
+    hip_version: Callable[[], str | None] = torch_hip_version,
+) -> str | None:
+    """The platform's probe: None when a device and its driver are here, and torch was built for them."""
+    for name in _HIDING:
+        visible = environ.get(name)
+        if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
+            return f"{name} is {visible!r}, which hides every device"
+    if not (root / "dev/kfd").exists():
+        return "no AMD device (no /dev/kfd)"
+    if hip_version() is None:
+        return "an AMD device is here, but the installed torch was built without ROCm"
+    return None
