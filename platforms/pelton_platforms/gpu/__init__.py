@@ -1,1 +1,1 @@
-"""What GPUs of all vendors have in common."""
+"""Common parts of the platforms of GPUs."""
