@@ -41,7 +41,14 @@ from pelton.ops.interface import (
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
 from pelton_backends.triton.attention.cascade import cascade_attention
-from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, NormRope, PartBuffers, decode_attention
+from pelton_backends.triton.attention.decode import (
+    LaunchShape,
+    NewTokens,
+    NormRope,
+    PartBuffers,
+    deal_rows,
+    decode_attention,
+)
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
@@ -146,9 +153,11 @@ class Attention:
         )
         made = NormRope(HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec)
         new = NewTokens(self.tokens, self.tokens, made)
+        if shape.is_dealt:
+            deal_rows(self.lengths, self.table, parts, shape, num_rows=ROWS, block_size=BLOCK_SIZE, pdl=True)
         decode_attention(
             self.qkv, *self.caches, self.query, self.lengths, self.table, parts, num_rows=ROWS, max_seq_len=8192,
-            scale=1.0, new=new, pdl=True, shape=shape,
+            scale=1.0, new=new, pdl=True, shape=shape, is_settled=True,
         )  # fmt: skip
 
     def prefill(self) -> None:

@@ -5,9 +5,10 @@ what no kernel writes (weights); before it touches anything else, to read *or to
 `wait_for_inputs`, which returns when all kernels before it are done and their memory is visible. Since each kernel in
 the chain does so, that holds for kernels further back too. A kernel without PDL waits as kernels always do.
 
-One exception: the early decode (`attention/decode.py`) follows lengths and tables to keys and values of earlier steps before it
-waits. It reads lengths and tables again afterwards and uses what it has loaded only where they are the same; the keys and values
-were written before any kernel that can still run then, and no address lies outside the table or the pool, whatever was read.
+One exception: the early decode (`attention/decode.py`) reads the step's lengths, tables, positions and slots, and keys and values
+of earlier steps, before it waits. A step's inputs are prepared before its embedding, and `embed_kernel` lets no kernel start until it
+has waited for them itself: so whatever starts behind the embedding finds them. Where the embedding is no kernel of ours, it
+starts after all before it are done, and ours after it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ from pelton_backends.triton.attention.decode import (
     deal_rows,
     decode_attention,
     launch_shape,
+    row_bytes,
 )
+from pelton_backends.triton.ops.embed import embed
 from pelton_backends.triton.runtime import (
     INTERPRETED,
     has_pdl,
@@ -122,12 +124,24 @@ class Step:
         return self.table[row][token // self.case.block_size].long(), token % self.case.block_size
 
     def run(self, query: torch.Tensor, shape: LaunchShape | None, new: NewTokens | None = None, **options: Any) -> None:
-        case = self.case
+        case, rows = self.case, len(self.case.lengths)
+        lengths, table = torch.tensor(case.lengths, dtype=torch.int32, device=self.device), self.table.to(self.device)
+        if shape is None and new is not None and self.device.type == "cuda":  # as an engine launches it
+            shape = launch_shape(
+                rows, case.num_kv_heads, case.num_heads // case.num_kv_heads, max(case.lengths),
+                row_bytes(case.head_dim, self.dtype), num_sms(self.device),
+            )  # fmt: skip
+            if shape.is_dealt:
+                deal_rows(
+                    lengths, table, self.parts, shape, num_rows=rows, block_size=case.block_size,
+                    sliding_window=case.window,
+                )  # fmt: skip
+            torch.cuda.synchronize()
+            options["is_settled"] = True
         decode_attention(
-            query, self.k_cache, self.v_cache, self.output,
-            torch.tensor(case.lengths, dtype=torch.int32, device=self.device), self.table.to(self.device), self.parts,
-            num_rows=len(case.lengths), max_seq_len=max(case.lengths), scale=self.scale, sliding_window=case.window,
-            soft_cap=case.soft_cap, sinks=None if self.sinks is None else self.sinks.to(self.device),
+            query, self.k_cache, self.v_cache, self.output, lengths, table, self.parts, num_rows=rows,
+            max_seq_len=max(case.lengths), scale=self.scale, sliding_window=case.window, soft_cap=case.soft_cap,
+            sinks=None if self.sinks is None else self.sinks.to(self.device),
             alibi_slopes=None if self.slopes is None else self.slopes.to(self.device), new=new,
             pdl=has_pdl(self.device), shape=shape, **options,
         )  # fmt: skip
@@ -451,12 +465,17 @@ def write_late(zeros, new, target, count, SIZE: tl.constexpr, PDL: tl.constexpr)
     tl.store(target + index, tl.load(new + index + place, mask=index < count), mask=index < count)
 
 
+@triton.jit
+def start_early(PDL: tl.constexpr):
+    """Let the next kernel start, and wait."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("late", ["lengths", "tables"])
 @pytest.mark.parametrize("is_dealt", [False, True], ids=["fixed", "dealt"])
-def test_what_was_loaded_before_the_kernels_before_had_finished_is_checked(
-    device: torch.device, late: str, is_dealt: bool
-) -> None:
+def test_what_was_written_before_the_embedding_is_there_early(device: torch.device, late: str, is_dealt: bool) -> None:
     case = Case(lengths=(60, 130, 200), head_dim=128, rotary_dim=0, norms=False, dtype="bfloat16")
     step = Step(case, device)
     rows, width = len(case.lengths), case.num_heads + 2 * case.num_kv_heads
@@ -472,16 +491,25 @@ def test_what_was_loaded_before_the_kernels_before_had_finished_is_checked(
             cache[blocks[-1], offsets[-1]] = heads
     zeros = torch.zeros(1, dtype=torch.int32, device=device)
     target, source = (old_lengths, lengths) if late == "lengths" else (old_tables, tables)
-    pdl = has_pdl(device)
-    on_device = qkv.to(device)
+    seq_lens, table = (old_lengths, tables) if late == "lengths" else (lengths, old_tables)
+    pdl, shape = has_pdl(device), LaunchShape(8, 0, 32, 2, is_early=True, is_dealt=is_dealt)
+    on_device, ids, weight = (
+        qkv.to(device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.ones(4, 64, device=device),
+    )
     torch.cuda.synchronize()
     count = source.numel()
     write_late[(1,)](
         zeros, source, target, count, SIZE=triton.next_power_of_2(count), PDL=pdl, **launch_options(pdl)
     )  # fmt: skip
+    if is_dealt:
+        deal_rows(seq_lens, table, step.parts, shape, num_rows=rows, block_size=case.block_size, pdl=pdl)
+    embed(ids, weight, None, pdl=pdl)
+    for _ in range(2):
+        start_early[(1,)](PDL=pdl, **launch_options(pdl))
     decode_attention(
-        on_device, step.k_cache, step.v_cache, step.output, old_lengths if late == "lengths" else lengths,
-        old_tables if late == "tables" else tables, step.parts, num_rows=rows, max_seq_len=200, scale=step.scale,
-        new=new, pdl=pdl, shape=LaunchShape(8, 0, 32, 2, is_early=True, is_dealt=is_dealt),
+        on_device, step.k_cache, step.v_cache, step.output, seq_lens, table, step.parts, num_rows=rows, max_seq_len=200,
+        scale=step.scale, new=new, pdl=pdl, shape=shape, is_settled=True,
     )  # fmt: skip
     step.check(qkv.view(rows, width, case.head_dim)[:, : case.num_heads])

@@ -13,7 +13,7 @@ number of programs: for many rows, and for lengths that differ. All are memory b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.ops.interface import NormSpec
+    from pelton_backends.triton.attention.decode_drafts import DraftParts
 
 
 SHARE = tl.constexpr(8)  # numbers that `deal_kernel` writes for a program
@@ -87,8 +88,8 @@ def deal_kernel(
     """Program p writes shares[p] = row, its length, the row's first program, how many it has, and the blocks of the first chunk,
     one for each 16 tokens: SPLITS programs of a kv head, for all rows. Arguments: see `deal_rows`.
 
-    All programs get equally many pieces of LEAST chunks, or less where a row ends. One behind the last row's programs belongs to
-    that row, and is past its splits.
+    A row has programs in proportion to its pieces of LEAST chunks, one at least, and no more than pieces. One behind the last row's
+    programs belongs to that row, and is past its splits.
     """
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -101,12 +102,17 @@ def deal_kernel(
     _, _, first_chunk, last_chunk = chunks_of_row(lengths, True, WINDOW, N)
     pieces = tl.maximum((last_chunk - first_chunk + LEAST - 1) // LEAST, 1)
     pieces = tl.where(lengths > 0, pieces, 0)
-    num_pieces = tl.sum(pieces, 0)
-    each = tl.maximum((num_pieces + SPLITS - 1) // SPLITS, 1)
-    splits = (pieces + each - 1) // each
-    if tl.sum(splits, 0) > SPLITS:  # each row rounds up; by this number they fit for certain
-        each = (num_pieces + SPLITS - ROWS - 1) // (SPLITS - ROWS)
-        splits = (pieces + each - 1) // each
+    num_pieces = tl.maximum(tl.sum(pieces, 0), 1)
+    splits = pieces
+    for i in tl.static_range(
+        5
+    ):  # each row rounds up: the most programs to deal out with which all fit, the first do for certain
+        dealt = SPLITS - ROWS * (4 - i) // 4
+        rounded = tl.minimum((pieces * dealt + num_pieces - 1) // num_pieces, pieces)
+        if i == 0:
+            splits = rounded
+        else:
+            splits = tl.where(tl.sum(rounded, 0) <= SPLITS, rounded, splits)
     ends = tl.cumsum(splits, 0)
     program = tl.program_id(0)
     row = tl.minimum(tl.sum((ends <= program).to(tl.int32), 0), num_rows - 1)
@@ -117,65 +123,24 @@ def deal_kernel(
     tl.store(share + 1, length)
     tl.store(share + 2, first)
     tl.store(share + 3, tl.sum(tl.where(is_row, splits, 0), 0))
-    _, last_key, first_chunk, _ = chunks_of_row(length, True, WINDOW, N)
+    _, _, first_chunk, _ = chunks_of_row(length, True, WINDOW, N)
     piece = tl.arange(0, N // 16)
     token = (first_chunk + program - first) * N + piece * 16
-    is_entry = token < tl.minimum(last_key, stride_table * BLOCK_SIZE)
+    is_entry = token < tl.minimum(length, stride_table * BLOCK_SIZE)
     block = tl.load(block_table + row.to(tl.int64) * stride_table + token // BLOCK_SIZE, mask=is_entry, other=0)
     tl.store(share + 4 + piece, block)
 
 
 @triton.jit
-def share_at(shares, program, CACHE: tl.constexpr):
+def share_at(shares, program):
     """Load what `deal_kernel` wrote, but for the blocks."""
     share = shares + program * SHARE
-    row, length = tl.load(share, cache_modifier=CACHE), tl.load(share + 1, cache_modifier=CACHE)
-    return row, length, tl.load(share + 2, cache_modifier=CACHE), tl.load(share + 3, cache_modifier=CACHE)
+    row, length = tl.load(share, cache_modifier=".cg"), tl.load(share + 1, cache_modifier=".cg")
+    first, count = tl.load(share + 2, cache_modifier=".cg"), tl.load(share + 3, cache_modifier=".cg")
+    return row, length, first, count
 
 
 @triton.jit
-def load_row(
-    row,
-    chunk,
-    step,
-    head,
-    query,
-    positions,
-    slot_mapping,
-    query_start_loc,
-    block_table,
-    stride_query,
-    stride_table,
-    FUSED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    Q: tl.constexpr,
-    N: tl.constexpr,
-):
-    """Load what a row needs of the step: its token's index, heads, slot and position, and the blocks of its first two chunks."""
-    token_index = row
-    if query_start_loc is not None:
-        token_index = tl.load(query_start_loc + row)
-    x, other, new_value = load_heads(
-        query + token_index.to(tl.int64) * stride_query, head, tl.arange(0, PADDED_DIM), FUSED, HEAD_DIM, ROTARY_DIM,
-        NUM_KV_HEADS, GROUP, Q,
-    )  # fmt: skip
-    table = block_table + row.to(tl.int64) * stride_table
-    block = blocks_of(table, chunk * N + tl.arange(0, N), stride_table, BLOCK_SIZE)
-    next_block = blocks_of(table, (chunk + step) * N + tl.arange(0, N), stride_table, BLOCK_SIZE)
-    slot, position = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64)
-    if FUSED:
-        slot = tl.load(slot_mapping + row)
-        if ROTARY_DIM > 0:
-            position = tl.load(positions + row)
-    return token_index, x, other, new_value, block, next_block, slot, position
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])  # blocks: others at every start
 def decode_kernel(
     query,
     positions,
@@ -201,8 +166,6 @@ def decode_kernel(
     stride_block,
     stride_token,
     stride_head,
-    num_blocks,
-    num_rows,
     scale,
     EPS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
@@ -230,122 +193,102 @@ def decode_kernel(
 
     A program is a (kv head, row, split), and a row uses as many splits as leave each LEAST chunks or more, SPLITS at most; or,
     with `shares`, it is one of a kv head's SPLITS programs, which all rows share by their lengths.
+
+    IS_EARLY: lengths, tables, shares, positions and slots are there before the wait (see `runtime`), and keys and values are
+    of earlier steps, so that only the query is not: programs without work end at once, the others load their first chunk.
     """
-    head = tl.program_id(0)
+    head, place = tl.program_id(0), tl.program_id(1)
     let_next_start(PDL)
-    dim = tl.arange(0, PADDED_DIM)
+    local, dim = tl.arange(0, N), tl.arange(0, PADDED_DIM)
     own, partners = q_norm, q_norm
-    if q_norm is not None:
+    if not IS_EARLY:
+        if q_norm is not None:
+            own = norm_weights(q_norm, k_norm, dim, HEAD_DIM, GROUP, Q)
+            partners = norm_weights(q_norm, k_norm, partner_of(dim, ROTARY_DIM), HEAD_DIM, GROUP, Q)
+        wait_for_inputs(PDL)
+    if shares is not None:
+        row, seq_len, first_split, num_splits = share_at(shares, place)
+        split = place - first_split
+        # Beside the rest: after the row it would be one more way to memory and back.
+        block = tl.load(shares + place * SHARE + 4 + local // 16, cache_modifier=".cg")
+    else:
+        row, split, first_split = place, tl.program_id(2), 0
+        seq_len = tl.load(seq_lens + row, cache_modifier=".cg")
+        if WINDOW == 0:
+            block = blocks_of(
+                block_table + row.to(tl.int64) * stride_table, split * N + local, stride_table, BLOCK_SIZE
+            )
+    token_index = row
+    if query_start_loc is not None:
+        token_index = tl.load(query_start_loc + row)
+        if shares is None:  # noqa: SIM102 rows with another number of tokens belong to another kernel
+            if tl.load(query_start_loc + row + 1) - token_index != 1:
+                seq_len = 0
+    if shares is None:
+        num_splits = share_of_row(seq_len, FUSED, WINDOW, N, SPLITS, LEAST)
+    is_idle = split >= num_splits
+    if IS_EARLY:  # one waits all the same: whoever waits for this launch may rely on those before it too
+        if is_idle & (place + tl.program_id(2) > 0):
+            return
+    elif is_idle:
+        return
+
+    first_key, last_key, first_chunk, last_chunk = chunks_of_row(seq_len, FUSED, WINDOW, N)
+    table = block_table + row.to(tl.int64) * stride_table
+    token = (first_chunk + split) * N + local
+    if shares is None and WINDOW > 0:
+        block = blocks_of(table, token, stride_table, BLOCK_SIZE)
+    next_block = blocks_of(table, token + num_splits * N, stride_table, BLOCK_SIZE)
+    if IS_EARLY and q_norm is not None:
         own = norm_weights(q_norm, k_norm, dim, HEAD_DIM, GROUP, Q)
         partners = norm_weights(q_norm, k_norm, partner_of(dim, ROTARY_DIM), HEAD_DIM, GROUP, Q)
-    local = tl.arange(0, N)
-    keys, values = k_cache + head * stride_head, v_cache + head * stride_head
-    # Before the kernels before have finished: keys and values are of earlier steps, with which no launch of this step overlaps;
-    # lengths and tables may not be written yet, so what rests on them is used only if they are the same later.
     key, value, cos, sin = own, own, own, own
-    early_length, early_block = 0, 0
-    is_idle = False
-    row, first_split, split = tl.program_id(1), 0, tl.program_id(2)
     if IS_EARLY:
-        if shares is not None:
-            # Of another step, with more rows, they may be: what is read by them has to exist.
-            row, early_length, first_split, num_splits = share_at(shares, tl.program_id(1), ".cg")
-            row, split = tl.minimum(row, num_rows - 1), tl.maximum(tl.program_id(1) - first_split, 0)
-        else:
-            early_length = tl.load(seq_lens + row, cache_modifier=".cg")
-            num_splits = share_of_row(early_length, FUSED, WINDOW, N, SPLITS, LEAST)
-        first_key, last_key, first_chunk, last_chunk = chunks_of_row(early_length, FUSED, WINDOW, N)
-        is_idle = split >= num_splits
-        table = block_table + row.to(tl.int64) * stride_table
-        token = (first_chunk + split) * N + local
-        if shares is not None:  # beside the rest: after the row it would be one more way to memory and back
-            early_block = tl.load(shares + tl.program_id(1) * SHARE + 4 + local // 16, cache_modifier=".cg")
-        else:
-            is_entry = token < stride_table * BLOCK_SIZE
-            early_block = tl.load(table + token // BLOCK_SIZE, mask=is_entry, other=0, cache_modifier=".cg")
-        is_seen = (token >= first_key) & (token < last_key) & (early_block >= 0) & (early_block < num_blocks)
         key, value = load_chunk(
-            keys, values, early_block, token, is_seen & (is_idle == 0), stride_block, stride_token, BLOCK_SIZE, HEAD_DIM,
-            PADDED_DIM,
+            k_cache + head * stride_head, v_cache + head * stride_head, block, token, (token >= first_key) & (token < last_key),
+            stride_block, stride_token, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
-        if FUSED and ROTARY_DIM > 0:
-            cos, sin = angles_at(cos_sin, tl.maximum(early_length - 1, 0).to(tl.int64), dim, ROTARY_DIM, Q)
-    wait_for_inputs(PDL)
-
-    is_dealt_anew = False
-    if shares is not None:
-        new_row, new_length, new_first_split, new_num_splits = share_at(shares, tl.program_id(1), "")
-        if IS_EARLY:
-            seq_len = early_length
-            is_dealt_anew = (new_row != row) | (new_length != seq_len) | (new_first_split != first_split)
-            is_dealt_anew = is_dealt_anew | (new_num_splits != num_splits)
-        else:
-            row, seq_len, first_split, num_splits = new_row, new_length, new_first_split, new_num_splits
-            split = tl.program_id(1) - first_split
     else:
-        seq_len = tl.load(seq_lens + row)
-        if query_start_loc is not None:  # noqa: SIM102 rows with another number of tokens belong to another kernel
-            if tl.load(query_start_loc + row + 1) - tl.load(query_start_loc + row) != 1:
-                seq_len = 0
-        num_splits = share_of_row(seq_len, FUSED, WINDOW, N, SPLITS, LEAST)
-    # A program that seems to have work goes on to its loads before it knows: a way out here would wait for the lengths.
-    if is_idle or not IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
-        if (split >= num_splits) & (is_dealt_anew == 0):
+        x, other, new_value = load_heads(
+            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
+        )  # fmt: skip
+    slot, position, guess = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    if FUSED:
+        slot = tl.load(slot_mapping + row, cache_modifier=".cg")
+        if ROTARY_DIM > 0:
+            position = tl.load(positions + row, cache_modifier=".cg")
+            guess = tl.maximum(seq_len - 1, 0).to(tl.int64)
+            cos, sin = angles_at(cos_sin, guess, dim, ROTARY_DIM, Q)
+    if IS_EARLY:
+        wait_for_inputs(PDL)
+        if is_idle:
             return
-    first_chunk = 0
-    if WINDOW > 0:
-        _, _, first_chunk, _ = chunks_of_row(seq_len, FUSED, WINDOW, N)
-    token_index, x, other, new_value, block, next_block, slot, position = load_row(
-        row, first_chunk + split, num_splits, head, query, positions, slot_mapping, query_start_loc, block_table, stride_query,
-        stride_table, FUSED, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q, N,
-    )  # fmt: skip
-    if shares is not None and IS_EARLY:  # noqa: SIM102
-        if is_dealt_anew:
-            row, seq_len, first_split, num_splits = new_row, new_length, new_first_split, new_num_splits
-            split = tl.program_id(1) - first_split
-            _, _, first_chunk, _ = chunks_of_row(seq_len, FUSED, WINDOW, N)
-            token_index, x, other, new_value, block, next_block, slot, position = load_row(
-                row, first_chunk + split, num_splits, head, query, positions, slot_mapping, query_start_loc, block_table,
-                stride_query, stride_table, FUSED, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q, N,
-            )  # fmt: skip
-    first_key, last_key, first_chunk, last_chunk = chunks_of_row(seq_len, FUSED, WINDOW, N)
-    if FUSED and ROTARY_DIM > 0:
-        # Where a row's position is its number of keys, its angles are under way with the rest.
-        guess = seq_len - 1
-        if IS_EARLY:
-            guess = early_length - 1
-        else:
-            cos, sin = angles_at(cos_sin, guess.to(tl.int64), dim, ROTARY_DIM, Q)
+        x, other, new_value = load_heads(
+            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
+        )  # fmt: skip
+    # Where a row's position is its number of keys, its angles are under way with the rest.
+    if FUSED and ROTARY_DIM > 0:  # noqa: SIM102 a constant condition leaves the other out
         if position != guess:
             cos, sin = angles_at(cos_sin, position, dim, ROTARY_DIM, Q)
-    if (split > 0) | (seq_len <= 0):
+    if split > 0:
         slot = tl.full([], -1, tl.int64)
     x, new_value, new_logit = make_query(
         x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
         stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q,
         ROTARY_DIM,
     )  # fmt: skip
-    if split >= num_splits:
-        return
-    is_loaded = (seq_len == early_length) & (is_dealt_anew == 0)
-    if IS_EARLY:
-        # is_seen left out what no table of this pool can name; such an entry differs from the true one
-        is_same = (block == early_block) | ((first_chunk + split) * N + local >= last_key)
-        is_loaded = is_loaded & (tl.min(is_same.to(tl.int32), 0) > 0)
-
     top, total, sums = attend(
         x, new_value, new_logit, split == 0, head, first_chunk + split, last_chunk, num_splits, first_key, last_key,
-        seq_len - 1, key, value, is_loaded, block, next_block, block_table + row.to(tl.int64) * stride_table, k_cache, v_cache,
-        alibi_slopes, stride_table, stride_block, stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
-        PADDED_DIM, GROUP, Q, M, N, IS_EARLY, STAGES,
+        seq_len - 1, key, value, block, next_block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
+        stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N, IS_EARLY, STAGES,
     )  # fmt: skip
 
     first_part = (row * NUM_KV_HEADS + head) * SPLITS
     if shares is not None:
         first_part = head * SPLITS + first_split
     finish(
-        output + token_index.to(tl.int64) * stride_output, top, total, sums, head, split, num_splits, first_part, first_part,
-        part_sums, part_stats, arrivals, sinks, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS, 1,
+        output + token_index.to(tl.int64) * stride_output, 0, GROUP, top, total, sums, head, split, num_splits, first_part,
+        first_part, part_sums, part_stats, arrivals, sinks, HEAD_DIM, PADDED_DIM, GROUP, GROUP, MEMBERS, PARTS, 1,
     )  # fmt: skip
 
 
@@ -379,7 +322,7 @@ class PartBuffers:
         device: torch.device, *, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> PartBuffers:
         group, pairs = num_heads // num_kv_heads, max_rows * num_kv_heads
-        places = 2 * max(PROGRAMS_PER_SM * num_sms(device), 2 * _FEW_PAIRS)
+        places = 2 * max(PROGRAMS_PER_SM * num_sms(device), 2 * FEW_PAIRS)
         if pairs > _STREAMED_UP_TO:
             places = max(places, _PARTS)
         return PartBuffers(
@@ -414,7 +357,7 @@ PROGRAMS_PER_SM = 8  # as many as registers let run at once: each multiprocessor
 STREAMED_START = 4
 """Chunks' worth of time that the start of a pair costs a program: at 64 rows of 100 to 1024 tokens 0 gives 45.1 us, 2 43.2,
 4 42.3, 8 41.9, 14 42.6 (three stages; with two, 4 gives 41.6 and 8 42.4)."""
-_FEW_PAIRS, _STREAMED_UP_TO = 256, 1024  # pairs of row and kv head
+_DEALT_UP_TO, FEW_PAIRS, _STREAMED_UP_TO = 128, 256, 1024  # pairs of row and kv head
 _PARTS = 16384  # of a split launch, at most
 
 
@@ -437,9 +380,10 @@ def launch_shape(
     Few pairs of row and kv head are latency while they are short: the first chunk is loaded early (4.3 us at one row of 256 tokens,
     6.1 loaded late; 11.2 and 16 us at 32 rows). One row has as many programs as run at once: at 120,000 tokens 115 us, with 16 a
     kv head 372; at 8,000 tokens 13.6 and 28.6; at 256 a layer takes no longer (16.3 and 16.7 us), although most have no work then.
-    Several rows share them by their lengths (8 rows, one of 32,000 tokens: 37 us, with 16 for each row 113). Chunks of 32 keys,
-    but of 16 for one or two rows of larger groups: there the shared memory of programs without work keeps the next product's
-    weights out (a layer of the 8B at 128 tokens: 115 and 110 us).
+    Several rows share them by their lengths (8 rows, one of 32,000 tokens: 37 us, with 16 for each row 113); more than 128 pairs
+    have four programs each, as dealing costs 3 % of a step of 32 rows of 128 to 256 tokens (0.6B). Chunks of 32 keys, but of 16 for
+    one or two rows of larger groups: there the shared memory of programs without work keeps the next product's weights out (a layer
+    of the 8B at 128 tokens: 115 and 110 us).
 
     Then come even shares: split programs that start before the kernel before has ended crowd on the multiprocessors that it leaves
     free (128 rows of 256 tokens: 85 % of the copy bandwidth; split 63, and 80 without dependent launch; 64 rows of 512: 81 %, split
@@ -449,9 +393,11 @@ def launch_shape(
     row_bytes: more than 256 leave no registers for an early chunk.
     """
     num_pairs, programs = num_rows * num_kv_heads, PROGRAMS_PER_SM * num_sms
-    if num_pairs <= _FEW_PAIRS:
+    if num_pairs <= FEW_PAIRS:
         is_narrow = row_bytes <= 256
         keys = 32 if is_narrow and (group <= 2 or num_rows > 2) else 16
+        if num_pairs > _DEALT_UP_TO:
+            return LaunchShape(min(4, -(-max_seq_len // keys)), 0, keys, 2, is_early=is_narrow)
         most_rows = triton.next_power_of_2(num_rows)  # a kernel is compiled for each number of splits
         splits = min(max(programs // num_kv_heads, 2 * most_rows), most_rows * -(-max_seq_len // keys))
         return LaunchShape(splits, 0, keys, 2, is_early=is_narrow, is_dealt=num_rows > 1)
@@ -464,7 +410,7 @@ def launch_shape(
 def deal_rows(
     seq_lens: Tensor,
     block_table: Tensor,
-    parts: PartBuffers,
+    parts: PartBuffers | DraftParts,
     shape: LaunchShape,
     *,
     num_rows: int,
@@ -508,6 +454,7 @@ def decode_attention(
     new: NewTokens | None = None,
     pdl: bool = False,
     shape: LaunchShape | None = None,
+    is_settled: bool = False,
 ) -> None:
     """Attend from one token per row to the row's context, into `output`.
 
@@ -532,13 +479,18 @@ def decode_attention(
     Products accumulate in float32 (float32 models: no TF32), softmax is float32, its weights are rounded to the query's dtype for
     the product with V. Nothing outside a row's keys is read into the sum, so other blocks may hold NaN.
     No host synchronisation; grid and buffers follow from `num_rows`, `max_seq_len` (an upper bound) and strides alone.
+
+    is_settled: rows are dealt out already where `shape` says so, and a kernel since has waited for all that wrote the step's
+    lengths, tables, positions and slots, so that with `pdl` they may be read early (see `runtime`).
     """
     bound = DecodeAttention(
         k_cache, v_cache, parts, num_heads=output.shape[1], dtype=query.dtype, scale=scale, sliding_window=sliding_window,
         soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, norm_rope=new.norm_rope if new else None, pdl=pdl,
     )  # fmt: skip
     shape = shape or bound.shape_of(num_rows, max_seq_len)
-    if shape.is_dealt:
+    if pdl and not is_settled:
+        shape = replace(shape, is_early=False)
+    if shape.is_dealt and not is_settled:
         deal_rows(
             seq_lens, block_table, parts, shape, num_rows=num_rows, block_size=k_cache.shape[1],
             sliding_window=sliding_window, query_start_loc=query_start_loc, pdl=pdl,
@@ -570,7 +522,7 @@ class DecodeAttention:
         pdl: bool,
     ) -> None:
         """norm_rope: the launch is fused, and its query QKV's rows."""
-        self._num_blocks, block_size, self._num_kv_heads, head_dim = k_cache.shape
+        _, block_size, self._num_kv_heads, head_dim = k_cache.shape
         self._num_sms, self._is_fused = num_sms(k_cache.device), norm_rope is not None
         self._scale, self._shares = scale, parts.shares
         group = num_heads // self._num_kv_heads
@@ -604,7 +556,7 @@ class DecodeAttention:
         self._group = group
         self._cache_strides = k_cache.stride()[:3]
         self._key = (
-            dtype, k_cache.dtype, k_cache.device, self._cache_strides, self._num_blocks,
+            dtype, k_cache.dtype, k_cache.device, self._cache_strides,
             None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
             alignment(*self._caches, *self._last),
         )  # fmt: skip
@@ -641,7 +593,7 @@ class DecodeAttention:
         shares = () if is_streamed else (self._shares if shape.is_dealt else None,)
         arguments = (
             query, positions, slot_mapping, *self._caches, output, query_start_loc, seq_lens, block_table, *shares, *self._last,
-            *strides, *self._cache_strides, *(() if is_streamed else (self._num_blocks,)), num_rows, self._scale,
+            *strides, *self._cache_strides, *((num_rows,) if is_streamed else ()), self._scale,
         )  # fmt: skip
         if is_streamed:
             grid: tuple[int, ...] = (shape.programs,)

@@ -223,11 +223,10 @@ def attend(
     first_key,
     last_key,
     position,
-    early_key,  # the first chunk's, if is_loaded
+    early_key,  # the first chunk's, if IS_EARLY
     early_value,
-    is_loaded,
     block,  # [N] of the first chunk
-    next_block,  # of the next one, if is_loaded
+    next_block,  # of the next one, if IS_EARLY
     table,
     k_cache,
     v_cache,
@@ -264,15 +263,14 @@ def attend(
     top = tl.full([M], NOTHING, tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([PADDED_DIM, M], tl.float32)
-    if IS_EARLY:  # noqa: SIM102 a constant condition leaves the other out
-        if is_loaded:
-            token = chunk * N + local
-            is_seen = (token >= first_key) & (token < last_key)
-            top, total, sums = one_chunk(
-                tile, top, total, sums, early_key, early_value, is_seen, token - position, slopes, scale, SOFT_CAP
-            )
-            chunk += step
-            block = next_block
+    if IS_EARLY:
+        token = chunk * N + local
+        is_seen = (token >= first_key) & (token < last_key)
+        top, total, sums = one_chunk(
+            tile, top, total, sums, early_key, early_value, is_seen, token - position, slopes, scale, SOFT_CAP
+        )
+        chunk += step
+        block = next_block
     for i in tl.range(chunk, last_chunk, step, num_stages=STAGES):
         token = i * N + local
         is_seen = (token >= first_key) & (token < last_key)
@@ -297,14 +295,27 @@ def attend(
 
 
 @triton.jit
+def places_of(member, stride_token, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """Where a kv head's results begin, after the row's first: HEADS a token."""
+    if HEADS == GROUP:
+        place = member * HEAD_DIM
+    else:
+        place = (member // HEADS).to(tl.int64) * stride_token + (member % HEADS) * HEAD_DIM
+    return place
+
+
+@triton.jit
 def store_output(
     output,  # pointer to the row's first head of this kv head
+    stride_token,
+    num_members,
     top,
     total,
     sums,
     sinks,  # pointer to the first head's
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     member = tl.arange(0, sums.shape[1])
     dim = tl.arange(0, sums.shape[0])
@@ -315,8 +326,9 @@ def store_output(
         total = total * shrink + tl.exp2(sink - new_top)
         sums = sums * shrink[None, :]
     result = sums / total[None, :]
-    mask = (member < GROUP)[None, :] & (dim < HEAD_DIM)[:, None]
-    tl.store(output + member[None, :] * HEAD_DIM + dim[:, None], result.to(output.dtype.element_ty), mask=mask)
+    mask = (member < num_members)[None, :] & (dim < HEAD_DIM)[:, None]
+    place = places_of(member, stride_token, HEAD_DIM, GROUP, HEADS)
+    tl.store(output + place[None, :] + dim[:, None], result.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -395,6 +407,8 @@ def merge_parts(
 @triton.jit
 def finish(
     output,  # pointer to the row's first head
+    stride_token,  # of output
+    num_members,  # that are stored, GROUP at most
     top,
     total,
     sums,
@@ -409,7 +423,8 @@ def finish(
     sinks,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # columns: HEADS of each token
+    HEADS: tl.constexpr,
     MEMBERS: tl.constexpr,
     PARTS: tl.constexpr,
     PART_STEP: tl.constexpr,
@@ -419,11 +434,11 @@ def finish(
     FAN neighbours are merged by the last of them, FAN of these again, until one is left: one program that merged all parts of a
     long row would take as long as the rest.
     """
-    output += head * (GROUP * HEAD_DIM)
+    output += head * (HEADS * HEAD_DIM)
     if sinks is not None:
         sinks += head * GROUP
     if num_parts == 1:
-        store_output(output, top, total, sums, sinks, HEAD_DIM, GROUP)
+        store_output(output, stride_token, num_members, top, total, sums, sinks, HEAD_DIM, GROUP, HEADS)
     else:
         member, dim = tl.arange(0, MEMBERS), tl.arange(0, PADDED_DIM)
         is_member = member < GROUP
@@ -452,8 +467,9 @@ def finish(
                 tl.store(counter, 0)  # for the next launch
                 if is_root:
                     result = (merged / merged_total[:, None]).to(output.dtype.element_ty)
-                    mask = is_member[:, None] & (dim < HEAD_DIM)[None, :]
-                    tl.store(output + member[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+                    mask = (member < num_members)[:, None] & (dim < HEAD_DIM)[None, :]
+                    place = places_of(member, stride_token, HEAD_DIM, GROUP, HEADS)
+                    tl.store(output + place[:, None] + dim[None, :], result, mask=mask)
                 else:
                     tl.debug_barrier()  # it goes where part `first` was read
                     store_part(merged_top, merged_total, merged, part, part_sums, part_stats, HEAD_DIM, GROUP, True)

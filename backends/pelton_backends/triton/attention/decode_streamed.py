@@ -214,13 +214,13 @@ def streamed_decode_kernel(
             )  # fmt: skip
             top, total, sums = attend(
                 x, cached_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
-                seq_len - 1, x, x, False, block, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
+                seq_len - 1, x, x, block, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
                 stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N,
                 False, STAGES,
             )  # fmt: skip
 
             finish(
-                output + token_index.to(tl.int64) * stride_output, top, total, sums, head, program - first_program, num_parts,
-                first_program * 2 + 1, first_program * 2, part_sums, part_stats, arrivals, sinks, HEAD_DIM, PADDED_DIM,
-                GROUP, MEMBERS, PARTS, 2,
+                output + token_index.to(tl.int64) * stride_output, 0, GROUP, top, total, sums, head, program - first_program,
+                num_parts, first_program * 2 + 1, first_program * 2, part_sums, part_stats, arrivals, sinks, HEAD_DIM,
+                PADDED_DIM, GROUP, GROUP, MEMBERS, PARTS, 2,
             )  # fmt: skip

@@ -26,8 +26,8 @@ def embed_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)  # in this order: see the exception in `runtime`
     let_next_start(PDL)
-    wait_for_inputs(PDL)
     row = tl.minimum(tl.maximum(tl.load(input_ids + token), 0), num_rows - 1)
     x = tl.load(weight + row * H + cols, mask=cols < H, other=0.0)
     if HAS_SCALE:
