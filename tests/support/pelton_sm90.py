@@ -49,7 +49,7 @@ from pelton_backends.triton.attention.decode import (
     deal_rows,
     decode_attention,
 )
-from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention
+from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.ops import (
@@ -167,13 +167,14 @@ class Attention:
         )  # fmt: skip
 
     def drafts(self) -> None:
+        rows, shape = ROWS // 4, drafts_shape(ROWS // 4, KV_HEADS, 8192, 2 * HEAD_DIM, 132)
         parts = DraftParts.allocate(
-            torch.device("cpu"), max_rows=ROWS // 4, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
-            num_tokens=4,
-        )  # fmt: skip
+            torch.device("cpu"), max_rows=rows, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_tokens=4
+        )
+        new = NewTokens(self.tokens, self.tokens, NormRope(HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec))
         drafts_attention(
-            self.query, *self.caches, self.query, self.starts, self.lengths, self.table, parts, num_rows=ROWS // 4,
-            num_tokens=4, max_seq_len=8192, scale=1.0, pdl=True,
+            self.qkv, *self.caches, self.query, self.starts, self.lengths, self.table, parts, shape, num_rows=rows,
+            num_tokens=4, scale=1.0, new=new, pdl=True,
         )  # fmt: skip
 
     def cascade(self) -> None:

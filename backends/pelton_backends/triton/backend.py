@@ -25,13 +25,14 @@ from pelton_backends.triton.attention.cascade import cascade_attention, pays
 from pelton_backends.triton.attention.decode import (
     DecodeAttention,
     LaunchShape,
+    NewTokens,
     NormRope,
     PartBuffers,
     deal_rows,
     launch_shape,
     row_bytes,
 )
-from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention
+from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.attention.prefill import PrefillAttention
 from pelton_backends.triton.runtime import has_pdl, num_sms
 
@@ -54,6 +55,7 @@ class TritonMetadata:
     decode_shape: LaunchShape | None = (
         None  # of the decode kernel's launches, whose rows are dealt out; None: no launches
     )
+    drafts_shape: LaunchShape | None = None  # the same of the kernel for rows with drafts
     num_tokens: int = 0  # most tokens of a row, where rows are decodes and their drafts; 0: other rows
 
     @property
@@ -114,6 +116,8 @@ class TritonBackend(AttentionBackend):
         metadata = self._divide(common, key)
         if metadata.decode_rows and metadata.prefix_len is None:
             metadata.decode_shape = self._deal(metadata)
+        if metadata.num_tokens:
+            metadata.drafts_shape = self._deal_drafts(metadata)
         return metadata
 
     def _divide(self, common: CommonMetadata, key: BatchDescriptor | None) -> TritonMetadata:
@@ -148,6 +152,21 @@ class TritonBackend(AttentionBackend):
                 common.seq_lens, common.block_table, parts, shape, num_rows=rows, block_size=needs.block_size,
                 sliding_window=needs.sliding_window,
                 query_start_loc=common.query_start_loc if metadata.is_mixed else None, pdl=self.pdl,
+            )  # fmt: skip
+        return shape
+
+    def _deal_drafts(self, metadata: TritonMetadata) -> LaunchShape:
+        """As `_deal`, of rows with drafts."""
+        needs, common, num_tokens = self.needs, metadata.common, metadata.num_tokens
+        shape = drafts_shape(
+            common.num_reqs, needs.num_kv_heads, self.max_model_len, row_bytes(needs.head_dim, getattr(torch, needs.dtype)),
+            num_sms(self.device),
+        )  # fmt: skip
+        if shape.is_dealt:
+            deal_rows(
+                common.seq_lens, common.block_table, self.draft_parts(num_tokens, common.num_reqs), shape,
+                num_rows=common.num_reqs, block_size=needs.block_size, pdl=self.pdl,
+                sliding_window=span(num_tokens, needs.sliding_window),
             )  # fmt: skip
         return shape
 
@@ -190,12 +209,13 @@ class TritonAttention(BoundAttention):
         super().__init__(layer)
         self._backend, self._pdl = backend, backend.pdl
         self._takes_drafts = layer.sinks is None and layer.alibi_slopes is None
+        self._norm_rope: NormRope | None = None  # where the kernels that attend make queries and new keys too
         needs, tensors = layer.write_needs, layer.write_tensors
         self._decode = self._bind_decode(None)
         self._fused_decode: DecodeAttention | None = None
         if needs.q_norm == needs.k_norm and needs.writes_kv:
-            norm_rope = NormRope(needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm, needs.q_norm)
-            self._fused_decode = self._bind_decode(norm_rope)
+            self._norm_rope = NormRope(needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm, needs.q_norm)
+            self._fused_decode = self._bind_decode(self._norm_rope)
         self._prefill = PrefillAttention(
             layer.k_cache, layer.v_cache, num_heads=layer.num_heads, dtype=getattr(torch, layer.needs.dtype),
             scale=layer.scale, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
@@ -236,6 +256,9 @@ class TritonAttention(BoundAttention):
     def write_and_attend(
         self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, metadata: TritonMetadata, output: Tensor
     ) -> None:
+        if metadata.num_tokens and self._takes_drafts and self._norm_rope is not None:
+            self._attend_drafts(qkv, metadata, output, NewTokens(positions, slot_mapping, self._norm_rope))
+            return
         if self._fused_decode is None or not metadata.is_decode or metadata.prefix_len is not None:
             super().write_and_attend(qkv, positions, slot_mapping, metadata, output)
             return
@@ -256,11 +279,14 @@ class TritonAttention(BoundAttention):
             pdl=self._pdl,
         )  # fmt: skip
 
-    def _attend_drafts(self, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
+    def _attend_drafts(
+        self, query: Tensor, metadata: TritonMetadata, output: Tensor, new: NewTokens | None = None
+    ) -> None:
         layer, common = self.layer, metadata.common
+        assert metadata.drafts_shape is not None, "rows with drafts are dealt out by `build`"
         drafts_attention(
             query, layer.k_cache, layer.v_cache, output, common.query_start_loc, common.seq_lens, common.block_table,
-            self._backend.draft_parts(metadata.num_tokens, common.num_reqs), num_rows=common.num_reqs,
-            num_tokens=metadata.num_tokens, max_seq_len=common.max_seq_len, scale=layer.scale,
-            sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, pdl=self._pdl,
+            self._backend.draft_parts(metadata.num_tokens, common.num_reqs), metadata.drafts_shape, num_rows=common.num_reqs,
+            num_tokens=metadata.num_tokens, scale=layer.scale, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap,
+            new=new, pdl=self._pdl,
         )  # fmt: skip

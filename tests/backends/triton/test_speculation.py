@@ -11,11 +11,15 @@ import torch
 from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
+from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
+from pelton.ops.reference import ReferenceQkNormRopeWriteKv
 from pelton.ops.reference_speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
-from pelton_backends.triton.attention.decode_drafts import DraftParts, choose_splits, drafts_attention
+from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, NormRope, deal_rows
+from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.ops import speculation
 from pelton_backends.triton.ops.speculation import TritonLookupDrafts, TritonVerify
+from pelton_backends.triton.runtime import num_sms
 from pelton_platforms.device.steps.batch_state import BatchState
 
 ROWS, MAX_LEN = 6, 100
@@ -77,72 +81,167 @@ def test_verified_rows_are_the_reference_s(device, num_drafts) -> None:
     assert {0, 1} <= accepted
 
 
+FIXED = LaunchShape(4, 0, 32, 2, least=2)
+SHAPES = {
+    "fixed": FIXED,
+    "alone": LaunchShape(1, 0, 32, 2, least=2),
+    "dealt": LaunchShape(40, 0, 32, 2, is_dealt=True),
+    "early": LaunchShape(3, 0, 16, 2, is_early=True),
+    "dealt early": LaunchShape(21, 0, 32, 2, is_early=True, is_dealt=True),
+}
 CASES = [
-    SimpleNamespace(dtype="float32", heads=4, kv_heads=2, dim=64, window=None, cap=None, tokens=4, splits=None),
-    SimpleNamespace(dtype="float32", heads=4, kv_heads=1, dim=32, window=20, cap=None, tokens=3, splits=None),
-    SimpleNamespace(dtype="float32", heads=2, kv_heads=2, dim=80, window=None, cap=20.0, tokens=6, splits=1),
-    SimpleNamespace(dtype="bfloat16", heads=8, kv_heads=2, dim=64, window=None, cap=None, tokens=4, splits=None),
+    SimpleNamespace(dtype="float32", heads=4, kv_heads=2, dim=64, window=None, cap=None, tokens=4, shape="fixed"),
+    SimpleNamespace(dtype="float32", heads=4, kv_heads=1, dim=32, window=20, cap=None, tokens=3, shape="dealt"),
+    SimpleNamespace(dtype="float32", heads=2, kv_heads=2, dim=80, window=None, cap=20.0, tokens=6, shape="alone"),
+    SimpleNamespace(dtype="bfloat16", heads=8, kv_heads=2, dim=64, window=None, cap=None, tokens=4, shape="dealt"),
 ]
+LENGTHS = (300, 1, 33, 0, 90)
+
+
+class DraftedRows:
+    """Rows of one token, of some drafts and of all, padding; NaN wherever nothing may be read."""
+
+    def __init__(self, case: SimpleNamespace, device: torch.device) -> None:
+        self.case, self.device, size = case, device, 16
+        self.dtype, self.generator = getattr(torch, case.dtype), torch.Generator().manual_seed(3)
+        self.counts = [case.tokens, 1, min(2, case.tokens), 0, case.tokens]
+        spec = FullAttentionSpec(block_size=size, num_kv_heads=case.kv_heads, head_dim=case.dim, dtype=case.dtype)
+        num_blocks = sum(-(-length // size) for length in LENGTHS) + 2
+        memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8, device=device)
+        self.caches = page_views(memory, num_blocks, spec, KVLayout(heads_first=True))
+        for cache in self.caches:
+            cache.fill_(float("nan"))
+        self.table = torch.zeros(len(LENGTHS), max(LENGTHS) // size + 3, dtype=torch.int32, device=device)
+        self.places: list[tuple[torch.Tensor, int]] = []  # of the new tokens
+        self.keys, self.values, next_block = [], [], 1
+        for row, (length, count) in enumerate(zip(LENGTHS, self.counts, strict=True)):
+            blocks = -(-length // size)
+            self.table[row, :blocks] = torch.arange(next_block, next_block + blocks)
+            next_block += blocks
+            for rows, cache in zip((self.keys, self.values), self.caches, strict=True):
+                rows.append(self.random(length, case.kv_heads, case.dim))
+                for token in range(max(length - count + 1 - case.window, 0) if case.window else 0, length):
+                    cache[self.table[row, token // size].long(), token % size] = rows[-1][token].to(device)
+            self.places += [(self.table[row, t // size].long(), t % size) for t in range(length - count, length)]
+        self.positions = [
+            length - count + index for length, count in zip(LENGTHS, self.counts, strict=True) for index in range(count)
+        ]
+        self.starts = torch.tensor([0, *torch.tensor(self.counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        self.parts = DraftParts.allocate(
+            device, max_rows=len(LENGTHS), num_heads=case.heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
+            num_tokens=case.tokens,
+        )  # fmt: skip
+        self.parts.sums.fill_(float("nan"))
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def attend(self, query: torch.Tensor, name: str, new: NewTokens | None = None) -> torch.Tensor:
+        case, shape, lengths = self.case, SHAPES[name], torch.tensor(LENGTHS, dtype=torch.int32, device=self.device)
+        output = torch.full((len(query), case.heads, case.dim), float("nan"), dtype=self.dtype, device=self.device)
+        if shape.is_dealt:
+            deal_rows(
+                lengths, self.table, self.parts, shape, num_rows=len(LENGTHS), block_size=16,
+                sliding_window=span(case.tokens, case.window),
+            )  # fmt: skip
+        drafts_attention(
+            query, *self.caches, output, self.starts, lengths, self.table, self.parts, shape, num_rows=len(LENGTHS),
+            num_tokens=case.tokens, scale=case.dim**-0.5, sliding_window=case.window, soft_cap=case.cap, new=new,
+        )  # fmt: skip
+        assert not self.parts.arrivals.any(), "counters are left at zero for the next launch"
+        return output
+
+    def expected(self, query: torch.Tensor) -> torch.Tensor:
+        case, found, first = self.case, [], 0
+        for length, count, keys, values in zip(LENGTHS, self.counts, self.keys, self.values, strict=True):
+            for index in range(count):
+                position = length - count + index
+                start = max(position + 1 - case.window, 0) if case.window else 0
+                own = query[first + index].cpu().double().view(case.kv_heads, -1, case.dim)
+                logits = torch.einsum("hgd,thd->hgt", own, keys[start : position + 1].double()) * case.dim**-0.5
+                if case.cap:
+                    logits = case.cap * torch.tanh(logits / case.cap)
+                mixed = torch.einsum("hgt,thd->hgd", logits.softmax(-1), values[start : position + 1].double())
+                found.append(mixed.reshape(case.heads, case.dim))
+            first += count
+        return torch.stack(found)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dtype}-{case.window}-{case.cap}-{case.tokens}")
-def test_attention_of_drafted_rows_equals_the_oracle(device, monkeypatch, case) -> None:
-    """Rows of one token, of some drafts and of all, padding; NaN wherever nothing may be read."""
-    if case.splits:
-        monkeypatch.setattr("pelton_backends.triton.attention.decode_drafts._MOST_SPLITS", case.splits)
-    dtype, size, generator = getattr(torch, case.dtype), 16, torch.Generator().manual_seed(3)
-    lengths, counts = [300, 1, 33, 0, 90], [case.tokens, 1, min(2, case.tokens), 0, case.tokens]
-    spec = FullAttentionSpec(block_size=size, num_kv_heads=case.kv_heads, head_dim=case.dim, dtype=case.dtype)
-    num_blocks = sum(-(-length // size) for length in lengths) + 2
-    memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8, device=device)
-    k_cache, v_cache = page_views(memory, num_blocks, spec, KVLayout(heads_first=True))
-    k_cache.fill_(float("nan"))
-    v_cache.fill_(float("nan"))
-    table = torch.zeros(len(lengths), max(lengths) // size + 3, dtype=torch.int32, device=device)
-    total = sum(counts) + 3  # padding tokens
-    query = torch.randn(total, case.heads, case.dim, generator=generator).to(dtype).to(device)
-    output = torch.full_like(query, float("nan"))
-    expected, next_block, first = [], 1, 0
-    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        blocks = -(-length // size)
-        table[row, :blocks] = torch.arange(next_block, next_block + blocks)
-        keys, values = (torch.randn(length, case.kv_heads, case.dim, generator=generator).to(dtype) for _ in range(2))
-        seen_from = max(length - count + 1 - case.window, 0) if case.window else 0
-        for token in range(seen_from, length):
-            place = table[row, token // size].long(), token % size
-            k_cache[place], v_cache[place] = keys[token].to(device), values[token].to(device)
-        for index in range(count):
-            position = length - count + index
-            start = max(position + 1 - case.window, 0) if case.window else 0
-            own = query[first + index].cpu().double().view(case.kv_heads, -1, case.dim)
-            logits = torch.einsum("hgd,thd->hgt", own, keys[start : position + 1].double()) * case.dim**-0.5
-            if case.cap:
-                logits = case.cap * torch.tanh(logits / case.cap)
-            mixed = torch.einsum("hgt,thd->hgd", logits.softmax(-1), values[start : position + 1].double())
-            expected.append(mixed.reshape(case.heads, case.dim))
-        next_block, first = next_block + blocks, first + count
-    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    parts = DraftParts.allocate(
-        device, max_rows=len(lengths), num_heads=case.heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
-        num_tokens=case.tokens,
+def test_attention_of_drafted_rows_equals_the_oracle(device, case) -> None:
+    rows = DraftedRows(case, device)
+    total = sum(rows.counts)
+    query = rows.random(total + 3, case.heads, case.dim).to(device)  # three of padding
+    tolerance = 2e-5 if case.dtype == "float32" else 6e-2
+    for _ in range(2):
+        output = rows.attend(query, case.shape)
+        torch.testing.assert_close(output[:total].cpu().double(), rows.expected(query), atol=tolerance, rtol=tolerance)
+        assert output[total:].isnan().all()
+
+
+FUSED_CASES = [
+    SimpleNamespace(dtype="float32", heads=4, kv_heads=2, dim=64, window=None, cap=None, tokens=4, shape="dealt early"),
+    SimpleNamespace(dtype="float32", heads=4, kv_heads=1, dim=32, window=20, cap=None, tokens=3, shape="early"),
+    SimpleNamespace(dtype="float32", heads=2, kv_heads=2, dim=80, window=2, cap=20.0, tokens=6, shape="dealt early"),
+    SimpleNamespace(dtype="float32", heads=6, kv_heads=2, dim=32, window=None, cap=None, tokens=17, shape="fixed"),
+    SimpleNamespace(dtype="bfloat16", heads=8, kv_heads=2, dim=64, window=None, cap=None, tokens=2, shape="dealt"),
+]
+
+
+@pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: f"{case.shape}-{case.dtype}-{case.window}-{case.tokens}")
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "plain"])
+def test_queries_keys_and_values_of_drafted_rows_are_made_and_written_as_by_the_reference_op(
+    device, case, has_norm
+) -> None:
+    """A slot of -1 writes nothing, and its token is attended to all the same."""
+    rows, rotary_dim = DraftedRows(case, device), case.dim // 2
+    total, kv_size = sum(rows.counts), case.kv_heads * case.dim
+    qkv = rows.random(total + 3, case.heads * case.dim + 2 * kv_size)
+    spec = NormSpec(size=case.dim, eps=1e-6) if has_norm else None
+    cos_sin = torch.randn(max(LENGTHS), rotary_dim, generator=rows.generator)
+    q_norm, k_norm = (rows.random(case.dim).to(device) if has_norm else None for _ in range(2))
+    slots = torch.full((total + 3,), -1)
+    slots[:total] = torch.tensor([int(block) * 16 + offset for block, offset in rows.places])
+    positions = torch.tensor([*rows.positions, 0, 0, 0])
+    needs = QkNormRopeWriteKvNeeds(
+        dtype=case.dtype, kv_dtype=case.dtype, num_heads=case.heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
+        rotary_dim=rotary_dim, q_norm=spec, k_norm=spec,
     )  # fmt: skip
-    parts.sums.fill_(float("nan"))
-    for _ in range(2):  # counters are zero again
-        output.fill_(float("nan"))
-        drafts_attention(
-            query, k_cache, v_cache, output, starts, torch.tensor(lengths, dtype=torch.int32, device=device), table, parts,
-            num_rows=len(lengths), num_tokens=case.tokens, max_seq_len=512, scale=case.dim**-0.5,
-            sliding_window=case.window, soft_cap=case.cap,
-        )  # fmt: skip
-        tolerance = 2e-5 if case.dtype == "float32" else 6e-2
-        torch.testing.assert_close(
-            output[: sum(counts)].cpu().double(), torch.stack(expected), atol=tolerance, rtol=tolerance
-        )
-        assert output[sum(counts) :].isnan().all(), "padding is left as it is"
+    on_device = [None if x is None else x.to(device) for x in (cos_sin, q_norm, k_norm)]
+    op = ReferenceQkNormRopeWriteKv.bind(needs, QkNormRopeWriteKvTensors(*on_device))
+    written = [cache.clone() for cache in rows.caches]
+    query = op(qkv.to(device), positions.to(device), slots.to(device), *written)
+    for block, offset in rows.places:
+        for cache in rows.caches:
+            cache[block, offset] = float("nan")
+    first = 0
+    for row, (length, count) in enumerate(zip(LENGTHS, rows.counts, strict=True)):  # what the oracle reads
+        for index in range(count):
+            place = rows.places[first + index]
+            rows.keys[row][length - count + index], rows.values[row][length - count + index] = (
+                cache[place].cpu() for cache in written
+            )
+        first += count
+    hidden, block_and_offset = sum(rows.counts[:2]), rows.places[sum(rows.counts[:2])]
+    slots[hidden] = -1
+    new = NewTokens(positions.to(device), slots.to(device), NormRope(rotary_dim, *on_device, spec))
+    output = rows.attend(qkv.to(device), case.shape, new)
+    tolerance = 5e-5 if case.dtype == "float32" else 6e-2
+    torch.testing.assert_close(output[:total].cpu().double(), rows.expected(query), atol=tolerance, rtol=tolerance)
+    assert output[total:].isnan().all()
+    for cache, wanted in zip(rows.caches, written, strict=True):
+        assert cache[block_and_offset].isnan().all()
+        wanted[block_and_offset] = float("nan")
+        torch.testing.assert_close(cache, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-def test_parts_fit_into_their_places() -> None:
-    for num_pairs in (1, 8, 64, 256, 1000, 4096):
-        splits = choose_splits(num_pairs, 40_960, 2112)
-        assert splits == 1 or splits * num_pairs <= 2112
-    assert choose_splits(8, 256, 2112) == 4 and choose_splits(8, 131_072, 2112) == 64
+def test_shapes_of_drafted_launches_fit_the_buffers() -> None:
+    for rows in (1, 2, 3, 8, 32, 33, 128, 1024):
+        for kv_heads in (1, 2, 8, 32):
+            shape = drafts_shape(rows, kv_heads, 40_960, 256, num_sms(torch.device("meta")))
+            parts = DraftParts.allocate(
+                torch.device("meta"), max_rows=1024, num_heads=32, num_kv_heads=kv_heads, head_dim=128, num_tokens=4
+            )
+            assert parts.sums.shape[0] >= kv_heads * shape.splits * (1 if shape.is_dealt else rows)
+            assert not shape.is_dealt or parts.shares.shape[0] >= shape.splits >= rows
+    assert drafts_shape(1, 8, 128, 256, 132).splits == 2, "no more programs than pieces"
