@@ -34,7 +34,10 @@ DEPENDENT_LAUNCH = Variable(
     "dependent_launch",
     "0: a CUDA kernel starts only when the one before it has ended; to measure what starting earlier gains, or to look for a fault",
 )
-VARIABLES = (PLUGINS, LOG_LEVEL, API_KEY, DEPENDENT_LAUNCH)
+TRACE_PLUGINS = Variable(
+    "PELTON_TRACE_PLUGINS", "trace_plugins", "1: say each call of a hook on stderr, who answered, and what it gave"
+)
+VARIABLES = (PLUGINS, LOG_LEVEL, API_KEY, DEPENDENT_LAUNCH, TRACE_PLUGINS)
 
 
 def plugin_names(environ: Mapping[str, str] = os.environ) -> list[str] | None:
@@ -49,6 +52,14 @@ def plugin_names(environ: Mapping[str, str] = os.environ) -> list[str] | None:
                 f"{PLUGINS.name} is {text!r}: {name!r} is not a plugin name; use a comma list, such as 'a,b'."
             )
     return names
+
+
+def traces_plugins(environ: Mapping[str, str] = os.environ) -> bool:
+    """PELTON_TRACE_PLUGINS; False when it is not set."""
+    text = environ.get(TRACE_PLUGINS.name, "0")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{TRACE_PLUGINS.name} is {text!r}; use 0 or 1.")
+    return text == "1"
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> str | None:

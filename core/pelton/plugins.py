@@ -13,10 +13,11 @@ import hashlib
 import importlib.metadata
 import inspect
 import re
+import reprlib
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -80,6 +81,7 @@ class Plugins:
         self.left_out = sorted(left_out, key=lambda p: p.name)
         """Installed, but not named in PELTON_PLUGINS."""
         self._said: set[tuple[str, str]] = set()
+        self._traces = env.traces_plugins()
 
     def call_each(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """(plugin name, what its implementation returned), by plugin name. Raises `PluginError` naming who failed."""
@@ -93,6 +95,8 @@ class Plugins:
                 raise PluginError(
                     f"Plugin {implementation.plugin_name!r} fails in {hook}: {type(error).__name__}: {error}."
                 ) from error
+            if self._traces:
+                _trace(hook, arguments, implementation.plugin_name, result)
             yield implementation.plugin_name, result
 
     def offers(self, hook: str, **arguments: Any) -> list[Offer]:
@@ -219,6 +223,20 @@ class Plugins:
             raise PluginError(
                 f"Plugin {plugin} fails {while_doing}: {type(error).__name__}: {error} (in {where}). {FIX_IT}"
             ) from error
+
+
+def _trace(hook: str, arguments: Mapping[str, Any], plugin_name: str, result: Any) -> None:
+    """Print what one implementation of a hook gave: names of entries, a short form of anything else."""
+    shown = {
+        name: repr(value) if isinstance(value, (str, int)) else f"<{type(value).__name__}>"
+        for name, value in arguments.items()
+    }
+    call = ", ".join(f"{name}={value}" for name, value in shown.items())
+    if isinstance(result, Sequence) and all(isinstance(entry, Entry) for entry in result):
+        gave = ", ".join(f"{entry.name} (priority {entry.priority}, {entry.load})" for entry in result) or "nothing"
+    else:
+        gave = reprlib.repr(result)
+    print(f"plugin trace: {hook}({call}): {plugin_name} gives {gave}", file=sys.stderr, flush=True)
 
 
 def calling(entry: Entry) -> AbstractContextManager[None]:
