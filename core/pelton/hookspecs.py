@@ -6,7 +6,7 @@ entries (`pelton.entries`) and import nothing heavy. They are called at start-up
 plugins are joined, and nothing rests on their order. A hook names only the arguments it uses. Within a
 major version hooks and arguments are added, never renamed or taken away; one that will go is `deprecated` first.
 
-API version history: 1, first.
+API version history: 1.0, first; 1.1, `pelton_http_middleware`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pelton.entries import (
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
 
-API_VERSION = (1, 0)
+API_VERSION = (1, 1)
 
 hookimpl = pluggy.HookimplMarker("pelton")
 
@@ -264,4 +264,12 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
 @hookspec(since="1.0")
 def pelton_http_routes() -> Sequence[Entry]:
     """Offer HTTP routes: `load` gives `routes(state) -> list` of the server framework's handlers."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.1")
+def pelton_http_middleware() -> Sequence[Entry]:
+    """Offer ASGI middleware of the HTTP server: `load` gives `wrap(app, state) -> app`. It sees every request, unknown paths
+    included, once that is counted and has its id, and before its key is checked: it may answer a request itself, or change what
+    is asked and answered, and opens nothing that the key closes. The highest priority is the outermost."""
     raise NotImplementedError

@@ -106,6 +106,7 @@ SUITES: Mapping[str, Suite] = {
         "pelton.testing.lora_resolver:LoRAResolverConformance", needs="make_resolver, and prepare and known_name"
     ),
     "pelton_http_routes": Suite("pelton.testing.http:HTTPConformance", needs="calls"),
+    "pelton_http_middleware": Suite("pelton.testing.http:HTTPConformance", needs="calls"),
     "pelton_settings": Suite("pelton.testing.settings:SettingsConformance", _set("settings_class")),
     "pelton_cli_commands": Suite(
         "pelton.testing.command:CommandConformance", lambda entry, loaded: {"run": staticmethod(loaded)}

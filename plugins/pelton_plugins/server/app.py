@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,8 +10,9 @@ from litestar import Litestar, Request, Response
 from litestar.exceptions import ImproperlyConfiguredException
 from litestar.types import ASGIApp
 
+from pelton.entries import Entry
 from pelton.errors import PluginError
-from pelton.plugins import Plugins
+from pelton.plugins import Plugins, calling
 from pelton_plugins.server.errors import describe
 from pelton_plugins.server.middleware import Middleware
 from pelton_plugins.server.openapi import describe_api
@@ -47,4 +49,17 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
         )
     except ImproperlyConfiguredException as error:
         raise PluginError(f"The plugins' HTTP routes do not fit together: {error}.") from error
-    return Middleware(router, state)
+    return Middleware(router, state, [_wrap(entry, state) for entry in plugins.entries("pelton_http_middleware")])
+
+
+def _wrap(entry: Entry, state: ServerState) -> Callable[[ASGIApp], ASGIApp]:
+    """Return what puts a plugin's middleware around an application."""
+
+    def wrap(app: ASGIApp) -> ASGIApp:
+        with calling(entry):
+            made: ASGIApp = entry.resolve()(app, state)
+        if not callable(made):
+            raise PluginError(f"{entry} gives {made!r}; it has to give an ASGI application.")
+        return made
+
+    return wrap

@@ -8,6 +8,7 @@ import hmac
 import re
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,9 +29,13 @@ REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
 class Middleware:
     """Deny by default: with keys set, all paths but the public ones need one."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, wraps: Sequence[Callable[[ASGIApp], ASGIApp]] = ()) -> None:
+        """wraps: of plugins, the outermost first. They lie around the check of the key, and within the counting."""
         self._app = app
         self._state = state
+        self._guarded: ASGIApp = self._checked
+        for wrap in reversed(wraps):
+            self._guarded = wrap(self._guarded)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in state.config.api_key]
         root = state.config.root_path.rstrip("/")
         self._public = frozenset(path for route in state.config.public_routes for path in (route, root + route))
@@ -62,10 +67,7 @@ class Middleware:
 
         metrics.num_in_progress += 1
         try:
-            if self._is_allowed(scope):
-                await self._app(scope, watched, counted)
-            else:
-                await _refuse(counted)
+            await self._guarded(scope, watched, counted)
         except BaseException:
             status = status or 500
             raise
@@ -80,6 +82,12 @@ class Middleware:
                 access_logger.info(
                     "%s %s %d %.1f ms %s", method, scope["path"][:200], status, 1000 * seconds, request_id
                 )
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_allowed(scope):
+            await self._app(scope, receive, send)
+        else:
+            await _refuse(send)
 
     def _is_allowed(self, scope: Scope) -> bool:
         if not self._keys or scope["path"] in self._public:

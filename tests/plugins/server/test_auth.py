@@ -30,7 +30,7 @@ class ExtraEntry:
 
 class WithExtra:
     def entries(self, hook):
-        return [*pelton_http_routes(), ExtraEntry()]
+        return [*pelton_http_routes(), ExtraEntry()] if hook == "pelton_http_routes" else []
 
 
 @pytest.fixture
