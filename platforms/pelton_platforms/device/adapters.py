@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AdapterStore:
-    """Adapters of one worker; what the steps ask of it is `pelton.worker.step_adapters.StepAdapters`."""
+    """Adapters of one worker; what the steps ask of it is `pelton_platforms.device.steps.step_adapters.StepAdapters`."""
 
     def __init__(self, layers: AdapterLayers) -> None:
         self.layers = layers

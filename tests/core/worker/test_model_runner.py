@@ -15,9 +15,9 @@ from pelton.kv_transfer.interface import WorkerConnector
 from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.sampling_params import SamplingParams
 from pelton.testing.graphs import FakeGraphRecorder
-from pelton.utils.staging import StagingRing
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 from pelton_platforms.device.kv_pool import handed_blocks
+from pelton_platforms.device.steps.staging import StagingRing
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pelton.attention.metadata import BatchDescriptor
-    from pelton.utils.staging import StagingRing
     from pelton.worker.inputs import InputBuffers
     from pelton_platforms.device.steps.batch_state import BatchState
+    from pelton_platforms.device.steps.staging import StagingRing
     from pelton_platforms.device.steps.step_plan import Ints
 
 Appends = Sequence[tuple[int, int, int, list[int]]]

@@ -26,13 +26,13 @@ from pelton.sampling.columns import (
     SAMPLING_COLUMNS,
     host_columns,
 )
-from pelton.utils.staging import StagingRing
 from pelton.worker.batch_state import NO_LOGPROBS, BatchTensors
 from pelton_platforms.device.steps.side_tables import SideTables
+from pelton_platforms.device.steps.staging import StagingRing
 
 if TYPE_CHECKING:
     from pelton.messages.request import PoolingParams
-    from pelton.worker.step_adapters import StepAdapters
+    from pelton_platforms.device.steps.step_adapters import StepAdapters
 
 
 class BatchState(BatchTensors):

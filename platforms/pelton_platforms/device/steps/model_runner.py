@@ -28,7 +28,6 @@ from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.interface import CausalLM, PooledRows
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Variant, Verify
-from pelton.utils.staging import StagingRing, mask_column, mask_words
 from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
 from pelton.worker.pending import PendingOutput
 from pelton_platforms.device.graphs.captures import run_split_at_attention
@@ -36,6 +35,7 @@ from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.kv_pool import KVPool, handed_blocks
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.readback import Readback, StepOutput
+from pelton_platforms.device.steps.staging import StagingRing, mask_column, mask_words
 from pelton_platforms.device.steps.step_ops import StepOps
 from pelton_platforms.device.steps.step_plan import Ints, StepPlan, plan_drafts, plan_step
 from pelton_platforms.device.steps.step_program import StepInputs, StepProgram
@@ -45,8 +45,8 @@ from pelton_platforms.device.steps.step_tails import TailChooser
 if TYPE_CHECKING:
     from pelton.graphs.recorder import GraphRecorder
     from pelton.kv_transfer.interface import WorkerConnector
-    from pelton.worker.drafts import WorkerDraftProposer
     from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
+    from pelton_platforms.device.steps.drafts import WorkerDraftProposer
 
 
 class ModelRunner:

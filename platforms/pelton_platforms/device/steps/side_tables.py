@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pelton.messages.step import NewRequest
 from pelton.sampling.side_tables import BAD_WORDS, BANNED, BIAS, GROUP, MIN_TOKENS, PENALTIES, SideTensors
-from pelton.utils.staging import Column, StagingRing
+from pelton_platforms.device.steps.staging import Column, StagingRing
 
 _NO_WORD = -1  # length of a bad word's prefix where there is none
 _BAD_WORDS, _BAD_WORD_PREFIX = 32, 16  # room at first: words of more than one token, tokens before a word's last

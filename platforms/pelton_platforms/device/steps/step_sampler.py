@@ -21,16 +21,16 @@ from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logpro
 from pelton.sampling.metadata import SamplingMetadata, SideRows
 from pelton.sampling.sampler import sample, unpack_bitmask
 from pelton.sampling.tails import Logits, Tail
-from pelton.utils.staging import StagingRing, mask_column, mask_words
 from pelton.worker.batch_state import NO_LOGPROBS
 from pelton.worker.inputs import InputBuffers
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.staging import StagingRing, mask_column, mask_words
 from pelton_platforms.device.steps.step_ops import PROMPT_LOGPROB_ROWS, StepOps
 from pelton_platforms.device.steps.step_plan import StepPlan, ramp
 from pelton_platforms.device.steps.step_program import StepInputs
 
 if TYPE_CHECKING:
-    from pelton.worker.drafts import WorkerDraftProposer
+    from pelton_platforms.device.steps.drafts import WorkerDraftProposer
 
 
 @dataclass(slots=True)
