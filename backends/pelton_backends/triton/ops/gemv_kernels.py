@@ -263,7 +263,7 @@ def adapter_product(
     R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     NUM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """What adapters add to a program's rows [R, M]: tile times A x, whose sums `lora_shrink` has left in SPLITS shares.
+    """Return what adapters add to a program's rows [R, M]: tile times A x, whose sums `lora_shrink` has left in SPLITS shares.
 
     NUM parts have matrices of their own; the second's rows begin at SECOND, the third's at THIRD."""
     m = tl.arange(0, M)
