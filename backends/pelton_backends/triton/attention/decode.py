@@ -381,7 +381,7 @@ def launch_shape(
     6.1 loaded late; 11.2 and 16 us at 32 rows). One row has as many programs as run at once: at 120,000 tokens 115 us, with 16 a
     kv head 372; at 8,000 tokens 13.6 and 28.6; at 256 a layer takes no longer (16.3 and 16.7 us), although most have no work then.
     Several rows share them by their lengths (8 rows, one of 32,000 tokens: 37 us, with 16 for each row 113); more than 128 pairs
-    have four programs each, as dealing costs 3 % of a step of 32 rows of 128 to 256 tokens (0.6B). Chunks of 32 keys, but of 16 for
+    have four programs each, as dealing costs 2.5 % of a step of 32 rows of 128 to 256 tokens (0.6B). Chunks of 32 keys, but of 16 for
     one or two rows of larger groups: there the shared memory of programs without work keeps the next product's weights out (a layer
     of the 8B at 128 tokens: 115 and 110 us).
 
