@@ -53,6 +53,7 @@ MODULES = {
     "pelton.scheduler.slots": "pelton_plugins.scheduler.slots",
     "pelton.scheduler.step": "pelton_plugins.scheduler.step",
     "pelton.scheduler.step_results": "pelton_plugins.scheduler.step_results",
+    "pelton.spec_decode.rejection": "pelton_platforms.device.steps.rejection",
     "pelton.utils.staging": "pelton_platforms.device.steps.staging",
     "pelton.worker.capture_plan": "pelton_platforms.device.graphs.capture_plan",
     "pelton.worker.drafts": "pelton_platforms.device.steps.drafts",

@@ -11,8 +11,8 @@ from pelton.messages.step import NewRequest
 from pelton.ops.selector import OpSelector
 from pelton.sampling.tails import FULL
 from pelton.sampling_params import SamplingParams
-from pelton.spec_decode.rejection import rejection, residual, speculate
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.rejection import rejection, residual, speculate
 from pelton_platforms.device.steps.step_drafts import StepDrafts
 
 CRITICAL = 18.47  # chi-square, 4 degrees of freedom, probability 0.001
