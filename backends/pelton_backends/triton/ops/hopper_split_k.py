@@ -332,8 +332,8 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int, e
     return HopperTiling(rows, columns, split, stages, tokens)
 
 
+class HopperAdapters(NamedTuple):
     """Tensors and constants by which the kernel adds adapters to the sums of their rows: see `lora_hopper.py`."""
-    """What the kernel adds to the sums of rows that have an adapter: see `lora_hopper.py`."""
 
     tensors: tuple[Any, ...]
     """Sums of A x, B, and of `AdapterRows` tile_slot, token_tile and num_used; B's stride of a slot."""

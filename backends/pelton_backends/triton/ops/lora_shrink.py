@@ -183,7 +183,7 @@ class Shrink:
 
 
 class Expand:
-    """What adapters add to a product's rows, for it to add."""
+    """The sums that adapters add to a product's rows, for it to add."""
 
     def __init__(self, needs: LoraNeeds, tensors: LoraTensors) -> None:
         self.needs, self.tensors, self.rows = needs, tensors, tensors.rows
