@@ -91,7 +91,7 @@ def test_token_ids_in_and_a_bad_prompt(tiny_model, capsys, tmp_path):
         (["x", "--sampling-params", '{"min_q": 1}'], "Unknown sampling parameter 'min_q'. Did you mean 'min_p'?"),
         (["x", "--top-k", "many"], "--top-k is 'many'; expected a whole number"),
         (["x", "--model", "no-such-model-anywhere"], "No model source knows 'no-such-model-anywhere'"),
-        (["x", "--device", "toaster"], "device is 'toaster'; available: cuda, cpu"),
+        (["x", "--device", "toaster"], "device is 'toaster'; available: cuda, rocm, cpu"),
     ],
 )
 def test_generate_mistakes_are_one_line(argv, message, capsys):

@@ -21,13 +21,15 @@ def test_plugins_lists_what_is_loaded_from_where_and_what_it_offers(capsys):
     assert list(listing) == [plugin.name for plugin in [*plugins.loaded, *plugins.left_out]]
     core = listing["core"]
     assert (core["distribution"], core["module"], core["loaded"]) == ("pelton", "pelton.builtin", True)
-    assert "pelton_schedulers" in core["hooks"]
-    schedulers = [entry for entry in core["entries"] if entry["hook"] == "pelton_schedulers"]
+    assert "pelton_ops" in core["hooks"]
+    schedulers = [entry for entry in listing["scheduler"]["entries"] if entry["hook"] == "pelton_schedulers"]
     assert schedulers[0]["name"] == "default" and schedulers[0]["status"] == "chosen"
     cpu = [entry for entry in listing["cpu"]["entries"] if entry["hook"] == "pelton_platforms"]
     assert cpu[0]["status"] == "chosen"
     policies = {
-        entry["name"]: entry["status"] for entry in core["entries"] if entry["hook"] == "pelton_scheduling_policies"
+        entry["name"]: entry["status"]
+        for entry in listing["scheduler"]["entries"]
+        if entry["hook"] == "pelton_scheduling_policies"
     }
     assert policies == {"fcfs": "chosen", "priority": "offered"}
 

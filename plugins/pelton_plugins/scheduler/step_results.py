@@ -54,27 +54,23 @@ class StepResults:
         has_extras = bool(errors or result.prompt_logprobs or step.output.num_draft or self._drafts.are_told)
         logprobs = result.logprobs
         is_plain = self._is_ordered and not has_extras
+        is_bare = is_plain and not logprobs
+        make, tell = EngineOutput, outputs.append
         for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
-            if is_plain and len(tokens) == 1 and tokens[0] not in request.stop_ids:
+            if is_plain and len(tokens) == 1 and (token := tokens[0]) not in request.stop_ids:
                 # A token that ends nothing: nearly all rows of nearly all steps.
                 known = request.token_ids
-                if not logprobs and len(known) < request.next_event_len:
-                    known.append(tokens[0])
-                    outputs.append(EngineOutput(request.request_id, tokens))
+                columns = None if is_bare else logprobs.get(row)
+                if columns is None and len(known) < request.next_event_len:
+                    known.append(token)
+                    tell(make(request.request_id, tokens))
                     continue
-                columns = logprobs.get(row) if logprobs else None
-                if len(known) < request.next_event_len and not isinstance(columns, LogprobColumns):
-                    known.append(tokens[0])
-                    outputs.append(EngineOutput(request.request_id, tokens, None, None, columns))
-                    continue
-                if (
-                    request.next_event_len
-                    and len(known) + 1 < request.max_total_tokens  # it fills a block
-                    and not isinstance(columns, LogprobColumns)
-                ):
-                    known.append(tokens[0])
-                    self._cache_and_plan(request, is_plain=True)
-                    outputs.append(EngineOutput(request.request_id, tokens, None, None, columns))
+                ends_nothing = request.next_event_len > 0 and len(known) + 1 < request.max_total_tokens
+                if ends_nothing and not isinstance(columns, LogprobColumns):
+                    known.append(token)
+                    if len(known) > request.next_event_len:  # it fills a block
+                        self._cache_and_plan(request, is_plain=True)
+                    tell(make(request.request_id, tokens, None, None, columns))
                     continue
             if request.status is FINISHED:
                 if row in errors:  # its blocks were given up, and are findable
