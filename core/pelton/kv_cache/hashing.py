@@ -83,6 +83,7 @@ class BlockHasher:
         self.block_size = block_size
         self._hash_fn = get_hash_fn(algo)
         self._digest = None if algo.endswith("_cbor") else _digest_of(algo)
+        self._pack_block = _packer(block_size)
         # (hash before, tokens of the first block) -> (all tokens, hashes); least recently used first
         self._runs: dict[tuple[bytes, bytes], tuple[bytes, list[bytes]]] = {}
 
@@ -98,11 +99,20 @@ class BlockHasher:
     ) -> None:
         """Append what is missing; a few operations while no new block is full. packed: `pack_tokens(token_ids)` where the caller
         has it."""
-        if len(token_ids) < (len(hashes) + 1) * self.block_size:
+        size = self.block_size
+        first = len(hashes) * size
+        num_missing = len(token_ids) - first
+        if num_missing < size:
             return
+        digest = self._digest
         # The salt is in the first block only.
-        if self._digest is not None and not adapter_id and not block_extra_hashes and (hashes or cache_salt is None):
-            self._extend_plain(hashes, token_ids, self._digest, packed)
+        if digest is not None and not adapter_id and not block_extra_hashes and (hashes or cache_salt is None):
+            if hashes and num_missing < 2 * size:  # one block: nearly all calls of requests that decode
+                parent = hashes[-1]
+                tokens = self._pack_block(size, *token_ids[first : first + size])
+                hashes.append(digest(_VERSION + bytes((len(parent),)) + parent + tokens))
+                return
+            self._extend_plain(hashes, token_ids, digest, packed)
             return
         extend_block_hashes(
             hashes, token_ids, self.block_size, hash_fn=self._hash_fn,
