@@ -187,7 +187,7 @@ def pelton_kv_cache_managers() -> Sequence[Entry]:
 @hookspec(since="1.0")
 def pelton_kv_cache_specs() -> Sequence[Entry]:
     """Offer the rules for blocks of new KV-cache specs: `load` gives a `(spec class, manager class)` pair, which a KV-cache manager
-    is handed as `KVManagerContext.extra_managers`. The built-in one takes a `pelton_plugins.kv_cache.single_type.SingleTypeManager`."""
+    is handed as `KVManagerContext.extra_managers`. docs/plugins.md shows one for the built-in manager."""
     raise NotImplementedError
 
 

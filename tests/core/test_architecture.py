@@ -119,6 +119,14 @@ def own_files(tree: str) -> list[Path]:
     return sorted(path for path in TREES[tree].rglob("*.py") if "skeletons" not in path.parts)
 
 
+def test_core_stays_small():
+    """What is a kind of plugin goes to the other trees: CONTRIBUTING.md."""
+    folder = TREES["pelton"]
+    files = [path for path in folder.rglob("*.py") if folder / "testing" not in path.parents]
+    num_lines = sum(path.read_text().count("\n") for path in files)
+    assert num_lines <= 19_000, f"core without testing has {num_lines} lines"
+
+
 def test_core_names_no_other_tree():
     for name, tree in trees([path for path in sources(with_examples=False) if TREES["pelton"] in path.parents]):
         for line, module in imports(tree):

@@ -4,13 +4,12 @@ is not initialised but for `total_memory`, so a process that only asks may fork 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
-import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from pelton_platforms.gpu.torch_build import torch_built_with
 
 LIBRARY = "libcuda.so.1"
 _DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/dxg")  # the last one: Windows' subsystem for Linux
@@ -38,18 +37,7 @@ def why_not_here(
 
 def torch_cuda_version() -> str | None:
     """CUDA version that the installed torch was built with, such as "13.0"; None for a build without CUDA."""
-    if "torch" in sys.modules:
-        version: str | None = sys.modules["torch"].version.cuda
-        return version
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else None
+    return torch_built_with("cuda")
 
 
 def total_memory(index: int, load: Callable[[str], Any] = ctypes.CDLL) -> int | None:

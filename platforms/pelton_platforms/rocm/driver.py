@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from pelton_platforms.gpu.torch_build import torch_built_with
 
 _HIDING = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def torch_hip_version() -> str | None:
     """HIP version that the installed torch was built with, such as "6.4"; None for a build without HIP."""
-    if "torch" in sys.modules:
-        version: str | None = sys.modules["torch"].version.hip
-        return version
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^hip\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else None
+    return torch_built_with("hip")
 
 
 def why_not_here(

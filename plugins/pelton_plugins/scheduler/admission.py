@@ -4,46 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.config import SchedulerConfig
 from pelton.kv_cache.hashing import BlockHasher
-from pelton.kv_cache.interface import BlockIds, KVCacheManager
+from pelton.kv_cache.interface import BlockIds
 from pelton.messages.step import NewRequest
 from pelton.scheduler.gates import Gate, Verdict
-from pelton.scheduler.policy import SchedulingPolicy
-from pelton_plugins.scheduler.allocations import Allocations, is_cached_later
+from pelton_plugins.scheduler.allocations import is_cached_later
 from pelton_plugins.scheduler.kv_transfers import KVTransfers
-from pelton_plugins.scheduler.preemption import Preemption
 from pelton_plugins.scheduler.request import RequestState
-from pelton_plugins.scheduler.request_table import RequestTable
-from pelton_plugins.scheduler.running import share
+from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.step import StepBuilder
 
 
 class Admission:
     def __init__(
         self,
-        config: SchedulerConfig,
-        policy: SchedulingPolicy,
-        kv: KVCacheManager,
-        table: RequestTable,
-        allocations: Allocations,
+        parts: RowParts,
         transfers: KVTransfers,
-        preemption: Preemption,
         gates: Sequence[Gate],
         *,
         hasher: BlockHasher | None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
-        self._config = config
-        self._policy = policy
-        self._kv = kv
-        self._table = table
-        self._allocations = allocations
+        self._parts, self._kv, self._table, self._allocations = parts, parts.kv, parts.table, parts.allocations
         self._transfers = transfers
-        self._preemption = preemption
-        self._hasher = hasher
         self._gates = tuple(gates)
+        self._hasher = hasher
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
 
@@ -113,7 +99,7 @@ class Admission:
             num_external_tokens=num_external, delay_caching=delay_caching,
         )  # fmt: skip
         if new_ids is None:
-            return self._preemption.make_room_for_head(request, step)
+            return self._parts.preemption.make_room_for_head(request, step)
         self._count_found(request, start, num_external)
         self._table.run(request)
         block_ids = self._kv.block_ids(request.request_id)
@@ -128,9 +114,9 @@ class Admission:
         """Tokens of a request's first step, behind `start` that are there; 0 when it has to wait for a step with more room."""
         num_new = len(request.token_ids) - start
         # One that was preempted may have outgrown a whole step, and is then cut even without chunked prefill.
-        if not self._config.enable_chunked_prefill and num_new <= self._max_num_batched_tokens:
+        if not self._parts.config.enable_chunked_prefill and num_new <= self._max_num_batched_tokens:
             return num_new if num_new <= step.budget else 0
-        num_first = min(share(request, num_new, self._config, self._policy), step.budget)
+        num_first = min(self._parts.share(request, num_new), step.budget)
         if num_first == num_new and step.takes_short(num_new, start):
             return num_new
         return max(min(num_first, step.prefill_room(start)), 0)

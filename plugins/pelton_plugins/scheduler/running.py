@@ -7,42 +7,26 @@ from __future__ import annotations
 
 from itertools import islice
 
-from pelton.config import SchedulerConfig
-from pelton.kv_cache.interface import KVCacheManager
-from pelton.scheduler.policy import SchedulingPolicy
-from pelton_plugins.scheduler.allocations import Allocations, is_cached_later
+from pelton_plugins.scheduler.allocations import is_cached_later
 from pelton_plugins.scheduler.drafts import Drafts
-from pelton_plugins.scheduler.preemption import Preemption
 from pelton_plugins.scheduler.request import RequestState
-from pelton_plugins.scheduler.request_table import RequestTable
+from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.step import StepBuilder
 
 
 class RunningRows:
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: SchedulingPolicy,
-        kv: KVCacheManager,
-        table: RequestTable,
-        allocations: Allocations,
-        preemption: Preemption,
-        drafts: Drafts,
-    ) -> None:
-        self._config = config
-        self._policy = policy
-        self._kv = kv
-        self._table = table
-        self._allocations = allocations
-        self._preemption = preemption
+    def __init__(self, parts: RowParts, drafts: Drafts) -> None:
+        self._parts, self._kv, self._table, self._allocations = parts, parts.kv, parts.table, parts.allocations
         self._drafts = drafts
-        self._block_size = allocations.block_sizes[0] if allocations.block_sizes else 0  # asked with one group only
+        block_sizes = parts.allocations.block_sizes
+        self._block_size = block_sizes[0] if block_sizes else 0  # asked with one group only
 
     def serve(self, step: StepBuilder) -> None:
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""
         running = self._table.running
-        num_mixed = self._config.max_mixed_prefill_tokens
-        if num_mixed and self._config.enable_chunked_prefill and any(request.is_in_decode for request in running):
+        config = self._parts.config
+        num_mixed = config.max_mixed_prefill_tokens
+        if num_mixed and config.enable_chunked_prefill and any(request.is_in_decode for request in running):
             step.bound_prefill(num_mixed)
         self._drafts.begin(step.step_id, running)
         is_plain = step.is_ordered and not self._drafts.is_on
@@ -110,7 +94,7 @@ class RunningRows:
         if num_new > 1:
             # Every running request behind this one still gets its token in this step.
             left = max(step.budget - (len(self._table.running) - index - 1), 1)
-            num_new = min(share(request, num_new, self._config, self._policy), left)
+            num_new = min(self._parts.share(request, num_new), left)
             num_new = min(num_new, step.prefill_room(request.num_computed_tokens))
             if num_new <= 0:
                 return False
@@ -119,15 +103,7 @@ class RunningRows:
                 return False
             num_draft, drafts = self._drafts.for_row(request, step.budget)
         while not self._allocations.grow(request, num_new, num_draft, step):
-            if not self._preemption.make_room_for_running(request, index, step):
+            if not self._parts.preemption.make_room_for_running(request, index, step):
                 return False
         step.take_row(request, num_new, num_draft, drafts)
         return True
-
-
-def share(request: RequestState, num_new: int, config: SchedulerConfig, policy: SchedulingPolicy) -> int:
-    """Cap one request's new tokens by the threshold and the policy."""
-    threshold = config.long_prefill_token_threshold
-    if threshold and config.enable_chunked_prefill:
-        num_new = min(num_new, threshold)
-    return max(min(policy.max_new_tokens(request, num_new), num_new), 1)

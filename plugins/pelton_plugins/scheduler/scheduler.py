@@ -42,6 +42,7 @@ from pelton_plugins.scheduler.preemption import Preemption
 from pelton_plugins.scheduler.request import RequestState
 from pelton_plugins.scheduler.request_checks import AdmissionLimits
 from pelton_plugins.scheduler.request_table import RequestTable, last_output
+from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.running import RunningRows
 from pelton_plugins.scheduler.step import OpenStep, OpenSteps, StepBuilder
 from pelton_plugins.scheduler.step_results import StepResults
@@ -95,15 +96,18 @@ class DefaultScheduler(Scheduler):
         if self._adapters is not None:
             self._adapters.running = self._table.running
         preemption = Preemption(policy, self._table, self._allocations, self._transfers, self._steps)
-        self._running = RunningRows(config, policy, kv_manager, self._table, self._allocations, preemption, drafts)
+        parts = RowParts(
+            config=config,
+            policy=policy,
+            kv=kv_manager,
+            table=self._table,
+            allocations=self._allocations,
+            preemption=preemption,
+        )
+        self._running = RunningRows(parts, drafts)
         self._admission = Admission(
-            config,
-            policy,
-            kv_manager,
-            self._table,
-            self._allocations,
+            parts,
             self._transfers,
-            preemption,
             [*self._built_in_gates(context, policy), *context.gates],
             hasher=hasher,
             max_num_seqs=context.max_num_seqs,

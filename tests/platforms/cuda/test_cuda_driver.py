@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pelton_platforms.cuda import driver
+from pelton_platforms.rocm.driver import torch_hip_version
 
 
 def loads(name):
@@ -53,19 +54,19 @@ def test_probe_imports_no_torch():
 
 
 @pytest.mark.parametrize(
-    "text, version",
+    "text, cuda, hip",
     [
-        ("cuda: Optional[str] = '13.0'\nhip = None\n", "13.0"),
-        ('cuda = "12.8"\n', "12.8"),
-        ("cuda: Optional[str] = None\n", None),
-        ("hip = '6.0'\n", None),
+        ("cuda: Optional[str] = '13.0'\nhip = None\n", "13.0", None),
+        ('cuda = "12.8"\n', "12.8", None),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.43482-0f2d60242'\n", None, "6.4.43482-0f2d60242"),
+        ("hip = '6.0'\n", None, "6.0"),
     ],
 )
-def test_torchs_cuda_is_read_from_its_version_file(tmp_path, monkeypatch, text, version):
+def test_what_torch_was_built_with_is_read_from_its_version_file(tmp_path, monkeypatch, text, cuda, hip):
     (tmp_path / "version.py").write_text(text)
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert driver.torch_cuda_version() == version
+    assert (driver.torch_cuda_version(), torch_hip_version()) == (cuda, hip)
 
 
 def test_no_torch_has_no_cuda(monkeypatch):
