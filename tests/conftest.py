@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pelton_references
@@ -10,6 +12,7 @@ import pytest
 from pelton_covering import covering
 from pelton_e2e import serving
 
+from pelton.utils import garbage
 from pelton_platforms.cuda.driver import torch_cuda_version, why_not_here
 
 
@@ -24,6 +27,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
         pelton_references.folder = config.cache.mkdir("references")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Thousands of tests live as long as the session does. An engine that starts looks at none of them: a second each time.
+
+    The collector itself is tested in core/utils/test_garbage.py."""
+    gc.collect()
+    gc.freeze()
+    plain = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold")}
+    with pytest.MonkeyPatch.context() as patch:
+        nothing = lambda: None  # noqa: E731
+        patch.setattr(garbage, "gc", SimpleNamespace(collect=gc.collect, freeze=nothing, unfreeze=nothing, **plain))
+        yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

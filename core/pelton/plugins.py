@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -299,8 +300,7 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
     loaded: list[LoadedPlugin] = []
     left_out: list[LoadedPlugin] = []
     for name, point in points.items():
-        dist = point.dist
-        plugin = LoadedPlugin(name, *((dist.name, dist.version) if dist else ("?", "?")), point.value)
+        plugin = LoadedPlugin(name, *_distribution(point.dist), point.value)
         if not plugin.is_builtin and only is not None and name not in only:
             left_out.append(plugin)
             continue
@@ -389,13 +389,19 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     points: dict[str, importlib.metadata.EntryPoint] = {}
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
         other = points.setdefault(point.name, point)
-        owner, other_owner = (p.dist.name if p.dist else "?" for p in (point, other))
+        owner, other_owner = (_distribution(p.dist)[0] for p in (point, other))
         # The same distribution found twice on sys.path is not a conflict.
         if (point.value, owner) != (other.value, other_owner):
             raise PluginError(
                 f"Two distributions offer a plugin named {point.name!r}: {other_owner} and {owner}. Uninstall one."
             )
     return points
+
+
+@functools.lru_cache(maxsize=64)
+def _distribution(dist: importlib.metadata.Distribution | None) -> tuple[str, str]:
+    """Return its name and version, each of which parses all of its metadata."""
+    return (dist.name, dist.version) if dist else ("?", "?")
 
 
 def _api_matches(spec: str) -> bool:

@@ -1,6 +1,6 @@
 """Count the mutants of a folder that its tests kill.
 
-    python tests/tools/mutants.py plugins/pelton_plugins/scheduler --tests tests/core/scheduler --count 40 --results found.jsonl
+    python tests/tools/mutants.py plugins/pelton_plugins/scheduler --tests tests/plugins/scheduler --count 40 --results found.jsonl
 
 A mutant is a module with one small fault: a comparison, a constant or an `and` changed, a statement or a `not` left out. The
 sample depends on the sources and `--seed` alone. Third-party modules are imported once; each mutant is a fork of that process,

@@ -19,16 +19,19 @@ from pelton.utils import garbage
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
-    """The collector as it was, and as other tests' engines left it: no owner."""
+    """The collector as it was."""
     thresholds, enabled = gc.get_threshold(), gc.isenabled()
     yield
     gc.set_threshold(*thresholds)
     (gc.enable if enabled else gc.disable)()
+    gc.freeze()
 
 
 @pytest.fixture
 def owners(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Python's own collector, whatever other tests have in its place, and no owner."""
     owners: set[int] = set()
+    monkeypatch.setattr(garbage, "gc", gc)
     monkeypatch.setattr(garbage, "_owners", owners)
     return owners
 
