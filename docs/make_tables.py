@@ -47,8 +47,10 @@ def hooks_page() -> str:
         NOTE,
         f"Every extension point of Pelton; hook API version {version}. A plugin implements any of them as functions marked "
         "`@pelton.hookimpl` in the module that its entry point names, and names only the arguments that it uses. How to "
-        "write one is in [plugins.md](plugins.md).",
+        "write one is in [plugins.md](plugins.md). The example of each hook is from the package that `pelton plugins new KIND mine` "
+        "writes; tests install every such package and run its conformance suites.",
     ]
+    examples = hook_examples()
     for hook in hookspecs.hooks().values():
         arguments = ", ".join(hook.arguments)
         own = sorted(plugin.name for plugin in plugins.loaded if hook.name in plugin.hooks)
@@ -58,8 +60,24 @@ def hooks_page() -> str:
             + (f"; **deprecated**: {hook.deprecated}" if hook.deprecated else ""),
             hook.doc,
             f"Built-in plugins that implement it: {', '.join(own) or 'none'}.",
+            "Kind `{}`:\n\n```python\n{}\n```".format(*examples[hook.name]),
         ]
     return "\n\n".join(parts)
+
+
+def hook_examples() -> dict[str, tuple[str, str]]:
+    """By hook: the kind of the smallest skeleton that implements it, and its code there."""
+    from pelton_plugins.commands.plugin_author import SKELETONS, kinds, renamed
+
+    found: dict[str, tuple[int, str, str]] = {}
+    for kind in kinds():
+        source = renamed((SKELETONS / kind.replace("-", "_") / "plugin.py").read_text(), "mine")
+        hooks = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+        for node in hooks:
+            code = "\n".join(source.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno])
+            offer = (len(hooks), kind, code)
+            found[node.name] = min(found.get(node.name, offer), offer)
+    return {name: (kind, code) for name, (_, kind, code) in found.items()}
 
 
 def flags_page() -> str:

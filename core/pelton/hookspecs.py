@@ -6,7 +6,7 @@ entries (`pelton.entries`) and import nothing heavy. They are called at start-up
 plugins are joined, and nothing rests on their order. A hook names only the arguments it uses. Within a
 major version hooks and arguments are added, never renamed or taken away; one that will go is `deprecated` first.
 
-API version history: 1.0, first; 1.1, `pelton_http_middleware`.
+API version history: 1.0, first; 1.1, `pelton_http_middleware`; 1.2, `pelton_logits_processors`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pelton.entries import (
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
 
-API_VERSION = (1, 1)
+API_VERSION = (1, 2)
 
 hookimpl = pluggy.HookimplMarker("pelton")
 
@@ -201,6 +201,13 @@ def pelton_stat_loggers() -> Sequence[StatLoggerEntry]:
 def pelton_structured_output_backends() -> Sequence[Entry]:
     """Offer structured-output backends: `load` gives a factory from one `pelton.structured.interface.StructuredOutputContext` to a
     `StructuredOutputBackend`. Called with the first constraint, on a thread beside the step loop."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.2")
+def pelton_logits_processors() -> Sequence[Entry]:
+    """Offer logits processors, which a request names in `logits_processor_args`: `load` gives a
+    `pelton.logits_processors.interface.LogitsProcessor` class. Its arguments are checked in the front end; each worker makes one."""
     raise NotImplementedError
 
 

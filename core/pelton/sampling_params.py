@@ -83,6 +83,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, Any] | None = None
     """For plugins, by their names; `kv_transfer_params` in it goes to the KV connector, as in vLLM."""
+    logits_processor_args: dict[str, Any] | None = None
+    """Logits processors of plugins that this request has, by name, and what each is given: plain data that it checks."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -193,6 +195,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "output_kind": (RequestOutputKind, "a RequestOutputKind"),
     "structured_outputs": ((StructuredOutputsParams, _NONE), "a StructuredOutputsParams"),
     "extra_args": ((dict, _NONE), "a map from names to plain data"),
+    "logits_processor_args": ((dict, _NONE), "a map from names to plain data"),
 }
 """Of the fields that are neither numbers nor checked one by one."""
 

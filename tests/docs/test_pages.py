@@ -14,7 +14,7 @@ from pelton_backends.native import library
 from pelton_backends.sdpa.backend import SDPABackend
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 OTHER_TOOLS = ("--no-deps", "--no-binary", "--index-url", "--covering", "--tests")  # of pip, pytest and tests/tools
 
 

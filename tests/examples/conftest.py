@@ -18,6 +18,7 @@ PLUGINS = {
     "dummy_device": "pelton-dummy-device",
     "window_model": "pelton-window-model",
     "grid_vectors": "pelton-grid-vectors",
+    "no_repeat": "pelton-no-repeat",
 }
 
 

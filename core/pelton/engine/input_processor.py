@@ -18,11 +18,13 @@ from pelton import limits
 from pelton.config import EngineConfig
 from pelton.engine.pooling_requests import check_pooling_params, truncated
 from pelton.errors import ConfigError, NotSupportedError, RequestError
+from pelton.logits_processors.requests import wanted_args
 from pelton.messages.request import AdapterRef, EngineRequest, PoolingParams, check_plain_data
 from pelton.model.resolved import ResolvedModel
 from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from pelton.logits_processors.interface import LogitsProcessor
     from pelton.messages.report import EngineInfo
     from pelton.tokenizer import Tokenizer
 
@@ -55,6 +57,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         *,
         structured_output_backends: Sequence[str] = (),
+        logits_processors: Mapping[str, type[LogitsProcessor]] | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -62,6 +65,8 @@ class InputProcessor:
         self.max_model_len = model.max_model_len
         self.vocab_size = model.vocab_size
         self._structured_output_backends = structured_output_backends
+        self._processors = logits_processors or {}
+        self._running_processors: frozenset[str] | None = None
         self._seeds = random.Random(config.model.seed)
         self._serial = itertools.count()
         self._defaults = _defaults_from(model.generation_config)
@@ -72,6 +77,7 @@ class InputProcessor:
     def engine_started(self, info: EngineInfo) -> None:
         """The engine may have shrunk the context to what fits."""
         self.max_model_len = min(self.model.max_model_len, info.max_model_len)
+        self._running_processors = frozenset(info.report.logits_processors)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """A new `SamplingParams` with the model's own defaults (generation_config)."""
@@ -260,7 +266,7 @@ class InputProcessor:
     # -- sampling parameters --
 
     def _check_params(self, params: SamplingParams) -> list[list[int]]:
-        """Check against vocabulary and settings; returns the bad words' token ids."""
+        """Check against vocabulary and settings; returns the bad words' token ids. In place: the logits processors' arguments."""
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         for name, ids in (
@@ -279,6 +285,8 @@ class InputProcessor:
             raise RequestError("stop needs a tokenizer (skip_tokenizer_init is set); use stop_token_ids.", param="stop")
         if params.extra_args is not None:
             check_plain_data("extra_args", params.extra_args, limits.MAX_EXTRA_ARGS_BYTES)
+        if self._processors or params.logits_processor_args is not None:
+            params.logits_processor_args = wanted_args(params, self._processors, self._running_processors)
         return self._tokenize_bad_words(params.bad_words) if params.bad_words else []
 
     def _check_logprobs(self, name: str, value: int | None) -> None:

@@ -32,6 +32,8 @@ class DeviceReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What was lowered or shrunk, and why."""
     adapter_modules: list[str] = []
     """Layers that take adapters, as adapter_config.json calls them; empty where the engine serves none."""
+    logits_processors: list[str] = []
+    """Names of those that the workers made."""
     num_draft_tokens: int = 0
     """Most drafts of a row that the workers make themselves; 0: none, or the host makes them."""
 

@@ -6,6 +6,8 @@ n = rows of logits, V = vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,23 +17,30 @@ from pelton.sampling.metadata import SamplingMetadata
 from pelton.sampling.penalties import apply_side_tables
 from pelton.sampling.random import uniform
 
-OK, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
+OK, NOT_FINITE, NOTHING_ALLOWED, PROCESSED_WRONG = 0, 1, 2, 3
 ERROR_MESSAGES = {
     NOT_FINITE: "The model's logits for this request are not finite (NaN or infinity).",
     NOTHING_ALLOWED: "No token may follow: the request's masks (allowed ids, bad words, bias, grammar) forbid all of them.",
+    PROCESSED_WRONG: "A logits processor of this request left NaN or infinity in its logits.",
 }
 
 
 def sample(
-    logits: Tensor, metadata: SamplingMetadata, mask: tuple[Tensor, Tensor] | None = None
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    mask: tuple[Tensor, Tensor] | None = None,
+    process: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """logits [n, V] float32, overwritten -> (token ids [n] int64, error codes [n] int64).
 
-    mask: (rows [g] int64, allowed [g, V] bool) of a grammar. A row with an error code has some token id below V.
+    mask: (rows [g] int64, allowed [g, V] bool) of a grammar. process: writes what logits processors make of the logits, and returns
+    error codes [n]. A row with an error code has some token id below V.
     """
     codes: Tensor | None = None
-    if mask is not None or metadata.side is not None:
+    if mask is not None or metadata.side is not None or process is not None:
         codes = _check(logits.amax(dim=-1), NOT_FINITE)
+    if process is not None and codes is not None:
+        codes = torch.where(codes == OK, process(logits), codes)
     if mask is not None:
         rows, allowed = mask
         logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)

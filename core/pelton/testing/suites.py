@@ -95,6 +95,9 @@ SUITES: Mapping[str, Suite] = {
     "pelton_structured_output_backends": Suite(
         "pelton.testing.structured_output:StructuredOutputConformance", needs="backend, good and bad"
     ),
+    "pelton_logits_processors": Suite(
+        "pelton.testing.logits_processor:LogitsProcessorConformance", needs="processor_class and good_args"
+    ),
     "pelton_draft_proposers": Suite("pelton.testing.draft_proposer:DraftProposerConformance", _made("make_proposer")),
     "pelton_kv_connectors": Suite(
         "pelton.testing.kv_connector:KVConnectorConformance", needs="connector and extra_config"

@@ -9,6 +9,7 @@ from pelton.spec_decode.select import make_draft_proposer
 from pelton.worker.inputs import InputBuffers
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.logits_processors import make_processors
 from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.step_ops import StepOps
 
@@ -33,6 +34,7 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
         device=loaded.device,
         num_parts=num_parts,
     )
+    state.host.processors = make_processors(loaded)
     buffers = InputBuffers(state, max_num_tokens=loaded.max_num_tokens, kernel_block_sizes=bound.kernel_block_sizes)
     step_ops = StepOps(ops, state, buffers)
     _use_drafts(loaded, step_ops)

@@ -155,6 +155,7 @@ class DeviceWorker(Worker):
         selections = self.build.attention.selections()
         runner = self.__dict__.get("runner")  # there with the KV cache
         drafts = None if runner is None else runner.ops.drafts
+        processors = None if runner is None else runner.state.host.processors
         return DeviceReport(
             device=self.platform.describe(self.rank),
             platform=self.platform.name,
@@ -164,6 +165,7 @@ class DeviceWorker(Worker):
             weights_bytes=self.weights_bytes,
             phase_s=self.phase_s,
             notes=self.notes,
+            logits_processors=[] if processors is None else processors.names,
             num_draft_tokens=drafts.width - 1 if drafts is not None and drafts.are_made_here else 0,
             adapter_modules=[] if self.adapters is None else self.adapters.layers.target_modules,
         )

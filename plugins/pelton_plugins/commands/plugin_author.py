@@ -131,7 +131,7 @@ def write_skeleton(kind: str, name: str, folder: str | None = None) -> Path:
         f"{package}/__init__.py": f'"""{facts["description"]}."""\n',
     }
     for file in sorted((SKELETONS / kind.replace("-", "_")).glob("*.py")):
-        files[f"{package}/{file.name}"] = _renamed(file.read_text(), snake)
+        files[f"{package}/{file.name}"] = renamed(file.read_text(), snake)
     for path, text in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_text(text)
@@ -142,7 +142,8 @@ def _snake(name: str) -> str:
     return name.removeprefix("pelton-").removeprefix("pelton_").replace("-", "_")
 
 
-def _renamed(text: str, snake: str) -> str:
+def renamed(text: str, snake: str) -> str:
+    """A skeleton's text under the name of a package."""
     camel = "".join(part.capitalize() for part in snake.split("_"))
     return text.replace(PLACEHOLDER.capitalize(), camel).replace(PLACEHOLDER, snake)
 

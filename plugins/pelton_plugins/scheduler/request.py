@@ -95,7 +95,12 @@ class RequestState:
         self.last_step_id = -1
         self.discard_through_step = -1  # results of steps up to this one are discarded
         self.discard_logprobs_through_step = -1  # the same for their prompt logprobs: the prompt starts again
-        self.only_samples = not (params.needs_side_slot or params.logprobs is not None or params.structured_outputs)
+        self.only_samples = not (
+            params.needs_side_slot
+            or params.logprobs is not None
+            or params.structured_outputs
+            or params.logits_processor_args
+        )
         self.drafts: list[int] = []  # values known on the host, for the next step
         self.draft_rate = 1.0  # running mean of the share of its drafts that was accepted
         self.no_drafts_until = 0  # with fewer known and pending tokens it makes none

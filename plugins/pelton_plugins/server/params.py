@@ -91,17 +91,19 @@ def check_common(request: GenerateRequest) -> None:
     cut = request.truncate_prompt_tokens
     if cut is not None and cut != -1 and cut < 1:
         raise RequestError("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens", value=cut)
-    if request.vllm_xargs is not None and _json_size(request.vllm_xargs) > limits.MAX_EXTRA_ARGS_BYTES:
-        raise RequestError(f"vllm_xargs is longer than {limits.MAX_EXTRA_ARGS_BYTES} bytes of JSON", param="vllm_xargs")
+    for name in ("vllm_xargs", "logits_processor_args"):
+        given = getattr(request, name)
+        if given is not None and _json_size(name, given) > limits.MAX_EXTRA_ARGS_BYTES:
+            raise RequestError(f"{name} is longer than {limits.MAX_EXTRA_ARGS_BYTES} bytes of JSON", param=name)
     if request.use_beam_search:
         raise NotSupportedError("Beam search is not offered; leave use_beam_search out.", param="use_beam_search")
 
 
-def _json_size(extra_args: dict[str, Any]) -> int:
+def _json_size(name: str, value: dict[str, Any]) -> int:
     try:
-        return len(msgspec.json.encode(extra_args))
+        return len(msgspec.json.encode(value))
     except RecursionError:  # it may be decoded at a depth of the stack, and not encoded at another
-        raise RequestError("vllm_xargs is nested too deeply", param="vllm_xargs") from None
+        raise RequestError(f"{name} is nested too deeply", param=name) from None
 
 
 def sent_names(request: msgspec.Struct) -> dict[str, str]:

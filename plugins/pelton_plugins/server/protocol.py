@@ -70,6 +70,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
+    logits_processor_args: dict[str, Any] | None = None
     use_beam_search: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
 

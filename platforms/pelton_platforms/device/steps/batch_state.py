@@ -32,6 +32,7 @@ from pelton_platforms.device.steps.staging import StagingRing
 
 if TYPE_CHECKING:
     from pelton.messages.request import PoolingParams
+    from pelton_platforms.device.steps.logits_processors import StepProcessors
     from pelton_platforms.device.steps.step_adapters import StepAdapters
 
 
@@ -211,7 +212,8 @@ class HostColumns:
         self.num_prompt_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
         self.adapter_slots = np.full(rows, -1, dtype=np.int64)
         self.pooling: dict[int, PoolingParams] = {}  # by slot, of requests that pool
-        # Its tokens need more than temperature and filters: tables, logprobs.
+        self.processors: StepProcessors | None = None  # logits processors; None: no plugin offers one
+        # Its tokens need more than temperature and filters: tables, logprobs, logits processors.
         self.has_extras = np.zeros(rows, dtype=bool)
         self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(rows, dtype=np.int64)  # upper bound; exact until something is sampled
@@ -236,6 +238,8 @@ class HostColumns:
         wrong = [token_id for token_id in (int(token_ids.min()), int(token_ids.max())) if not self._exists(token_id)]
         if wrong:
             self.errors[slot] = f"Token id {wrong[0]} is not in the vocabulary of {self.vocab_size}."
+        if self.processors is not None and self.processors.add(request, self.errors):
+            self.has_extras[slot] = True
 
     def _exists(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size

@@ -6,7 +6,7 @@ alternatives than the ops give. What the `sample` op can do is left to it (`step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ class StepSampler:
         metadata = self._sampling_metadata(plan, columns)
         raw = step.logits[columns.logprob_rows] if len(plan.logprob_rows) else None
         mask = self._grammar_mask(step, masks) if masks is not None else None
-        token_ids, codes = sample(step.logits, metadata, mask)
+        token_ids, codes = sample(step.logits, metadata, mask, self._processing(plan, columns, metadata.positions))
         sampled = self._verify(plan, columns.logit_tokens, token_ids, codes)
         if raw is not None:
             sampled.logprobs = gather_logprobs(raw, token_ids[columns.logprob_rows], self._most_logprobs(plan))
@@ -144,6 +144,16 @@ class StepSampler:
             active=active,
             max_top_k=max_top_k,
             side=self._side_rows(plan, columns, positions) if len(plan.side_rows) else None,
+        )
+
+    def _processing(self, plan: StepPlan, columns: StepColumns, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Return what logits processors do with the step's logits; None where no row has one."""
+        state = self.state
+        processors = state.host.processors
+        if processors is None or not processors.are_used(plan.logit_slots):
+            return None
+        return lambda logits: processors.process(
+            logits, plan.logit_slots, columns.logit_slots, positions, state.token_ids, self._staging, state.host.errors
         )
 
     def _side_rows(self, plan: StepPlan, columns: StepColumns, positions: Tensor) -> SideRows:

@@ -45,6 +45,8 @@ class TailChooser:
             return None
         if not has_extras:
             return Variant(has_mask=True) if has_masks else FULL
+        if self._has_processors(slots):
+            return None
         wanted = host.num_logprobs[slots]
         if (wanted == ALL_LOGPROBS).any() or wanted.max() > self._ops.num_logprobs:
             return None
@@ -78,8 +80,13 @@ class TailChooser:
             variant = self.variant(plan.sample_slots, has_masks=has_masks)
         else:
             is_plain = not (has_masks or len(plan.side_rows) or len(plan.logprob_rows))
+            is_plain = is_plain and not self._has_processors(plan.sample_slots)
             variant = GREEDY if is_plain and not self._state.host.temperature[plan.sample_slots].any() else None
         return LOGITS if variant is None else _sample(variant)
+
+    def _has_processors(self, slots: Ints) -> bool:
+        processors = self._state.host.processors
+        return processors is not None and processors.are_used(slots)
 
     def _of_drafts(self, slots: Ints, num_draft: Ints, *, has_masks: bool) -> Tail:
         """`Verify` has neither side tables, masks nor logprobs."""

@@ -1,0 +1,1 @@
+"""Logits processors: plugins that change a request's logits before a token is sampled."""

@@ -1,0 +1,1 @@
+"""An example package: a logits processor that forbids repeated n-grams."""
