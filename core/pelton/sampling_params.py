@@ -29,20 +29,54 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Exactly one constraint on the output's form; a structured-output plugin has to be there."""
 
     json: str | dict[str, Any] | None = None
+    """A JSON schema."""
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    """Context-free, written as Lark, GBNF or EBNF."""
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    """Regex of the whitespace between a JSON text's parts, in place of the backend's own."""
+    disable_any_whitespace: bool | None = None
+    """A JSON text without whitespace between its parts; what the settings say when unset."""
+    disable_additional_properties: bool | None = None
+    """Objects of a JSON schema that does not say it have the properties that it names, and no others."""
+    reasoning_end: str | list[int] | None = None
+    """The constraint holds behind this: the text of a token, or token ids, that end the model's reasoning."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the constraint that is given."""
+        return next((name for name in CONSTRAINTS if getattr(self, name) not in (None, False)), "")
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
-                f"structured_outputs has {given or 'no constraint'}; give exactly one of json, regex, choice, "
-                "grammar, json_object, structural_tag.",
+                f"structured_outputs has {given or 'no constraint'}; give exactly one of {', '.join(CONSTRAINTS)}.",
                 param="structured_outputs",
             )
+        value = getattr(self, given[0])
+        if isinstance(value, list):
+            _length("structured_outputs.choice", value, limits.MAX_CHOICES)
+            if not value or not all(isinstance(text, str) and text for text in value):
+                raise RequestError("structured_outputs.choice must hold non-empty strings", param="structured_outputs")
+        size = sum(map(len, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
+        if size > limits.MAX_CONSTRAINT_CHARS:
+            raise RequestError(
+                f"structured_outputs.{given[0]} has {size} characters; at most {limits.MAX_CONSTRAINT_CHARS}",
+                param="structured_outputs",
+            )
+        if self.reasoning_end is not None:
+            _length("structured_outputs.reasoning_end", self.reasoning_end, limits.MAX_STOP_STRING_CHARS)
+            if not self.reasoning_end:
+                raise RequestError("structured_outputs.reasoning_end must not be empty", param="structured_outputs")
+
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+GuidedDecodingParams = StructuredOutputsParams
+"""vLLM's older name."""
 
 
 MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
@@ -81,6 +115,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None
+    """vLLM's older name of `structured_outputs`, which it becomes."""
     extra_args: dict[str, Any] | None = None
     """For plugins, by their names; `kv_transfer_params` in it goes to the KV connector, as in vLLM."""
     logits_processor_args: dict[str, Any] | None = None
@@ -92,6 +128,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.stop = [] if self.stop is None else self.stop
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         self.bad_words = [] if self.bad_words is None else self.bad_words
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise RequestError("Give structured_outputs or guided_decoding, not both.", param="guided_decoding")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         self.verify()
 
     @property
@@ -194,6 +234,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "logit_bias": ((dict, _NONE), "a map from token ids to numbers"),
     "output_kind": (RequestOutputKind, "a RequestOutputKind"),
     "structured_outputs": ((StructuredOutputsParams, _NONE), "a StructuredOutputsParams"),
+    "guided_decoding": (_NONE, "unset: its value is in structured_outputs"),
     "extra_args": ((dict, _NONE), "a map from names to plain data"),
     "logits_processor_args": ((dict, _NONE), "a map from names to plain data"),
 }

@@ -11,9 +11,11 @@ from pelton.config.observability import ObservabilityConfig
 from pelton.config.parallel import ParallelConfig
 from pelton.config.scheduler import SchedulerConfig
 from pelton.config.speculative import SpeculativeConfig
+from pelton.config.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
     "AttentionConfig", "CUDAGraphMode", "CompilationConfig", "EngineConfig", "KVCacheConfig", "KVRole", "KVTransferConfig",
     "LoRAConfig", "LoadConfig",
     "ModelConfig", "ObservabilityConfig", "ParallelConfig", "SchedulerConfig", "SpeculativeConfig",
+    "StructuredOutputsConfig",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from pelton.config.parallel import ParallelConfig
 from pelton.config.pooling import PoolingConfig
 from pelton.config.scheduler import SchedulerConfig
 from pelton.config.speculative import SpeculativeConfig
+from pelton.config.structured_outputs import StructuredOutputsConfig
 from pelton.errors import ConfigError
 
 
@@ -39,6 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     compilation: CompilationConfig = msgspec.field(default_factory=CompilationConfig)
     speculative: SpeculativeConfig = msgspec.field(default_factory=SpeculativeConfig)
+    structured_outputs: StructuredOutputsConfig = msgspec.field(default_factory=StructuredOutputsConfig)
     kv_transfer: KVTransferConfig = msgspec.field(default_factory=KVTransferConfig)
     pooling: PoolingConfig = msgspec.field(default_factory=PoolingConfig)
     lora: LoRAConfig = msgspec.field(default_factory=LoRAConfig)
@@ -61,6 +63,7 @@ FLAT_ALIASES = {
     "attention_backend": ("attention", "backend"),
     "optimization_level": ("compilation", "level"),
     "speculative_method": ("speculative", "method"),
+    "structured_outputs_backend": ("structured_outputs", "backend"),
 }
 """Flat names of the fields whose own name says too little without its section."""
 FIELD_HOME: dict[str, tuple[str, str]] = {

@@ -41,6 +41,7 @@ from pelton.messages.request import AdapterRef, EngineRequest
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES, STEP, WAIT
+from pelton.model.resolve import load_tokenizer
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins, calling, make
 from pelton.scheduler.interface import AdapterLoads, Scheduler, SchedulerContext
@@ -553,18 +554,26 @@ def _parameters(entry: Entry) -> Collection[str]:
 def make_grammar_manager(
     config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics
 ) -> GrammarManager | None:
-    """Over the best structured-output backend; None when no plugin offers one, or there is no tokenizer."""
-    entries = plugins.entries("pelton_structured_output_backends")
-    if not entries or model.tokenizer_path is None:
+    """Over the structured-output backend that the settings name, or the best; None when no plugin offers one, or there is no
+    tokenizer."""
+    name, hook = config.structured_outputs.backend, "pelton_structured_output_backends"
+    found = [plugins.find(hook, name, setting="structured_outputs_backend")] if name else plugins.entries(hook)
+    path = model.tokenizer_path
+    if not found or path is None:
         return None
-    context = StructuredOutputContext(
-        tokenizer_path=model.tokenizer_path,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        engine_config=config,
-        metrics=metrics,
-    )
-    return GrammarManager(lambda: make(entries[0], StructuredOutputBackend, context))  # type: ignore[type-abstract]
+
+    def make_backend() -> StructuredOutputBackend:
+        context = StructuredOutputContext(
+            tokenizer_path=path,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            engine_config=config,
+            metrics=metrics,
+            tokenizer=load_tokenizer(config, model, plugins),
+        )
+        return make(found[0], StructuredOutputBackend, context)  # type: ignore[type-abstract]
+
+    return GrammarManager(make_backend)
 
 
 def adapter_loads(config: EngineConfig, executor: Executor) -> AdapterLoads | None:

@@ -21,7 +21,7 @@ from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.logits_processors.requests import wanted_args
 from pelton.messages.request import AdapterRef, EngineRequest, PoolingParams, check_plain_data
 from pelton.model.resolved import ResolvedModel
-from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
+from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from pelton.logits_processors.interface import LogitsProcessor
@@ -281,6 +281,8 @@ class InputProcessor:
                 "structured_outputs needs a structured-output backend, and no plugin here offers one.",
                 param="structured_outputs",
             )
+        if params.structured_outputs is not None and params.structured_outputs.reasoning_end is not None:
+            params.structured_outputs = self._resolve_reasoning_end(params.structured_outputs)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer (skip_tokenizer_init is set); use stop_token_ids.", param="stop")
         if params.extra_args is not None:
@@ -321,6 +323,17 @@ class InputProcessor:
                 f"{name} holds a token id that is not in the vocabulary (0 to {self.vocab_size - 1})",
                 param=name, value=lowest if lowest < 0 else highest,
             )  # fmt: skip
+
+    def _resolve_reasoning_end(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
+        """The same with token ids in place of a text."""
+        end = constraint.reasoning_end
+        if isinstance(end, str):
+            if self.tokenizer is None:
+                raise RequestError("reasoning_end is a text, which needs a tokenizer.", param="structured_outputs")
+            token_id = self.tokenizer.token_id(end)
+            end = self.tokenizer.encode(end, add_special_tokens=False) if token_id is None else [token_id]
+        self._check_ids("structured_outputs", end or [])
+        return msgspec.structs.replace(constraint, reasoning_end=end)
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is tokenized at the start of a text and after a space."""

@@ -5,17 +5,32 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
+    from pelton.tokenizer import Tokenizer
+
+
+class MaskFiller(Protocol):
+    """Makes the masks of many grammars in one native call."""
+
+    def fill(self, rows: Sequence[tuple[Any, int, Sequence[int]]], bitmask: Any) -> None:
+        """rows: grammars of this filler, each with the place of its first mask, and its draft tokens. bitmask: [masks,
+        ceil(vocab / 32)] int32, contiguous. Mask `place + i` becomes what may follow `drafts[:i]`; those behind a draft
+        that is not allowed stay as they are. Called on the engine core's thread while the device computes. Where it
+        raises, masks are made one by one."""
+        ...
 
 
 class Grammar(ABC):
     """State of one request's constraint. Called on the engine core's thread."""
+
+    filler: MaskFiller | None = None
+    """Grammars of one filler get their masks together."""
 
     @abstractmethod
     def accept(self, token_ids: Sequence[int]) -> bool:
@@ -46,6 +61,8 @@ class StructuredOutputContext:
     """All settings, for `read_settings`; None in tests of a backend alone."""
     metrics: PluginMetrics = field(default_factory=PluginMetrics)
     """Counters of its own."""
+    tokenizer: Tokenizer | None = None
+    """The model's; None in tests of a backend alone, which reads `tokenizer_path` itself."""
 
 
 class StructuredOutputBackend(ABC):

@@ -2,12 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
 from pelton.errors import EngineError
 from pelton.messages.outputs import FinishReason
 from pelton.messages.step import GrammarMasks
+from pelton.structured.interface import Grammar, MaskFiller
 from pelton_plugins.scheduler.request import RequestState
-from pelton_plugins.scheduler.request_table import RequestTable
 from pelton_plugins.scheduler.step import OpenStep
+
+if TYPE_CHECKING:
+    from pelton_plugins.scheduler.request_table import RequestTable
+
+_ANY = -1
+"""A word of a mask that allows its 32 tokens."""
+_NEAR_TOKENS = 4
+"""Tokens of a prompt behind the end of reasoning that leave it ended: templates add line breaks."""
+
+
+class AfterReasoning(Grammar):
+    """Allows everything until `end` has been sampled; from there on what `grammar` allows."""
+
+    def __init__(self, grammar: Grammar, end: Sequence[int], prompt: Sequence[int]) -> None:
+        self.grammar = grammar
+        self._end = list(end)
+        self._tail: list[int] = []  # of the tokens so far, as many as may begin the end
+        self._is_over = _find(self._end, list(prompt[-len(self._end) - _NEAR_TOKENS :])) >= 0
+
+    def begins_after(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens that follow belong to the reasoning and its end; -1: all, and it does not end with them."""
+        if self._is_over:
+            return 0
+        found = _find(self._end, [*self._tail, *token_ids])
+        return -1 if found < 0 else found - len(self._tail)
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        count = self.begins_after(token_ids)
+        if count < 0:
+            self._tail = [*self._tail, *token_ids][-len(self._end) :][-len(self._end) + 1 or len(self._end) :]
+            return True
+        self._is_over = True
+        return count == len(token_ids) or self.grammar.accept(token_ids[count:])
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        count = self.begins_after(token_ids)
+        return len(token_ids) if count < 0 else count + self.grammar.validate(token_ids[count:])
+
+    def fill_bitmask(self, row: bytearray | memoryview, draft_token_ids: Sequence[int] = ()) -> None:
+        count = self.begins_after(draft_token_ids)
+        if count < 0:
+            row[:] = b"\xff" * len(row)
+        else:
+            self.grammar.fill_bitmask(row, draft_token_ids[count:])
+
+    def is_terminated(self) -> bool:
+        return self._is_over and self.grammar.is_terminated()
+
+
+def _find(part: list[int], tokens: list[int]) -> int:
+    """Where the first occurrence of `part` ends in `tokens`; -1 without one."""
+    size = len(part)
+    return next((end for end in range(size, len(tokens) + 1) if tokens[end - size : end] == part), -1)
 
 
 def is_compiled(request: RequestState) -> bool:
@@ -15,7 +73,11 @@ def is_compiled(request: RequestState) -> bool:
     if request.grammar_job is not None:
         if not request.grammar_job.done():
             return False
-        request.grammar = request.grammar_job.result()
+        grammar = request.grammar_job.result()
+        constraint = request.request.sampling_params.structured_outputs
+        if constraint is not None and constraint.reasoning_end:
+            grammar = AfterReasoning(grammar, constraint.reasoning_end, request.request.prompt_token_ids)
+        request.grammar = grammar
         request.grammar_job = None
     return True
 
@@ -23,23 +85,51 @@ def is_compiled(request: RequestState) -> bool:
 def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarMasks:
     """Masks of the step's grammar rows; a request whose mask cannot be made ends."""
     output = step.output
-    num_bytes = 4 * ((vocab_size + 31) // 32)  # a mask
-    bitmask = bytearray()
-    num_masks = []
-    for row in output.grammar_rows:
+    num_masks = [1 + (output.num_draft[row] if output.num_draft else 0) for row in output.grammar_rows]
+    bitmask = np.full((sum(num_masks), (vocab_size + 31) // 32), _ANY, dtype="<i4")
+    place, by_filler = 0, dict[MaskFiller | None, list[_Row]]()
+    for row, count in zip(output.grammar_rows, num_masks, strict=True):
         request = step.requests[row]
-        num_rows = 1 + (output.num_draft[row] if output.num_draft else 0)
-        masks = bytearray(b"\xff" * (num_bytes * num_rows))  # kept for a request that ended meanwhile
         if not request.is_finished and output.step_id > request.discard_through_step:
-            try:
-                for position in range(num_rows):
-                    view = memoryview(masks)[num_bytes * position : num_bytes * (position + 1)]
-                    request.grammar.fill_bitmask(view, request.drafts[:position])
-            except Exception as error:
-                table.fail(request, error, "making the grammar mask of")
-        bitmask += masks
-        num_masks.append(num_rows)
-    return GrammarMasks(step_id=output.step_id, bitmask=bytes(bitmask), num_masks=num_masks)
+            made = _masked(request, place, count)
+            if made is not None:
+                by_filler.setdefault(made[0].filler, []).append((*made, request))
+        place += count  # all tokens are allowed where nobody looks at what is sampled
+    for filler, rows in by_filler.items():
+        _fill(filler, rows, bitmask, table)
+    return GrammarMasks(step_id=output.step_id, bitmask=bitmask.tobytes(), num_masks=num_masks)
+
+
+_Row = tuple[Grammar, int, Sequence[int], RequestState]
+"""A grammar, the place of its first mask, the drafts behind it, whose it is."""
+
+
+def _masked(request: RequestState, place: int, count: int) -> tuple[Grammar, int, Sequence[int]] | None:
+    """The masks of a row that its grammar makes; None while all of them allow everything."""
+    grammar, drafts = request.grammar, request.drafts[: count - 1] if count > 1 else ()
+    if not isinstance(grammar, AfterReasoning):
+        return grammar, place, drafts
+    skipped = grammar.begins_after(drafts)
+    return None if skipped < 0 else (grammar.grammar, place + skipped, drafts[skipped:])
+
+
+def _fill(filler: MaskFiller | None, rows: list[_Row], bitmask: Any, table: RequestTable) -> None:
+    if filler is not None:
+        try:
+            filler.fill([row[:3] for row in rows], bitmask)
+            return
+        except Exception:  # of one of them: whose it is, the others' masks are not to suffer
+            pass
+    for grammar, place, drafts, request in rows:
+        masks = bitmask[place : place + len(drafts) + 1]
+        try:
+            for position in range(len(drafts) + 1):
+                if position and grammar.validate(drafts[:position]) < position:
+                    break
+                grammar.fill_bitmask(memoryview(masks[position]).cast("B"), drafts[:position])
+        except Exception as error:
+            masks.fill(_ANY)
+            table.fail(request, error, "making the grammar mask of")
 
 
 def advance(request: RequestState, tokens: list[int], reason: FinishReason | None) -> FinishReason | None:
@@ -48,6 +138,8 @@ def advance(request: RequestState, tokens: list[int], reason: FinishReason | Non
     inside = tokens[:-1] if tokens[-1] in request.eos_ids and reason is FinishReason.STOP else tokens
     if inside and not request.grammar.accept(inside):
         raise EngineError(f"Tokens {inside} break the request's grammar.")
-    if reason is None and not request.eos_ids and request.grammar.is_terminated():
+    # Where EOS may not be sampled, nothing else may follow a text that is complete.
+    may_end = request.eos_ids and len(request.token_ids) >= request.min_tokens
+    if reason is None and not may_end and request.grammar.is_terminated():
         return FinishReason.STOP
     return reason

@@ -10,8 +10,9 @@ import msgspec
 
 from pelton import limits
 from pelton.errors import NotSupportedError, RequestError
-from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, TokenizeRequest
+from pelton_plugins.server.structured_outputs import constraint_field, structured_outputs
 
 SAME_NAME = tuple(
     name
@@ -50,22 +51,6 @@ def sampling_params(
         extra_args=request.vllm_xargs,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
     )
-
-
-def structured_outputs(request: GenerateRequest) -> StructuredOutputsParams | None:
-    """From `structured_outputs` or `response_format`."""
-    response_format = request.response_format
-    if response_format is None or response_format.type == "text":
-        return request.structured_outputs
-    if request.structured_outputs is not None:
-        raise RequestError("Give response_format or structured_outputs, not both.", param="response_format")
-    if response_format.type == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if response_format.type == "structural_tag":
-        raise NotSupportedError("response_format structural_tag is not offered here.", param="response_format")
-    if response_format.json_schema is None or response_format.json_schema.schema is None:
-        raise RequestError("response_format json_schema needs json_schema.schema.", param="response_format.json_schema")
-    return StructuredOutputsParams(json=response_format.json_schema.schema)
 
 
 def check_common(request: GenerateRequest) -> None:
@@ -112,7 +97,7 @@ def sent_names(request: msgspec.Struct) -> dict[str, str]:
         return {}
     names: list[tuple[str, str, bool]] = [
         ("extra_args", "vllm_xargs", True),
-        ("structured_outputs", "response_format", request.structured_outputs is None),
+        ("structured_outputs", constraint_field(request), request.structured_outputs is None),
     ]
     if isinstance(request, ChatCompletionRequest):
         names += [("logprobs", "top_logprobs", True), ("max_tokens", "max_completion_tokens", True)]

@@ -28,6 +28,10 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct, kw_only=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    """Of a structural tag, with `triggers`; or `format`."""
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -62,6 +66,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None

@@ -1,0 +1,293 @@
+"""Check a JSON schema, and rewrite what llguidance does not know into what it does.
+
+A mistake is refused with the place where it stands. `not`, `if`, dependencies, `propertyNames` and a `oneOf` whose branches
+overlap become combinations of other keywords that allow exactly the same texts; where that is not possible they stay, and
+are refused by name. Formats that JSON Schema does not define are notes, as its text says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pelton import limits
+from pelton.errors import RequestError
+from pelton_plugins.structured_output.negation import Negation
+
+MAX_DEPTH = 64
+"""Levels of a schema. llguidance reads JSON to a depth of 128, and a level of a schema is two or three of those."""
+_MAX_NODES = 50_000
+"""Schemas within a schema, rewritten ones included."""
+_TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
+_FORMATS = frozenset(
+    {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
+)  # fmt: skip
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
+           "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_MAX_OVERLAPPING = 12
+"""Branches of a `oneOf` that are told apart by what the others are not."""
+
+
+def read_json(text: str, name: str) -> Any:
+    """Raises `RequestError` that says where the text is no JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}", param="structured_outputs"
+        ) from None
+    except RecursionError:
+        raise RequestError(f"{name} is nested too deeply", param="structured_outputs") from None
+
+
+def prepare_schema(schema: Any, *, closes_objects: bool = False) -> dict[str, Any]:
+    """The schema as llguidance gets it. closes_objects: objects have the properties that are named, where it does not say."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, Mapping):
+        raise bad_schema("", f"is a {type(schema).__name__}; a JSON schema is an object")
+    _check_size(schema)
+    made = _Preparation(schema, closes_objects).walk(schema, "", 0)
+    assert isinstance(made, dict)
+    return made
+
+
+def bad_schema(pointer: str, what: str) -> RequestError:
+    place = f" at {pointer}" if pointer else ""
+    return RequestError(f"structured_outputs.json{place} {what}.", param="structured_outputs")
+
+
+def find_keyword(schema: Any, keyword: str, pointer: str = "") -> str | None:
+    """Where a keyword of a JSON schema first stands, as a JSON pointer."""
+    if not isinstance(schema, Mapping):
+        return None
+    if keyword in schema:
+        return f"{pointer}/{keyword}"
+    for place, inner in _inner(schema, pointer):
+        found = find_keyword(inner, keyword, place)
+        if found is not None:
+            return found
+    return None
+
+
+def _inner(schema: Mapping[str, Any], pointer: str) -> list[tuple[str, Any]]:
+    """The schemas within a schema, with their places."""
+    found: list[tuple[str, Any]] = []
+    for name in _MAPS:
+        if isinstance(schema.get(name), Mapping):
+            found += [(f"{pointer}/{name}/{_escape(key)}", inner) for key, inner in schema[name].items()]
+    for name in (*_LISTS, "items"):
+        if isinstance(schema.get(name), list):
+            found += [(f"{pointer}/{name}/{index}", inner) for index, inner in enumerate(schema[name])]
+    found += [
+        (f"{pointer}/{name}", schema[name]) for name in (*_SINGLE, "items") if isinstance(schema.get(name), Mapping)
+    ]
+    return found
+
+
+def _escape(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _check_size(schema: Mapping[str, Any]) -> None:
+    try:
+        size = len(json.dumps(schema, ensure_ascii=False))
+    except (RecursionError, ValueError, TypeError) as error:
+        raise bad_schema("", f"cannot be written as JSON: {error}") from None
+    if size > limits.MAX_CONSTRAINT_CHARS:
+        raise bad_schema("", f"has {size} characters; at most {limits.MAX_CONSTRAINT_CHARS}")
+
+
+class _Preparation:
+    def __init__(self, root: Mapping[str, Any], closes_objects: bool) -> None:
+        self._closes_objects = closes_objects
+        self._num_nodes = 0
+        self._negation = Negation(root)
+
+    def walk(self, schema: Any, pointer: str, depth: int) -> dict[str, Any] | bool:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise bad_schema(pointer, f"is a {type(schema).__name__}; a schema is an object, true or false")
+        if depth > MAX_DEPTH:
+            raise bad_schema(pointer, f"is nested {depth} levels deep; at most {MAX_DEPTH}")
+        self._num_nodes += 1
+        if self._num_nodes > _MAX_NODES:
+            raise bad_schema("", f"has more than {_MAX_NODES} schemas in it")
+        _check_keywords(schema, pointer)
+        made = {key: value for key, value in schema.items() if key not in _DROPPED}
+        for name in _MAPS:
+            if isinstance(made.get(name), Mapping):
+                made[name] = {
+                    key: self.walk(inner, f"{pointer}/{name}/{_escape(key)}", depth + 1)
+                    for key, inner in made[name].items()
+                }
+        for name in (*_LISTS, "items"):
+            if isinstance(made.get(name), list):
+                made[name] = [
+                    self.walk(inner, f"{pointer}/{name}/{i}", depth + 1) for i, inner in enumerate(made[name])
+                ]
+        for name in (*_SINGLE, "items"):
+            if isinstance(made.get(name), Mapping):
+                made[name] = self.walk(made[name], f"{pointer}/{name}", depth + 1)
+        if "format" in made and made["format"] not in _FORMATS:
+            del made["format"]
+        if self._closes_objects and "properties" in made:
+            made.setdefault("additionalProperties", False)
+        for keyword, rewrite in _REWRITES.items():
+            if keyword in made:
+                made = rewrite(self, made)
+        return made
+
+    # What is rewritten.
+
+    def _without_not(self, schema: dict[str, Any]) -> dict[str, Any]:
+        negated = self._negation.of(schema["not"])
+        return schema if negated is None else _and(_without(schema, "not"), negated)
+
+    def _without_if(self, schema: dict[str, Any]) -> dict[str, Any]:
+        rest = _without(schema, "if", "then", "else")
+        if "then" not in schema and "else" not in schema:
+            return rest
+        condition, negated = schema["if"], self._negation.of(schema["if"])
+        if negated is None:
+            return schema
+        return _and(
+            rest,
+            {
+                "anyOf": [
+                    {"allOf": [condition, schema.get("then", True)]},
+                    {"allOf": [negated, schema.get("else", True)]},
+                ]
+            },
+        )
+
+    def _without_dependencies(self, schema: dict[str, Any]) -> dict[str, Any]:
+        for name in ("dependencies", "dependentRequired", "dependentSchemas"):
+            for key, needed in schema.pop(name, {}).items():
+                then = {"required": needed} if isinstance(needed, list) else needed
+                schema = _and(schema, {"anyOf": [{"properties": {key: False}}, then]})
+        return schema
+
+    def _without_property_names(self, schema: dict[str, Any]) -> dict[str, Any]:
+        names = schema["propertyNames"]
+        if names is True or "patternProperties" in schema:
+            return _without(schema, "propertyNames") if names is True else schema
+        rest = {key: value for key, value in _without(schema, "propertyNames").items()}
+        value = rest.get("additionalProperties", True)
+        asked = {key: part for key, part in (names.items() if isinstance(names, dict) else ()) if key not in _NOTES}
+        asked.pop("type", None)
+        known = rest.get("properties", {})
+        if set(asked) == {"enum"} and value is not False:
+            rest["properties"] = {**known, **{name: value for name in asked["enum"] if name not in known}}
+            rest["additionalProperties"] = False
+            bad = [name for name in known if name not in asked["enum"]]
+        elif set(asked) == {"pattern"} and value is not False:
+            try:
+                bad = [name for name in known if not re.search(asked["pattern"], name)]
+            except re.error:
+                return schema
+            rest["patternProperties"] = {asked["pattern"]: value}
+            rest["additionalProperties"] = False
+        else:
+            return schema
+        rest["properties"] = {**rest.get("properties", {}), **dict.fromkeys(bad, False)}
+        return rest
+
+    def _without_one_of(self, schema: dict[str, Any]) -> dict[str, Any]:
+        branches = schema["oneOf"]
+        if len(branches) == 1:
+            return _and(_without(schema, "oneOf"), branches[0])
+        base = _without(schema, "oneOf")
+        told_apart = []
+        for index, branch in enumerate(branches):
+            others = [
+                other for place, other in enumerate(branches)
+                if place != index and not self._negation.are_disjoint(branch, other)
+            ]  # fmt: skip
+            negated = [self._negation.of(other) for other in others]
+            if len(others) > _MAX_OVERLAPPING or None in negated:
+                return schema
+            told_apart.append({"allOf": [branch, *negated]} if others else branch)
+        return _and(base, {"anyOf": told_apart})
+
+    def _without_unique(self, schema: dict[str, Any]) -> dict[str, Any]:
+        is_sure = not schema["uniqueItems"] or schema.get("maxItems", 2) <= 1
+        return _without(schema, "uniqueItems") if is_sure else schema
+
+
+_DROPPED = frozenset({"x-guidance"})
+"""Options of llguidance, which are ours to give."""
+_NOTES = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"})
+_REWRITES: dict[str, Callable[[_Preparation, dict[str, Any]], dict[str, Any]]] = {
+    "propertyNames": _Preparation._without_property_names,
+    "uniqueItems": _Preparation._without_unique,
+    "dependencies": _Preparation._without_dependencies,
+    "dependentRequired": _Preparation._without_dependencies,
+    "dependentSchemas": _Preparation._without_dependencies,
+    "if": _Preparation._without_if,
+    "not": _Preparation._without_not,
+    "oneOf": _Preparation._without_one_of,
+}
+
+
+def _without(schema: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key not in names}
+
+
+def _and(schema: Mapping[str, Any], other: Any) -> dict[str, Any]:
+    """Both."""
+    if other is True:
+        return dict(schema)
+    return {**schema, "allOf": [*schema.get("allOf", ()), other]}
+
+
+def _check_keywords(schema: Mapping[str, Any], pointer: str) -> None:
+    """Refuse values that are no JSON schema's."""
+    kinds = schema.get("type")
+    for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise bad_schema(f"{pointer}/type", f"is {kind!r}; use one of {', '.join(sorted(_TYPES))}")
+    for name, right, words in _SHAPES:
+        if name in schema and not right(schema[name]):
+            raise bad_schema(f"{pointer}/{name}", f"is {_short(schema[name])}; give {words}")
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not reference.startswith("#") and "://" in reference:
+        raise bad_schema(f"{pointer}/$ref", f"is {_short(reference)}; references to other documents are not followed")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+_SHAPES: list[tuple[str, Callable[[Any], bool], str]] = [
+    *((name, lambda value: isinstance(value, Mapping), "an object of schemas") for name in _MAPS),
+    *((name, lambda value: isinstance(value, list) and bool(value), "a list of schemas") for name in ("anyOf", "oneOf", "allOf")),
+    ("dependencies", lambda value: isinstance(value, Mapping), "an object"),
+    ("dependentRequired", lambda value: isinstance(value, Mapping) and all(map(_is_names, value.values())), "lists of names"),
+    ("enum", lambda value: isinstance(value, list), "a list of values"),
+    ("pattern", lambda value: isinstance(value, str), "a regex"),
+    ("format", lambda value: isinstance(value, str), "the name of a format"),
+    *((name, _is_count, "a whole number, not below 0")
+      for name in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")),
+    *((name, _is_number, "a number") for name in ("minimum", "maximum")),
+    ("multipleOf", lambda value: _is_number(value) and value > 0, "a number above 0"),
+]  # fmt: skip

@@ -1,0 +1,191 @@
+"""Constraints by llguidance: JSON schemas, regexes, choices, context-free grammars and structural tags.
+
+Its parser makes a mask by walking the vocabulary's tree of bytes: nothing is precomputed, compiling takes a millisecond.
+What it is given comes from `sources`; JSON schemas are checked and rewritten by `json_schema` first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import msgspec
+import numpy as np
+
+from pelton.config.structured_outputs import StructuredOutputsConfig
+from pelton.errors import EngineError, RequestError
+from pelton.sampling_params import StructuredOutputsParams
+from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
+from pelton_plugins.structured_output.sources import Sources
+from pelton_plugins.structured_output.vocabulary import Vocabulary
+
+_MAX_CACHED = 512
+"""Compiled constraints that are kept, the last used ones."""
+_LIMITS: dict[str, int] = {
+    "initial_lexer_fuel": 2_000_000,  # to build the lexer: 50,000 a millisecond
+    "step_lexer_fuel": 200_000,  # of a mask: 14,000 a millisecond
+    "step_max_items": 50_000,
+    "max_lexer_states": 100_000,  # 1 to 2 kB each
+    "max_grammar_size": 500_000,
+}
+
+
+class LLGrammar(Grammar):
+    """State of one request. A token that its last mask allowed is taken in with the next native call."""
+
+    def __init__(self, matcher: Any, filler: BatchFiller) -> None:
+        self.matcher = matcher
+        self.filler: BatchFiller = filler
+        self.pending: int | None = None
+        self.mask: Any = None  # the last one made, uint32 words: of the state before `pending`
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        if len(token_ids) == 1 and self.mask is not None:
+            token, mask, self.mask = token_ids[0], self.mask, None
+            if not 0 <= token < 32 * len(mask) or not int(mask[token >> 5]) >> (token & 31) & 1:
+                return False
+            self.pending = token
+            return True
+        self.flush()
+        self.mask = None
+        taken: int = self.matcher.try_consume_tokens(list(token_ids))
+        return taken == len(token_ids)
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        self.flush()
+        count: int = self.matcher.validate_tokens(list(token_ids))
+        return count
+
+    def fill_bitmask(self, row: bytearray | memoryview, draft_token_ids: Sequence[int] = ()) -> None:
+        self.flush()
+        drafts = list(draft_token_ids)
+        masks = np.full((1 + len(drafts), -(-len(row) // 4)), -1, dtype="<i4")
+        self.filler.executor.unsafe_compute_mask_ptr_with_draft_token(
+            [(self.matcher, 0, drafts)], masks.ctypes.data, masks.strides[0], len(masks)
+        )
+        self.check()
+        row[:] = masks[-1].tobytes()
+
+    def is_terminated(self) -> bool:
+        self.flush()
+        is_stopped: bool = self.matcher.is_stopped()
+        return is_stopped
+
+    def flush(self) -> None:
+        """Take in what waits."""
+        if self.pending is not None:
+            token, self.pending = self.pending, None
+            if not self.matcher.consume_token(token):
+                self.check()
+
+    def check(self) -> None:
+        if self.matcher.is_error():
+            raise EngineError(f"llguidance: {_first_line(self.matcher.get_error())}")
+
+
+class BatchFiller:
+    """Takes in tokens and makes masks of many grammars on native threads, without the GIL."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.executor = llguidance.LLExecutor(num_threads)
+
+    def fill(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
+        pending = [(grammar.matcher, grammar.pending) for grammar, _, _ in rows if grammar.pending is not None]
+        for grammar, place, _ in rows:
+            grammar.pending = None
+            grammar.mask = bitmask[place]
+        if pending:
+            self.executor.consume_token_par(pending)
+        address, size, count = bitmask.ctypes.data, bitmask.strides[0], len(bitmask)
+        if any(drafts for _, _, drafts in rows):
+            self.executor.unsafe_compute_mask_ptr_with_draft_token(
+                [(grammar.matcher, place, list(drafts)) for grammar, place, drafts in rows], address, size, count
+            )
+        else:
+            self.executor.unsafe_compute_mask_ptr(
+                [(grammar.matcher, place) for grammar, place, _ in rows], address, size, count
+            )
+        for grammar, _, _ in rows:
+            if grammar.matcher.is_error():
+                grammar.check()
+
+
+class LLGuidanceBackend(StructuredOutputBackend):
+    """Serves every kind of constraint."""
+
+    def __init__(self, context: StructuredOutputContext) -> None:
+        config = context.engine_config
+        self.settings = StructuredOutputsConfig() if config is None else config.structured_outputs
+        self.vocabulary = vocabulary = Vocabulary(context)
+        self._sources = Sources(vocabulary, self.settings)
+        # Slices of the vocabulary whose masks are known at once: what may stand in a JSON string.
+        self._tokenizer = llguidance.LLTokenizer(
+            _Wrapper(vocabulary),
+            n_vocab=vocabulary.vocab_size,
+            eos_token=vocabulary.eos_token_ids or None,
+            slices=llguidance.LLTokenizer.json_slices(),
+        )
+        self._limits = llguidance._lib.LLParserLimits(**_LIMITS)
+        self._filler = BatchFiller(self.settings.grammar_threads or min(max((os.cpu_count() or 2) // 2, 1), 8))
+        self._made: OrderedDict[bytes, Any] = OrderedDict()  # matchers in their first state
+        self._lock = threading.Lock()
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        key = cache_key(params)
+        with self._lock:
+            matcher = self._made.get(key)
+            if matcher is not None:
+                self._made.move_to_end(key)
+        if matcher is None:
+            matcher = self._compile(params)
+            with self._lock:
+                self._made[key] = matcher
+                if len(self._made) > _MAX_CACHED:
+                    self._made.popitem(last=False)
+        return LLGrammar(matcher.deep_copy(), self._filler)
+
+    def _compile(self, params: StructuredOutputsParams) -> Any:
+        source = self._sources.make(params)
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask takes longest: the requests' copies have it
+        if matcher.is_error():
+            raise refusal(params, matcher.get_error())
+        return matcher
+
+
+def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
+    return RequestError(
+        f"structured_outputs.{params.kind} cannot be compiled: {_first_line(message)}", param="structured_outputs"
+    )
+
+
+def cache_key(params: StructuredOutputsParams) -> bytes:
+    """Equal for constraints of equal content."""
+    return msgspec.json.encode(msgspec.structs.replace(params, reasoning_end=None))
+
+
+def _first_line(message: str) -> str:
+    """What an error of the library says, without the state of its parser."""
+    lines = [line.strip() for line in message.split("<state>")[0].splitlines() if line.strip()]
+    return " ".join(lines)[:600]
+
+
+class _Wrapper:
+    """What `LLTokenizer` reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = vocabulary.special_token_ids
+        self.eos_token_id = vocabulary.eos_token_ids[0] if vocabulary.eos_token_ids else len(self.tokens) - 1
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text)

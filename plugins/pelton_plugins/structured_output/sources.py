@@ -1,0 +1,99 @@
+"""From a constraint to what llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from pelton.config.structured_outputs import StructuredOutputsConfig
+from pelton.errors import RequestError
+from pelton.sampling_params import StructuredOutputsParams
+from pelton_plugins.structured_output.json_schema import prepare_schema, read_json
+from pelton_plugins.structured_output.structural_tags import structural_tag_grammar
+from pelton_plugins.structured_output.vocabulary import Vocabulary
+
+_MAX_GROUPS = 200
+"""Brackets that are open at once in a grammar or a regex."""
+
+
+class Sources:
+    def __init__(self, vocabulary: Vocabulary, settings: StructuredOutputsConfig) -> None:
+        self._vocabulary = vocabulary
+        self._settings = settings
+
+    def make(self, params: StructuredOutputsParams) -> str:
+        """Raises `RequestError` for a constraint that is not valid."""
+        if params.json is not None or params.json_object:
+            schema = {"type": "object"} if params.json is None else params.json
+            return self._json(
+                read_json(schema, "structured_outputs.json") if isinstance(schema, str) else schema, params
+            )
+        if params.regex is not None:
+            check_nesting(params.regex, "regex")
+            source: str = llguidance.LLMatcher.grammar_from_regex(params.regex)
+            return source
+        if params.choice is not None:
+            return choice_grammar(params.choice)
+        if params.structural_tag is not None:
+            tag = params.structural_tag
+            tag = read_json(tag, "structured_outputs.structural_tag") if isinstance(tag, str) else tag
+            return structural_tag_grammar(tag, self._vocabulary, lambda schema: self._schema(schema, params), lark_of)
+        assert params.grammar is not None
+        return lark_of(params.grammar)
+
+    def _schema(self, schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
+        closed = params.disable_additional_properties
+        return prepare_schema(
+            schema, closes_objects=self._settings.disable_additional_properties if closed is None else closed
+        )
+
+    def _json(self, schema: Any, params: StructuredOutputsParams) -> str:
+        tight = params.disable_any_whitespace
+        tight = self._settings.disable_any_whitespace if tight is None else tight
+        options: dict[str, Any] = {"coerce_one_of": True, "whitespace_flexible": not tight}
+        if params.whitespace_pattern is not None:
+            check_nesting(params.whitespace_pattern, "whitespace_pattern")
+            options["whitespace_pattern"] = params.whitespace_pattern
+        source: str = llguidance.LLMatcher.grammar_from_json_schema(self._schema(schema, params), overrides=options)
+        return source
+
+
+def choice_grammar(texts: list[str]) -> str:
+    """One of some texts."""
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
+
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+
+def lark_of(text: str) -> str:
+    """A grammar in Lark's form; written as that, or as GBNF or EBNF (`name ::= ...`)."""
+    check_nesting(text, "grammar")
+    if not _GBNF_RULE.search(text):
+        return text
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # a parser's own error, or Python's for what it did not think of
+        raise RequestError(
+            f"structured_outputs.grammar cannot be read as GBNF or EBNF: {error}", param="structured_outputs"
+        ) from None
+    return lark
+
+
+def check_nesting(text: str, field: str) -> None:
+    """Refuse brackets in more levels than any parser behind this should be asked to descend."""
+    depth = deepest = 0
+    for character in re.sub(r"\\.", "", text):
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    if deepest > _MAX_GROUPS:
+        raise RequestError(
+            f"structured_outputs.{field} nests {deepest} brackets; at most {_MAX_GROUPS}", param="structured_outputs"
+        )

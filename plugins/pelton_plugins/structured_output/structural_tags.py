@@ -1,0 +1,279 @@
+"""Structural tags: free text in which a tag's begin starts a part that a schema, a regex or a grammar constrains.
+
+Both of vLLM's forms are read: `structures` with `triggers`, and a `format` that is put together from parts. The result is a
+grammar of llguidance in Lark's form. Special tokens in a literal stand for themselves, not for their spelling.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pelton.errors import RequestError
+from pelton_plugins.structured_output.vocabulary import Vocabulary
+
+_MAX_PARTS, _MAX_DEPTH = 2000, 64
+_TEXT = r"/(?s:.*)/"
+
+
+def structural_tag_grammar(
+    tag: Any, vocabulary: Vocabulary, schema_of: Callable[[Any], dict[str, Any]], lark_of: Callable[[str], str]
+) -> str:
+    """schema_of checks a JSON schema, lark_of a grammar. Raises `RequestError` naming the part that is wrong."""
+    if not isinstance(tag, Mapping):
+        raise _bad("", f"is a {type(tag).__name__}; give an object with a format, or with structures and triggers")
+    return _Builder(vocabulary, schema_of, lark_of).build(tag)
+
+
+class _Builder:
+    def __init__(
+        self, vocabulary: Vocabulary, schema_of: Callable[[Any], dict[str, Any]], lark_of: Callable[[str], str]
+    ) -> None:
+        self._special = vocabulary.special_texts
+        texts = sorted(filter(None, self._special), key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._schema_of = schema_of
+        self._lark_of = lark_of
+        self._rules: list[str] = []
+        self._grammars: list[dict[str, Any]] = []
+
+    def build(self, tag: Mapping[str, Any]) -> str:
+        if "structures" in tag:
+            body = self._triggered(
+                {
+                    "triggers": tag.get("triggers"),
+                    "tags": [
+                        {"begin": part.get("begin"), "content": {"type": "json_schema", "json_schema": part.get("schema")},
+                         "end": part.get("end")}
+                        if isinstance(part, Mapping) else part
+                        for part in _list(tag.get("structures"), "structures")
+                    ],
+                },
+                "structures", 0,
+            )  # fmt: skip
+        elif "format" in tag:
+            body = self._part(tag["format"], "format", 0)
+        else:
+            raise _bad("", "has neither format nor structures")
+        lark = "\n".join([f"start: {body}", *self._rules])
+        if not self._grammars:
+            return lark
+        return json.dumps({"grammars": [{"name": "structural_tag", "lark_grammar": lark}, *self._grammars]})
+
+    def _rule(self, body: str, *, suffix: str = "") -> str:
+        if len(self._rules) >= _MAX_PARTS:
+            raise _bad("", f"has more than {_MAX_PARTS} parts")
+        name = f"part_{len(self._rules)}"
+        self._rules.append(f"{name}{suffix}: {body}")
+        return name
+
+    def _literal(self, text: Any, where: str, *, is_empty_fine: bool = True) -> str:
+        if not isinstance(text, str) or not (text or is_empty_fine):
+            raise _bad(where, f"is {text!r}; give a text")
+        parts, start = [], 0
+        for found in self._split.finditer(text) if self._split is not None else ():
+            parts += [_quoted(text[start : found.start()]), f"<[{self._special[found.group()]}]>"]
+            start = found.end()
+        return " ".join(filter(None, [*parts, _quoted(text[start:])])) or '""'
+
+    def _part(self, part: Any, where: str, depth: int) -> str:
+        if not isinstance(part, Mapping):
+            raise _bad(where, f"is a {type(part).__name__}; give an object with a type")
+        if depth > _MAX_DEPTH:
+            raise _bad(where, f"is nested more than {_MAX_DEPTH} deep")
+        kind = part.get("type")
+        make = _PARTS.get(kind) if isinstance(kind, str) else None
+        if make is None:
+            raise _bad(f"{where}.type", f"is {kind!r}; use one of {', '.join(_PARTS)}")
+        made: str = make(self, part, where, depth)
+        return made
+
+    def _const_string(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        return self._literal(part.get("value"), f"{where}.value", is_empty_fine=False)
+
+    def _json_schema(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        schema = part.get("json_schema")
+        if part.get("style", "json") != "json":
+            raise _bad(f"{where}.style", f"is {part['style']!r}; json is enforced, other styles are not")
+        return self._rule(
+            "%json "
+            + json.dumps({**self._schema_of(True if schema is None else schema), "x-guidance": {"coerce_one_of": True}})
+        )
+
+    def _regex(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        pattern = part.get("pattern")
+        if not isinstance(pattern, str):
+            raise _bad(f"{where}.pattern", f"is {pattern!r}; give a regex")
+        return self._embed(
+            {"lark_grammar": "start: /" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", "\\n") + "/"}
+        )
+
+    def _grammar(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        text = part.get("grammar")
+        if not isinstance(text, str):
+            raise _bad(f"{where}.grammar", f"is {text!r}; give a grammar")
+        return self._embed({"lark_grammar": self._lark_of(text)})
+
+    def _embed(self, grammar: dict[str, Any]) -> str:
+        name = f"inner_{len(self._grammars)}"
+        self._grammars.append({"name": name, **grammar})
+        return f"@{name}"
+
+    def _any_text(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        if part.get("excludes"):
+            raise _bad(f"{where}.excludes", "is not enforced; leave it out")
+        return _TEXT
+
+    def _sequence(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        elements = _list(part.get("elements"), f"{where}.elements")
+        made = []
+        for index, element in enumerate(elements):
+            before = f"{where}.elements[{index}]"
+            follows = elements[index + 1] if index + 1 < len(elements) else None
+            if _is_text(element) and follows is not None and follows.get("type") in ("const_string", "tag"):
+                # Text up to what follows: the shortest that ends with it.
+                made.append(None)
+                continue
+            if index and made[-1] is None:
+                made[-1] = ""
+                made.append(self._after_text(element, before, depth + 1))
+                continue
+            made.append(self._part(element, before, depth + 1))
+        return "(" + " ".join(filter(None, made)) + ")"
+
+    def _after_text(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        """Text, and then a part that begins with a literal."""
+        if part.get("type") == "const_string":
+            return self._until(part.get("value"), f"{where}.value")
+        return f"{self._until(part.get('begin'), f'{where}.begin')} {self._content(part, where, depth)}"
+
+    def _until(self, text: Any, where: str) -> str:
+        """Text that ends with the first occurrence of a literal."""
+        literal = self._literal(text, where, is_empty_fine=False)
+        if literal.startswith("<["):  # of a special token, which no text has in it
+            return f"{_TEXT} {literal}"
+        first, _, rest = literal.partition(" <[")
+        trigger = self._rule(f"/(?s:.*)/ {first}", suffix="[lazy]")
+        return f"{trigger} <[{rest}" if rest else trigger
+
+    def _or(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        elements = _list(part.get("elements"), f"{where}.elements")
+        made = [self._part(element, f"{where}.elements[{i}]", depth + 1) for i, element in enumerate(elements)]
+        return "(" + " | ".join(made) + ")"
+
+    def _optional(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        return f"({self._part(part.get('content'), f'{where}.content', depth + 1)})?"
+
+    def _repeated(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        sign = "+" if part["type"] == "plus" else "*"
+        return f"({self._part(part.get('content'), f'{where}.content', depth + 1)}){sign}"
+
+    def _tag(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        return f"{self._literal(part.get('begin'), f'{where}.begin')} {self._content(part, where, depth)}"
+
+    def _content(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        """What a tag has behind its begin."""
+        ends = part.get("end")
+        ends = ends if isinstance(ends, list) else [ends]
+        content = part.get("content")
+        if _is_text(content):
+            made = [self._until(end, f"{where}.end") if end else _TEXT for end in ends]
+            return "(" + " | ".join(made) + ")"
+        end = " | ".join(self._literal(end, f"{where}.end") for end in ends)
+        return f"{self._part(content, f'{where}.content', depth + 1)} ({end})"
+
+    def _triggered(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        triggers, tags = _list(part.get("triggers"), "triggers"), _list(part.get("tags"), f"{where}.tags")
+        if part.get("excludes"):
+            raise _bad(f"{where}.excludes", "is not enforced; leave it out")
+        made, plain = [], []
+        used: dict[str, list[str]] = {}
+        for index, tag in enumerate(tags):
+            here = f"{where}[{index}]"
+            if not isinstance(tag, Mapping) or not isinstance(tag.get("begin"), str):
+                raise _bad(f"{here}.begin", "is missing; give a text")
+            begin: str = tag["begin"]
+            trigger = next(
+                (text for text in triggers if isinstance(text, str) and text and begin.startswith(text)), None
+            )
+            if trigger is None:
+                raise _bad(f"{here}.begin", f"is {begin!r}, which begins with none of the triggers {triggers}")
+            content = self._content(tag, here, depth)
+            plain.append(f"{self._literal(begin, f'{here}.begin')} {content}")
+            rest = begin[len(trigger) :]
+            used.setdefault(trigger, []).append(f"{self._literal(rest, here) if rest else ''} {content}")
+        for trigger, contents in used.items():
+            made.append(f"{self._until(trigger, 'triggers')} ({' | '.join(contents)})")
+        one = self._rule(" | ".join(made))
+        first = self._rule(" | ".join(plain))
+        if part.get("stop_after_first"):
+            return f"({first})" if part.get("at_least_one") else f"({one} | {self._last_text(used)})"
+        start = first if part.get("at_least_one") else ""
+        return f"({start} {one}* {self._last_text(used)})"
+
+    def _last_text(self, triggers: Mapping[str, Any]) -> str:
+        """Text behind the last tag: a trigger in it would have begun one."""
+        plain = [text for text in triggers if self._split is None or not self._split.match(text)]
+        if not plain:
+            return _TEXT
+        name = f"TEXT_{len(self._rules)}"
+        self._rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*)({'|'.join(_in_lark(text) for text in plain)})(?s:.*)/")
+        return name
+
+    def _separated(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        tags = _list(part.get("tags"), f"{where}.tags")
+        one = self._rule(
+            " | ".join(self._tag(_tag_of(tag, where), f"{where}.tags[{i}]", depth) for i, tag in enumerate(tags))
+        )
+        separator = self._literal(part.get("separator"), f"{where}.separator")
+        more = "" if part.get("stop_after_first") else f"({separator} {one})*"
+        return f"({one} {more})" + ("" if part.get("at_least_one") else "?")
+
+
+_PARTS: dict[str, Callable[[_Builder, Mapping[str, Any], str, int], str]] = {
+    "const_string": _Builder._const_string,
+    "json_schema": _Builder._json_schema,
+    "regex": _Builder._regex,
+    "grammar": _Builder._grammar,
+    "any_text": _Builder._any_text,
+    "sequence": _Builder._sequence,
+    "or": _Builder._or,
+    "optional": _Builder._optional,
+    "plus": _Builder._repeated,
+    "star": _Builder._repeated,
+    "tag": _Builder._tag,
+    "triggered_tags": _Builder._triggered,
+    "tags_with_separator": _Builder._separated,
+}
+
+
+def _tag_of(tag: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(tag, Mapping):
+        raise _bad(f"{where}.tags", f"has a {type(tag).__name__}; give objects with begin, content and end")
+    return tag
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "any_text" and not part.get("excludes")
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise _bad(where, f"is {value!r}; give a list that is not empty" if not isinstance(value, list) else "is empty")
+    return value
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _in_lark(text: str) -> str:
+    """A text inside a regex between slashes."""
+    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
+
+
+def _bad(where: str, what: str) -> RequestError:
+    place = f"structured_outputs.structural_tag{'.' if where else ''}{where}"
+    return RequestError(f"{place} {what}.", param="structured_outputs")
