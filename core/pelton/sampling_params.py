@@ -128,7 +128,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.stop = [] if self.stop is None else self.stop
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         self.bad_words = [] if self.bad_words is None else self.bad_words
-        if self.guided_decoding is not None:
+        if isinstance(self.guided_decoding, StructuredOutputsParams):
             if self.structured_outputs is not None:
                 raise RequestError("Give structured_outputs or guided_decoding, not both.", param="guided_decoding")
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
@@ -234,7 +234,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "logit_bias": ((dict, _NONE), "a map from token ids to numbers"),
     "output_kind": (RequestOutputKind, "a RequestOutputKind"),
     "structured_outputs": ((StructuredOutputsParams, _NONE), "a StructuredOutputsParams"),
-    "guided_decoding": (_NONE, "unset: its value is in structured_outputs"),
+    "guided_decoding": (_NONE, "a GuidedDecodingParams"),
     "extra_args": ((dict, _NONE), "a map from names to plain data"),
     "logits_processor_args": ((dict, _NONE), "a map from names to plain data"),
 }

@@ -14,7 +14,7 @@ from pelton.engine.input_processor import InputProcessor
 from pelton.errors import RequestError
 from pelton.messages.request import AdapterRef, EngineRequest, MultiModalItem, PoolingParams, TensorData
 from pelton.model.resolved import ResolvedModel
-from pelton.sampling_params import SamplingParams
+from pelton.sampling_params import SamplingParams, StructuredOutputsParams
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [name for name in vars(limits) if name.startswith("MAX_")]
@@ -67,6 +67,8 @@ CASES: dict[str, tuple[str, Callable[[int], object]]] = {
     "MAX_BAD_WORD_CHARS": ("bad_words", lambda size: SamplingParams(bad_words=["x" * size])),
     "MAX_LOGIT_BIAS_ENTRIES": ("logit_bias", lambda size: SamplingParams(logit_bias={i: 1.0 for i in range(size)})),
     "MAX_ALLOWED_TOKEN_IDS": ("allowed_token_ids", lambda size: SamplingParams(allowed_token_ids=list(range(size)))),
+    "MAX_CONSTRAINT_CHARS": ("structured_outputs", lambda size: StructuredOutputsParams(regex="x" * size)),
+    "MAX_CHOICES": ("structured_outputs.choice", lambda size: StructuredOutputsParams(choice=["x"] * size)),
     "MAX_SEED": ("seed", lambda size: SamplingParams(seed=size)),
     "MAX_REQUEST_ID_CHARS": ("request_id", lambda size: process(request_id="x" * size)),
     "MAX_CACHE_SALT_CHARS": ("cache_salt", lambda size: process(cache_salt="x" * size)),

@@ -36,6 +36,7 @@ BAD: dict[str, list[Any]] = {
     "spaces_between_special_tokens": [None],
     "output_kind": ["x", 7, None],
     "structured_outputs": [{"json": "{}"}, "x"],
+    "guided_decoding": [{"json": "{}"}, "x"],
     "extra_args": [[1], "x"],
 }
 

@@ -558,22 +558,17 @@ def make_grammar_manager(
     tokenizer."""
     name, hook = config.structured_outputs.backend, "pelton_structured_output_backends"
     found = [plugins.find(hook, name, setting="structured_outputs_backend")] if name else plugins.entries(hook)
-    path = model.tokenizer_path
-    if not found or path is None:
+    if not found or model.tokenizer_path is None:
         return None
-
-    def make_backend() -> StructuredOutputBackend:
-        context = StructuredOutputContext(
-            tokenizer_path=path,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            engine_config=config,
-            metrics=metrics,
-            tokenizer=load_tokenizer(config, model, plugins),
-        )
-        return make(found[0], StructuredOutputBackend, context)  # type: ignore[type-abstract]
-
-    return GrammarManager(make_backend)
+    context = StructuredOutputContext(
+        tokenizer_path=model.tokenizer_path,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        engine_config=config,
+        metrics=metrics,
+        load_tokenizer=lambda: load_tokenizer(config, model, plugins),
+    )
+    return GrammarManager(lambda: make(found[0], StructuredOutputBackend, context))  # type: ignore[type-abstract]
 
 
 def adapter_loads(config: EngineConfig, executor: Executor) -> AdapterLoads | None:

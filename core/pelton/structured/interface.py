@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,7 +43,8 @@ class Grammar(ABC):
     @abstractmethod
     def fill_bitmask(self, row: bytearray | memoryview, draft_token_ids: Sequence[int] = ()) -> None:
         """Write ceil(vocab / 32) little-endian int32 words: bit t % 32 of word t // 32 is 1 when token t may follow
-        `draft_token_ids` in the present state, which is unchanged afterwards."""
+        `draft_token_ids` in the present state, which is unchanged afterwards. Where the next text is certain, one of the
+        tokens that begin it will do."""
 
     @abstractmethod
     def is_terminated(self) -> bool:
@@ -61,8 +62,8 @@ class StructuredOutputContext:
     """All settings, for `read_settings`; None in tests of a backend alone."""
     metrics: PluginMetrics = field(default_factory=PluginMetrics)
     """Counters of its own."""
-    tokenizer: Tokenizer | None = None
-    """The model's; None in tests of a backend alone, which reads `tokenizer_path` itself."""
+    load_tokenizer: Callable[[], Tokenizer | None] | None = None
+    """Loads the model's; None in tests of a backend alone, which reads `tokenizer_path` itself."""
 
 
 class StructuredOutputBackend(ABC):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pelton.errors import EngineError
 from pelton.messages.outputs import FinishReason
 from pelton.messages.step import GrammarMasks
@@ -75,7 +73,7 @@ def is_compiled(request: RequestState) -> bool:
             return False
         grammar = request.grammar_job.result()
         constraint = request.request.sampling_params.structured_outputs
-        if constraint is not None and constraint.reasoning_end:
+        if constraint is not None and isinstance(constraint.reasoning_end, list):
             grammar = AfterReasoning(grammar, constraint.reasoning_end, request.request.prompt_token_ids)
         request.grammar = grammar
         request.grammar_job = None
@@ -84,6 +82,8 @@ def is_compiled(request: RequestState) -> bool:
 
 def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarMasks:
     """Masks of the step's grammar rows; a request whose mask cannot be made ends."""
+    import numpy as np  # here: who only schedules does not load it
+
     output = step.output
     num_masks = [1 + (output.num_draft[row] if output.num_draft else 0) for row in output.grammar_rows]
     bitmask = np.full((sum(num_masks), (vocab_size + 31) // 32), _ANY, dtype="<i4")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pelton import limits
@@ -29,6 +29,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
            "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_KEYWORDS = frozenset({*_LISTS, *_SINGLE, *_MAPS, "items", "uniqueItems", "dependencies", "dependentRequired", "minContains",
+                       "maxContains", "minProperties", "maxProperties", "multipleOf", "$dynamicRef"})  # fmt: skip
 _MAX_OVERLAPPING = 12
 """Branches of a `oneOf` that are told apart by what the others are not."""
 
@@ -73,6 +75,35 @@ def find_keyword(schema: Any, keyword: str, pointer: str = "") -> str | None:
         if found is not None:
             return found
     return None
+
+
+_QUOTED = re.compile(r"\"([^\"]+)\"")
+
+
+def find_blamed(schema: Any, message: str) -> str | None:
+    """The place of what an error of llguidance speaks of: a keyword in quotes, or a regex or a reference of the schema."""
+    if isinstance(schema, str):
+        schema = read_json(schema, "structured_outputs.json")
+    words = [*_QUOTED.findall(message), *(["oneOf"] if message.startswith("oneOf") else [])]
+    if "Properties only" in message:
+        words += ["minProperties", "maxProperties"]
+    for word in words:
+        found = find_keyword(schema, word) if word in _KEYWORDS else None
+        if found is not None:
+            return found
+    return next(
+        (place for name in ("pattern", "format") for place, value in _values_of(schema, name, "") if value in message),
+        None,
+    )
+
+
+def _values_of(schema: Any, name: str, pointer: str) -> Iterator[tuple[str, str]]:
+    """All texts that stand under a keyword, with their places."""
+    if isinstance(schema, Mapping):
+        if isinstance(schema.get(name), str):
+            yield f"{pointer}/{name}", schema[name]
+        for place, inner in _inner(schema, pointer):
+            yield from _values_of(inner, name, place)
 
 
 def _inner(schema: Mapping[str, Any], pointer: str) -> list[tuple[str, Any]]:
@@ -283,6 +314,7 @@ _SHAPES: list[tuple[str, Callable[[Any], bool], str]] = [
     *((name, lambda value: isinstance(value, list) and bool(value), "a list of schemas") for name in ("anyOf", "oneOf", "allOf")),
     ("dependencies", lambda value: isinstance(value, Mapping), "an object"),
     ("dependentRequired", lambda value: isinstance(value, Mapping) and all(map(_is_names, value.values())), "lists of names"),
+    ("required", _is_names, "a list of names"),
     ("enum", lambda value: isinstance(value, list), "a list of values"),
     ("pattern", lambda value: isinstance(value, str), "a regex"),
     ("format", lambda value: isinstance(value, str), "the name of a format"),

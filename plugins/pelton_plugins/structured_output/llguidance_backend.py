@@ -20,6 +20,7 @@ from pelton.config.structured_outputs import StructuredOutputsConfig
 from pelton.errors import EngineError, RequestError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
+from pelton_plugins.structured_output.json_schema import find_blamed
 from pelton_plugins.structured_output.sources import Sources
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
@@ -36,6 +37,8 @@ _LIMITS: dict[str, int] = {
 
 class LLGrammar(Grammar):
     """State of one request. A token that its last mask allowed is taken in with the next native call."""
+
+    name = "llguidance"
 
     def __init__(self, matcher: Any, filler: BatchFiller) -> None:
         self.matcher = matcher
@@ -64,9 +67,10 @@ class LLGrammar(Grammar):
         self.flush()
         drafts = list(draft_token_ids)
         masks = np.full((1 + len(drafts), -(-len(row) // 4)), -1, dtype="<i4")
-        self.filler.executor.unsafe_compute_mask_ptr_with_draft_token(
-            [(self.matcher, 0, drafts)], masks.ctypes.data, masks.strides[0], len(masks)
-        )
+        if drafts:
+            self.matcher.unsafe_compute_mask_ptr_with_draft_token(masks.ctypes.data, masks.strides[0], drafts)
+        else:
+            self.matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.strides[0])
         self.check()
         row[:] = masks[-1].tobytes()
 
@@ -101,14 +105,12 @@ class BatchFiller:
         if pending:
             self.executor.consume_token_par(pending)
         address, size, count = bitmask.ctypes.data, bitmask.strides[0], len(bitmask)
-        if any(drafts for _, _, drafts in rows):
-            self.executor.unsafe_compute_mask_ptr_with_draft_token(
-                [(grammar.matcher, place, list(drafts)) for grammar, place, drafts in rows], address, size, count
-            )
-        else:
-            self.executor.unsafe_compute_mask_ptr(
-                [(grammar.matcher, place) for grammar, place, _ in rows], address, size, count
-            )
+        plain = [(grammar.matcher, place) for grammar, place, drafts in rows if not drafts]
+        drafted = [(grammar.matcher, place, list(drafts)) for grammar, place, drafts in rows if drafts]
+        if plain:
+            self.executor.unsafe_compute_mask_ptr(plain, address, size, count)
+        if drafted:
+            self.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, size, count)
         for grammar, _, _ in rows:
             if grammar.matcher.is_error():
                 grammar.check()
@@ -133,6 +135,7 @@ class LLGuidanceBackend(StructuredOutputBackend):
         self._filler = BatchFiller(self.settings.grammar_threads or min(max((os.cpu_count() or 2) // 2, 1), 8))
         self._made: OrderedDict[bytes, Any] = OrderedDict()  # matchers in their first state
         self._lock = threading.Lock()
+        self.num_compiled = 0
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         key = cache_key(params)
@@ -143,6 +146,7 @@ class LLGuidanceBackend(StructuredOutputBackend):
         if matcher is None:
             matcher = self._compile(params)
             with self._lock:
+                self.num_compiled += 1
                 self._made[key] = matcher
                 if len(self._made) > _MAX_CACHED:
                     self._made.popitem(last=False)
@@ -159,24 +163,36 @@ class LLGuidanceBackend(StructuredOutputBackend):
 
 
 def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
+    """Of what llguidance does not take, with its place where that can be found."""
+    message, kind = _first_line(message), params.kind
+    pointer = find_blamed(params.json, message) if params.json is not None else None
+    place = f" at {pointer}" if pointer else ""
     return RequestError(
-        f"structured_outputs.{params.kind} cannot be compiled: {_first_line(message)}", param="structured_outputs"
+        f"structured_outputs.{kind}{place} cannot be enforced: {message}"
+        if "nimplemented" in message or "not supported" in message
+        else f"structured_outputs.{kind}{place} cannot be compiled: {message}",
+        param="structured_outputs",
     )
 
 
 def cache_key(params: StructuredOutputsParams) -> bytes:
-    """Equal for constraints of equal content."""
-    return msgspec.json.encode(msgspec.structs.replace(params, reasoning_end=None))
+    """Equal for constraints of equal content. Raises `RequestError` for one that is nested without end."""
+    try:
+        return msgspec.json.encode(msgspec.structs.replace(params, reasoning_end=None))
+    except RecursionError:
+        raise RequestError(
+            f"structured_outputs.{params.kind} is nested too deeply", param="structured_outputs"
+        ) from None
 
 
 def _first_line(message: str) -> str:
-    """What an error of the library says, without the state of its parser."""
+    """The text of a library's error, without the state of its parser."""
     lines = [line.strip() for line in message.split("<state>")[0].splitlines() if line.strip()]
     return " ".join(lines)[:600]
 
 
 class _Wrapper:
-    """What `LLTokenizer` reads."""
+    """A vocabulary with the names that `LLTokenizer` reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

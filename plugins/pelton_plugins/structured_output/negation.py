@@ -6,6 +6,7 @@ without `a`. A keyword of numbers is kept by everything that is no number, so it
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -157,7 +158,7 @@ def _other_values(values: list[Any]) -> Any:
     parts += [{"const": flag} for flag in (False, True) if flag not in flags]
     parts.append({"type": "string", "pattern": not_texts(texts)} if texts else {"type": "string"})
     edges = [-math.inf, *numbers, math.inf]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         part: dict[str, Any] = {"type": "number"}
         if low > -math.inf:
             part["exclusiveMinimum"] = low
@@ -176,7 +177,7 @@ def not_texts(texts: list[str]) -> str:
         follows.setdefault(text, set())
 
     def rest(prefix: str) -> str:
-        """What may follow a prefix."""
+        """Return a regex of all that may follow a prefix."""
         letters = sorted(follows[prefix])
         ways = [] if prefix in texts else [""]
         others = "".join(re.escape(letter) if letter in "\\]^-[&~" else letter for letter in letters)
@@ -229,7 +230,7 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _common(one: list[Any], other: list[Any]) -> bool:
-    return any(type(a) is type(b) and a == b or _both_numbers(a, b) and a == b for a in one for b in other)
+    return any(a == b and (type(a) is type(b) or _both_numbers(a, b)) for a in one for b in other)
 
 
 def _both_numbers(one: Any, other: Any) -> bool:

@@ -20,7 +20,7 @@ from pelton.errors import RequestError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
 from pelton_plugins.structured_output.index_process import IndexError_, IndexProcess
-from pelton_plugins.structured_output.sources import check_nesting
+from pelton_plugins.structured_output.sources import ascii_digits, check_nesting
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
 _MAX_CACHED_BYTES = 256 * 2**20
@@ -54,6 +54,8 @@ class Automaton:
 
 class OutlinesGrammar(Grammar):
     """A state of the automaton; None behind EOS."""
+
+    name = "outlines"
 
     def __init__(self, automaton: Automaton, eos_token_ids: Sequence[int], filler: CopyFiller) -> None:
         self.automaton = automaton
@@ -164,4 +166,4 @@ def regex_of(params: StructuredOutputsParams) -> str:
             param="structured_outputs",
         )
     check_nesting(params.regex, "regex")
-    return params.regex
+    return ascii_digits(params.regex)

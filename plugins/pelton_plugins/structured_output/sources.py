@@ -16,6 +16,9 @@ from pelton_plugins.structured_output.json_schema import prepare_schema, read_js
 from pelton_plugins.structured_output.structural_tags import structural_tag_grammar
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
+WHITESPACE = r"(?:\r?\n[ \t]{0,64}|[ \t]{1,4})"
+"""Between the parts of a JSON text: a line break and an indent, or a few spaces. Without a bound, models that are unsure go on
+with white space to the end."""
 _MAX_GROUPS = 200
 """Brackets that are open at once in a grammar or a regex."""
 
@@ -34,14 +37,17 @@ class Sources:
             )
         if params.regex is not None:
             check_nesting(params.regex, "regex")
-            source: str = llguidance.LLMatcher.grammar_from_regex(params.regex)
+            source: str = llguidance.LLMatcher.grammar_from_regex(ascii_digits(params.regex))
             return source
         if params.choice is not None:
             return choice_grammar(params.choice)
         if params.structural_tag is not None:
             tag = params.structural_tag
             tag = read_json(tag, "structured_outputs.structural_tag") if isinstance(tag, str) else tag
-            return structural_tag_grammar(tag, self._vocabulary, lambda schema: self._schema(schema, params), lark_of)
+            options = self._options(params)
+            return structural_tag_grammar(
+                tag, self._vocabulary, lambda schema: {**self._schema(schema, params), "x-guidance": options}, lark_of
+            )
         assert params.grammar is not None
         return lark_of(params.grammar)
 
@@ -52,14 +58,20 @@ class Sources:
         )
 
     def _json(self, schema: Any, params: StructuredOutputsParams) -> str:
+        source: str = llguidance.LLMatcher.grammar_from_json_schema(
+            self._schema(schema, params), overrides=self._options(params)
+        )
+        return source
+
+    def _options(self, params: StructuredOutputsParams) -> dict[str, Any]:
+        """Of llguidance, for a JSON schema."""
         tight = params.disable_any_whitespace
-        tight = self._settings.disable_any_whitespace if tight is None else tight
-        options: dict[str, Any] = {"coerce_one_of": True, "whitespace_flexible": not tight}
         if params.whitespace_pattern is not None:
             check_nesting(params.whitespace_pattern, "whitespace_pattern")
-            options["whitespace_pattern"] = params.whitespace_pattern
-        source: str = llguidance.LLMatcher.grammar_from_json_schema(self._schema(schema, params), overrides=options)
-        return source
+            return {"whitespace_pattern": params.whitespace_pattern}
+        if self._settings.disable_any_whitespace if tight is None else tight:
+            return {"whitespace_flexible": False}
+        return {"whitespace_pattern": WHITESPACE}
 
 
 def choice_grammar(texts: list[str]) -> str:
@@ -82,6 +94,12 @@ def lark_of(text: str) -> str:
             f"structured_outputs.grammar cannot be read as GBNF or EBNF: {error}", param="structured_outputs"
         ) from None
     return lark
+
+
+def ascii_digits(regex: str) -> str:
+    r"""With `\d` as 0 to 9, as in JSON Schema: a masked model is prone to write digits of any script."""
+    digits = {"\\d": "[0-9]", "\\D": "[^0-9]"}
+    return re.sub(r"\\.", lambda found: digits.get(found.group(), found.group()), regex, flags=re.DOTALL)
 
 
 def check_nesting(text: str, field: str) -> None:

@@ -97,10 +97,7 @@ class _Builder:
         schema = part.get("json_schema")
         if part.get("style", "json") != "json":
             raise _bad(f"{where}.style", f"is {part['style']!r}; json is enforced, other styles are not")
-        return self._rule(
-            "%json "
-            + json.dumps({**self._schema_of(True if schema is None else schema), "x-guidance": {"coerce_one_of": True}})
-        )
+        return self._rule("%json " + json.dumps(self._schema_of(True if schema is None else schema)))
 
     def _regex(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         pattern = part.get("pattern")
@@ -174,7 +171,7 @@ class _Builder:
         return f"{self._literal(part.get('begin'), f'{where}.begin')} {self._content(part, where, depth)}"
 
     def _content(self, part: Mapping[str, Any], where: str, depth: int) -> str:
-        """What a tag has behind its begin."""
+        """A tag's part behind its begin."""
         ends = part.get("end")
         ends = ends if isinstance(ends, list) else [ends]
         content = part.get("content")

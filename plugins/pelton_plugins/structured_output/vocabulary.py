@@ -13,7 +13,10 @@ class Vocabulary:
     """tokens: the bytes of each token id below `vocab_size`; empty for ids that stand for no text."""
 
     def __init__(self, context: StructuredOutputContext) -> None:
-        self.tokenizer = context.tokenizer or _load(context.tokenizer_path)
+        found = context.load_tokenizer() if context.load_tokenizer is not None else _load(context.tokenizer_path)
+        if found is None:
+            raise PeltonError(f"{context.tokenizer_path} has no tokenizer, and structured output needs one.")
+        self.tokenizer = found
         self.vocab_size = context.vocab_size
         self.eos_token_ids = list(context.eos_token_ids)
         self.special_token_ids = sorted({*self.tokenizer.special_token_ids, *self.eos_token_ids})
@@ -31,11 +34,8 @@ class Vocabulary:
         )
 
 
-def _load(path: str) -> Tokenizer:
+def _load(path: str) -> Tokenizer | None:
     from pelton.model.resolve import find_format
     from pelton.plugins import load_plugins
 
-    tokenizer = find_format(Path(path), load_plugins()).load_tokenizer(Path(path))
-    if tokenizer is None:
-        raise PeltonError(f"{path} has no tokenizer, and structured output needs one.")
-    return tokenizer
+    return find_format(Path(path), load_plugins()).load_tokenizer(Path(path))

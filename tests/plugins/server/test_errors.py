@@ -135,6 +135,8 @@ BAD_CHATS = {
     "tokenize-by-kwargs": ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs.tokenize"),
     "format-type": ({"response_format": {"type": "xml"}}, 400, "body.response_format.type"),
     "structural-tag": ({"response_format": {"type": "structural_tag"}}, 501, "response_format"),
+    "two-names": ({"guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_choice"),
+    "guided": ({"guided_regex": "a"}, 501, "guided_regex"),
     "both-formats": ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, 400, "response_format"),
     "too-long": ({"messages": [{"role": "user", "content": "a" * 300}]}, 400, "input_text"),
 }  # fmt: skip

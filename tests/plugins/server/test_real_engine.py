@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -137,10 +138,10 @@ def test_errors_as_the_client_sees_them(client, url):
         client.completions.create(model="tiny", prompt="a", logprobs=21)
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         client.completions.create(model="tiny", prompt="a", logit_bias={"99999": 1})
-    reply = httpx.post(
-        url + "/v1/chat/completions", json={"messages": MESSAGES, "response_format": {"type": "json_object"}}
-    )
-    assert (reply.status_code, reply.json()["error"]["param"]) == (501, "response_format")
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"type": "strng"}}}}}
+    reply = httpx.post(url + "/v1/chat/completions", json={"messages": MESSAGES, "response_format": schema}, timeout=30)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
+    assert "/properties/a/type is 'strng'" in reply.json()["error"]["message"]
     reply = httpx.post(url + "/v1/completions", json={**LONG, "timeout_s": 0.05}, timeout=30)
     assert (reply.status_code, reply.json()["error"]["type"]) == (408, "RequestTimeoutError")
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens <= 2
@@ -223,3 +224,60 @@ def test_the_start_table_is_printed(url, checkpoint, tmp_path):
         text = Path(tmp_path / "log").read_text()
     for word in ("LlamaForCausalLM", "attention", "KV cache", "blocks", "curl http://127.0.0.1:"):
         assert word in text
+
+
+CHOICE = {"choice": ["Positive", "Negative"]}
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TAG = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": OBJECT, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+@pytest.mark.parametrize(
+    "fields, pattern",
+    [
+        ({"structured_outputs": CHOICE}, "Positive|Negative"),
+        ({"guided_choice": CHOICE["choice"]}, "Positive|Negative"),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_grammar": 'root ::= "a" | "b"'}, "[ab]"),
+        ({"guided_json": OBJECT, "guided_whitespace_pattern": " ?"}, r'\{ ?"a" ?: ?\d ?, ?"b" ?: ?"[xy]" ?\}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "o", "schema": OBJECT}}},
+            r'\{\s*"a"\s*:\s*\d\s*,\s*"b"\s*:\s*"[xy]"\s*\}',
+        ),
+        ({"structured_outputs": {"regex": "<f>a{2}", "reasoning_end": ""}}, None),
+    ],
+    ids=["choice", "guided-choice", "guided-regex", "guided-grammar", "guided-json", "json-schema", "empty-end"],
+)
+def test_output_keeps_the_constraint_under_each_of_its_names(url, fields, pattern):
+    body = {"messages": MESSAGES, "max_tokens": 150, "temperature": 1.0, "seed": 3, **fields}
+    reply = httpx.post(url + "/v1/chat/completions", json=body, timeout=60)
+    if pattern is None:
+        assert reply.status_code == 400
+        return
+    choice = reply.json()["choices"][0]
+    assert re.fullmatch(pattern, choice["message"]["content"]) and choice["finish_reason"] == "stop"
+
+
+def test_a_structural_tag_over_http(url):
+    body = {"messages": MESSAGES, "max_tokens": 60, "response_format": TAG, "stream": True}
+    assert httpx.post(url + "/v1/chat/completions", json=body, timeout=60).status_code == 200
+    body["response_format"] = {**TAG, "triggers": ["<g>"]}
+    reply = httpx.post(url + "/v1/chat/completions", json=body, timeout=60)
+    assert "begins with none of the triggers" in reply.text
+
+
+def test_a_parsed_answer_of_the_openai_client(client):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Answer(pydantic.BaseModel):
+        a: int
+        b: bool
+
+    made = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, response_format=Answer, max_tokens=200, seed=1, extra_body={"top_k": 5}
+    )
+    assert isinstance(made.choices[0].message.parsed, Answer)

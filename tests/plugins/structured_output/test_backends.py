@@ -1,0 +1,303 @@
+"""Structured-output backends: conformance, the seeds' example, and what each constraint allows."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from pelton.errors import RequestError
+from pelton.sampling_params import GuidedDecodingParams, StructuredOutputsParams
+from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
+from pelton.testing.models import EOS_ID, VOCAB_SIZE, make_tiny_tokenizer
+from pelton.testing.structured_output import StructuredOutputConformance, allowed_tokens
+from pelton_plugins.structured_output.auto import AutoBackend
+from pelton_plugins.structured_output.llguidance_backend import LLGuidanceBackend
+from pelton_plugins.structured_output.outlines_backend import OutlinesBackend
+
+TEXTS = ["Positive", "Negative"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["a", "server"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+SQL = """
+root ::= "SELECT " column " FROM t" where?
+where ::= " WHERE " column " = " [0-9]{1,2}
+column ::= "a" | "b"
+"""
+LARK = 'start: "SELECT " column " FROM t"\ncolumn: "a" | "b"\n'
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag", "begin": "<f>", "end": "</f>",
+        "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+    },
+}  # fmt: skip
+REGULAR = (StructuredOutputsParams(choice=TEXTS), StructuredOutputsParams(regex=r"[0-9]{3}-[a-c]{1,4}"))
+OTHERS = (
+    StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+    StructuredOutputsParams(grammar=SQL),
+    StructuredOutputsParams(grammar=LARK),
+    StructuredOutputsParams(structural_tag=TAG),
+)
+BAD = (
+    StructuredOutputsParams(regex="("),
+    StructuredOutputsParams(regex="(" * 1000 + "a" + ")" * 1000),
+    StructuredOutputsParams(choice=["("], regex=None),
+)[:2]
+
+
+class TestLLGuidance(StructuredOutputConformance):
+    backend = LLGuidanceBackend
+    good = REGULAR + OTHERS
+    bad = (
+        *BAD,
+        StructuredOutputsParams(json='{"type": '),
+        StructuredOutputsParams(json={"type": "strng"}),
+        StructuredOutputsParams(grammar='root ::= "a'),
+        StructuredOutputsParams(grammar="start: nothing"),
+        StructuredOutputsParams(structural_tag='{"type": "structural_tag"}'),
+    )
+
+
+class TestOutlines(StructuredOutputConformance):
+    backend = OutlinesBackend
+    good = REGULAR
+    bad = (*BAD, StructuredOutputsParams(json=SCHEMA))
+
+
+class TestAuto(StructuredOutputConformance):
+    backend = AutoBackend
+    good = REGULAR + OTHERS
+    bad = (*BAD, StructuredOutputsParams(json={"type": "strng"}))
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> StructuredOutputContext:
+    path = make_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return StructuredOutputContext(tokenizer_path=str(path), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_ID])
+
+
+@pytest.fixture(scope="module")
+def guidance(context: StructuredOutputContext) -> LLGuidanceBackend:
+    return LLGuidanceBackend(context)
+
+
+@pytest.fixture(scope="module", params=[LLGuidanceBackend, OutlinesBackend])
+def each(request: pytest.FixtureRequest, context: StructuredOutputContext) -> StructuredOutputBackend:
+    return request.param(context)
+
+
+def written(guidance: LLGuidanceBackend, tokens: list[int]) -> str:
+    return b"".join(guidance.vocabulary.tokens[token] for token in tokens).decode()
+
+
+def takes(backend: LLGuidanceBackend, params: StructuredOutputsParams, text: str) -> bool:
+    """True when the text, as the tokenizer writes it, is allowed to its end."""
+    grammar = backend.compile(params)
+    return grammar.accept(backend.vocabulary.encode(text)) and EOS_ID in allowed_tokens(grammar)
+
+
+def test_the_seeds_example_begins_with_p_or_n_and_o_follows_p(each, guidance):
+    grammar = each.compile(GuidedDecodingParams(choice=TEXTS))
+    tokens = guidance.vocabulary.tokens
+
+    def letters(grammar: Grammar) -> set[bytes]:
+        return {tokens[token] for token in allowed_tokens(grammar) if len(tokens[token]) == 1}
+
+    assert letters(grammar) == {b"P", b"N"}
+    assert all(any(text.encode().startswith(tokens[token]) for text in TEXTS) for token in allowed_tokens(grammar))
+    assert grammar.accept([tokens.index(b"P")])
+    assert letters(grammar) == {b"o"}
+
+
+def test_both_make_the_same_masks(context, guidance):
+    outlines, chooser = OutlinesBackend(context), random.Random(1)
+    for params in REGULAR:
+        one, other = guidance.compile(params), outlines.compile(params)
+        while not one.is_terminated():
+            allowed = allowed_tokens(one)
+            assert allowed == allowed_tokens(other) or (len(allowed) == 1 and allowed < allowed_tokens(other))
+            token = chooser.choice(sorted(allowed - {EOS_ID}) or [EOS_ID])
+            assert one.accept([token]) and other.accept([token])
+        assert other.is_terminated()
+
+
+@pytest.mark.parametrize(
+    "params, good, bad",
+    [
+        pytest.param({"json_object": True}, ['{"a": 1}', "{}"], ["[1]", "1", '{"a": }'], id="json-object"),
+        pytest.param({"json": json.dumps(SCHEMA)}, ['{"name": "a", "size": 5}', '{\n  "name": "a",\n  "size": 5}'],
+                     ['{"name": "b", "size": 5}', '{"name": "a", "size": 5, "more": 1}'], id="json"),
+        pytest.param({"json": SCHEMA, "disable_any_whitespace": True}, ['{"name":"a","size":5}'],
+                     ['{"name": "a","size":5}'], id="no-whitespace"),
+        pytest.param({"json": {"properties": {"a": {}}}, "disable_additional_properties": True}, ['{"a": 1}'],
+                     ['{"b": 1}'], id="no-more-properties"),
+        pytest.param({"grammar": SQL}, ["SELECT a FROM t", "SELECT b FROM t WHERE a = 12"], ["SELECT c FROM t"], id="ebnf"),
+        pytest.param({"grammar": LARK}, ["SELECT a FROM t"], ["SELECT c FROM t"], id="lark"),
+        pytest.param({"regex": r"\d+"}, ["12"], ["²", "٣"], id="digits-are-ascii"),
+        pytest.param({"choice": ['say "hi"', "a\nb", "\\"]}, ['say "hi"', "a\nb", "\\"], ["say", "b"], id="choice"),
+        pytest.param({"structural_tag": TAG}, ["<f>1</f>"], ["<f>3</f>", "<f>1"], id="tag"),
+    ],
+)  # fmt: skip
+def test_a_constraint_takes_what_it_says(guidance, params, good, bad):
+    params = StructuredOutputsParams(**params)
+    for text in good:
+        assert takes(guidance, params, text), text
+    for text in bad:
+        assert not takes(guidance, params, text), text
+
+
+TRIGGERED = {
+    "structures": [
+        {"begin": "<function=f>", "schema": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+         "end": "</function>"},
+        {"begin": "<function=g>", "schema": {"type": "object"}, "end": "</function>"},
+    ],
+    "triggers": ["<function="],
+}  # fmt: skip
+
+
+def test_structures_constrain_behind_their_trigger_alone(guidance):
+    params = StructuredOutputsParams(structural_tag=json.dumps(TRIGGERED))
+    assert takes(guidance, params, "Nothing to call.")
+    assert takes(guidance, params, 'Let me see. <function=f>{"x": 5}</function>')
+    assert takes(guidance, params, 'One <function=f>{"x": 5}</function> and <function=g>{}</function> more.')
+    assert not takes(guidance, params, 'Let me see. <function=f>{"y": 5}</function>')
+    assert not takes(guidance, params, 'Let me see. <function=h>{"x": 5}</function>')
+    assert not takes(guidance, params, 'Let me see. <function=f>{"x": 5}')
+
+
+def test_special_tokens_in_a_tag_are_tokens(guidance):
+    tag = {"format": {"type": "sequence", "elements": [{"type": "const_string", "value": "<bos>a"}]}}
+    grammar = guidance.compile(StructuredOutputsParams(structural_tag=tag))
+    (bos,) = allowed_tokens(grammar)
+    assert guidance.vocabulary.tokens[bos] == b"<bos>"
+
+
+@pytest.mark.parametrize(
+    "schema, place",
+    [
+        ({"properties": {"a": {"type": "strng"}}}, "/properties/a/type is 'strng'"),
+        ({"items": {"properties": {"a/b": {"minLength": -1}}}}, "/items/properties/a~1b/minLength is -1"),
+        ({"type": "object", "required": "a"}, "/required is 'a'"),
+        ({"properties": {"a": {"$ref": "https://example.com/a.json"}}}, "/properties/a/$ref"),
+        ({"properties": {"a": {"contains": {"type": "string"}, "type": "array"}}}, "/properties/a/contains"),
+        ({"properties": {"a": {"pattern": "("}}}, "/properties/a/pattern"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$defs/b"),
+        ('{"type": "object", }', "line 1, column 20"),
+    ],
+)
+def test_a_bad_schema_is_refused_with_its_place(guidance, schema, place):
+    with pytest.raises(RequestError) as refused:
+        guidance.compile(StructuredOutputsParams(json=schema))
+    assert place in str(refused.value)
+    assert refused.value.param == "structured_outputs"
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "params, words",
+    [
+        ({"json": nested(65)}, "nested 65 levels deep; at most 64"),
+        ({"json": nested(900)}, "nested"),
+        ({"json": {"enum": ["x" * 300_000]}}, "characters; at most 262144"),
+        ({"grammar": "start: " + "(" * 500 + '"a"' + ")" * 500}, "nests 500 brackets"),
+        ({"grammar": "root ::= " + "(" * 500 + '"a"' + ")" * 500}, "nests 500 brackets"),
+        ({"grammar": "start: " + " | ".join(f"r{i}" for i in range(2000))}, "r0"),
+        ({"structural_tag": {"format": {"type": "xml"}}}, "format.type is 'xml'"),
+        ({"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}}, "none of the triggers"),
+    ],
+)  # fmt: skip
+def test_what_is_too_large_or_makes_no_sense_is_refused(guidance, params, words):
+    with pytest.raises(RequestError, match="structured_outputs") as refused:
+        guidance.compile(StructuredOutputsParams(**params))
+    assert words in str(refused.value)
+
+
+def test_a_constraint_is_compiled_once(guidance):
+    params = StructuredOutputsParams(json={**SCHEMA, "title": "once"})
+    before = guidance.num_compiled
+    one, other = guidance.compile(params), guidance.compile(StructuredOutputsParams(json={**SCHEMA, "title": "once"}))
+    assert guidance.num_compiled == before + 1
+    one.accept(guidance.vocabulary.encode('{"name"'))
+    assert guidance.vocabulary.tokens.index(b"{") in allowed_tokens(other), "states are not shared"
+
+
+def test_a_regex_that_takes_too_long_is_stopped(context, monkeypatch):
+    from pelton.config import EngineConfig
+    from pelton_plugins.structured_output.index_process import IndexError_
+
+    config = EngineConfig.from_flat(grammar_compile_timeout_s=0.2)
+    outlines = OutlinesBackend(StructuredOutputContext(**{
+        name: getattr(context, name) for name in ("tokenizer_path", "vocab_size", "eos_token_ids")
+    }, engine_config=config))  # fmt: skip
+    outlines.compile(StructuredOutputsParams(regex="a"))  # its process runs
+    endless = StructuredOutputsParams(regex="(a|b)*a(a|b){22}")
+    with pytest.raises(RequestError, match=r"more than 0\.2 s|memory"):
+        outlines.compile(endless)
+    with pytest.raises(IndexError_):
+        outlines.build(endless, 0.1)
+    assert outlines.compile(StructuredOutputsParams(regex="ab?")), "it goes on with the next"
+
+
+def test_auto_says_which_it_chose(context, caplog):
+    auto = AutoBackend(context)
+    with caplog.at_level("DEBUG", logger="pelton_plugins.structured_output.auto"):
+        auto.compile(StructuredOutputsParams(choice=TEXTS))
+        auto.compile(StructuredOutputsParams(regex=".{0,5000}b{0,5000}"))
+        auto.compile(StructuredOutputsParams(json=SCHEMA))
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(": ")[1].split()[0] for line in said] == ["outlines", "llguidance", "llguidance"]
+    assert "states times tokens; at most" in said[1]
+    assert [auto.compile(StructuredOutputsParams(**{kind: value})).name for kind, value in
+            (("choice", TEXTS), ("json", SCHEMA))] == ["outlines", "llguidance"]  # fmt: skip
+
+
+def test_the_tree_of_a_step_is_filled_in_one_call(guidance, monkeypatch):
+    """Masks of many rows, drafts among them, are those that each row would get alone."""
+    import numpy as np
+
+    grammars = [guidance.compile(params) for params in (*REGULAR, *OTHERS)]
+    alone = [guidance.compile(params) for params in (*REGULAR, *OTHERS)]
+    for _ in range(3):
+        drafts = [_walk(grammar, 2) for grammar in alone]
+        bitmask = np.full((3 * len(grammars), -(-VOCAB_SIZE // 32)), -1, dtype="<i4")
+        grammars[0].filler.fill([(grammar, 3 * i, drafts[i]) for i, grammar in enumerate(grammars)], bitmask)
+        for i, grammar in enumerate(alone):
+            for position in range(len(drafts[i]) + 1):
+                row = bytearray(4 * bitmask.shape[1])
+                grammar.fill_bitmask(row, drafts[i][:position])
+                assert row == bitmask[3 * i + position].tobytes()
+        for i, grammar in enumerate(grammars):
+            wrong = next(token for token in range(VOCAB_SIZE) if token not in allowed_tokens(alone[i]))
+            assert grammar.validate([wrong]) == 0
+            assert grammar.accept(drafts[i][:1]) and alone[i].accept(drafts[i][:1])
+
+
+def _walk(grammar: Grammar, count: int) -> list[int]:
+    path: list[int] = []
+    for _ in range(count):
+        row = bytearray(4 * -(-VOCAB_SIZE // 32))
+        grammar.fill_bitmask(row, path)
+        path.append(next(token for token in range(VOCAB_SIZE) if row[token // 8] >> token % 8 & 1))
+    return path
+
+
+def test_the_process_of_indexes_is_one_file(tmp_path):
+    """It starts without the package, so it is quick."""
+    from pelton_plugins.structured_output import index_process
+
+    assert "pelton" not in "".join(
+        line for line in Path(index_process.__file__).read_text().splitlines() if line.startswith(("import", "from"))
+    )
