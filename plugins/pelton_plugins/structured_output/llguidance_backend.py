@@ -163,7 +163,7 @@ class LLGuidanceBackend(StructuredOutputBackend):
 
 
 def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
-    """Of what llguidance does not take, with its place where that can be found."""
+    """The refusal of what llguidance does not take, with its place where that can be found."""
     message, kind = _first_line(message), params.kind
     pointer = find_blamed(params.json, message) if params.json is not None else None
     place = f" at {pointer}" if pointer else ""

@@ -64,7 +64,7 @@ class Sources:
         return source
 
     def _options(self, params: StructuredOutputsParams) -> dict[str, Any]:
-        """Of llguidance, for a JSON schema."""
+        """The options of llguidance for a JSON schema."""
         tight = params.disable_any_whitespace
         if params.whitespace_pattern is not None:
             check_nesting(params.whitespace_pattern, "whitespace_pattern")
