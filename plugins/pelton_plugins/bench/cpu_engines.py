@@ -181,13 +181,19 @@ class Server:
 @contextlib.contextmanager
 def serving(engine: Engine, folder: Path) -> Iterator[Server]:
     """An engine's server on a free port until the block ends. Raises `EngineError` when it does not come up."""
-    port = free_port()
-    url, log = f"http://127.0.0.1:{port}", folder / f"{_file_name(engine)}-server.log"
-    command = engine.server_command(port, folder)
+    port, log = free_port(), folder / f"{_file_name(engine)}-server.log"
+    with running_server(engine.server_command(port, folder), port, log, engine.environ) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_server(command: list[str], port: int, log: Path, environ: dict[str, str]) -> Iterator[Server]:
+    """A command that serves at `port`, until the block ends. Raises `EngineError` when it does not come up."""
+    url = f"http://127.0.0.1:{port}"
     with log.open("ab") as out:
         began = time.perf_counter()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **engine.environ},
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **environ},
             start_new_session=True,
         )  # fmt: skip
     try:

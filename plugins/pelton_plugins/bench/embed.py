@@ -23,7 +23,8 @@ DOC = """Texts a second, from strings to vectors, tokenizing included: the media
 process of its own, one after the other and then again. An engine whose package is missing is left out, and the reason told.
 
   pelton bench embed minilm --lengths 32 256
-  pelton bench embed minilm --engines pelton transformers --output-json embed.json"""
+  pelton bench embed minilm --engines pelton transformers --output-json embed.json
+  pelton bench embed minilm --http --num-clients 2            inputs a second through /v1/embeddings, in base64"""
 
 
 class EmbedArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +42,29 @@ class EmbedArguments(msgspec.Struct, frozen=True, kw_only=True):
     """pelton, transformers, sentence-transformers, fastembed (ONNX)."""
     num_threads: int | None = None
     """Threads of each engine; one a core when unset."""
+    http: bool = False
+    """Start a server with the engine's flags and send requests to /v1/embeddings; the fields below say how."""
+    url: str | None = None
+    """A server that runs already, instead."""
+    num_clients: int = 4
+    """Processes that send."""
+    connections: int = 8
+    """Of each client, with a request in flight on each."""
+    batch_size: int = 32
+    """Inputs of a request."""
+    texts: bool = False
+    """Send texts, which the server tokenizes; token ids otherwise."""
+    seconds: float = 5.0
+    """Seconds that count, for each length, --repeats times."""
+    warm_s: float = 2.0
+    """Seconds of sending before those."""
     output_json: str | None = None
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, num_tokens=1, repeats=1, turns=1)
+        check_at_least(self, num_tokens=1, repeats=1, turns=1, num_clients=1, connections=1, batch_size=1)
+        if not self.seconds > 0 or not self.warm_s >= 0:
+            raise ConfigError(f"seconds is {self.seconds} and warm_s {self.warm_s}; use such as 5 and 2.")
         if any(length < 3 for length in self.lengths):
             raise ConfigError(f"lengths is {self.lengths}; use at least 3, such as 32 256.")
         unknown = [name for name in self.engines if name not in ENGINES]
@@ -57,6 +76,10 @@ def run(argv: list[str]) -> int:
     parsed = parse_flags(argv, [EmbedArguments], program="pelton bench embed", doc=DOC)
     arguments: EmbedArguments = parsed.structs["EmbedArguments"]
     settings = flat_settings(parsed)
+    if arguments.http or arguments.url is not None:
+        from pelton_plugins.bench import embed_http
+
+        return embed_http.run(arguments, settings)
     threads = arguments.num_threads or len(os.sched_getaffinity(0))
     path = _folder(parsed.config)
     found: dict[str, dict[str, Any]] = {}

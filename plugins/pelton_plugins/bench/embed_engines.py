@@ -16,6 +16,8 @@ from typing import Any
 Embed = Callable[[Sequence[str]], Any]
 """Texts to vectors [texts, D], of length 1."""
 
+WORD_STARTS = ("\u0120", "\u2581")
+"""Of tokens that begin a word, in vocabularies that tell them from others."""
 BATCH = 32
 """Of engines that want to be told: what sentence-transformers takes by itself."""
 SAMPLE = ("A river runs through the town.", "Vectors of a text", "The dog and the other dog met a third one at noon.")
@@ -30,14 +32,23 @@ def make_texts(path: str, length: int, count: int) -> list[str]:
     tokenizer = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    words = [
-        word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and word.islower() and len(word) > 2
-    ]
+    words, num_special = word_list(path)
     chooser = random.Random(length)
-    room = length - tokenizer.num_special_tokens_to_add(is_pair=False)
-    texts = [" ".join(chooser.choices(sorted(words), k=room)) for _ in range(count)]
+    room = length - num_special
+    texts = [" ".join(chooser.choices(words, k=room)) for _ in range(count)]
     # A word may be a token alone and none behind another: such a text is made of its first word.
     return [text if len(tokenizer.encode(text).ids) == length else " ".join(["the"] * room) for text in texts]
+
+
+def word_list(path: str) -> tuple[list[str], int]:
+    """Words that are a token each behind a space, and how many special tokens a text gets."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
+    tokens = tokenizer.get_vocab()
+    begun = [token[1:] for token in tokens if token.startswith(WORD_STARTS)] or list(tokens)
+    words = sorted(word for word in begun if word.isascii() and word.isalpha() and word.islower() and len(word) > 2)
+    return words, tokenizer.num_special_tokens_to_add(is_pair=False)
 
 
 def pelton(path: str, settings: dict[str, Any], threads: int) -> tuple[Embed, str]:

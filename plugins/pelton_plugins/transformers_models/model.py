@@ -8,7 +8,7 @@ it is called with hidden states of the rows that sample in place of its body's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.attention import AttentionLayer
 from pelton.layers.pooling_decoder import PoolingDecoder
+from pelton.layers.rope import Rope, RopeParameters
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
 from pelton_plugins.transformers_models.attention import RUN, TORCH, PagedAttention, received_by, register
 from pelton_plugins.transformers_models.checkpoint import Conversions
 from pelton_plugins.transformers_models.norms import Norm, find_norm
+from pelton_plugins.transformers_models.parts import FusedAttention, GatedMLP
 from pelton_plugins.transformers_models.products import Products, TiedHead, TokenEmbedding, embedding_scale
 from pelton_plugins.transformers_models.source import Source, find_source, refusal, set_ropes
-from pelton_plugins.transformers_models.trace import Trace, trace
+from pelton_plugins.transformers_models.trace import Trace, TracedAttention, trace
+from pelton_plugins.transformers_models.trials import AttentionPart, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,8 +68,10 @@ class TransformersForCausalLM(nn.Module):
         whole = source.build_without_matrices(TORCH if traced.calls_torch else RUN)
         set_ropes(whole, config.max_model_len)
         self.weights, self._conversions = config.weights, Conversions(whole)
-        _Swap(source, whole, traced, config, prefix).run()
-        self._attention = PagedAttention(_attention_layers(whole, traced, config, prefix))
+        self._attention = PagedAttention({})
+        swap = _Swap(source, whole, traced, config, prefix, self._attention)
+        swap.run()
+        self._attention.layers = _attention_layers(whole, traced, swap.fused, config, prefix)
         self._calls_torch = traced.calls_torch
         # Handed on as it is to every layer of those, where its place says that nothing else hides keys.
         self.register_buffer("_no_mask", torch.zeros(1, 1, 1, 1, device=config.device), persistent=False)
@@ -108,8 +113,9 @@ class TransformersForCausalLM(nn.Module):
 
 
 def _attention_layers(
-    model: PreTrainedModel, traced: Trace, config: BuildConfig, prefix: str
+    model: PreTrainedModel, traced: Trace, fused: Container[str], config: BuildConfig, prefix: str
 ) -> dict[nn.Module, AttentionLayer]:
+    """Return the layers of modules that stay."""
     parameters = dict(model.named_parameters())
     return {
         model.get_submodule(name): AttentionLayer(
@@ -117,15 +123,28 @@ def _attention_layers(
             soft_cap=one.soft_cap, sinks=None if one.sinks is None else parameters[one.sinks], config=config,
             prefix=f"{prefix}{name}.attn",
         )
-        for name, one in traced.attention.items()
+        for name, one in traced.attention.items() if name not in fused
     }  # fmt: skip
 
 
 class _Swap:
     """Gives every tensor of a model its memory and its place in the checkpoint, in modules of Pelton's where they fit."""
 
-    def __init__(self, source: Source, model: PreTrainedModel, traced: Trace, config: BuildConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        model: PreTrainedModel,
+        traced: Trace,
+        config: BuildConfig,
+        prefix: str,
+        paged: PagedAttention,
+    ) -> None:
         self._source, self._model, self._traced, self._config, self._prefix = source, model, traced, config, prefix
+        self._paged = paged
+        self._ropes: dict[int, Rope] = {}
+        self._taken: set[str] = set()  # linear modules that have their place
+        self.fused: set[str] = set()
+        """Names of attention modules that Pelton's whole attention replaces."""
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -134,6 +153,8 @@ class _Swap:
 
     def run(self) -> None:
         self._ends()
+        if not self._traced.calls_torch:
+            self._parts()
         for group in self._traced.products:
             self._products(group)
         for name, module in list(self._model.named_modules()):
@@ -172,17 +193,72 @@ class _Swap:
         self._put(name, embedding)
         self._ignore(set(names) - {f"{name}.weight"})
 
-    def _products(self, group: list[str]) -> None:
+    def _parts(self) -> None:
+        """Modules of several products that compute what Pelton's ops do."""
+        trials = Trials(self._model, self._traced)
+        for name, traced in self._traced.attention.items():
+            part = trials.attention(name, traced) if traced.sinks is None else None
+            norms = [] if part is None else [one for one in (part.q_norm, part.k_norm) if one is not None]
+            if part is not None and self._are_own([*part.qkv, part.output]) and self._are_alone(norms):
+                self._put(name, self._fused_attention(name, part, traced, trials))
+                self.fused.add(name)
+        for name in dict.fromkeys(group[0].rpartition(".")[0] for group in self._traced.products):
+            gated = trials.gated(name) if name and name not in self._traced.attention else None
+            if gated is not None and self._are_own([*gated.gate_up, gated.down]):
+                products = self._product(gated.gate_up), self._product([gated.down])
+                self._put(name, GatedMLP(gated, *products, config=self._config))
+
+    def _fused_attention(
+        self, name: str, part: AttentionPart, traced: TracedAttention, trials: Trials
+    ) -> FusedAttention:
+        config = self._config
+        norms: list[Any] = [None if one is None else self._norm(one) for one in (part.q_norm, part.k_norm)]
+        if part.rope is not None and id(part.rope) not in self._ropes:
+            table = trials.cos_sin(part.rope, config.max_model_len).to(config.device)
+            self._ropes[id(part.rope)] = Rope(
+                RopeParameters(
+                    rope_type="default", theta=0.0, rotary_dim=table.shape[1], max_position_embeddings=len(table)
+                ),
+                table,
+            )
+        layer = AttentionLayer(
+            traced.num_heads, traced.num_kv_heads, traced.head_dim, scale=traced.scale,
+            rope=None if part.rope is None else self._ropes[id(part.rope)], sliding_window=traced.sliding_window,
+            soft_cap=traced.soft_cap, q_norm=norms[0], k_norm=norms[1], config=config, prefix=f"{self._prefix}{name}.attn",
+        )  # fmt: skip
+        return FusedAttention(part, self._product(part.qkv), layer, self._product([part.output]), self._paged)
+
+    def _norm(self, name: str) -> Norm:
+        module: Any = self._model.get_submodule(name)
+        spec = find_norm(module)
+        assert spec is not None
+        self._done.add(id(module.weight))
+        return Norm(spec, config=self._config, prefix=self._prefix + name)
+
+    def _are_own(self, names: Sequence[str]) -> bool:
+        """Return whether these are linear modules that share their matrices with no other."""
+        linears: list[Any] = [self._model.get_submodule(name) for name in names]
+        return all(isinstance(one, nn.Linear) for one in linears) and self._are_alone(names)
+
+    def _are_alone(self, names: Iterable[str]) -> bool:
+        """Return whether no other module has the weights of these."""
+        modules: list[Any] = [self._model.get_submodule(name) for name in names]
+        return all(len(self._names[id(one.weight)]) == 1 for one in modules)
+
+    def _product(self, group: list[str]) -> Products:
+        self._taken.update(group)
         linears: list[Any] = [self._model.get_submodule(name) for name in group]
-        if not all(isinstance(one, nn.Linear) and len(self._names[id(one.weight)]) == 1 for one in linears):
-            return
         for one in linears:
             self._done.update(id(parameter) for parameter in one.parameters())
-        products = Products(
+        return Products(
             [self._prefix + name for name in group], linears, config=self._config,
             is_vocabulary=self._model.get_output_embeddings() in linears,
         )  # fmt: skip
-        for name, part in zip(group, products.parts(), strict=True):
+
+    def _products(self, group: list[str]) -> None:
+        if self._taken.intersection(group) or not self._are_own(group):
+            return
+        for name, part in zip(group, self._product(group).parts(), strict=True):
             self._put(name, part)
 
     def _others(self) -> None:

@@ -38,6 +38,24 @@ class TracedAttention:
     sinks: str | None  # name of the parameter
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of a module's call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that a module's call returned, and its place where that was a tuple."""
+
+    tensor: Tensor  # kept, so that no other gets its id
+    module: str
+    call: Call
+    index: int | None
+
+
 @dataclass(slots=True)
 class Trace:
     """Findings of one forward pass."""
@@ -50,6 +68,11 @@ class Trace:
     """Names of linear modules; those of one list read the same input, one after the other."""
     calls_torch: bool
     """Whether its modules call torch's attention themselves."""
+    calls: dict[str, Call]
+    """By the name of the module; of modules that are called once."""
+    made: dict[int, Made]
+    """By the id of the tensor: outputs of modules. The innermost module that returned it."""
+    positions: Tensor
 
 
 def trace(source: Source, max_model_len: int) -> Trace:
@@ -76,8 +99,8 @@ def _trace(source: Source, max_model_len: int, *, calls_torch: bool) -> Trace | 
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             raise refusal(f"{source.name} ({name})", "a convolution over tokens keeps a state of its own")
-    tracer = _Tracer(source.name, model, max_model_len)
     positions = torch.arange(_NUM_TOKENS, device="meta")[None]
+    tracer = _Tracer(source.name, model, max_model_len, positions)
     mask = _mask(1, None) if calls_torch else torch.ones_like(positions)
     try:
         with received_by(tracer), TorchCalls(tracer, tracer.innermost) if calls_torch else nullcontext():
@@ -123,9 +146,12 @@ def _mask(num_tokens: int, window: int | None) -> _Mask:
 class _Tracer:
     """A `Receiver`."""
 
-    def __init__(self, name: str, model: Any, max_model_len: int) -> None:
+    def __init__(self, name: str, model: Any, max_model_len: int, positions: Tensor) -> None:
         self.calls: list[tuple[str, Tensor, int]] = []
         self.read: set[str] = set()
+        self._positions = positions
+        self._calls_of: dict[str, list[Call]] = {}
+        self._made: dict[int, Made] = {}
         self._name, self._model, self._max_model_len = name, model, max_model_len
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -137,16 +163,22 @@ class _Tracer:
                 parent, _, child = linear_name.rpartition(".")
                 setattr(model.get_submodule(parent), child, _Watched(module, linear_name, self))
         for module in self._names:
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave, with_kwargs=True)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if len(self._stack) == 1:
             self._called_by_head.append(self._names[module])
         self._stack.append(module)
+        self._calls_of.setdefault(self._names[module], []).append(Call(args, kwargs))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._stack.pop()
+        outputs: list[tuple[int | None, Tensor]] = [(None, output)] if isinstance(output, Tensor) else []
+        if isinstance(output, tuple | list):
+            outputs = [(index, one) for index, one in enumerate(output) if isinstance(one, Tensor)]
+        for index, one in outputs:
+            self._made.setdefault(id(one), Made(one, self._names[module], Call(args, kwargs), index))
 
     def innermost(self) -> nn.Module:
         """Return the module whose forward pass runs."""
@@ -207,7 +239,8 @@ class _Tracer:
         bodies = [name for name in self._called_by_head if all(one.startswith(f"{name}.") for one in self._found)]
         if len(bodies) != 1:
             raise refusal(self._name, "its head is not apart from its layers")
-        return Trace(bodies[0], self._found, self._products(), calls_torch)
+        calls = {name: calls[0] for name, calls in self._calls_of.items() if len(calls) == 1}
+        return Trace(bodies[0], self._found, self._products(), calls_torch, calls, self._made, self._positions)
 
     def _products(self) -> list[list[str]]:
         counts: dict[str, int] = {}
