@@ -11,6 +11,7 @@ import pelton_plugins.transformers_models.plugin
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.plugins import plugins_of
 from pelton_plugins.transformers_models.norms import Norm, find_norm
+from pelton_plugins.transformers_models.parts import FusedAttention, GatedMLP
 from pelton_plugins.transformers_models.products import (
     Products,
     TiedHead,
@@ -110,6 +111,69 @@ def test_products_of_one_input_are_one_product(tmp_path):
     assert sizes(model) == [(64,), (64, 32, 32), (96, 96), (320,)]
     assert sum(isinstance(one, Norm) for one in model.modules()) == 7
     assert not any(isinstance(one, nn.Linear) for one in model.modules())
+
+
+@pytest.mark.parametrize(
+    "model_type, num_attention, num_gated",
+    [
+        ("qwen3", 3, 3),  # norms of queries and keys
+        ("phi3", 3, 3),  # query, key and value are one matrix, gate and up another; a part of each head turns
+        ("smollm3", 4, 4),  # its last layer turns nothing
+        ("gemma2", 4, 4),
+        ("cohere2", 1, 4),  # pairs lie beside each other in the layers that turn
+        ("olmo2", 0, 3),  # norms of all heads together
+        ("gpt_neox", 0, 0),  # a head's query, key and value lie together
+        ("mixtral", 3, 0),  # experts
+    ],
+)
+def test_attention_and_gated_mlps_are_found(tmp_path, model_type, num_attention, num_gated):
+    model = build(make_checkpoint(tmp_path, model_type))
+    assert sum(isinstance(one, FusedAttention) for one in model.modules()) == num_attention
+    assert sum(isinstance(one, GatedMLP) for one in model.modules()) == num_gated
+
+
+def tampered(monkeypatch, name, method, change):
+    """transformers' Qwen3 with one method of a class changed."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    kind = getattr(modeling_qwen3, name)
+    plain = getattr(kind, method)
+    monkeypatch.setattr(kind, method, lambda *args, **kwargs: change(plain, *args, **kwargs))
+
+
+def scaled_output(plain, *args, **kwargs):
+    output, weights = plain(*args, **kwargs)
+    return 2.0 * output, weights
+
+
+def other_cosines(plain, self, *args, position_embeddings, **kwargs):
+    cos, sin = position_embeddings
+    return plain(self, *args, position_embeddings=(1.5 * cos, sin), **kwargs)
+
+
+def negated_up(plain, self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * -self.up_proj(x))
+
+
+def other_input(plain, self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x + 0.0))
+
+
+@pytest.mark.parametrize(
+    "name, change, attention_stays",
+    [
+        ("Qwen3Attention", scaled_output, True),
+        ("Qwen3Attention", other_cosines, True),
+        ("Qwen3MLP", negated_up, False),
+        ("Qwen3MLP", other_input, False),
+    ],
+)
+def test_modules_that_compute_anything_else_stay(tmp_path, monkeypatch, name, change, attention_stays):
+    tampered(monkeypatch, name, "forward", change)
+    model = build(make_checkpoint(tmp_path, "qwen3"))
+    kept, other = (FusedAttention, GatedMLP) if attention_stays else (GatedMLP, FusedAttention)
+    assert not any(isinstance(one, kept) for one in model.modules())
+    assert sum(isinstance(one, other) for one in model.modules()) == 3
 
 
 def test_a_tied_head_reads_the_embedding(tmp_path):
