@@ -32,7 +32,8 @@ from pelton_plugins.bench.record import circumstances, number, write_json
 if TYPE_CHECKING:
     from pelton_plugins.bench.embed import EmbedArguments
 
-VOCAB_SIZE = 10_000  # every model's vocabulary has so many ids
+VOCAB_SIZE = 10_000
+"""Token ids are below it: most vocabularies have so many. That of a model's folder is read."""
 
 
 def run(arguments: EmbedArguments, settings: dict[str, Any]) -> int:
@@ -42,12 +43,13 @@ def run(arguments: EmbedArguments, settings: dict[str, Any]) -> int:
         _server(arguments, settings, Path(folder)) as url,
     ):
         model = _model_of(url)
+        vocab_size = _vocab_size(settings)
         words, num_special = word_list(model_path(settings)) if arguments.texts else ([], 0)
         for length in arguments.lengths:
             turns = []
             for turn in range(arguments.repeats):
                 print(f"{length} tokens, turn {turn + 1} of {arguments.repeats}", file=sys.stderr)
-                turns.append(_turn(arguments, url, model, length, words, num_special, turn))
+                turns.append(_turn(arguments, url, model, length, vocab_size, words, num_special, turn))
             found[str(length)] = turns
     result = {
         "num_clients": arguments.num_clients, "connections": arguments.connections, "batch_size": arguments.batch_size,
@@ -86,6 +88,14 @@ def model_path(settings: dict[str, Any]) -> str:
     return locate(config.model.model, config, load_plugins())
 
 
+def _vocab_size(settings: dict[str, Any]) -> int:
+    """Return how many ids there are to choose from: those of a server at a URL are not known."""
+    config = Path(model_path(settings)) / "config.json" if "model" in settings else None
+    if config is None or not config.is_file():
+        return VOCAB_SIZE
+    return int(json.loads(config.read_text()).get("vocab_size", VOCAB_SIZE))
+
+
 def _headers() -> str:
     key = env.api_key()
     return f"Authorization: Bearer {key}\r\n" if key else ""
@@ -99,7 +109,14 @@ def _model_of(url: str) -> str:
 
 
 def _turn(
-    arguments: EmbedArguments, url: str, model: str, length: int, words: list[str], num_special: int, turn: int
+    arguments: EmbedArguments,
+    url: str,
+    model: str,
+    length: int,
+    vocab_size: int,
+    words: list[str],
+    num_special: int,
+    turn: int,
 ) -> dict[str, Any]:
     """Figures of all clients together."""
     parts = urlsplit(url)
@@ -111,7 +128,7 @@ def _turn(
         for index in range(arguments.num_clients):
             job = Job(
                 host=parts.hostname, port=parts.port or 80, path=f"{parts.path}/v1/embeddings", headers=_headers(), model=model,
-                length=length, batch_size=arguments.batch_size, connections=arguments.connections, vocab_size=VOCAB_SIZE,
+                length=length, batch_size=arguments.batch_size, connections=arguments.connections, vocab_size=vocab_size,
                 words=words, num_special=num_special, warm_s=arguments.warm_s, seconds=arguments.seconds,
                 seed=time.time_ns() + 7919 * turn + index,
             )  # fmt: skip
