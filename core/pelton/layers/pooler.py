@@ -78,15 +78,6 @@ class Pooler(nn.Module):
 
     def forward(self, model: Pooled, hidden: Any, rows: PooledRows) -> list[Tensor | None]:
         """A tensor for each of `rows`, float32; None for one whose prompt goes on."""
-        tasks = {params.asked() for params in rows.params}
-        if (
-            self.spec.pooling_type == "last"
-            and len(tasks) == 1
-            and rows.is_last.all()
-            and rows.params[0].task not in TOKEN_TASKS
-        ):
-            last = model.hidden_states(hidden, rows.last_tokens).float()  # nothing is taken apart
-            return list(self._finish(model, last, rows.params[0]).unbind())
         results: list[Tensor | None] = [None] * len(rows.params)
         is_token = [params.task in TOKEN_TASKS for params in rows.params]
         by_vector = [row for row, wants_tokens in enumerate(is_token) if not wants_tokens]
