@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from pelton.errors import ConfigError
 from pelton.model.registry import causal_name
+from pelton_plugins.transformers_models import experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,11 +49,14 @@ class Source:
 
     def build_without_matrices(self, attention: str) -> PreTrainedModel:
         """Make the model with buffers and vectors on the CPU. Matrices are on the meta device: they are only read from the checkpoint."""
+        experts.register()
         with _MatricesOnMeta():
-            return self._build(attention, self.dtype)
+            return self._build(attention, self.dtype, experts_implementation=experts.NAME)
 
-    def _build(self, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-        model: PreTrainedModel = self.model_class._from_config(self.config, dtype=dtype, attn_implementation=attention)
+    def _build(self, attention: str, dtype: torch.dtype, **implementations: str) -> PreTrainedModel:
+        model: PreTrainedModel = self.model_class._from_config(
+            self.config, dtype=dtype, attn_implementation=attention, **implementations
+        )
         return model.eval()
 
 

@@ -10,6 +10,7 @@ import pelton_backends.sdpa.plugin
 import pelton_plugins.transformers_models.plugin
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.plugins import plugins_of
+from pelton_plugins.transformers_models import experts
 from pelton_plugins.transformers_models.norms import Norm, find_norm
 from pelton_plugins.transformers_models.parts import FusedAttention, GatedMLP
 from pelton_plugins.transformers_models.products import (
@@ -182,6 +183,28 @@ def test_a_tied_head_reads_the_embedding(tmp_path):
     [embedding] = [one for one in model.modules() if isinstance(one, TokenEmbedding)]
     assert head is not embedding and sizes(model) == [(64,), (64, 32, 32), (96, 96)]
     assert sum(one.numel() == 320 * 64 for one in model.parameters()) == 1
+
+
+def test_experts_are_gathered_where_a_graph_needs_it_and_they_are_small(tmp_path, monkeypatch):
+    """transformers' grouped product asks the device for the sizes of the groups, but for bfloat16."""
+    model = build(make_checkpoint(tmp_path, "mixtral"))
+    module = model.get_submodule("body.layers.0.mlp.experts")
+    hidden, index = torch.randn(5, 64), torch.randint(0, 4, (5, 2))
+    weights = torch.rand(5, 2)
+    grouped = experts.experts(module, hidden, index, weights)
+    assert not experts.is_gathered(module, hidden, index)
+    monkeypatch.setattr(experts, "is_gathered", lambda *given: True)
+    torch.testing.assert_close(experts.experts(module, hidden, index, weights), grouped)
+    monkeypatch.undo()
+
+    class OnDevice:
+        is_cuda, dtype = True, torch.float32
+
+    assert experts.is_gathered(module, OnDevice(), index)
+    monkeypatch.setattr(experts, "MOST_GATHERED_BYTES", 10 * (3 * 48 * 64 * 4) - 1)
+    assert not experts.is_gathered(module, OnDevice(), index)
+    OnDevice.dtype = torch.bfloat16
+    assert not experts.is_gathered(module, OnDevice(), index[:1])
 
 
 def test_norms_that_are_not_rms_norms_stay(tmp_path):

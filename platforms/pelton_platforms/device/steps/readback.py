@@ -181,17 +181,15 @@ class StepOutput(PendingOutput):
 
     def _take_pooled(self, arrays: list[np.ndarray]) -> None:
         """Take a tensor of each row that was pooled; those of one shape came as one."""
-        parts = arrays if len(arrays) != 1 else arrays[0].astype("<f4", copy=False)
-        are_finite: list[bool] = (
-            [bool(np.isfinite(values).all()) for values in arrays]
-            if len(arrays) != 1
-            else np.isfinite(arrays[0]).reshape(len(arrays[0]), -1).all(axis=1).tolist()
-        )
+        if len(arrays) == 1:
+            numbers = arrays[0].astype("<f4", copy=False)
+            parts, are_finite = list(numbers), np.isfinite(numbers).reshape(len(numbers), -1).all(axis=1).tolist()
+        else:
+            parts = [values.astype("<f4", copy=False) for values in arrays]
+            are_finite = [bool(np.isfinite(values).all()) for values in parts]
         for row, values, is_finite in zip(self.rows.tolist(), parts, are_finite, strict=True):
             if self._is_good(row, 0 if is_finite else NOT_FINITE):
-                self.output.pooled[row] = TensorData(
-                    values.astype("<f4", copy=False).tobytes(), "float32", values.shape
-                )
+                self.output.pooled[row] = TensorData(values.tobytes(), "float32", values.shape)
 
     def _take_all(self, arrays: list[np.ndarray]) -> None:
         output = self.output
