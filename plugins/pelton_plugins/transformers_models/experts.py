@@ -34,5 +34,5 @@ def is_gathered(module: Any, hidden: Tensor, top_k_index: Tensor) -> bool:
     if not hidden.is_cuda or hidden.dtype is torch.bfloat16:
         return False
     matrices = [one for one in module.parameters() if one.dim() == 3]
-    copied = sum(one.nbytes // one.shape[0] for one in matrices) * top_k_index.numel()
+    copied: int = sum(one.nbytes // one.shape[0] for one in matrices) * top_k_index.numel()
     return copied <= MOST_GATHERED_BYTES
