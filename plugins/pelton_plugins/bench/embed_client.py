@@ -20,7 +20,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """What to send, and for how long."""
+    """The requests of one client, and the time that it sends them for."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class Job(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What came back within the seconds that count."""
+    """Figures of the answers within the seconds that count."""
 
     num_requests: int = 0
     latencies_s: list[float] = []
