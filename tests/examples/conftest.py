@@ -1,15 +1,15 @@
-"""The example plugins, installed as a user would, into a folder of their own."""
+"""The example plugins in a folder of their own, one of them installed as a user would."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pelton_site import install, place
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = {
@@ -24,15 +24,12 @@ PLUGINS = {
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the packages, built and installed by pip without a network."""
+    """A folder with the packages, the first of them built by pip."""
     folder = tmp_path_factory.mktemp("site")
-    sources = [str(ROOT / "examples/plugins" / name) for name in PLUGINS.values()]
-    command = [
-        sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation",
-        "--disable-pip-version-check", "--target", str(folder), *sources,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    first, *others = PLUGINS.values()
+    install(ROOT / "examples/plugins" / first, folder)
+    for name in others:
+        place(ROOT / "examples/plugins" / name, folder)
     return folder
 
 

@@ -1,11 +1,14 @@
-"""Every example script runs as it stands, as a script without a main guard."""
+"""Every example script runs as it stands: three as programs, without a main guard, others in this process, which has imported all."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples/scripts"
 
@@ -15,6 +18,16 @@ def run(name: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def run(name: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name])
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_every_script_has_a_test():
@@ -28,8 +41,8 @@ def test_offline_generate():
     assert "Paris" in out.splitlines()[0] and len(out.splitlines()) == 3
 
 
-def test_offline_chat():
-    out = run("offline_chat.py")
+def test_offline_chat(run_here):
+    out = run_here("offline_chat.py")
     assert "Paris" in out
     cached = [int(number) for number in re.findall(r", (\d+) of them from the cache", out)]
     assert len(cached) == 2 and cached[1] >= 16
@@ -41,16 +54,15 @@ def test_async_stream():
     assert "'The sky is'" in out and "'Bread is made of'" in out
 
 
-def test_prefix_caching():
-    found = [
-        (int(a), int(b)) for a, b in re.findall(r": (\d+) of (\d+) prompt tokens were cached", run("prefix_caching.py"))
-    ]
+def test_prefix_caching(run_here):
+    pattern = r": (\d+) of (\d+) prompt tokens were cached"
+    found = [(int(a), int(b)) for a, b in re.findall(pattern, run_here("prefix_caching.py"))]
     assert len(found) == 3 and found[0][0] == 0
     assert all(cached > 0.8 * total for cached, total in found[1:])
 
 
-def test_llm_engine_loop():
-    out = run("llm_engine_loop.py")
+def test_llm_engine_loop(run_here):
+    out = run_here("llm_engine_loop.py")
     assert "first is done" in out and "second is done" in out and "third is done" not in out
 
 

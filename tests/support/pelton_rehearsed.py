@@ -13,6 +13,7 @@ import json
 import os
 import pkgutil
 import random
+import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -68,8 +69,13 @@ class HopperPlatform(CPUPlatform):
         return 9, 0
 
 
+QUICK = Path(__file__).with_name("pelton_quick")
+
+
 def pretend_hopper() -> None:
-    """Whoever asks what the device is hears of an H200."""
+    """Whoever asks what the device is hears of an H200. Kernels are compiled without its assembler."""
+    sys.path.append(str(QUICK))  # of compilers that this process starts, too
+    runpy.run_path(str(QUICK / "sitecustomize.py"))
     driver.set_active(Hopper())
     found = pkgutil.walk_packages(pelton_backends.triton.__path__, "pelton_backends.triton.")
     modules = [importlib.import_module(info.name) for info in found]

@@ -267,13 +267,9 @@ def describe(name: str, kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run(
-                [knobs.nvidia.cuobjdump.path, flag, file.name], check=True, capture_output=True, text=True
-            ).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
     found = {"of": name, "kernel": kernel.name, "registers": registers, "stack": stack}
     return found | {"instructions": INSTRUCTION.findall(code)}
 

@@ -62,7 +62,7 @@ static void check_runs(void) {
     for (int threads = 1; threads <= 9; threads += 2) {
         pelton_set_threads(threads);
         CHECK(pool_num_threads() == threads);
-        for (int repeat = 0; repeat < 40; repeat++)
+        for (int repeat = 0; repeat < 28; repeat++)
             for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
                 struct context context = {repeat, 3 * repeat, ""};
                 int is_repeatable = repeat % 2;

@@ -22,12 +22,23 @@ from pelton_backends.sdpa import plugin as sdpa_plugin
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
 
-LOAD = """
-from pelton_backends.native import library
-library.EXTRA_FLAGS.append("-O0")  # sooner
-library.use_isa("plain")
-print(library.reason_against(), library.kernels().isa)
+BUILD = """
+from pathlib import Path
+from pelton_backends.native import build, isa
+build.SOURCES = Path({sources!r})
+print(build.build_library(isa.ISAS[0]))
 """
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """Two files that are compiled at once."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    for name in ("one", "two"):
+        (folder / f"{name}.c").write_text(f"int {name}(void) {{ return 1; }}\n")
+    monkeypatch.setattr(build, "SOURCES", folder)
+    return folder
 
 
 def run_python(code, **environment):
@@ -36,11 +47,13 @@ def run_python(code, **environment):
     )
 
 
-def test_the_library_is_compiled_once_for_its_content(tmp_path):
-    first = build_library(ISAS[0], extra_flags=["-O0"], folder=tmp_path)
+def test_the_library_is_compiled_once_for_its_content(tmp_path, sources):
+    made = tmp_path / "made"
+    made.mkdir()
+    first = build_library(ISAS[0], folder=made)
     changed = first.stat().st_mtime_ns
-    assert build_library(ISAS[0], extra_flags=["-O0"], folder=tmp_path) == first and first.stat().st_mtime_ns == changed
-    assert [path.name for path in tmp_path.iterdir()] == [first.name], "nothing else is left behind"
+    assert build_library(ISAS[0], folder=made) == first and first.stat().st_mtime_ns == changed
+    assert [path.name for path in made.iterdir()] == [first.name], "nothing else is left behind"
 
 
 def test_the_key_follows_sources_and_flags(tmp_path, monkeypatch):
@@ -55,11 +68,12 @@ def test_the_key_follows_sources_and_flags(tmp_path, monkeypatch):
     assert len(keys) == 3
 
 
-def test_two_processes_compile_at_once(tmp_path):
+def test_two_processes_compile_at_once(tmp_path, sources):
+    code = BUILD.format(sources=str(sources))
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda _: run_python(LOAD, XDG_CACHE_HOME=str(tmp_path)), range(2)))
-    assert [result.stdout.split()[0] for result in results] == ["None", "None"], results
-    assert len(list((tmp_path / "pelton/native").iterdir())) == 1
+        results = list(pool.map(lambda _: run_python(code, XDG_CACHE_HOME=str(tmp_path)), range(2)))
+    (made,) = (tmp_path / "pelton/native").iterdir()
+    assert [result.stdout.split() for result in results] == [[str(made)]] * 2, results
 
 
 def test_without_a_compiler_the_torch_reference_is_used(tmp_path):
@@ -92,10 +106,10 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path):
     assert "the C compiler failed" in result.stdout and "no such luck" in result.stdout, result.stderr
 
 
-def test_a_cache_that_cannot_be_written_gives_way_to_a_private_folder(tmp_path):
+def test_a_cache_that_cannot_be_written_gives_way_to_a_private_folder(tmp_path, sources):
     (tmp_path / "pelton").write_text("a file where the folder should be")
-    result = run_python(LOAD, XDG_CACHE_HOME=str(tmp_path))
-    assert result.stdout.startswith("None"), result.stderr
+    result = run_python(BUILD.format(sources=str(sources)), XDG_CACHE_HOME=str(tmp_path))
+    assert result.stdout.endswith(".so\n") and str(tmp_path) not in result.stdout, result.stderr
     assert result.stderr.count("the cache folder cannot be written") == 1
 
 

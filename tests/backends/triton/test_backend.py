@@ -14,7 +14,7 @@ from pelton.entries import BackendEntry
 from pelton.layers.attention import AttentionLayer
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
-from pelton.testing.attention import CASES, MIXED, AttentionBackendConformance, AttentionCase, AttentionStep
+from pelton.testing.attention import CASES, JUNK_CASES, MIXED, AttentionBackendConformance, AttentionCase, AttentionStep
 from pelton.testing.latent_attention import LatentAttentionConformance
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.plugins import plugins_of
@@ -38,6 +38,25 @@ class TestTritonBackend(AttentionBackendConformance):
     def test_one_bound_layer_serves_steps_of_all_kinds(self, name: str) -> None:
         """Fewer cases than the suite has: the interpreter takes ten seconds for each."""
         super().test_one_bound_layer_serves_steps_of_all_kinds(name)
+
+    @pytest.mark.parametrize(
+        "name, junk",
+        [
+            pytest.param(name, junk, marks=[pytest.mark.gpu] if (at + kind) % 2 else [])
+            for at, name in enumerate(JUNK_CASES)
+            for kind, junk in enumerate(("infinity", "largest"))
+        ],
+    )
+    def test_what_is_no_rows_is_selected_away(self, name: str, junk: str) -> None:
+        """Each case with one of them alone in the interpreter, in turn."""
+        super().test_what_is_no_rows_is_selected_away(name, junk)
+
+    @pytest.mark.covering(2)
+    @pytest.mark.parametrize("in_keys", [True, False], ids=["keys", "values"])
+    @pytest.mark.parametrize("spoilt", [3, 4, 6])
+    @pytest.mark.parametrize("name", ["mixed", "window", "bfloat16-heads-of-128"])
+    def test_nan_of_a_row_reaches_that_row_alone(self, name: str, spoilt: int, in_keys: bool) -> None:
+        super().test_nan_of_a_row_reaches_that_row_alone(name, spoilt, in_keys)
 
 
 class TestTritonMLABackend(LatentAttentionConformance):

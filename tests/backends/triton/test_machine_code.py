@@ -7,10 +7,12 @@ writes anything or adds to a counter, lets the next one start (PREEXIT), and has
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pelton_programs import run_program
+from pelton_shared import once
 
 DECODE = ("early", "split", "streamed")
 CHAIN = ("QKV", "O", "gate and up", "down", "O of 32 rows", *DECODE)
@@ -18,32 +20,45 @@ LOADS = {"LDG", "LDGSTS", "UTMALDG"}
 WRITES = {"STG", "ATOM", "ATOMG", "RED", "REDG", "UTMASTG", "UTMAREDG"}
 
 
+WITH_ADAPTERS = ("QKV with an adapter", "gate and up of 32 rows with adapters")
+IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "down of 32 rows in e4m3")
+OTHERS = (*WITH_ADAPTERS, *IN_E4M3, "dealt", "latent", "sampling with all", "speculation", "drafts")
+Kernels = Callable[..., list[dict[str, Any]]]
+
+
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     return run_program("pelton_sm90.py", *arguments)
+
+
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """Give the kernels of these names. One program compiles those of all names: its start takes as long as ten kernels."""
+    made = once(tmp_path_factory, "sm90", lambda: compiled("bfloat16", "bfloat16", *CHAIN, *OTHERS))
+    return lambda *names: [kernel for name in names for kernel in made if kernel["of"] == name]
 
 
 @pytest.mark.parametrize(
     "dtype, kv_dtype, names",
     [
-        ("bfloat16", "fp8_e4m3", (*DECODE, "dealt", "prefill", "cascade", "write")),
-        ("bfloat16", "fp8_e5m2", (*DECODE, "write")),
+        ("bfloat16", "fp8_e4m3", ("early", "streamed", "dealt", "prefill", "cascade", "write")),
+        ("bfloat16", "fp8_e5m2", ("split", "write")),
         ("float16", "bfloat16", ("streamed",)),
+        ("float32", "float32", ("latent",)),
     ],
 )
 def test_caches_of_another_dtype_have_kernels(dtype: str, kv_dtype: str, names: tuple[str, ...]) -> None:
     assert {kernel["of"] for kernel in compiled(dtype, kv_dtype, *names)} == set(names)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_latents_of_deepseeks_size_have_kernels(dtype: str) -> None:
-    attend, merge = compiled(dtype, dtype, "latent")
+def test_latents_of_deepseeks_size_have_kernels(bfloat16: Kernels) -> None:
+    attend, merge = bfloat16("latent")
     assert (attend["kernel"], merge["kernel"]) == ("latent_attention_kernel", "merge_kernel")
     assert attend["stack"] == merge["stack"] == 0
 
 
 @pytest.fixture(scope="module")
-def chain() -> list[dict[str, Any]]:
-    kernels = compiled("bfloat16", "bfloat16", *CHAIN)
+def chain(bfloat16: Kernels) -> list[dict[str, Any]]:
+    kernels = bfloat16(*CHAIN)
     assert [kernel["of"] for kernel in kernels] == list(CHAIN), "a seam is one kernel"
     return kernels
 
@@ -52,9 +67,8 @@ def test_the_decode_chain_keeps_all_in_registers(chain: list[dict[str, Any]]) ->
     assert {kernel["of"]: kernel["stack"] for kernel in chain} == dict.fromkeys(CHAIN, 0)
 
 
-def test_products_with_adapters_fetch_before_they_wait_and_write_behind() -> None:
-    names = ("QKV with an adapter", "gate and up of 32 rows with adapters")
-    kernels = compiled("bfloat16", "bfloat16", *names)
+def test_products_with_adapters_fetch_before_they_wait_and_write_behind(bfloat16: Kernels) -> None:
+    kernels = bfloat16(*WITH_ADAPTERS)
     assert [kernel["kernel"] for kernel in kernels] == [
         "shrink_few_kernel", "add_norm_linear_kernel", "_add_norm_kernel", "shrink_few_kernel", "multiply_kernel"
     ], "one kernel more than without adapters"  # fmt: skip
@@ -75,9 +89,8 @@ def test_nothing_is_written_before_the_wait(chain: list[dict[str, Any]]) -> None
         assert WRITES & set(code), f"{name}: the list of writing instructions knows none of this kernel's"
 
 
-def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers() -> None:
-    names = ("gate and up in e4m3", "down in e4m3", "down of 32 rows in e4m3")
-    kernels = compiled("bfloat16", "bfloat16", *names)
+def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers(bfloat16: Kernels) -> None:
+    kernels = bfloat16(*IN_E4M3)
     assert [kernel["kernel"] for kernel in kernels] == [
         "fp8_add_norm_linear_kernel", "fp8_linear_kernel", "_round_kernel", "multiply_kernel",
     ]  # fmt: skip
@@ -87,8 +100,8 @@ def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers() -> 
     assert "QGMMA" in kernels[-1]["instructions"], "many rows are multiplied by tensor cores in e4m3"
 
 
-def test_rows_are_dealt_out_by_a_kernel_that_waits_too() -> None:
-    deal, decode = compiled("bfloat16", "bfloat16", "dealt")
+def test_rows_are_dealt_out_by_a_kernel_that_waits_too(bfloat16: Kernels) -> None:
+    deal, decode = bfloat16("dealt")
     assert (deal["kernel"], decode["kernel"]) == ("deal_kernel", "decode_kernel")
     for kernel in (deal, decode):
         code = kernel["instructions"]
@@ -104,8 +117,8 @@ def test_loads_are_on_their_way_before_the_wait(chain: list[dict[str, Any]]) -> 
         assert LOADS & set(code[: code.index("ACQBULK")]), f"{kernel['of']}: nothing is loaded before the wait"
 
 
-def test_sampling_waits_before_it_writes() -> None:
-    kernels = compiled("bfloat16", "bfloat16", "sampling with all")
+def test_sampling_waits_before_it_writes(bfloat16: Kernels) -> None:
+    kernels = bfloat16("sampling with all")
     assert len({kernel["kernel"] for kernel in kernels}) == 8
     for kernel in kernels:
         name, code = kernel["kernel"], kernel["instructions"]
@@ -113,8 +126,8 @@ def test_sampling_waits_before_it_writes() -> None:
         assert WRITES & set(code) and "PREEXIT" in code, name
 
 
-def test_speculation_waits_before_it_writes() -> None:
-    kernels = compiled("bfloat16", "bfloat16", "speculation", "drafts")
+def test_speculation_waits_before_it_writes(bfloat16: Kernels) -> None:
+    kernels = bfloat16("speculation", "drafts")
     assert [kernel["kernel"] for kernel in kernels] == ["lookup_kernel", "verify_kernel", "drafts_kernel"]
     for kernel in kernels:
         code = kernel["instructions"]
