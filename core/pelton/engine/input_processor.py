@@ -74,6 +74,10 @@ class InputProcessor:
         self._unread = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         self._id_list: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=model.vocab_size)]]
 
+    def draw_apart(self, index: int) -> None:
+        """Let seeds of requests without one differ from those of the other front ends of one engine."""
+        self._seeds = random.Random(f"{self.config.model.seed} {index}")
+
     def engine_started(self, info: EngineInfo) -> None:
         """The engine may have shrunk the context to what fits."""
         self.max_model_len = min(self.model.max_model_len, info.max_model_len)

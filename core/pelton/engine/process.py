@@ -30,6 +30,7 @@ from pelton.engine import protocol
 from pelton.errors import ConfigError, PeltonError, PluginError, RequestError
 from pelton.logging import get_logger, setup
 from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
+from pelton.messages.request import EngineRequest
 from pelton.utils.cache_folder import remove_private_folders
 
 if TYPE_CHECKING:
@@ -52,17 +53,35 @@ class Wire:
         self._in.setsockopt(zmq.RCVHWM, 0)
         self._in.setsockopt(zmq.MAXMSGSIZE, limits.MAX_IPC_MESSAGE_BYTES)
         self._in.bind(protocol.address(socket_dir, protocol.INPUT_SOCKET))
-        self._out = self._context.socket(zmq.PUSH)
-        self._out.setsockopt(zmq.SNDHWM, 0)
-        self._out.setsockopt(zmq.LINGER, 500)
-        self._out.connect(protocol.address(socket_dir, protocol.OUTPUT_SOCKET))
+        self._socket_dir = socket_dir
+        self._outs: dict[int, zmq.Socket[bytes]] = {}
         self._lock = threading.Lock()
         self._decoder = protocol.decoder_for_engine()
+        self.join(0)
 
-    def send(self, message: protocol.ToFrontEnd) -> None:
+    def join(self, client_index: int) -> None:
+        """Connect to the socket that a front end has bound."""
+        out = self._context.socket(zmq.PUSH)
+        out.setsockopt(zmq.SNDHWM, 0)
+        out.setsockopt(zmq.LINGER, 500)
+        out.connect(protocol.address(self._socket_dir, protocol.output_socket(client_index)))
+        with self._lock:
+            self._outs[client_index] = out
+
+    def leave(self, client_index: int) -> None:
+        with self._lock:
+            self._outs.pop(client_index).close(0)
+
+    def send(self, message: protocol.ToFrontEnd, client_index: int = 0) -> None:
+        """Forgotten where that front end is gone."""
         data = protocol.encode(message)
         with self._lock:
-            self._out.send(data)
+            if (out := self._outs.get(client_index)) is not None:
+                out.send(data)
+
+    def send_all(self, message: protocol.ToFrontEnd) -> None:
+        for client_index in list(self._outs):
+            self.send(message, client_index)
 
     def receive(self) -> protocol.ToEngine:
         """The next sound message; others are logged and forgotten."""
@@ -75,7 +94,8 @@ class Wire:
 
     def close(self) -> None:
         with self._lock:
-            self._out.close()
+            for out in self._outs.values():
+                out.close()
 
 
 class EngineProcess:
@@ -88,6 +108,8 @@ class EngineProcess:
         self._inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
         self._busy_since: float | None = None
         self._is_stopping = False
+        self._joined: set[int] = set()
+        self._client_of: dict[str, int] = {}  # unfinished requests of front ends that joined
 
     def start_threads(self) -> None:
         threading.Thread(target=self._read, name="pelton-reader", daemon=True).start()
@@ -140,43 +162,89 @@ class EngineProcess:
             self._tell(core, outputs)
 
     def _tell(self, core: EngineCore, outputs: EngineOutputs) -> None:
-        """Send them; a request whose output is too large to be sent ends with an error."""
+        """Send everyone their outputs, and the figures to who started us."""
+        if self._joined:
+            outputs = self._tell_joined(core, outputs)
+        if outputs.outputs or outputs.stats is not None:
+            self._send_outputs(core, outputs, 0)
+
+    def _tell_joined(self, core: EngineCore, outputs: EngineOutputs) -> EngineOutputs:
+        """Send those that joined their outputs; returns the rest."""
+        shares: dict[int, list[EngineOutput]] = {0: []}
+        client_of = self._client_of
+        for output in outputs.outputs:
+            owner = client_of.get(output.request_id, 0)
+            if output.finish_reason is not None and owner:
+                del client_of[output.request_id]
+            share = shares.get(owner)
+            if share is None:
+                shares[owner] = [output]
+            else:
+                share.append(output)
+        rest = shares.pop(0)
+        for client_index, share in shares.items():
+            self._send_outputs(core, EngineOutputs(share, outputs.timestamp), client_index)
+        return EngineOutputs(rest, outputs.timestamp, outputs.stats)
+
+    def _send_outputs(self, core: EngineCore, outputs: EngineOutputs, client_index: int) -> None:
+        """A request whose output is too large to be sent ends with an error."""
         try:
-            self._wire.send(protocol.Outputs(outputs))
+            self._wire.send(protocol.Outputs(outputs), client_index)
             return
         except RequestError as error:
             logger.error("Outputs are sent one by one: %s", error)
         for output in outputs.outputs:
             try:
-                self._wire.send(protocol.Outputs(EngineOutputs([output], outputs.timestamp)))
+                self._wire.send(protocol.Outputs(EngineOutputs([output], outputs.timestamp)), client_index)
             except RequestError as error:
                 core.finish_requests([output.request_id])
                 reason = RequestError(
                     f"What one step brought for this request is too large; ask for fewer logprobs. {error}"
                 )
                 failed = EngineOutput(output.request_id, finish_reason=FinishReason.ERROR, error=reason.to_info())
-                self._wire.send(protocol.Outputs(EngineOutputs([failed], outputs.timestamp)))
-        self._wire.send(protocol.Outputs(EngineOutputs(timestamp=outputs.timestamp, stats=outputs.stats)))
+                self._wire.send(protocol.Outputs(EngineOutputs([failed], outputs.timestamp)), client_index)
+        stats = EngineOutputs(timestamp=outputs.timestamp, stats=outputs.stats)
+        self._wire.send(protocol.Outputs(stats), client_index)
 
     def _handle(self, core: EngineCore, message: protocol.ToEngine) -> bool:
         """False when the process should end. A request or a call that fails gets an answer; the loop goes on."""
         if isinstance(message, protocol.Add):
-            refused = [output for request in message.requests if (output := try_add(core, request)) is not None]
-            if refused:
-                self._wire.send(protocol.Outputs(EngineOutputs(outputs=refused, timestamp=time.monotonic())))
+            self._add(core, message.requests)
         elif isinstance(message, protocol.Finish):
             core.finish_requests(message.request_ids, message.reason)
+            if message.reason == FinishReason.STOP:  # nothing more comes of these
+                for request_id in message.request_ids:
+                    self._client_of.pop(request_id, None)
         elif isinstance(message, protocol.Call):
             while core.has_work() and not core.has_unfinished_requests():
                 self._step(core)  # open steps of requests that ended still hold blocks
             self._busy_since = time.monotonic()
-            self._wire.send(call(core, message))
+            self._wire.send(call(core, message), message.client_index)
             self._busy_since = None
+        elif isinstance(message, protocol.Join):
+            self._wire.join(message.client_index)
+            self._joined.add(message.client_index)
+        elif isinstance(message, protocol.Leave):
+            if message.client_index in self._joined:
+                self._joined.remove(message.client_index)
+                self._wire.leave(message.client_index)
+            core.finish_requests([name for name, owner in self._client_of.items() if owner == message.client_index])
         elif isinstance(message, protocol.Shutdown):
             return False
         else:
             logger.error("A second Start was ignored.")
         return True
+
+    def _add(self, core: EngineCore, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            owner = request.client_index
+            if owner and owner not in self._joined:
+                continue  # sent by one that has left meanwhile
+            refused = try_add(core, request)
+            if refused is not None:
+                self._wire.send(protocol.Outputs(EngineOutputs([refused], time.monotonic())), owner)
+            elif owner:
+                self._client_of[request.request_id] = owner
 
     def _read(self) -> None:
         while True:
@@ -200,7 +268,7 @@ class EngineProcess:
             if now >= next_beat and not self._is_stopping:
                 next_beat = now + HEARTBEAT_INTERVAL_S
                 with contextlib.suppress(zmq.ZMQError):
-                    self._wire.send(protocol.Heartbeat(0.0 if since is None else now - since))
+                    self._wire.send_all(protocol.Heartbeat(0.0 if since is None else now - since))
 
 
 def start_core(start: protocol.Start) -> EngineCore:

@@ -7,7 +7,6 @@ another forwards its stderr and remembers the last lines.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -17,23 +16,19 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq
 
-from pelton import limits
 from pelton.config import EngineConfig
 from pelton.engine import protocol
+from pelton.engine.channel import Channel
 from pelton.engine.client import EngineClient
-from pelton.errors import ConfigError, EngineDeadError, EngineError, error_from_info
-from pelton.logging import get_logger
+from pelton.errors import ConfigError, EngineDeadError, error_from_info
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
 from pelton.messages.request import EngineRequest
@@ -41,8 +36,6 @@ from pelton.model.resolved import ResolvedModel
 
 if TYPE_CHECKING:
     from pelton.plugins import Plugins
-
-logger = get_logger(__name__)
 
 POLL_S = 0.2  # how long a death may go unnoticed where the kernel has no pidfd
 LAST_LINES = 20
@@ -79,6 +72,15 @@ class ProcessClient(EngineClient):
         if self._is_closed:  # shutdown came meanwhile, and saw the old connection
             self._connection.close(0.0)
         self.info = self._connection.wait_ready()
+
+    @property
+    def socket_dir(self) -> str:
+        """Where further front ends of the same engine find its sockets (`protocol.Join`)."""
+        return self._connection.socket_dir
+
+    def forget_client(self, client_index: int) -> None:
+        """End the requests of a front end that joined and is gone."""
+        self._connection.send(protocol.Leave(client_index))
 
     def add_request(self, request: EngineRequest) -> None:
         self.add_requests([request])
@@ -121,43 +123,26 @@ class ProcessClient(EngineClient):
                 self._connection.close(0.0)
 
 
-class _Connection:
+class _Connection(Channel):
     """One engine process from its start to its end."""
 
     def __init__(self, start: protocol.Start, hang_dump_s: float) -> None:
-        self.error: EngineDeadError | None = None
         self._start = start
         self._ready: Future[EngineInfo] = Future()
-        self._outputs: deque[EngineOutputs] = deque()
-        self._arrived = threading.Condition()
-        self._async_waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-        self._calls: dict[int, Future[protocol.CallResult]] = {}
-        self._last_sign = time.monotonic()
-        self._busy_s = 0.0
         self._failure: str | None = None
         self._is_closing = False
         self._close_lock = threading.Lock()
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._socket_dir = protocol.make_socket_dir()
-        self._context = zmq.Context(io_threads=1)
-        self._from_engine = self._context.socket(zmq.PULL)
-        self._from_engine.setsockopt(zmq.RCVHWM, 0)
-        self._from_engine.setsockopt(zmq.MAXMSGSIZE, limits.MAX_IPC_MESSAGE_BYTES)
-        self._from_engine.bind(protocol.address(self._socket_dir, protocol.OUTPUT_SOCKET))
-        self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.setsockopt(zmq.SNDHWM, 0)
-        self._to_engine.setsockopt(zmq.LINGER, 0)
-        self._to_engine.setsockopt(zmq.SNDTIMEO, 1000)
-        self._to_engine.connect(protocol.address(self._socket_dir, protocol.INPUT_SOCKET))
-        self._send_lock = threading.Lock()
+        self.socket_dir = protocol.make_socket_dir()
+        super().__init__(self.socket_dir)
         try:
-            self.process = _spawn(self._socket_dir, hang_dump_s)
+            self.process = _spawn(self.socket_dir, hang_dump_s)
         except BaseException:
             self._context.destroy(0)  # waits for open sockets otherwise, for ever, once it is collected
-            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            shutil.rmtree(self.socket_dir, ignore_errors=True)
             raise
         # At exit, or when the last reference goes, no process and no directory is left behind.
-        self._finalizer = weakref.finalize(self, _clean_up, self.process, self._socket_dir)
+        self._finalizer = weakref.finalize(self, _clean_up, self.process, self.socket_dir)
         self._stderr_thread = threading.Thread(
             target=_forward_stderr, args=(self.process, self._last_lines), name="pelton-engine-stderr", daemon=True
         )
@@ -165,67 +150,12 @@ class _Connection:
         self._reader = threading.Thread(target=self._read, name="pelton-engine-reader", daemon=True)
         self._reader.start()
 
-    # -- caller's side --
-
     def wait_ready(self) -> EngineInfo:
         try:
             return self._ready.result()
         except BaseException:
             self.close(0.0)
             raise
-
-    def send(self, message: protocol.ToEngine) -> None:
-        if self.error is not None:
-            raise self.error
-        data = protocol.encode(message)
-        try:
-            with self._send_lock:
-                self._to_engine.send(data, 0, len(data) < 65_536)
-        except zmq.ZMQError as error:
-            raise self.error or EngineDeadError(f"The engine process takes no messages: {error}.") from None
-
-    def get(self, timeout_s: float | None) -> EngineOutputs:
-        with self._arrived:
-            self._arrived.wait_for(lambda: self._outputs or self.error is not None, timeout_s)
-            if self._outputs:
-                return self._outputs.popleft()
-        if self.error is not None:
-            raise self.error
-        return EngineOutputs()
-
-    async def get_async(self) -> list[EngineOutputs]:
-        while True:
-            with self._arrived:
-                if self._outputs:
-                    outputs = list(self._outputs)
-                    self._outputs.clear()
-                    return outputs
-                if self.error is not None:
-                    raise self.error
-                loop = asyncio.get_running_loop()
-                waiter = loop.create_future()
-                self._async_waiter = (loop, waiter)
-            await waiter
-
-    def call(self, call_id: int, method: str, args: Sequence[Any], timeout_s: float) -> protocol.CallResult:
-        future: Future[protocol.CallResult] = Future()
-        self._calls[call_id] = future
-        try:
-            self.send(protocol.Call(call_id, method, list(args)))
-            return future.result(timeout_s)
-        except FutureTimeoutError:
-            raise EngineError(
-                f"The engine did not answer {method!r} within {timeout_s:g} s; its step loop has been busy for "
-                f"{self.last_progress_age_s:.1f} s."
-            ) from None
-        finally:
-            self._calls.pop(call_id, None)
-
-    @property
-    def last_progress_age_s(self) -> float:
-        silent_s = time.monotonic() - self._last_sign
-        # A heartbeat comes every second: silence up to then is not news.
-        return self._busy_s + silent_s if self._busy_s else max(0.0, silent_s - 1.5)
 
     def close(self, timeout_s: float) -> None:
         """Ask the process to end, then make it. Idempotent."""
@@ -240,8 +170,7 @@ class _Connection:
             self._finalizer()
             if threading.current_thread() is not self._reader:
                 self._reader.join(2.0)
-            with self._send_lock:
-                self._to_engine.close(0)
+            self.close_sender()
             # Waits for all sockets. At the interpreter's end the reader counts as ended without having closed its own.
             if self._from_engine.closed:
                 self._context.term()
@@ -254,44 +183,24 @@ class _Connection:
         poller.register(self._from_engine, zmq.POLLIN)
         if pidfd is not None:
             poller.register(pidfd, zmq.POLLIN)
-        decoder = protocol.decoder_for_front_end()
         try:
             while self.process.poll() is None:
                 poller.poll(None if pidfd is not None else int(POLL_S * 1000))
-                self._take_messages(decoder)
+                self.take_messages()
             if poller.poll(20):  # what it sent before it died may still be on its way
-                self._take_messages(decoder)
+                self.take_messages()
         finally:
             if pidfd is not None:
                 os.close(pidfd)
             self._from_engine.close(0)
-            self._declare_dead()
+            self._stderr_thread.join(0.3)
+            error = EngineDeadError(self._describe_end())
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            self.declare_dead(error)
 
-    def _take_messages(self, decoder: msgspec.msgpack.Decoder[protocol.ToFrontEnd]) -> None:
-        while True:
-            try:
-                frames = self._from_engine.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
-                self._take(decoder.decode(frames[0].buffer))
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                logger.error("A message of %d bytes from the engine was dropped: %s", len(frames[0].buffer), error)
-
-    def _take(self, message: protocol.ToFrontEnd) -> None:
-        self._last_sign = time.monotonic()
-        if isinstance(message, protocol.Outputs):
-            self._busy_s = 0.0
-            with self._arrived:
-                self._outputs.append(message.outputs)
-                self._notify()
-        elif isinstance(message, protocol.Heartbeat):
-            self._busy_s = message.busy_s
-        elif isinstance(message, protocol.CallResult):
-            future = self._calls.pop(message.call_id, None)
-            if future is not None:
-                future.set_result(message)
-        elif isinstance(message, protocol.Hello):
+    def handle(self, message: protocol.ToFrontEnd) -> None:
+        if isinstance(message, protocol.Hello):
             self._greet(message)
         elif isinstance(message, protocol.Ready):
             if not self._ready.done():
@@ -312,17 +221,6 @@ class _Connection:
             return
         self.send(self._start)
 
-    def _declare_dead(self) -> None:
-        self._stderr_thread.join(0.3)
-        self.error = EngineDeadError(self._describe_end())
-        if not self._ready.done():
-            self._ready.set_exception(self.error)
-        for future in list(self._calls.values()):
-            if not future.done():
-                future.set_exception(self.error)
-        with self._arrived:
-            self._notify()
-
     def _describe_end(self) -> str:
         if self._is_closing:
             return "The engine was shut down."
@@ -337,20 +235,6 @@ class _Connection:
         if self._failure is not None:
             return f" Cause: {self._failure}"
         return f" Its last line: {self._last_lines[-1]}" if self._last_lines else ""
-
-    def _notify(self) -> None:
-        """Wake whoever waits for outputs; `_arrived` is held."""
-        self._arrived.notify_all()
-        if self._async_waiter is not None:
-            loop, waiter = self._async_waiter
-            self._async_waiter = None
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_wake, waiter)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def _spawn(socket_dir: str, hang_dump_s: float) -> subprocess.Popen[bytes]:

@@ -53,6 +53,19 @@ class Call(_Message):
     call_id: int
     method: str
     args: list[Any]
+    client_index: int = 0
+
+
+class Join(_Message):
+    """A further front end: it has bound the socket of its outputs, and sends requests with its index."""
+
+    client_index: int
+
+
+class Leave(_Message):
+    """A front end that joined is gone: its requests end."""
+
+    client_index: int
 
 
 class Shutdown(_Message):
@@ -89,7 +102,7 @@ class CallResult(_Message):
     error: ErrorInfo | None = None
 
 
-ToEngine = Start | Add | Finish | Call | Shutdown
+ToEngine = Start | Add | Finish | Call | Join | Leave | Shutdown
 ToFrontEnd = Hello | Heartbeat | Ready | Failed | Outputs | CallResult
 
 _encoder = msgspec.msgpack.Encoder()
@@ -143,6 +156,11 @@ def make_socket_dir() -> str:
         f"No place for a socket: paths under {tempfile.gettempdir()} have more than {MAX_IPC_PATH_BYTES} bytes. "
         "Set TMPDIR to a shorter one."
     )
+
+
+def output_socket(client_index: int) -> str:
+    """Name of the socket on which a front end gets its outputs; 0 is the one that started the engine."""
+    return f"{OUTPUT_SOCKET}{client_index}" if client_index else OUTPUT_SOCKET
 
 
 def address(socket_dir: str, name: str) -> str:

@@ -65,6 +65,10 @@ class AdapterRegistry:
         """From now on an equal request is another adapter."""
         return self._refs.pop(request, None)
 
+    def number_from(self, first: int) -> None:
+        """Give the adapters to come numbers that no other front end of the same engine gives."""
+        self._ids = itertools.count(first)
+
     # Served names.
 
     @property

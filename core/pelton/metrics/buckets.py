@@ -29,6 +29,17 @@ class BucketCounts:
             total += value
         self.sum += total
 
+    def take(self) -> tuple[list[int], float]:
+        """Return what was observed since the last `take`, for `add` elsewhere, and begin anew."""
+        taken = self._counts, self.sum
+        self._counts, self.sum = [0] * len(self._counts), 0.0
+        return taken
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Add what another one of the same bounds took."""
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, counts, strict=True)]
+        self.sum += total
+
     @property
     def count(self) -> int:
         return sum(self._counts)

@@ -69,7 +69,7 @@ class AsyncLLM:
 
     plugins: from `load_plugins()` when None. start_engine: makes the client, blocking; the process client
     when None. max_restarts: how often in a row a dead engine is started again. explicit: flat names of the settings
-    that the user gave, which plugins may not change.
+    that the user gave, which plugins may not change. stat_loggers: where figures go; those of the settings when None.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class AsyncLLM:
         start_engine: EngineStarter | None = None,
         max_restarts: int = MAX_RESTARTS,
         explicit: Collection[str] = (),
+        stat_loggers: StatLoggers | None = None,
     ) -> None:
         self._front_end = FrontEnd(config, plugins, explicit)
         self.config = self._front_end.config
@@ -89,7 +90,7 @@ class AsyncLLM:
         self.input_processor: InputProcessor = self._front_end.input_processor
         self.adapters: AdapterRegistry = self._front_end.adapters
         self.output_processor = OutputProcessor(self.tokenizer, self.config)
-        self.stat_loggers = StatLoggers(self.config, self.plugins)
+        self.stat_loggers = StatLoggers(self.config, self.plugins) if stat_loggers is None else stat_loggers
         self._start_engine = start_engine or _start_process
         self._max_restarts = max_restarts
         self._client: EngineClient | None = None

@@ -12,6 +12,7 @@ MEASUREMENTS = {
     "latency": "time of one batch of equal requests, from the first to the last token",
     "throughput": "many requests at once: requests and tokens a second",
     "serve": "requests that arrive at random at a server: TTFT, TPOT, ITL, E2E, goodput",
+    "stream": "many clients that stream at once: chunks a second, time between chunks",
     "load": "minutes of load with random aborts: leaks, errors, memory, drift of the inter-token latency",
     "soak": "minutes of random valid requests from many clients: wrong answers, leaks, growth, streams that stand still",
     "table": "the workloads that Pelton is compared by, with other engines' figures and the device's floor",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import CommandEntry, LoaderEntry
+from pelton.entries import CommandEntry, Entry, LoaderEntry, SettingsEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
@@ -16,8 +16,8 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
         CommandEntry(
             name="bench",
             load="pelton_plugins.bench.command:run",
-            help="measure an engine or a server: latency, throughput, serve, load, soak, table, cpu-table, busy, speculation, host, chain",
-            doc="pelton bench latency|throughput|serve|load|soak|table|cpu-table|busy|speculation|host|chain [flags]",
+            help="measure an engine or a server: latency, throughput, serve, stream, load, soak, table, busy, host, ...",
+            doc="pelton bench latency|throughput|serve|stream|load|soak|table|cpu-table|busy|speculation|host|chain [flags]",
         )
     ]
 
@@ -29,5 +29,28 @@ def pelton_model_loaders() -> Sequence[LoaderEntry]:
             name="cycle",
             load="pelton_plugins.bench.cycle_loader:CycleLoader",
             doc="random weights whose texts go round, or never repeat",
+        )
+    ]
+
+
+@hookimpl
+def pelton_executors() -> Sequence[Entry]:
+    return [
+        Entry(
+            name="paced",
+            load="pelton_plugins.bench.paced_executor:PacedExecutor",
+            priority=-1,
+            doc="no device: a token for every row at a set pace, for measurements",
+        )
+    ]
+
+
+@hookimpl
+def pelton_settings() -> Sequence[SettingsEntry]:
+    return [
+        SettingsEntry(
+            name="paced_executor",
+            load="pelton_plugins.bench.paced_executor:PacedSettings",
+            doc="pace of the executor without a device",
         )
     ]

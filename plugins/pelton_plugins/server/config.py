@@ -9,6 +9,8 @@ import msgspec
 from pelton import limits
 from pelton.errors import ConfigError
 
+MAX_API_SERVERS = 64
+
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the server listens, who may use it, and what it bounds."""
@@ -17,6 +19,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Address to listen on. One that other machines reach needs an api_key."""
     port: int = 8000
     """0 takes a free one, which the start message names."""
+    api_server_count: int = 1
+    """Processes that serve HTTP beside one engine, at one port. One is enough below some ten thousand tokens a second."""
     api_key: list[str] = msgspec.field(default_factory=list)
     """Keys that clients send as `Authorization: Bearer KEY`; any of them opens every route."""
     allow_unauthenticated: bool = False
@@ -59,6 +63,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"port is {self.port}; use 1 to 65535, or 0 for a free one.")
         if any(not key for key in self.api_key):
             raise ConfigError("api_key has an empty key; give a non-empty one, or leave the setting out.")
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ConfigError(f"api_server_count is {self.api_server_count}; use 1 to {MAX_API_SERVERS}.")
         for name in ("max_body_bytes", "max_concurrent_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -95,7 +95,7 @@ class Exchange:
         finally:
             # Synchronous up to here from the last await of `work`: nobody can call end() in between.
             self._task = None
-            self.state.exchanges.discard(self)
+            self.state.dismiss(self)
             watch.cancel()
             if keep_alive is not None:
                 keep_alive.cancel()

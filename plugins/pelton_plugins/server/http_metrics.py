@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pelton.metrics.buckets import BucketCounts
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
 
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+FINE_SECONDS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5,
+    3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0,
+)  # fmt: skip
+BYTES = (100.0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8)
+
+Series = tuple[list[int], float]
+"""Observations by bucket, and their sum."""
+
+
+class HttpCounts(msgspec.Struct):
+    """What one process counted since it told last; `num_in_progress` is what is open now."""
+
+    requests: dict[tuple[str, str, str], int] = {}
+    seconds: dict[tuple[str, str], Series] = {}
+    fine_seconds: Series | None = None
+    request_bytes: dict[str, Series] = {}
+    response_bytes: dict[str, Series] = {}
+    num_in_progress: int = 0
+    num_stalled: int = 0
 
 
 class HttpMetrics:
@@ -14,15 +36,57 @@ class HttpMetrics:
     def __init__(self) -> None:
         self._requests: dict[tuple[str, str, str], int] = {}
         self._seconds: dict[tuple[str, str], BucketCounts] = {}
+        self._fine_seconds = BucketCounts(FINE_SECONDS)
+        self._request_bytes: dict[str, BucketCounts] = {}
+        self._response_bytes: dict[str, BucketCounts] = {}
         self.num_in_progress = 0
+        self.num_stalled = 0
+        """Connections that were closed because their client did not read, or did not send."""
 
-    def observe(self, handler: str, method: str, status: int, seconds: float) -> None:
+    def observe(
+        self, handler: str, method: str, status: int, seconds: float, num_bytes_in: int = 0, num_bytes_out: int = 0
+    ) -> None:
+        """num_bytes_in: of the request's body; num_bytes_out: of the answer's."""
         key = (handler, method, f"{status // 100}xx")
         self._requests[key] = self._requests.get(key, 0) + 1
-        buckets = self._seconds.get(key[:2])
-        if buckets is None:
-            buckets = self._seconds[key[:2]] = BucketCounts(SECONDS)
-        buckets.observe(seconds)
+        _series(self._seconds, key[:2], SECONDS).observe(seconds)
+        self._fine_seconds.observe(seconds)
+        _series(self._request_bytes, handler, BYTES).observe(num_bytes_in)
+        _series(self._response_bytes, handler, BYTES).observe(num_bytes_out)
+
+    # Over several processes
+
+    def take(self) -> HttpCounts:
+        """Return what was counted since the last `take`."""
+        requests, self._requests = self._requests, {}
+        stalled, self.num_stalled = self.num_stalled, 0
+        return HttpCounts(
+            requests=requests,
+            seconds={key: series.take() for key, series in self._seconds.items()},
+            fine_seconds=self._fine_seconds.take(),
+            request_bytes={key: series.take() for key, series in self._request_bytes.items()},
+            response_bytes={key: series.take() for key, series in self._response_bytes.items()},
+            num_in_progress=self.num_in_progress,
+            num_stalled=stalled,
+        )
+
+    def add(self, told: HttpCounts) -> None:
+        """Add what another process took; not its open requests, which are not a count."""
+        for key, count in told.requests.items():
+            self._requests[key] = self._requests.get(key, 0) + count
+        for pair, series in told.seconds.items():
+            _series(self._seconds, pair, SECONDS).add(*series)
+        if told.fine_seconds is not None:
+            self._fine_seconds.add(*told.fine_seconds)
+        for mine, theirs in (
+            (self._request_bytes, told.request_bytes),
+            (self._response_bytes, told.response_bytes),
+        ):
+            for handler, series in theirs.items():
+                _series(mine, handler, BYTES).add(*series)
+        self.num_stalled += told.num_stalled
+
+    # What others see
 
     def snapshot(self) -> list[Metric]:
         found: list[Metric] = [
@@ -30,7 +94,12 @@ class HttpMetrics:
                 name="http_requests_in_progress",
                 documentation="HTTP requests that are open now.",
                 value=self.num_in_progress,
-            )
+            ),
+            Counter(
+                name="http_stalled_connections",
+                documentation="Connections closed because their client did not read its answer, or did not send its request.",
+                value=self.num_stalled,
+            ),
         ]
         for (handler, method, status), count in self._requests.items():
             labels = {"handler": handler, "method": method, "status": status}
@@ -39,13 +108,37 @@ class HttpMetrics:
             )
         for (handler, method), buckets in self._seconds.items():
             found.append(
-                Histogram(
-                    name="http_request_duration_seconds",
-                    labels={"handler": handler, "method": method},
-                    documentation="From the first byte of a request to the last byte of its answer.",
-                    count=buckets.count,
-                    sum=buckets.sum,
-                    buckets=buckets.cumulative(),
+                _histogram(
+                    "http_request_duration_seconds", "From the first byte of a request to the last byte of its answer.",
+                    buckets, {"handler": handler, "method": method},
                 )
+            )  # fmt: skip
+        found.append(
+            _histogram(
+                "http_request_duration_highr_seconds", "The same over all routes, in finer buckets.", self._fine_seconds
             )
+        )
+        for name, what, series in (
+            ("http_request_size_bytes", "Bytes of a request's body.", self._request_bytes),
+            ("http_response_size_bytes", "Bytes of an answer's body.", self._response_bytes),
+        ):
+            found += [_histogram(name, what, buckets, {"handler": handler}) for handler, buckets in series.items()]
         return found
+
+
+def _series(known: dict[object, BucketCounts], key: object, bounds: tuple[float, ...]) -> BucketCounts:
+    found = known.get(key)
+    if found is None:
+        found = known[key] = BucketCounts(bounds)
+    return found
+
+
+def _histogram(name: str, what: str, buckets: BucketCounts, labels: dict[str, str] | None = None) -> Histogram:
+    return Histogram(
+        name=name,
+        labels=labels or {},
+        documentation=what,
+        count=buckets.count,
+        sum=buckets.sum,
+        buckets=buckets.cumulative(),
+    )

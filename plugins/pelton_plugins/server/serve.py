@@ -14,7 +14,7 @@ import ssl
 import sys
 import time
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -28,6 +28,9 @@ from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.wire import BoundedHttpProtocol
+
+if TYPE_CHECKING:
+    from pelton_plugins.server.processes.owner import Owner
 
 NICENESS = 5
 """Of the process that serves beside an engine on a CPU."""
@@ -65,15 +68,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "localhost") else self.config.host
-        scheme = "https" if self.config.ssl_certfile else "http"
-        # Without root_path: the proxy in front has that, not this socket.
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return url_of(self.config, self.port)
 
     async def run(self) -> int:
         """Serve until a signal. Returns the exit code."""
-        listener = bind(self.config)
-        self.port = listener.getsockname()[1]
+        listener = self._listen()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -104,6 +103,11 @@ class Server:
                 self._deadline.cancel()
             self._stop_engine()
         return self._exit_code()
+
+    def _listen(self) -> socket.socket:
+        listener = bind(self.config)
+        self.port = listener.getsockname()[1]
+        return listener
 
     async def _load(self) -> None:
         from pelton.sdk.async_llm import AsyncLLM
@@ -167,17 +171,31 @@ class Server:
         self.state.end_all(UnavailableError("The server shut down before the request finished."))
 
     def _announce(self, llm: Any, seconds: float) -> None:
-        print(start_table(llm.info, llm.model), file=sys.stderr, flush=True)
-        print(f"Pelton serves {self.state.model_name} at {self.url} (ready in {seconds:.1f} s). Try:\n\n{self._curl()}\n",
-              file=sys.stderr, flush=True)  # fmt: skip
+        announce(llm, self.config, self.state.model_name, self.url, seconds)
 
-    def _curl(self) -> str:
-        key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.api_key else ""
-        body = (
-            f'{{"model": "{self.state.model_name}", "messages": [{{"role": "user", "content": "What is the capital of '
-            'France?"}], "temperature": 0, "max_completion_tokens": 32}'
-        )
-        return f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+def url_of(config: ServerConfig, port: int) -> str:
+    """The address to try from this machine."""
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::", "localhost") else config.host
+    scheme = "https" if config.ssl_certfile else "http"
+    # Without root_path: the proxy in front has that, not this socket.
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def announce(llm: Any, config: ServerConfig, model_name: str, url: str, seconds: float) -> None:
+    """Print the start table, and a request to try."""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
+    body = (
+        f'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], '
+        '"temperature": 0, "max_completion_tokens": 32}'
+    )
+    print(start_table(llm.info, llm.model), file=sys.stderr, flush=True)
+    print(
+        f"Pelton serves {model_name} at {url} (ready in {seconds:.1f} s). Try:\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _shutdown(llm: Any) -> None:
@@ -213,15 +231,20 @@ def check_tls(config: ServerConfig) -> None:
         raise ConfigError(f"{name} {path} {reason} ({found}). Give {wanted} as PEM.") from None
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket. Raises `ConfigError` that names address and reason."""
+def bind(config: ServerConfig, *, port: int | None = None, is_shared: bool = False) -> socket.socket:
+    """A listening socket. Raises `ConfigError` that names address and reason.
+
+    is_shared: further ones may listen at the same port; the kernel deals connections out to them.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     # Connections inherit it: a vanished client is noticed.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     try:
-        listener.bind((config.host.strip("[]"), config.port))
+        listener.bind((config.host.strip("[]"), config.port if port is None else port))
         listener.listen(2048)
     except OSError as error:
         listener.close()
@@ -243,6 +266,12 @@ def run_server(
     """Serve until a signal, on uvloop. explicit: flat names of the settings that the user gave."""
     import uvloop
 
-    server = Server(config, engine_config, plugins or load_plugins(), explicit)
+    server: Server | Owner
+    if config.api_server_count > 1:
+        from pelton_plugins.server.processes.owner import Owner
+
+        server = Owner(config, engine_config, plugins or load_plugins(), explicit)
+    else:
+        server = Server(config, engine_config, plugins or load_plugins(), explicit)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(server.run())

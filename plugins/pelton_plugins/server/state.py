@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pelton.lora.request import LoRARequest
     from pelton.sdk.async_llm import AsyncLLM
     from pelton_plugins.server.exchange import Exchange
+    from pelton_plugins.server.processes.load_counts import LoadCounts
 
 
 @dataclass(slots=True)
@@ -33,6 +34,11 @@ class ServerState:
     """Generating requests that are open now."""
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     openapi: bytes | None = None
+    load_counts: LoadCounts | None = None
+    """Open requests of all processes, where several serve; `index` is this one's place in it."""
+    index: int = 0
+    ask_metrics: Callable[[], Awaitable[str]] | None = None
+    """Asks the process that knows the figures of all, where several serve."""
 
     @property
     def model_name(self) -> str:
@@ -88,9 +94,22 @@ class ServerState:
 
     def admit(self, exchange: Exchange) -> None:
         most = self.config.max_concurrent_requests
-        if most is not None and len(self.exchanges) >= most:
-            raise UnavailableError(f"{len(self.exchanges)} requests run already (max_concurrent_requests is {most}).")
+        if most is not None and self.num_open >= most:
+            raise UnavailableError(f"{self.num_open} requests run already (max_concurrent_requests is {most}).")
         self.exchanges.add(exchange)
+        if self.load_counts is not None:
+            self.load_counts.tell(self.index, len(self.exchanges))
+
+    def dismiss(self, exchange: Exchange) -> None:
+        """Forget a request that was admitted."""
+        self.exchanges.discard(exchange)
+        if self.load_counts is not None:
+            self.load_counts.tell(self.index, len(self.exchanges))
+
+    @property
+    def num_open(self) -> int:
+        """Generating requests that are open now, over all processes."""
+        return len(self.exchanges) if self.load_counts is None else self.load_counts.total()
 
     def end_all(self, error: PeltonError) -> None:
         """Every open request ends now, with `error`."""

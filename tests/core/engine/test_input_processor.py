@@ -244,3 +244,11 @@ def test_params_are_checked_as_they_are_now(processor: InputProcessor, change: d
     params = SamplingParams()
     params.stop = "one"
     assert processor.process("r", [1], params).params.stop == ["one"] and params.stop == "one"
+
+
+def test_front_ends_of_one_engine_draw_other_seeds():
+    first, second, alone = make(), make(), make()
+    first.draw_apart(1)
+    second.draw_apart(2)
+    seeds = [one.process("r", [5, 6]).requests[0].seed for one in (first, second, alone)]
+    assert len(set(seeds)) == 3

@@ -36,7 +36,7 @@ def serving_slowly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
     @contextlib.contextmanager
     def start(*more: str):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(site))
+            patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
             with serving(str(model), *flags, *more, log=log) as running:
                 yield running
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import prometheus_client
 from litestar import HttpMethod, Response, get, route
 
 import pelton
@@ -13,13 +12,12 @@ from pelton.errors import PeltonError
 from pelton.metrics.snapshot import render_text
 from pelton_plugins.server.errors import UnavailableError, error_response, scrub
 from pelton_plugins.server.openapi import api
+from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.server.state import ServerState
 
 
 def routes(state: ServerState) -> list[Any]:
-    process_metrics = prometheus_client.CollectorRegistry()  # our own: several servers may live in one process
-    prometheus_client.ProcessCollector(registry=process_metrics)
-    prometheus_client.PlatformCollector(registry=process_metrics)
+    process_metrics = ProcessMetrics()
 
     @get("/health", opt=api(None, None))
     async def health() -> Response[bytes]:
@@ -34,7 +32,7 @@ def routes(state: ServerState) -> list[Any]:
     @get("/load", opt=api(None, None))
     async def load() -> Response[bytes]:
         """Generating requests that are open now."""
-        return _json({"server_load": len(state.exchanges)})
+        return _json({"server_load": state.num_open})
 
     @get("/version", opt=api(None, None))
     async def version() -> Response[bytes]:
@@ -42,12 +40,14 @@ def routes(state: ServerState) -> list[Any]:
         return _json({"version": pelton.__version__})
 
     @get("/metrics", opt=api(None, None))
-    async def metrics() -> Response[str]:
+    async def metrics() -> Response[bytes]:
         """Prometheus text exposition."""
-        found = state.llm.get_metrics() if state.llm is not None else []
-        text = render_text([*found, *state.http_metrics.snapshot()])
-        text += prometheus_client.generate_latest(process_metrics).decode()
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        if state.ask_metrics is not None:
+            text = await state.ask_metrics()
+        else:
+            found = state.llm.get_metrics() if state.llm is not None else []
+            text = render_text([*found, *state.http_metrics.snapshot()]) + process_metrics.text()
+        return Response(text.encode(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @get("/openapi.json", opt=api(None, None))
     async def openapi() -> Response[bytes]:

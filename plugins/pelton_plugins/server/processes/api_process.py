@@ -1,0 +1,216 @@
+"""One API process: `python -m pelton_plugins.server.processes.api_process`, started by `owner.py` and by nobody else.
+
+It serves HTTP as a server of one process does; its engine belongs to the owner, and so do the figures. It ends when the
+owner is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pelton.engine.protocol import error_info
+from pelton.errors import PeltonError, PluginError
+from pelton.logging import get_logger, setup
+from pelton.metrics.snapshot import Metric
+from pelton.metrics.stats import IterationStats, SchedulerStats
+from pelton.plugins import load_plugins
+from pelton_plugins.server.process_metrics import ProcessMetrics
+from pelton_plugins.server.processes import control
+from pelton_plugins.server.processes.joined_client import JoinedClient
+from pelton_plugins.server.processes.load_counts import LoadCounts
+from pelton_plugins.server.serve import Server, give_way
+
+logger = get_logger(__name__)
+
+RESTARTS = 10**9  # the owner decides how often
+FIRST_ADAPTER_ID = 2**40  # ids of adapters that resolvers find: a range for each process
+ASK_TIMEOUT_S = 5.0
+
+
+class GatheredStats:
+    """Stands in for the stat loggers, which the owner has: gathers what they are to be told."""
+
+    def __init__(self) -> None:
+        self._gathered = IterationStats()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def engine_started(self, info: Any) -> None:
+        """The owner knows."""
+
+    def record(self, scheduler_stats: SchedulerStats | None, stats: IterationStats) -> None:
+        into = self._gathered
+        into.num_prompt_tokens += stats.num_prompt_tokens
+        into.num_cached_prompt_tokens += stats.num_cached_prompt_tokens
+        into.num_generation_tokens += stats.num_generation_tokens
+        into.num_preempted_reqs += stats.num_preempted_reqs
+        into.time_to_first_tokens_s += stats.time_to_first_tokens_s
+        into.inter_token_latencies_s += stats.inter_token_latencies_s
+        into.finished_requests += stats.finished_requests
+        for reason, count in stats.num_rejected_reqs.items():
+            into.num_rejected_reqs[reason] = into.num_rejected_reqs.get(reason, 0) + count
+
+    def take(self) -> IterationStats:
+        gathered, self._gathered = self._gathered, IterationStats()
+        return gathered
+
+    def log(self) -> None:
+        """The owner writes the line."""
+
+    def snapshot(self) -> list[Metric]:
+        return []
+
+
+class ApiServer(Server):
+    """`Server` on a socket that the owner has bound, over the owner's engine."""
+
+    def __init__(self, configure: control.Configure, link: control.Link, listener: socket.socket) -> None:
+        plugins = load_plugins()
+        if plugins.digest() != configure.plugin_digest:
+            raise PluginError("An API process found other plugins than the server's. Did an installation change?")
+        super().__init__(configure.server, configure.engine, plugins, configure.explicit)
+        self.port = configure.port
+        self._link = link
+        self._listener = listener
+        self._index = configure.index
+        self._loop = asyncio.get_running_loop()
+        self._resolved: asyncio.Future[None] = self._loop.create_future()
+        self._up: asyncio.Future[control.EngineUp] = self._loop.create_future()
+        self._client: JoinedClient | None = None
+        self._stats = GatheredStats()
+        self._process = ProcessMetrics()
+        self._asked: dict[int, asyncio.Future[str]] = {}
+        self.state.index = configure.index
+        self.state.ask_metrics = self._ask_metrics
+        self._tasks = [self._loop.create_task(self._read()), self._loop.create_task(self._tell())]
+
+    def _listen(self) -> socket.socket:
+        return self._listener
+
+    async def _load(self) -> None:
+        from pelton.sdk.async_llm import AsyncLLM
+
+        await self._resolved
+        llm = await asyncio.to_thread(
+            AsyncLLM,
+            self.engine_config,
+            plugins=self.plugins,
+            explicit=self.explicit,
+            start_engine=lambda *_: self._client,  # type: ignore[arg-type, return-value]
+            max_restarts=RESTARTS,
+            stat_loggers=self._stats,  # type: ignore[arg-type]
+        )
+        up = await self._up
+        self._client = JoinedClient(up, self._loop)
+        llm.input_processor.draw_apart(up.client_index)
+        await llm.start()
+        llm.adapters.number_from(FIRST_ADAPTER_ID * up.client_index)
+        if llm.info.report.platform == "cpu":
+            give_way()
+        self.state.llm = llm
+        self._link.send(control.Ready(os.getpid()))
+
+    async def _read(self) -> None:
+        """Follow the owner; without it there is nothing to serve."""
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                self._take(await self._link.receive())
+        os._exit(1)
+
+    def _take(self, message: control.ToApi) -> None:
+        if isinstance(message, control.Resolved):
+            if not self._resolved.done():
+                self._resolved.set_result(None)
+        elif isinstance(message, control.EngineUp):
+            if self._client is not None:
+                self._client.engine_up(message)
+            elif self._up.done():
+                self._up = self._loop.create_future()
+                self._up.set_result(message)
+            else:
+                self._up.set_result(message)
+        elif isinstance(message, control.EngineDown):
+            if self._client is not None:
+                self._client.engine_down(message.reason)
+        elif isinstance(message, control.AskFigures):
+            self._send_figures(message.number)
+        elif isinstance(message, control.MetricsText):
+            asked = self._asked.pop(message.number, None)
+            if asked is not None and not asked.done():
+                asked.set_result(message.text)
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(control.TELL_INTERVAL_S)
+            self._send_figures(0)
+
+    def _send_figures(self, number: int) -> None:
+        self._link.send(
+            control.Figures(number, self._stats.take(), self.state.http_metrics.take(), self._process.samples())
+        )
+
+    async def _ask_metrics(self) -> str:
+        number = max(self._asked, default=0) + 1
+        asked = self._asked[number] = self._loop.create_future()
+        self._link.send(control.AskMetrics(number))
+        try:
+            return await asyncio.wait_for(asked, ASK_TIMEOUT_S)
+        finally:
+            self._asked.pop(number, None)
+
+    def finish(self) -> None:
+        self._send_figures(0)
+
+
+async def serve(arguments: argparse.Namespace) -> int:
+    pair = socket.socket(fileno=arguments.control_fd)
+    pair.setblocking(False)
+    link = control.Link(*await asyncio.open_unix_connection(sock=pair), control.ToApi)
+    configure: control.Configure = await link.receive()
+    setup(configure.engine.observability.log_level)
+    listener = socket.socket(fileno=arguments.listen_fd)
+    listener.setblocking(False)
+    try:
+        server = ApiServer(configure, link, listener)
+        server.state.load_counts = LoadCounts(arguments.load_fd, configure.server.api_server_count)
+        code = await server.run()
+        server.finish()
+    except PeltonError as error:
+        link.send(control.Failed(error_info(error)))
+        code = 1
+    except Exception as error:
+        logger.exception("API process %d failed.", configure.index)
+        link.send(control.Failed(error_info(error)))
+        code = 1
+    link.close()
+    await link.closed()
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    import uvloop
+
+    parser = argparse.ArgumentParser(prog="pelton_plugins.server.processes.api_process", description=__doc__)
+    for name in ("--control-fd", "--listen-fd", "--load-fd"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--python-path", default=None, help="PYTHONPATH as the user set it")
+    arguments = parser.parse_args(argv)
+    os.environ.pop("PYTHONPATH", None)
+    if arguments.python_path is not None:
+        os.environ["PYTHONPATH"] = arguments.python_path
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(serve(arguments))
+    sys.stderr.flush()
+    os._exit(code)  # the owner waits for us, and nothing is left to be freed
+
+
+if __name__ == "__main__":
+    main()

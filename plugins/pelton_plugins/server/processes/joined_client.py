@@ -1,0 +1,109 @@
+"""`JoinedClient`: an engine that another process owns, as a client of this one.
+
+Its messages are read on the event loop, not by a thread: no message waits for the interpreter's lock while the loop works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from pelton.engine import protocol
+from pelton.engine.channel import Channel
+from pelton.engine.client import EngineClient
+from pelton.errors import EngineDeadError, EngineError, error_from_info
+from pelton.messages.outputs import EngineOutputs, FinishReason
+from pelton.messages.request import EngineRequest
+from pelton_plugins.server.processes.control import EngineUp
+
+RESTART_TIMEOUT_S = 1800.0  # a large model takes long to load
+
+
+class JoinedClient(EngineClient):
+    """Made when the engine is up; `engine_up` and `engine_down` come from the owner's messages, on the event loop."""
+
+    def __init__(self, up: EngineUp, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._call_ids = itertools.count()
+        self._is_up = threading.Event()
+        self._is_closed = False
+        self._fd = -1
+        self.engine_up(up)
+
+    def engine_up(self, up: EngineUp) -> None:
+        """Join the engine, or the one that took its place."""
+        self._leave()
+        self._up = up
+        self.info = up.info
+        self._channel = Channel(up.socket_dir, up.client_index)
+        self._channel.send(protocol.Join(up.client_index))
+        self._fd = self._channel.fd
+        self._loop.add_reader(self._fd, self._channel.take_messages)
+        self._is_up.set()
+
+    def engine_down(self, reason: str) -> None:
+        self._is_up.clear()
+        self._channel.take_messages()  # what it sent before it died
+        self._channel.declare_dead(EngineDeadError(reason))
+
+    def _leave(self, linger_ms: int = 0) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            self._fd = -1
+            self._channel.close_both(linger_ms)
+
+    def restart(self) -> None:
+        """Wait until the owner has started a new engine. From a thread."""
+        if not self._is_up.wait(RESTART_TIMEOUT_S) or self._is_closed:
+            raise EngineDeadError("The engine did not come back.")
+
+    def add_request(self, request: EngineRequest) -> None:
+        self.add_requests([request])
+
+    def add_requests(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            request.client_index = self._up.client_index
+        self._channel.send(protocol.Add(list(requests)))
+
+    def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        if request_ids:
+            self._channel.send(protocol.Finish(list(request_ids), reason))
+
+    def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
+        raise EngineError("A joined engine is read on its event loop; await get_outputs_async().")
+
+    async def get_outputs_async(self) -> list[EngineOutputs]:
+        channel = self._channel
+        if channel.error is None:
+            channel.take_messages()
+        return await channel.get_async()
+
+    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        answer = self._channel.call(next(self._call_ids), method, args, timeout_s)
+        if answer.error is not None:
+            raise error_from_info(answer.error)
+        return answer.result
+
+    @property
+    def error(self) -> Exception | None:
+        return self._channel.error
+
+    @property
+    def last_progress_age_s(self) -> float:
+        return self._channel.last_progress_age_s
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """Leave the engine, which goes on."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._channel.error is None:
+            with contextlib.suppress(EngineDeadError):
+                self._channel.send(protocol.Leave(self._up.client_index))
+        self._channel.declare_dead(EngineDeadError("The engine was shut down."))
+        self._is_up.set()
+        self._leave(linger_ms=100)

@@ -1,0 +1,294 @@
+"""`Owner`: the process of `pelton serve --api-server-count N`. It owns the engine, the port and the figures, and serves nothing.
+
+N API processes serve, each with a socket of its own at the one port; the owner holds copies, so that connections wait while
+a dead process is replaced. What one process does wrong ends its own requests only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection
+from typing import Any
+
+from pelton.config import EngineConfig
+from pelton.engine.process_client import ProcessClient
+from pelton.errors import ConfigError, EngineDeadError, EngineError, PeltonError, error_from_info
+from pelton.logging import get_logger
+from pelton.messages.outputs import EngineOutputs
+from pelton.metrics.snapshot import Counter, Gauge, render_text
+from pelton.plugins import Plugins
+from pelton_plugins.server.config import ServerConfig
+from pelton_plugins.server.http_metrics import HttpMetrics
+from pelton_plugins.server.process_metrics import ProcessMetrics
+from pelton_plugins.server.processes import control
+from pelton_plugins.server.processes.child import Child
+from pelton_plugins.server.processes.load_counts import LoadCounts
+from pelton_plugins.server.serve import announce, bind, check_tls, url_of
+
+logger = get_logger(__name__)
+
+ASK_TIMEOUT_S = 2.0  # for the figures of all processes
+SILENCE_S = 20.0  # an API process that tells nothing for so long is replaced
+WATCH_S = 1.0
+EXIT_GRACE_S = 7.0  # beyond the time that running requests get
+
+
+class OwnedClient(ProcessClient):
+    """Tells when the engine ends, and when another one took its place."""
+
+    owner: Owner
+    loop: asyncio.AbstractEventLoop
+
+    async def get_outputs_async(self) -> list[EngineOutputs]:
+        try:
+            return await super().get_outputs_async()
+        except EngineDeadError as error:
+            self.owner.engine_down(str(error))
+            raise
+
+    def restart(self) -> None:
+        super().restart()
+        self.loop.call_soon_threadsafe(self.owner.engine_up, self)
+
+
+class Owner:
+    """One engine, one port, several processes, from the bind to the last answer."""
+
+    def __init__(
+        self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
+    ) -> None:
+        config.check_exposure()
+        check_tls(config)
+        if engine_config.lora.allow_runtime_lora_updating:
+            raise ConfigError(
+                f"allow_runtime_lora_updating is set, and api_server_count is {config.api_server_count}: an adapter that is "
+                "loaded through one process would be unknown to the others. Use one process, or --lora-modules."
+            )
+        self.config, self.engine_config, self.plugins, self.explicit = config, engine_config, plugins, explicit
+        self.port = config.port
+        self.http = HttpMetrics()
+        self.num_restarts = 0
+        self._llm: Any = None
+        self._client: OwnedClient | None = None
+        self._is_resolved = False
+        self._up: control.EngineUp | None = None
+        self._client_indexes = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self._process = ProcessMetrics()
+        self._num_signals = 0
+        self._stop = asyncio.Event()
+        self._failure: PeltonError | None = None
+        self.is_stopping = False
+        self.children: list[Child] = []
+        self._loading: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> int:
+        """Serve until a signal. Returns the exit code."""
+        loop = asyncio.get_running_loop()
+        listeners = self._bind()
+        load_file = LoadCounts.make_file(len(listeners))
+        load = LoadCounts(load_file, len(listeners))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self.children = [Child(self, index, listener, load_file, load) for index, listener in enumerate(listeners)]
+        for child in self.children:
+            self._start_task(child.keep())
+        self._start_task(self._watch())
+        self._loading = asyncio.create_task(self._load())
+        self._loading.add_done_callback(self._on_loaded)
+        try:
+            await self._stop.wait()
+            self.is_stopping = True
+            for listener in listeners:
+                listener.close()
+            await asyncio.gather(
+                *(child.end(self.config.graceful_shutdown_s + EXIT_GRACE_S) for child in self.children)
+            )
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            self._end()
+        if self._failure is not None:
+            raise self._failure
+        return 0
+
+    def _bind(self) -> list[socket.socket]:
+        bind(self.config).close()  # alone: a port that another server shares is taken
+        first = bind(self.config, is_shared=True)
+        self.port = first.getsockname()[1]
+        rest = [bind(self.config, port=self.port, is_shared=True) for _ in range(self.config.api_server_count - 1)]
+        return [first, *rest]
+
+    def _start_task(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("The server's own work failed.", exc_info=error)
+            self.fail(EngineError(f"{type(error).__name__}: {error}"))
+
+    # The engine
+
+    async def _load(self) -> None:
+        from pelton.sdk.async_llm import AsyncLLM
+
+        began = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        llm = await asyncio.to_thread(
+            AsyncLLM,
+            self.engine_config,
+            plugins=self.plugins,
+            explicit=self.explicit,
+            start_engine=self._start_engine(loop),
+        )
+        self._is_resolved = True
+        for child in self.children:
+            child.send(control.Resolved())
+        try:
+            await llm.start()
+        except BaseException:
+            with contextlib.suppress(EngineDeadError):
+                llm.shutdown()
+            raise
+        self._llm = llm
+        assert self._client is not None
+        self.engine_up(self._client)
+        for child in self.children:
+            await child.ready.wait()
+        names = self.engine_config.model.served_model_name or [self.engine_config.model.model]
+        announce(llm, self.config, names[0], url_of(self.config, self.port), time.perf_counter() - began)
+
+    def _start_engine(self, loop: asyncio.AbstractEventLoop) -> Any:
+        def start(*arguments: Any) -> OwnedClient:
+            client = self._client = OwnedClient(*arguments)
+            client.owner, client.loop = self, loop
+            return client
+
+        return start
+
+    def engine_up(self, client: OwnedClient) -> None:
+        for child in self.children:
+            child.client_index = next(self._client_indexes)
+            self._up = control.EngineUp(client.socket_dir, child.client_index, client.info)
+            child.send(self._up)
+
+    def engine_down(self, reason: str) -> None:
+        self._up = None
+        for child in self.children:
+            child.send(control.EngineDown(reason))
+
+    def _on_loaded(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self.fail(error if isinstance(error, PeltonError) else EngineError(f"{type(error).__name__}: {error}"))
+
+    def fail(self, error: PeltonError) -> None:
+        """End the server, which could not start."""
+        self._failure = self._failure or error
+        self._stop.set()
+
+    # What API processes tell
+
+    def greet(self, child: Child) -> None:
+        """A new one is there."""
+        config = control.Configure(
+            self.config, self.engine_config, list(self.explicit), self.plugins.digest(), child.index, self.port
+        )
+        child.send(config)
+        if self._is_resolved:
+            child.send(control.Resolved())
+        if self._up is not None:
+            child.client_index = next(self._client_indexes)
+            child.send(control.EngineUp(self._up.socket_dir, child.client_index, self._up.info))
+
+    def take(self, child: Child, message: control.ToOwner) -> None:
+        if isinstance(message, control.Figures):
+            self.http.add(message.http)
+            if self._llm is not None:
+                self._llm.stat_loggers.record(None, message.iteration)
+        elif isinstance(message, control.AskMetrics):
+            self._start_task(self._answer_metrics(child, message.number))
+        elif isinstance(message, control.Failed) and not child.ready.is_set():
+            self.fail(error_from_info(message.error))
+
+    def forget(self, child: Child) -> None:
+        """A process is gone: what it had asked for ends."""
+        self.num_restarts += 1
+        if self._client is not None and self._up is not None and child.client_index:
+            with contextlib.suppress(EngineDeadError):
+                self._client.forget_client(child.client_index)
+
+    async def _answer_metrics(self, asker: Child, number: int) -> None:
+        question = next(self._numbers)
+        waiting = [asyncio.ensure_future(child.ask_figures(question)) for child in self.children if child.is_linked]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=ASK_TIMEOUT_S)
+            for one in late:
+                one.cancel()
+        asker.send(control.MetricsText(number, self.metrics_text()))
+
+    def metrics_text(self) -> str:
+        self.http.num_in_progress = sum(child.num_in_progress for child in self.children)
+        found = self._llm.get_metrics() if self._llm is not None else []
+        prefix = self.engine_config.observability.metrics_prefix
+        num_ready = sum(child.is_linked and child.ready.is_set() for child in self.children)
+        more = [
+            Gauge(name=prefix + "api_processes", documentation="API processes that serve.", value=num_ready),
+            Counter(
+                name=prefix + "api_process_restarts",
+                documentation="API processes that ended and were replaced.",
+                value=self.num_restarts,
+            ),
+        ]
+        samples = {f"api-{child.index}": child.samples for child in self.children if child.is_linked}
+        return render_text([*found, *self.http.snapshot(), *more]) + self._process.text_of_all(samples, "engine-owner")
+
+    async def _watch(self) -> None:
+        """Replace processes that stand still."""
+        looked = time.monotonic()
+        while not self.is_stopping:
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            if now - looked < 5 * WATCH_S:  # else this process itself stood still
+                for child in self.children:
+                    child.kill_if_silent(now, SILENCE_S)
+            looked = now
+
+    # The end
+
+    def _on_signal(self, number: int) -> None:
+        """First: API processes finish what runs. Second: gone at once."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            print("Second signal: exiting now.", file=sys.stderr, flush=True)
+            for child in self.children:
+                child.kill()
+            os._exit(128 + number)
+        self._stop.set()
+
+    def _end(self) -> None:
+        for child in self.children:
+            child.kill()
+        for task in list(self._tasks):
+            task.cancel()
+        assert self._loading is not None
+        if not self._loading.done():
+            # A thread is in the middle of the start and cannot be interrupted; the engine process ends when we do.
+            print("Stopped while loading.", file=sys.stderr, flush=True)
+            os._exit(0 if self._num_signals else 1)
+        if self._llm is not None:
+            with contextlib.suppress(EngineDeadError):
+                self._llm.shutdown()

@@ -1,0 +1,229 @@
+"""Several API processes over one engine: one port, one set of figures, and none that takes the others with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+from pelton_e2e import eventually, serving
+from prometheus_client.parser import text_string_to_metric_families
+
+from pelton.testing import fake_engine
+
+API = "pelton_plugins.server.processes.api_process"
+LONG = {"prompt": "abc", "max_tokens": 150, "ignore_eos": True, "stream": True}
+
+
+class Serving:
+    def __init__(self, url: str, process: psutil.Process) -> None:
+        self.url, self.process = url, process
+
+    def api_processes(self) -> list[psutil.Process]:
+        return sorted((p for p in self.process.children() if API in p.cmdline()), key=lambda p: p.pid)
+
+    def engine(self) -> psutil.Process:
+        return next(p for p in self.process.children() if "pelton.engine.process" in p.cmdline())
+
+    def sample(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        families = text_string_to_metric_families(httpx.get(self.url + "/metrics").text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contextlib.AbstractContextManager[Serving]]:
+    model = fake_engine.make_model_folder(tmp_path_factory.mktemp("model"))
+    site = fake_engine.install(tmp_path_factory.mktemp("site"))
+    log = tmp_path_factory.mktemp("log") / "log"
+    flags = [
+        "--load-format", "dummy", "--distributed-executor-backend", "fake_engine", "--api-server-count", "2",
+        "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "257",
+        "--plugin-config", json.dumps({"fake_engine": {"step_s": 0.02}}),
+    ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def start(*more: str) -> Iterator[Serving]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+            with serving(str(model), *flags, *more, log=log) as (url, process):
+                yield Serving(url, psutil.Process(process.pid))
+
+    start.log = log
+    return start
+
+
+@pytest.fixture(scope="module")
+def server(started) -> Iterator[Serving]:
+    with started("--enable-request-id-headers") as running:
+        yield running
+
+
+def owner_of(running: Serving, port: int) -> int:
+    """Process id at the server's end of a connection from `port`."""
+    for process in running.api_processes():
+        for connection in process.net_connections("tcp"):
+            if connection.raddr and connection.raddr.port == port:
+                return process.pid
+    raise AssertionError("nobody has the connection")
+
+
+class Stream(threading.Thread):
+    """One streamed request over a connection of its own."""
+
+    def __init__(self, running: Serving, **more: object) -> None:
+        super().__init__(daemon=True)
+        self.running = running
+        self.body = {**LONG, **more}
+        self.text = ""
+        self.error: Exception | None = None
+        self.pid = 0
+        self.begun = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self.running.url + "/v1/completions", json=self.body, timeout=60) as reply:
+                port = reply.extensions["network_stream"].get_extra_info("socket").getsockname()[1]
+                self.pid = owner_of(self.running, port)
+                for part in reply.iter_text():
+                    self.text += part
+                    self.begun.set()
+        except httpx.HTTPError as error:
+            self.error = error
+        finally:
+            self.begun.set()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.error is None and '"finish_reason":"length"' in self.text and self.text.endswith("data: [DONE]\n\n")
+
+
+def streams_on_each(running: Serving) -> list[Stream]:
+    """Running streams, one at least on each process."""
+    streams: list[Stream] = []
+    pids = {process.pid for process in running.api_processes()}
+    while {stream.pid for stream in streams} != pids:
+        assert len(streams) < 40
+        streams.append(Stream(running))
+        assert streams[-1].begun.wait(10)
+    return streams
+
+
+def test_figures_are_those_of_all_processes(server):
+    before = server.sample("pelton_request_success_total")
+    ids, pids = set(), set()
+    for _ in range(24):
+        with httpx.Client() as client:
+            reply = client.post(server.url + "/v1/completions", json={"prompt": "ab", "max_tokens": 3}, timeout=20)
+            assert reply.status_code == 200
+            ids.add(reply.json()["id"])
+            port = reply.extensions["network_stream"].get_extra_info("socket").getsockname()[1]
+            pids.add(owner_of(server, port))
+    assert len(ids) == 24 and len(pids) == 2
+    assert server.sample("pelton_request_success_total") - before == 24
+    assert server.sample("http_requests_total", handler="/v1/completions", status="2xx") == 24
+    assert server.sample("pelton_e2e_request_latency_seconds_count") == before + 24
+    assert server.sample("http_request_size_bytes_count", handler="/v1/completions") == 24
+    assert server.sample("pelton_api_processes") == 2
+    assert server.sample("process_resident_memory_bytes", process="api-1") > 0
+
+
+def test_open_requests_are_counted_over_all(server):
+    streams = streams_on_each(server)
+    assert httpx.get(server.url + "/load").json()["server_load"] == len([s for s in streams if s.is_alive()])
+    for stream in streams:
+        stream.join(20)
+    assert all(stream.is_whole for stream in streams)
+    assert eventually(lambda: httpx.get(server.url + "/load").json()["server_load"] == 0)
+
+
+def test_a_killed_api_process_takes_its_own_streams_only(server):
+    streams = streams_on_each(server)
+    first, second = server.api_processes()
+    first.kill()
+    for stream in streams:
+        stream.join(20)
+    assert all(stream.is_whole for stream in streams if stream.pid == second.pid)
+    assert all(stream.error is not None for stream in streams if stream.pid == first.pid)
+    assert eventually(lambda: len(server.api_processes()) == 2 and first not in server.api_processes(), 10)
+    assert second in server.api_processes()
+    # What the dead one had asked for has left the engine, and connections to its socket waited for the next.
+    replies = [httpx.get(server.url + "/health", timeout=20).status_code for _ in range(8)]
+    assert set(replies) <= {200, 503}
+    assert eventually(lambda: server.sample("pelton_api_processes") == 2, 10)
+    assert eventually(lambda: server.sample("pelton_num_requests_running") == 0)
+    assert server.sample("pelton_kv_cache_usage_perc") == 0
+    assert server.sample("pelton_api_process_restarts_total") == 1
+    assert all(httpx.get(server.url + "/health", timeout=20).status_code == 200 for _ in range(8))
+    assert server.sample("pelton_request_success_total") >= 24  # of the dead one too
+
+
+def test_a_killed_engine_fails_all_streams_and_comes_back(server):
+    streams = streams_on_each(server)
+    server.engine().kill()
+    for stream in streams:
+        stream.join(10)
+    assert all("was killed by SIGKILL" in s.text and s.text.endswith("data: [DONE]\n\n") for s in streams)
+    assert eventually(lambda: all(httpx.get(server.url + "/health").status_code == 200 for _ in range(8)), 20)
+    again = streams_on_each(server)
+    for stream in again:
+        stream.join(20)
+    assert all(stream.is_whole for stream in again)
+
+
+def test_sigterm_lets_streams_finish_and_leaves_nothing(started):
+    with started() as running:
+        port = int(running.url.rsplit(":", 1)[1])
+        with socket.socket() as other, pytest.raises(OSError):
+            other.bind(("127.0.0.1", port))
+        streams = streams_on_each(running)
+        family = [running.process, *running.process.children(recursive=True)]
+        folders = {path for path in os.listdir("/tmp") if path.startswith("pelton-")}
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(running.url + "/health")
+        for stream in streams:
+            stream.join(20)
+        assert all(stream.is_whole for stream in streams)
+        _, alive = psutil.wait_procs(family, 15)
+        assert not alive
+        assert len(folders - set(os.listdir("/tmp"))) >= 1
+
+
+def test_a_port_of_another_server_is_refused_before_loading(started, server):
+    import subprocess
+    import sys
+
+    port = server.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "pelton.cli.main", "serve", "nothing", "--port", port, "--api-server-count", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and f"Cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_adapters_at_run_time_need_one_process(started):
+    import subprocess
+    import sys
+
+    flags = ["--enable-lora", "--allow-runtime-lora-updating", "--api-server-count", "2", "--port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pelton.cli.main", "serve", "nothing", *flags],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 2 and "allow_runtime_lora_updating" in done.stderr
