@@ -16,6 +16,7 @@ from pelton.config import EngineConfig
 from pelton.engine.input_processor import ProcessedRequest
 from pelton.engine.stop_strings import StopMatcher
 from pelton.errors import EngineError, ErrorInfo, PeltonError, RequestError
+from pelton.logging import get_logger
 from pelton.messages.outputs import EngineEvent, EngineOutput, EngineOutputs, EventType, FinishReason, PackedLogprobs
 from pelton.metrics.stats import FinishedRequestStats, IterationStats
 from pelton.outputs import (
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from pelton.messages.request import TensorData
     from pelton.tokenizer import Tokenizer
     from pelton.tokenizer.detokenizer import IncrementalDetokenizer
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -81,8 +84,8 @@ class _Sequence:
 
     __slots__ = (
         "cumulative_logprob", "decode_token", "detokenizer", "engine_id", "finish_reason", "index", "logprobs", "matcher",
-        "new_logprobs", "num_cached_tokens", "only_counts", "reported_finish", "request", "sent_text", "sent_tokens", "stop_reason",
-        "text", "times", "token_ids",
+        "new_logprobs", "num_cached_tokens", "only_counts", "only_text", "reported_finish", "request", "sent_text",
+        "sent_tokens", "stop_reason", "text", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +112,14 @@ class _Sequence:
         self.num_cached_tokens: int | None = None
         params = request.params
         self.only_counts = detokenizer is None and params.output_kind == RequestOutputKind.FINAL_ONLY
+        self.only_text = (  # a step's text may go out as it is
+            detokenizer is not None
+            and matcher is None
+            and self.new_logprobs is None
+            and len(request.processed.requests) == 1
+            and request.queue is not None
+            and request.queue.on_text is not None
+        )
         self.sent_tokens = 0
         self.sent_text = 0
         self.reported_finish = False
@@ -135,6 +146,18 @@ class _Sequence:
                     self.finish("stop", matcher.matched)
                     return count
         return len(new_ids)
+
+    def stream_text(self, new_ids: Sequence[int]) -> bool:
+        """Give the text of tokens that are taken in already to the request's `on_text`; False when an output is due instead."""
+        assert self.detokenizer is not None and self.request.queue is not None
+        text = self.detokenizer.step(new_ids)
+        if not text:
+            return True
+        if not self.text and self.request.queue.offer(text, len(self.token_ids) - self.sent_tokens):
+            self.sent_tokens = len(self.token_ids)
+            return True
+        self.text.append(text)
+        return False
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the sequence and give out what was held back, which may itself complete a stop string."""
@@ -345,6 +368,8 @@ class OutputProcessor:
             raise RequestError(
                 "request_id is in use by an unfinished request", param="request_id", value=processed.request_id
             )
+        if queue is not None and (self._interval > 1 or processed.params.output_kind != RequestOutputKind.DELTA):
+            queue.on_text = None
         has_text = processed.params.detokenize and self._tokenizer is not None
         decode_token = self._tokenizer.token_text if has_text and self._tokenizer is not None else _no_text
         request = _Request(processed, arrival, queue, decode_token)
@@ -415,46 +440,36 @@ class OutputProcessor:
             sequence = sequences.get(output.request_id)
             if sequence is None:
                 continue  # ended here already: aborted, or cut at a stop string
-            if sequence.only_counts and not output.events and output.finish_reason is None:
-                # Fast path: no text, logprobs or stream, only count the token. Nearly all outputs of an offline run come here.
+            is_plain = not output.events and output.finish_reason is None
+            if is_plain and (sequence.only_counts or sequence.only_text):
                 tokens, times = output.new_token_ids, sequence.times
                 if tokens and times.last_token is not None:
                     sequence.token_ids += tokens
-                    if output.logprobs is not None and sequence.new_logprobs is not None:
-                        sequence.new_logprobs.append(output.logprobs)
                     num_plain += len(tokens)
                     if log_stats:
                         latencies.append(stamp - times.last_token)
                     times.last_token = stamp
+                    if sequence.only_counts:
+                        # Nothing is due before the end. Nearly all outputs of an offline run come here.
+                        if output.logprobs is not None and sequence.new_logprobs is not None:
+                            sequence.new_logprobs.append(output.logprobs)
+                        continue
+                    request = sequence.request
+                    try:
+                        has_gone = sequence.stream_text(tokens)
+                    except Exception as error:
+                        self._fail(request, error, now, done)
+                        continue
+                    if not has_gone and not request.is_touched:
+                        request.is_touched = True
+                        touched.append(request)
                     continue
             request = sequence.request
-            if output.events:
-                stats.num_preempted_reqs += sequence.times.note(output.events)
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = output.num_cached_tokens
-            if output.prompt_logprobs is not None and request.prompt_logprobs is None:
-                request.prompt_logprobs = _lazy_rows(output.prompt_logprobs, request.decode_token, is_prompt=True)
-            if output.new_token_ids:
-                kept = sequence.append(output.new_token_ids)
-                stats.num_generation_tokens += kept
-                times = sequence.times
-                if times.last_token is None:
-                    times.first_token = stamp
-                    self._note_first_token(sequence, stats, now)
-                elif log_stats:
-                    latencies.append(stamp - times.last_token)
-                times.last_token = stamp
-                if output.logprobs is not None and sequence.new_logprobs is not None:
-                    sequence.new_logprobs.append(output.logprobs.head(kept))
-            if output.pooled is not None:
-                request.pooled = output.pooled
-                self._note_first_token(sequence, stats, now)
-            if sequence.finish_reason is not None:  # by a stop string
-                if output.finish_reason is None:
-                    done.stopped.append(sequence.engine_id)
-                self._end(sequence, now, stats.finished_requests)
-            elif output.finish_reason is not None:
-                self._finish(sequence, output, now, done)
+            try:
+                self._take(sequence, output, stamp, now, done)
+            except Exception as error:
+                self._fail(request, error, now, done)
+                continue
             if not request.is_touched and (
                 request.unfinished == 0 or request.params.output_kind != RequestOutputKind.FINAL_ONLY
             ):
@@ -463,13 +478,71 @@ class OutputProcessor:
         stats.num_generation_tokens += num_plain
         for request in touched:
             request.is_touched = False
-            result = request.output(self._interval, now)
+            try:
+                result = request.output(self._interval, now)
+            except Exception as error:
+                self._fail(request, error, now, done)
+                continue
             if result is not None:
                 if request.queue is not None:
                     request.queue.put(result, request.params.output_kind)
                 else:
                     done.outputs.append(result)
         return done
+
+    def _take(self, sequence: _Sequence, output: EngineOutput, stamp: float, now: float, done: Processed) -> None:
+        """Take in whatever a step brought for a sequence."""
+        request, stats = sequence.request, done.stats
+        if output.events:
+            stats.num_preempted_reqs += sequence.times.note(output.events)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None and request.prompt_logprobs is None:
+            request.prompt_logprobs = _lazy_rows(output.prompt_logprobs, request.decode_token, is_prompt=True)
+        if output.new_token_ids:
+            kept = sequence.append(output.new_token_ids)
+            stats.num_generation_tokens += kept
+            times = sequence.times
+            if times.last_token is None:
+                times.first_token = stamp
+                self._note_first_token(sequence, stats, now)
+            elif self._log_stats:
+                stats.inter_token_latencies_s.append(stamp - times.last_token)
+            times.last_token = stamp
+            if output.logprobs is not None and sequence.new_logprobs is not None:
+                sequence.new_logprobs.append(output.logprobs.head(kept))
+        if output.pooled is not None:
+            request.pooled = output.pooled
+            self._note_first_token(sequence, stats, now)
+        if sequence.finish_reason is not None:  # by a stop string
+            if output.finish_reason is None:
+                done.stopped.append(sequence.engine_id)
+            self._end(sequence, now, stats.finished_requests)
+        elif output.finish_reason is not None:
+            self._finish(sequence, output, now, done)
+
+    def _fail(self, request: _Request, error: Exception, now: float, done: Processed) -> None:
+        """End one request whose outputs cannot be processed; the others never notice."""
+        logger.error("Processing the outputs of request %s failed; it ends.", request.request_id, exc_info=error)
+        for sequence in request.sequences:
+            if sequence.engine_id in self._sequences:
+                sequence.finish_reason = str(FinishReason.ERROR)
+                done.aborted.append(sequence.engine_id)
+                self._end(sequence, now, done.stats.finished_requests)
+        failure = EngineError(f"Processing the request's outputs failed: {type(error).__name__}: {error}")
+        if request.queue is not None:
+            request.queue.fail(failure)
+            return
+        ended = [
+            CompletionOutput(sequence.index, "", sequence.token_ids, finish_reason=str(FinishReason.ERROR))
+            for sequence in request.sequences
+        ]
+        done.outputs.append(
+            RequestOutput(
+                request.request_id, request.processed.prompt, request.processed.prompt_token_ids, ended, True,
+                error=failure.to_info(),
+            )
+        )  # fmt: skip
 
     def _note_first_token(self, sequence: _Sequence, stats: IterationStats, now: float) -> None:
         request = sequence.request

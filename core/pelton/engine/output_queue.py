@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from pelton.outputs import PoolingRequestOutput, RequestOutput
 from pelton.sampling_params import RequestOutputKind
 
+OnText = Callable[[str, int], bool]
+"""Takes a stream's next text and how many tokens it is of, at once; False when it cannot now."""
+
 
 class OutputQueue:
-    """`put` and `get` on one event loop; one consumer. Memory is bounded by one output."""
+    """`put` and `get` on one event loop; one consumer. Memory is bounded by one output.
 
-    def __init__(self) -> None:
+    on_text: takes plain text while the consumer waits for more, which then sleeps on. Order is kept.
+    """
+
+    def __init__(self, on_text: OnText | None = None) -> None:
+        self.on_text = on_text
         self._output: Any = None
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    def offer(self, text: str, num_tokens: int) -> bool:
+        """Give text to `on_text`; False: it is to be put."""
+        waiter = self._waiter
+        if self.on_text is None or self._output is not None or waiter is None or waiter.done():
+            return False
+        return self.on_text(text, num_tokens)
 
     def put(self, output: RequestOutput | PoolingRequestOutput[Any], kind: RequestOutputKind) -> None:
         if self._output is None:

@@ -19,7 +19,7 @@ from pelton.config.engine import explicit_names
 from pelton.engine.client import EngineClient
 from pelton.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pelton.engine.output_processor import OutputProcessor
-from pelton.engine.output_queue import OutputQueue
+from pelton.engine.output_queue import OnText, OutputQueue
 from pelton.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -173,8 +173,12 @@ class AsyncLLM:
         timeout_s: float | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | None = None,
+        on_text: OnText | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, as `sampling_params.output_kind` says. Closing or cancelling the iteration aborts it.
+
+        on_text: for streams of deltas, of which many run at once. Called with (text, number of tokens) in place of an output
+        that would tell nothing else; it must not wait, and where it returns False the output comes as any other.
 
         Raises `RequestError` for a bad request, `EngineDeadError` when the engine dies.
         """
@@ -182,7 +186,7 @@ class AsyncLLM:
         queue = await self._add(
             self.input_processor.process, prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
             timeout_s=timeout_s, kv_transfer_params=kv_transfer_params,
-            adapter=None if lora_request is None else self.adapters.ref(lora_request),
+            adapter=None if lora_request is None else self.adapters.ref(lora_request), on_text=on_text,
         )  # fmt: skip
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
         finished = False
@@ -313,12 +317,13 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | PoolingParams | None,
         request_id: str,
+        on_text: OnText | None = None,
         **arguments: Any,
     ) -> OutputQueue:
         """process: of the input processor; arguments: further ones of it."""
         arrival = time.monotonic()
         processed = await self._processed_prompt(process, prompt, params, request_id, **arguments)
-        return self._send([(processed, arrival)])[request_id]
+        return self._send([(processed, arrival)], on_text)[request_id]
 
     async def _processed_prompt(
         self,
@@ -336,14 +341,16 @@ class AsyncLLM:
         self._check_accepting()
         return processed
 
-    def _send(self, unsent: Sequence[tuple[ProcessedRequest, float]]) -> dict[str, OutputQueue]:
+    def _send(
+        self, unsent: Sequence[tuple[ProcessedRequest, float]], on_text: OnText | None = None
+    ) -> dict[str, OutputQueue]:
         """Send requests and when they came, in one message; their queues by id."""
         queues: dict[str, OutputQueue] = {}
         assert self._client is not None
         self._idle.clear()
         try:
             for processed, arrival in unsent:
-                queue = OutputQueue()
+                queue = OutputQueue(on_text)
                 self.output_processor.add(processed, arrival=arrival, queue=queue)
                 queues[processed.request_id] = queue
             self._client.add_requests([request for processed, _ in unsent for request in processed.requests])

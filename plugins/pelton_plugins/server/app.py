@@ -49,7 +49,9 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
         )
     except ImproperlyConfiguredException as error:
         raise PluginError(f"The plugins' HTTP routes do not fit together: {error}.") from error
-    return Middleware(router, state, [_wrap(entry, state) for entry in plugins.entries("pelton_http_middleware")])
+    wraps = [_wrap(entry, state) for entry in plugins.entries("pelton_http_middleware")]
+    state.writes_directly = not wraps  # theirs may change what is sent
+    return Middleware(router, state, wraps)
 
 
 def _wrap(entry: Entry, state: ServerState) -> Callable[[ASGIApp], ASGIApp]:

@@ -106,6 +106,9 @@ class _ChatAnswer(CompletionAnswer[ChatCompletionRequest, ChatChoice]):
 
     # Streamed
 
+    def around_text(self) -> tuple[bytes, bytes] | None:
+        return PLAIN if self._is_plain else None
+
     def deltas(self, ready: Ready) -> list[bytes]:
         found = [] if self._has_begun else self._opening()
         self._has_begun = True
@@ -140,6 +143,10 @@ class _ChatAnswer(CompletionAnswer[ChatCompletionRequest, ChatChoice]):
         if self.request.return_token_ids:
             chunk["token_ids"] = list(choice.token_ids)
         return encode(chunk)
+
+
+PLAIN = b'{"index":0,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
+"""Around the text of the first choice."""
 
 
 def _plain(index: int, text: str) -> bytes:

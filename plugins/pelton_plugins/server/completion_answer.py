@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from pelton.engine.output_queue import OnText
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.server.exchange import DONE, Exchange
 from pelton_plugins.server.generation import Counts, Ready, generate
@@ -37,6 +38,7 @@ class CompletionAnswer(ABC, Generic[Request, Choice]):
     params: SamplingParams
     prompts: Sequence[Prompt]
     counts: Counts = field(init=False, default_factory=Counts)
+    _on_text: OnText | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.response_id = f"{self.id_prefix}-{self.request.request_id or self.exchange.request_id}"
@@ -58,6 +60,9 @@ class CompletionAnswer(ABC, Generic[Request, Choice]):
     async def _stream(self) -> None:
         usages = Usages(self.request, force=self.exchange.state.config.enable_force_include_usage)
         frames = Frames(self.response_id, self.chunk_object, self.created, self.model)
+        around = self.around_text() if self.exchange.can_write_now and not usages.in_chunks else None
+        if around is not None and len(self.prompts) == self.params.n == 1:
+            self._on_text = self._text_writer(*frames.around_text(*around))
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for ready in outputs:
                 self.counts.add(ready)
@@ -72,7 +77,25 @@ class CompletionAnswer(ABC, Generic[Request, Choice]):
     def outputs(self) -> AsyncGenerator[Ready, None]:
         """As they come; closing it aborts what still runs."""
         adapter = self.exchange.lora_request
-        return generate(self.llm, self.prompts, self.params, self.request, self.response_id, adapter)
+        return generate(
+            self.llm, self.prompts, self.params, self.request, self.response_id, adapter, on_text=self._on_text
+        )
+
+    def around_text(self) -> tuple[bytes, bytes] | None:
+        """JSON before and after the text of a choice in a stream, where text is all that `deltas` tells of an output before the
+        last; None where there may be more, or where text is looked at before it goes out."""
+        return None
+
+    def _text_writer(self, head: bytes, tail: bytes) -> OnText:
+        write, counts, encode = self.exchange.write_now, self.counts, msgspec.json.encode
+
+        def on_text(text: str, num_tokens: int) -> bool:
+            if not write(head + encode(text) + tail):
+                return False
+            counts.completion_tokens += num_tokens
+            return True
+
+        return on_text
 
     @abstractmethod
     def choices(self, ready: Ready) -> list[Choice]:
@@ -107,6 +130,10 @@ class Frames:
         """A chunk for each choice, one at least."""
         tail = b"]}\n\n" if usage is None else b'],"usage":' + msgspec.json.encode(_without_details(usage)) + b"}\n\n"
         return self._head + (tail + self._head).join(choices) + tail
+
+    def around_text(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """Bytes around the text of a chunk of one choice; before and after: of the choice."""
+        return self._head + before, after + b"]}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk: no choices, the totals, and no null fields."""

@@ -152,6 +152,9 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
 
     # Streamed
 
+    def around_text(self) -> tuple[bytes, bytes] | None:
+        return PLAIN if self._is_plain and self.request.max_tokens != 0 else None
+
     def deltas(self, ready: Ready) -> list[bytes]:
         found = []
         for index, output in ready:
@@ -181,6 +184,10 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
             chunk["prompt_token_ids"] = output.prompt_token_ids if is_first else None
             chunk["token_ids"] = list(choice.token_ids)
         return encode(chunk)
+
+
+PLAIN = b'{"index":0,"text":', b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+"""Around the text of the first choice."""
 
 
 def _plain(index: int, text: str) -> bytes:

@@ -22,6 +22,7 @@ from pelton_plugins.server.body import check_content_type, decode, read_body
 from pelton_plugins.server.errors import ClientDisconnected, describe
 from pelton_plugins.server.params import in_sent_names
 from pelton_plugins.server.state import ServerState
+from pelton_plugins.server.wire import Direct
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -53,6 +54,7 @@ class Exchange:
         self._work: Callable[[Exchange, Any], Awaitable[None]] = work
         self._generates = generates
         self._send: Send | None = None
+        self._direct: Direct | None = None
         self._is_streaming = False
         self._is_answered = False
         self._last_write = 0.0
@@ -62,6 +64,8 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
+        if self.state.writes_directly:
+            self._direct = scope.get("pelton_direct")  # type: ignore[assignment]
         self.request_id = str(scope.get("pelton_request_id", ""))
         config = self.state.config
         try:
@@ -150,6 +154,18 @@ class Exchange:
             await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         self._last_write = time.monotonic()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    @property
+    def can_write_now(self) -> bool:
+        return self._direct is not None
+
+    def write_now(self, events: bytes) -> bool:
+        """Write some events of a stream that has begun, without waiting; False when that cannot be, and nothing is written."""
+        assert self._direct is not None
+        if not self._is_streaming or self._is_answered or not self._direct.write(events):
+            return False
+        self._last_write = time.monotonic()
+        return True
 
     async def finish(self, events: bytes) -> None:
         """The last events of a stream."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pelton import limits
+from pelton.engine.output_queue import OnText
 from pelton.errors import EngineError
 from pelton.lora.request import LoRARequest
 from pelton.outputs import RequestOutput
@@ -31,9 +32,15 @@ async def generate(
     request: GenerateRequest,
     response_id: str,
     lora_request: LoRARequest | None = None,
+    on_text: OnText | None = None,
 ) -> AsyncGenerator[Ready, None]:
-    """Outputs of all prompts as they come, those that are ready together in one list. Closing it aborts what still runs."""
-    adapter = {} if lora_request is None else {"lora_request": lora_request}
+    """Outputs of all prompts as they come, those that are ready together in one list. Closing it aborts what still runs.
+
+    on_text: of one prompt with one sample, see `AsyncLLM.generate`.
+    """
+    more: dict[str, Any] = {} if lora_request is None else {"lora_request": lora_request}
+    if on_text is not None:
+        more["on_text"] = on_text
     unique = uuid.uuid4().hex[:12]  # a client may send one X-Request-Id twice
     readable = response_id[: limits.MAX_REQUEST_ID_CHARS - 40]
     streams: list[AsyncIterator[RequestOutput]] = [
@@ -45,7 +52,7 @@ async def generate(
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
             kv_transfer_params=request.kv_transfer_params,
-            **adapter,
+            **more,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -34,6 +34,8 @@ class ServerState:
     """Generating requests that are open now."""
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     openapi: bytes | None = None
+    writes_directly: bool = True
+    """Streams go past the middleware, which no plugin's is part of."""
     load_counts: LoadCounts | None = None
     """Open requests of all processes, where several serve; `index` is this one's place in it."""
     index: int = 0

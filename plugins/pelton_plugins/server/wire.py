@@ -6,12 +6,34 @@ import asyncio
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pelton_plugins.server.errors import error_response
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers, beyond what came with their first packet
 HEAD_TIMEOUT_S = 30.0  # from the connection, or the first byte of a later request, to the end of its headers
+
+
+class Direct:
+    """Writes parts of an answer that has begun straight to its connection: a stream's hot path.
+
+    It lies in the scope as `pelton_direct`. Nothing between here and the route may change bodies then; see `build_app`.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_transport", "num_bytes")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow, self._transport = cycle, cycle.flow, cycle.transport
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> bool:
+        """False, and nothing is written: the client reads too slowly, is gone, or the answer has not begun."""
+        cycle = self._cycle
+        if self._flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.num_bytes += len(data)
+        return True
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -50,6 +72,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope["pelton_direct"] = Direct(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)

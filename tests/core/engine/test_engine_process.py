@@ -229,7 +229,7 @@ def test_calls_have_a_time_limit_and_the_engine_survives_it(start: Start) -> Non
 @pytest.mark.parametrize("socket", [protocol.INPUT_SOCKET, protocol.OUTPUT_SOCKET])
 def test_garbage_on_a_socket_is_dropped(start: Start, socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     client = start()
-    address = protocol.address(client._connection._socket_dir, socket)
+    address = protocol.address(client.socket_dir, socket)
     with zmq.Context() as context, context.socket(zmq.PUSH) as rogue:
         rogue.setsockopt(zmq.LINGER, 1000)
         rogue.connect(address)
@@ -250,7 +250,7 @@ def test_an_oversized_message_is_refused_on_both_sides(start: Start, monkeypatch
     with pytest.raises(RequestError, match="at most 1000"):
         client.add_request(request(prompt=(1,) * 2000))
     monkeypatch.undo()
-    address = protocol.address(client._connection._socket_dir, protocol.INPUT_SOCKET)
+    address = protocol.address(client.socket_dir, protocol.INPUT_SOCKET)
     with zmq.Context() as context, context.socket(zmq.PUSH) as rogue:
         rogue.setsockopt(zmq.LINGER, 300)
         rogue.connect(address)
@@ -288,7 +288,7 @@ def test_an_output_that_is_too_large_to_be_sent_ends_its_request_only(monkeypatc
 
 def test_sockets_lie_in_a_private_directory_that_goes_away(start: Start) -> None:
     client = start()
-    folder = client._connection._socket_dir
+    folder = client.socket_dir
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
     client.shutdown()
     assert not os.path.exists(folder)

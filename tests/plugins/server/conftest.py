@@ -71,7 +71,7 @@ class FakeAsyncLLM:
 
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int = 0, cache_salt: str | None = None,
-        timeout_s: float | None = None, kv_transfer_params: dict[str, Any] | None = None,
+        timeout_s: float | None = None, kv_transfer_params: dict[str, Any] | None = None, on_text: Any = None,
     ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         self._check(prompt, params)
         rest = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
