@@ -131,9 +131,12 @@ def measure(url: str, arguments: StreamArguments) -> dict[str, Any]:
 def figures(found: list[dict[str, Any]], arguments: StreamArguments) -> dict[str, Any]:
     percents = (50.0, 90.0, 99.0)
     chunks_of = [count for one in found for count in one["chunks_of"]]
+    # A request that began before or ends after the time that counts has a share of its tokens in it.
+    num_chunks = sum(one["num_chunks"] for one in found)
+    num_tokens = num_chunks * arguments.output_len / (sum(chunks_of) / len(chunks_of)) if chunks_of else num_chunks
     return {
-        "output_tokens_per_s": sum(one["num_tokens"] for one in found) / arguments.seconds,
-        "chunks_per_s": sum(one["num_chunks"] for one in found) / arguments.seconds,
+        "output_tokens_per_s": num_tokens / arguments.seconds,
+        "chunks_per_s": num_chunks / arguments.seconds,
         "num_requests": len(chunks_of),
         "chunks_per_request": sum(chunks_of) / max(len(chunks_of), 1),
         "itl_ms": summary([itl for one in found for itl in one["itls"]], percents, scale=1e3),
@@ -206,18 +209,18 @@ def _wait_ready(process: subprocess.Popen[str], lines: list[str]) -> str:
     raise EngineError("The server did not start:\n" + "".join(lines[-20:]))
 
 
-def make_model_folder(folder: Path) -> None:
+def make_model_folder(folder: Path, vocab_size: int = 1000) -> None:
     """A small model's config.json, and a byte-level tokenizer whose every token is text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    words = {f"Ġw{index}" if index else "Ġthe": index for index in range(1000)}
+    words = {f"Ġw{index}" if index else "Ġthe": index for index in range(vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "vocab_size": 1000,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "vocab_size": vocab_size,
         "max_position_embeddings": 1 << 20, "eos_token_id": 0, "hidden_size": 8, "num_attention_heads": 1,
         "num_key_value_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8,
     }  # fmt: skip
