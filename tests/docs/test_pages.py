@@ -118,6 +118,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.bench.serve import ServeArguments
     from pelton_plugins.bench.soak import SoakArguments
     from pelton_plugins.bench.speculation import SpeculationArguments
+    from pelton_plugins.bench.stream import StreamArguments
     from pelton_plugins.bench.table import TableArguments
     from pelton_plugins.bench.throughput import ThroughputArguments
     from pelton_plugins.commands.chat import ChatArguments
@@ -146,7 +147,8 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [ThroughputArguments],
     ):
         known |= {name for flag in make_flags(structs).values() for name in flag.names}
-    known |= {name for flag in make_flags([ServeArguments], engine=False).values() for name in flag.names}
+    for struct in (ServeArguments, StreamArguments):
+        known |= {name for flag in make_flags([struct], engine=False).values() for name in flag.names}
     text = re.sub(r"```(toml|mermaid).*?```", "", page.read_text(), flags=re.DOTALL)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)):
         is_section = flag.removeprefix("--").endswith("-config")

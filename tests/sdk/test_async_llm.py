@@ -474,3 +474,23 @@ print({{"torch", "transformers", "uvicorn"}} & set(sys.modules))
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout.strip() == "set()", done.stderr
+
+
+async def test_a_hung_step_restarts_the_engine(make: Make) -> None:
+    llm: AsyncLLM = await make(script={"hang_at_step": 4}, max_step_s=0.8)
+    first = pid(llm)
+    with pytest.raises(EngineDeadError, match=r"made no progress for .* s \(max_step_s is 0\.8\)"):
+        await asyncio.wait_for(collect(llm.generate("abc", params(20))), 20)
+    assert await settles(lambda: llm.is_healthy, 10)
+    assert pid(llm) != first
+    assert len((await collect(llm.generate("abc", params(2))))[0]) == 2
+
+
+async def test_an_engine_that_is_stopped_is_replaced(make: Make) -> None:
+    llm: AsyncLLM = await make(max_step_s=2.5)
+    first = pid(llm)
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="made no progress"):
+        await asyncio.wait_for(collect(llm.generate("abc", params())), 30)
+    assert await settles(lambda: llm.is_healthy, 10)
+    assert len((await collect(llm.generate("abc", params())))[0]) == 6

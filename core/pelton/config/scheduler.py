@@ -40,6 +40,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_side_table_seqs: int | None = None
     """Requests at once that sample with penalties, bias, token sets or bad words; others wait for a place. When unset as many
     as run at once, 256 at most: each takes 11 bytes a token of the vocabulary."""
+    max_step_s: float = 300.0
+    """Seconds after which a step counts as hung: the engine is started again, and its requests end with an error. 0 for never."""
     stream_interval: int = 1
     """Tokens between two streamed outputs of one request."""
 
@@ -53,6 +55,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("max_steps_in_flight", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")
+        if not self.max_step_s >= 0:
+            raise ConfigError(f"max_step_s is {self.max_step_s}; use seconds above 0, or 0 to wait for ever.")
         for name in ("long_prefill_token_threshold", "max_mixed_prefill_tokens"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use 0 (off) or a number of tokens.")

@@ -107,6 +107,11 @@ class Channel:
         # A heartbeat comes every second: silence up to then is not news.
         return self._busy_s + silent_s if self._busy_s else max(0.0, silent_s - 1.5)
 
+    @property
+    def silence_s(self) -> float:
+        """Since the engine's process said anything; it does every second."""
+        return time.monotonic() - self._last_sign
+
     def close_sender(self) -> None:
         with self._send_lock:
             self._to_engine.close(0)

@@ -60,6 +60,14 @@ class EngineClient(ABC):
         """How long the engine has been in one step, or silent; about 0 when all is well."""
         return 0.0
 
+    @property
+    def silence_s(self) -> float:
+        """Since the engine's process gave its last sign of life, which comes every second whatever it does; 0 in process."""
+        return 0.0
+
+    def kill(self, reason: str) -> None:  # noqa: B027
+        """Make an engine die that stands still; `reason` becomes part of its error. Nothing where another process owns it."""
+
     def restart(self) -> None:
         """Start a new engine in place of a dead one; blocks until it is ready. Raises what stops it."""
         raise EngineDeadError(f"{type(self).__name__} cannot start its engine again.")

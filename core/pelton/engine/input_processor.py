@@ -75,8 +75,9 @@ class InputProcessor:
         self._id_list: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=model.vocab_size)]]
 
     def draw_apart(self, index: int) -> None:
-        """Let seeds of requests without one differ from those of the other front ends of one engine."""
+        """Let ids, and seeds of requests without one, differ from those of the other front ends of one engine."""
         self._seeds = random.Random(f"{self.config.model.seed} {index}")
+        self._serial = itertools.count(index << 40)
 
     def engine_started(self, info: EngineInfo) -> None:
         """The engine may have shrunk the context to what fits."""

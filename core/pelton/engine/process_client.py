@@ -78,6 +78,9 @@ class ProcessClient(EngineClient):
         """Where further front ends of the same engine find its sockets (`protocol.Join`)."""
         return self._connection.socket_dir
 
+    def kill(self, reason: str) -> None:
+        self._connection.kill(reason)
+
     def forget_client(self, client_index: int) -> None:
         """End the requests of a front end that joined and is gone."""
         self._connection.send(protocol.Leave(client_index))
@@ -112,6 +115,10 @@ class ProcessClient(EngineClient):
     def last_progress_age_s(self) -> float:
         """How long the step loop has been in one step, and how long the process has been silent, together."""
         return self._connection.last_progress_age_s
+
+    @property
+    def silence_s(self) -> float:
+        return self._connection.silence_s
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
         self._is_closed = True
@@ -175,6 +182,11 @@ class _Connection(Channel):
             if self._from_engine.closed:
                 self._context.term()
 
+    def kill(self, reason: str) -> None:
+        """End the process without its help; whoever waits is told `reason`."""
+        self._failure = reason
+        self.process.kill()
+
     # -- reader's side --
 
     def _read(self) -> None:
@@ -234,7 +246,8 @@ class _Connection(Channel):
     def _why(self) -> str:
         if self._failure is not None:
             return f" Cause: {self._failure}"
-        return f" Its last line: {self._last_lines[-1]}" if self._last_lines else ""
+        last = self._last_lines[-1] if self._last_lines else ""
+        return "" if not last or last.startswith(("INFO ", "DEBUG ")) else f" Its last line: {last}"
 
 
 def _spawn(socket_dir: str, hang_dump_s: float) -> subprocess.Popen[bytes]:

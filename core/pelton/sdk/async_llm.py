@@ -118,6 +118,9 @@ class AsyncLLM:
         self._started(time.monotonic() - began)
         await self._load_adapters()
         self._tasks = [asyncio.create_task(self._run(), name="pelton-outputs")]
+        if self.config.scheduler.max_step_s:
+            watch = self._watch_steps(self.config.scheduler.max_step_s)
+            self._tasks.append(asyncio.create_task(watch, name="pelton-watch"))
         if self.stat_loggers:
             self._tasks.append(asyncio.create_task(self._log_stats(), name="pelton-stats"))
         garbage.tune(self)
@@ -502,6 +505,11 @@ class AsyncLLM:
         return self._client.last_progress_age_s if self._client is not None else 0.0
 
     @property
+    def silence_s(self) -> float:
+        """Since the engine's process gave its last sign of life; one comes every second."""
+        return self._client.silence_s if self._client is not None else 0.0
+
+    @property
     def num_unfinished_requests(self) -> int:
         return self.output_processor.num_unfinished
 
@@ -585,6 +593,24 @@ class AsyncLLM:
         self._down = None
         logger.info("The engine is running again.")
         return True
+
+    async def _watch_steps(self, most_s: float) -> None:
+        """Kill an engine whose step hangs, or whose process says nothing: `_run` then starts another."""
+        interval = min(1.0, most_s / 4)
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            was_late, looked = (
+                now - looked > 2 * interval + 1.0,
+                now,
+            )  # we stood still ourselves: signs of life wait to be read
+            assert self._client is not None
+            age = self._client.last_progress_age_s
+            if age > most_s and not was_late and self._client.error is None:
+                reason = f"It made no progress for {age:.1f} s (max_step_s is {most_s:g})."
+                logger.error("The engine is killed. %s", reason)
+                self._client.kill(reason)
 
     async def _log_stats(self) -> None:
         while True:

@@ -25,7 +25,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Keys that clients send as `Authorization: Bearer KEY`; any of them opens every route."""
     allow_unauthenticated: bool = False
     """Listen on a reachable address without a key. Whoever reaches the port may then use and read everything."""
-    public_routes: list[str] = msgspec.field(default_factory=lambda: ["/health", "/ping"])
+    public_routes: list[str] = msgspec.field(default_factory=lambda: ["/health", "/ready", "/live", "/ping"])
     """Paths that need no key. All others do, also those that plugins add."""
     root_path: str = ""
     """Path prefix that a proxy strips before it hands requests on."""

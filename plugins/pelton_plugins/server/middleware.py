@@ -23,6 +23,10 @@ access_logger = get_logger("pelton.access")
 CLIENT_LEFT = 499
 """As nginx counts a request whose client went away before an answer began."""
 
+BUSY = (429, 503)
+RETRY_SOON_S, RETRY_LATER_S = 1, 5
+"""Told with 429 and 503: where too much waits, and where the engine is not there."""
+
 REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
 
 
@@ -61,6 +65,8 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status in BUSY and not any(name == b"retry-after" for name, _ in message["headers"]):
+                    message["headers"] = [*message["headers"], (b"retry-after", self._retry_after())]
                 if config.enable_request_id_headers:
                     message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
@@ -79,15 +85,18 @@ class Middleware:
             template = str(scope.get("path_template") or "none") if status not in (404, 405) else "none"
             metrics.observe(template, method, status, seconds)
             if config.access_log:
-                access_logger.info(
-                    "%s %s %d %.1f ms %s", method, scope["path"][:200], status, 1000 * seconds, request_id
-                )
+                access_logger.info("%s %s %d %.1f ms %s", method, _shown(scope), status, 1000 * seconds, request_id)
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_allowed(scope):
             await self._app(scope, receive, send)
         else:
             await _refuse(send)
+
+    def _retry_after(self) -> bytes:
+        llm = self._state.llm
+        is_there = llm is not None and getattr(llm, "is_healthy", True)
+        return b"%d" % (RETRY_SOON_S if is_there else RETRY_LATER_S)
 
     def _is_allowed(self, scope: Scope) -> bool:
         if not self._keys or scope["path"] in self._public:
@@ -114,6 +123,15 @@ class Middleware:
 def _method(scope: Scope) -> str:
     method = str(scope.get("method"))
     return method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH") else "OTHER"
+
+
+def _shown(scope: Scope) -> str:
+    """The path as it was sent: what is encoded in it, line ends and escapes too, stays encoded in the log."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    return raw[:200].decode("ascii", "backslashreplace").translate(_CONTROLS)
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
 
 async def _refuse(send: Send) -> None:

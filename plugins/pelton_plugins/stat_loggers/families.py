@@ -76,6 +76,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1."),
     _gauge("startup_phase_seconds", "Seconds that each phase of the engine's start took.", "phase"),
+    _counter("engine_restarts", "Times that an engine was started again because it was dead, or stood still."),
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits", "Tokens found in the prefix cache."),
     _counter("num_preemptions", "Times that a running request gave up its blocks."),

@@ -77,6 +77,8 @@ class PrometheusLogger:
     def engine_started(self, info: EngineInfo) -> None:
         with self._lock:
             self._make_series(info.max_model_len)
+            if self._cache_config:  # not the first
+                self._add("engine_restarts", 1)
             for phase, seconds in info.phase_s.items():
                 self._values["startup_phase_seconds", phase] = seconds
             self._cache_config = {

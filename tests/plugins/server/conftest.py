@@ -64,7 +64,7 @@ class FakeAsyncLLM:
         self.running: set[str] = set()
         self.step_s = 0.0
         self.late_prompt: list[int] | None = None  # answered after the others
-        self.last_progress_age_s = 0.0
+        self.last_progress_age_s = self.silence_s = 0.0
         self.down: EngineDeadError | None = None
         self.fail_before: Exception | None = None
         self.fail_after: tuple[int, Exception] | None = None

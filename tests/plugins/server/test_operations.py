@@ -54,6 +54,16 @@ def test_health_does_not_lie_about_an_engine_that_hangs(start):
     assert reply.status_code == 503 and "no progress for 7 s" in reply.json()["error"]["message"]
 
 
+def test_health_says_that_the_engine_process_stands_still(start):
+    server = start()
+    server.llm.silence_s = 11.0
+    assert server.client.get("/live").status_code == 200
+    for route in ("/health", "/ready"):
+        reply = server.client.get(route)
+        assert reply.status_code == 503 and "no sign of life for 11 s" in reply.json()["error"]["message"]
+        assert int(reply.headers["retry-after"]) >= 1
+
+
 def test_while_the_model_loads_everything_says_so(start):
     server = start()
     server.state.llm, server.state.phase = None, "loading weights"
@@ -120,7 +130,7 @@ def test_openapi_lists_every_route_with_its_structs(shared):
     spec = shared.client.get("/openapi.json").json()
     assert spec["openapi"].startswith("3.1")
     assert set(spec["paths"]) == {
-        "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/ping", "/load",
+        "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/ready", "/live", "/ping", "/load",
         "/version", "/metrics", "/openapi.json", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/embeddings",
         "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
     }  # fmt: skip

@@ -96,6 +96,10 @@ class JoinedClient(EngineClient):
     def last_progress_age_s(self) -> float:
         return self._channel.last_progress_age_s
 
+    @property
+    def silence_s(self) -> float:
+        return self._channel.silence_s
+
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """Leave the engine, which goes on."""
         if self._is_closed:

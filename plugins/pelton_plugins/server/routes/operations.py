@@ -15,6 +15,8 @@ from pelton_plugins.server.openapi import api
 from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.server.state import ServerState
 
+MAX_SILENCE_S = 10.0  # of the engine's process, which says every second that it lives; a long step is another matter
+
 
 def routes(state: ServerState) -> list[Any]:
     process_metrics = ProcessMetrics()
@@ -23,6 +25,16 @@ def routes(state: ServerState) -> list[Any]:
     async def health() -> Response[bytes]:
         """200 when requests are taken; 503 with the reason when not."""
         return await _health(state)
+
+    @get("/ready", opt=api(None, None))
+    async def ready() -> Response[bytes]:
+        """As /health: 503 while the model loads, while the engine comes back, and while the server shuts down."""
+        return await _health(state)
+
+    @get("/live", opt=api(None, None))
+    async def live() -> Response[bytes]:
+        """200 as long as this process answers, whatever becomes of the engine."""
+        return Response(b"", status_code=200, media_type="text/plain")
 
     @route("/ping", http_method=[HttpMethod.GET, HttpMethod.POST], status_code=200, opt=api(None, None))
     async def ping() -> Response[bytes]:
@@ -55,7 +67,7 @@ def routes(state: ServerState) -> list[Any]:
         assert state.openapi is not None
         return Response(state.openapi, media_type="application/json")
 
-    return [health, ping, load, version, metrics, openapi]
+    return [health, ready, live, ping, load, version, metrics, openapi]
 
 
 def _json(value: Any) -> Response[bytes]:
@@ -66,6 +78,8 @@ async def _health(state: ServerState) -> Response[bytes]:
     try:
         llm = state.engine()
         await llm.check_health()
+        if llm.silence_s > MAX_SILENCE_S:
+            raise UnavailableError(f"The engine's process has given no sign of life for {llm.silence_s:.0f} s.")
         if llm.last_progress_age_s > state.config.max_engine_silence_s:
             raise UnavailableError(f"The engine has made no progress for {llm.last_progress_age_s:.0f} s.")
     except PeltonError as error:
