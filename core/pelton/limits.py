@@ -6,6 +6,8 @@ checked where those are known: see `engine/input_processor.py`.
 """
 
 MAX_BODY_BYTES = 8 * 2**20  # 413 above this, before the body is parsed
+MAX_JSON_OBJECTS = 131_072  # `{` and `[` of a body each, counted before it is parsed
+MAX_JSON_ITEMS = 1_048_576  # commas of a body, counted before it is parsed
 MAX_N = 128  # `n`, samples of one prompt
 MAX_PROMPTS_PER_REQUEST = 2048  # prompts of one completions request
 MAX_TOTAL_SEQUENCES_PER_REQUEST = 4096  # prompts x n
@@ -19,6 +21,7 @@ MAX_ALLOWED_TOKEN_IDS = 65_536  # `allowed_token_ids`
 MAX_CONSTRAINT_CHARS = 262_144  # a regex, a grammar, a schema as text, or all choices of `structured_outputs`
 MAX_CHOICES = 4096  # `structured_outputs.choice`
 MAX_CACHE_SALT_CHARS = 1024  # `cache_salt`
+MAX_TENANT_CHARS = 256  # of the key by which requests share the engine
 MAX_REQUEST_ID_CHARS = 256  # `request_id`
 MAX_MESSAGES = 4096  # of one chat
 MAX_CHAT_TEMPLATE_CHARS = 131_072  # a request's own template

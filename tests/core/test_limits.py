@@ -97,6 +97,9 @@ CASES: dict[str, tuple[str, Callable[[int], object]]] = {
 ELSEWHERE = {
     # limit: folder of the tests that go over it
     "MAX_BODY_BYTES": "plugins/server",
+    "MAX_JSON_OBJECTS": "plugins/server",
+    "MAX_JSON_ITEMS": "plugins/server",
+    "MAX_TENANT_CHARS": "plugins/server",
     "MAX_PROMPTS_PER_REQUEST": "plugins/server",
     "MAX_TOTAL_SEQUENCES_PER_REQUEST": "plugins/server",
     "MAX_MESSAGES": "plugins/server",

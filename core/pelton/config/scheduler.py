@@ -18,7 +18,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_seqs: int | None = None
     """Most requests that run at once; the platform's default when unset."""
     scheduling_policy: str = "fcfs"
-    """fcfs, priority (lower value first), or a policy plugin's name."""
+    """fcfs, priority (lower value first), fair (who got fewest tokens), or a policy plugin's name."""
     scheduler: str = "default"
     """Name of the scheduler; a plugin may replace it."""
     enable_chunked_prefill: bool = True

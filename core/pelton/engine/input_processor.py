@@ -105,6 +105,7 @@ class InputProcessor:
         timeout_s: float | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         adapter: AdapterRef | None = None,
+        tenant: str = "",
         output_kind: Any = None,
     ) -> ProcessedRequest:
         """Check and translate one request. Raises `RequestError` that names the field. Does not change `params`."""
@@ -129,7 +130,7 @@ class InputProcessor:
             request_id, text, token_ids, params,
             self._requests(
                 request_id, params, prompt_token_ids=token_ids, bad_words_token_ids=bad_words, priority=priority,
-                cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, adapter=adapter,
+                cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, adapter=adapter, tenant=tenant,
             ),
         )  # fmt: skip
 

@@ -164,6 +164,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Lower value first, with the priority policy."""
     cache_salt: str | None = None
     """Requests share cached blocks only with requests of the same salt."""
+    tenant: str = ""
+    """Whose share of the engine it is charged to, where the scheduling policy has shares."""
     adapter: AdapterRef | None = None
     multi_modal_items: list[MultiModalItem] = []
     """In prompt order; their placeholders do not overlap."""

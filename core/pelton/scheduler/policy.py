@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pelton import moved
 from pelton.scheduler.request import RequestStatus, ScheduledRequest
@@ -30,6 +30,22 @@ class SchedulingPolicy(ABC):
     def queue_rank(self, request: ScheduledRequest) -> tuple[Any, ...]:
         """Order in the waiting queue, lowest first. A preempted request comes before all that have not run yet."""
         return (request.status is not RequestStatus.PREEMPTED, *self.rank(request))
+
+    shares: ClassVar[bool] = False
+    """Requests wait by tenant (`EngineRequest.tenant`): the four methods below are called, and say whose turn it is."""
+
+    def arrived(self, tenant: str, waiting: Collection[str]) -> None:  # noqa: B027
+        """A tenant waits that did not; waiting: the others that do."""
+
+    def next_tenant(self, waiting: Collection[str], running: Sequence[ScheduledRequest]) -> str:
+        """Choose the tenant whose first request is admitted next. Preempted requests come before all."""
+        raise NotImplementedError
+
+    def started(self, request: ScheduledRequest) -> None:  # noqa: B027
+        """A request runs for the first time; `num_cached_tokens` is known."""
+
+    def ended(self, request: ScheduledRequest) -> None:  # noqa: B027
+        """A request has ended, whether it ran or not."""
 
     def admits(self, request: ScheduledRequest, running: Sequence[ScheduledRequest]) -> bool:
         """False leaves the head of the queue, and all behind it, for a later step."""

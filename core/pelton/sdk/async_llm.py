@@ -176,10 +176,12 @@ class AsyncLLM:
         timeout_s: float | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | None = None,
+        tenant: str = "",
         on_text: OnText | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, as `sampling_params.output_kind` says. Closing or cancelling the iteration aborts it.
 
+        tenant: whose share of the engine it is charged to, where the scheduling policy has shares.
         on_text: for streams of deltas, of which many run at once. Called with (text, number of tokens) in place of an output
         that would tell nothing else; it must not wait, and where it returns False the output comes as any other.
 
@@ -189,7 +191,8 @@ class AsyncLLM:
         queue = await self._add(
             self.input_processor.process, prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
             timeout_s=timeout_s, kv_transfer_params=kv_transfer_params,
-            adapter=None if lora_request is None else self.adapters.ref(lora_request), on_text=on_text,
+            adapter=None if lora_request is None else self.adapters.ref(lora_request), tenant=tenant,
+            on_text=on_text,
         )  # fmt: skip
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
         finished = False

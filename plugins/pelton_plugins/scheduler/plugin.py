@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import Entry
+from pelton.entries import Entry, SettingsEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
@@ -21,5 +21,16 @@ def pelton_schedulers() -> Sequence[Entry]:
 def pelton_scheduling_policies() -> Sequence[Entry]:
     return [
         Entry(name="fcfs", load=f"{_PACKAGE}.policies:FCFSPolicy", priority=10, doc="first come, first served"),
+        Entry(
+            name="fair",
+            load=f"{_PACKAGE}.fair_policy:FairPolicy",
+            priority=10,
+            doc="who got fewest tokens of those that wait",
+        ),
         Entry(name="priority", load=f"{_PACKAGE}.policies:PriorityPolicy", priority=10, doc="lower value first"),
     ]
+
+
+@hookimpl
+def pelton_settings() -> Sequence[SettingsEntry]:
+    return [SettingsEntry(name="fair", load=f"{_PACKAGE}.fair_policy:FairSettings", doc="shares of tenants")]

@@ -20,6 +20,7 @@ from pelton_plugins.scheduler.drafts import Drafts
 from pelton_plugins.scheduler.kv_transfers import KVTransfers
 from pelton_plugins.scheduler.queue import RequestQueue
 from pelton_plugins.scheduler.request import RequestState
+from pelton_plugins.scheduler.tenant_queue import TenantQueue
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class RequestTable:
     ) -> None:
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # in rank order
-        self.waiting = RequestQueue(policy)
+        self.waiting = TenantQueue(policy, self.running) if policy.shares else RequestQueue(policy)
         self.deferred: dict[str, RequestState] = {}  # waiting, and not to be asked before something happened
         self.num_queued_reqs = 0  # waiting and never scheduled
         self.num_queued_tokens = 0
@@ -49,6 +50,7 @@ class RequestTable:
         self.outputs: list[EngineOutput] = []  # of requests that ended outside a step's result
         self.stats = SchedulerStats()
         self._policy = policy
+        self._has_shares = policy.shares
         self._allocations = allocations
         self._transfers = transfers
         self._drafts = drafts
@@ -80,6 +82,8 @@ class RequestTable:
             request.num_cached_tokens = request.num_computed_tokens
             self.num_queued_reqs -= 1
             self.num_queued_tokens -= request.num_prompt_tokens
+            if self._has_shares:
+                self._policy.started(request)
         request.status = RequestStatus.RUNNING
         request.is_remote_ready = False
         request.slot = self._allocations.slots.take()
@@ -116,6 +120,8 @@ class RequestTable:
 
     def finish(self, request: RequestState) -> None:
         """The one way out."""
+        if self._has_shares:
+            self._policy.ended(request)
         if request.status is RequestStatus.RUNNING:
             self._has_finished_rows = True
         else:

@@ -33,10 +33,18 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
             ) from error
     state.openapi = describe_api(handlers)
 
+    methods: dict[str, set[str]] = {}
+    for handler in handlers:
+        for path in getattr(handler, "paths", ()):
+            methods.setdefault(path, set()).update(map(str, getattr(handler, "http_methods", ())))
+
     def on_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
         request_id = str(request.scope.get("pelton_request_id", ""))
         body = describe(error, request_id, in_detail=state.config.return_errors_in_detail)
-        return Response(msgspec.json.encode(body), status_code=body.error.code, media_type="application/json")
+        headers = {"allow": ", ".join(sorted(methods.get(request.url.path, ())))} if body.error.code == 405 else {}
+        return Response(
+            msgspec.json.encode(body), status_code=body.error.code, media_type="application/json", headers=headers
+        )
 
     try:
         router = Litestar(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -11,9 +12,10 @@ from typing import Any, TypeVar
 import msgspec
 from litestar.types import Receive, Scope
 
+from pelton import limits
 from pelton.errors import RequestError
 from pelton.logging import get_logger
-from pelton_plugins.server.errors import BodyTooLargeError, ClientDisconnected
+from pelton_plugins.server.errors import BodyTooLargeError, ClientDisconnected, UnavailableError
 
 logger = get_logger(__name__)
 
@@ -26,25 +28,62 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r"\$((?:\.\w+|\[\d+\])*)")
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body. Raises `BodyTooLargeError` as soon as it is known to be too long."""
+class BodyBudget:
+    """Bytes of all bodies that are read or worked on now: what many large ones become in memory is bounded too."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.num_bytes = 0
+
+    def take(self, count: int) -> None:
+        """Raises `UnavailableError` (503) when there is no room; nothing is taken then."""
+        if self.num_bytes + count > self.most and self.num_bytes:
+            raise UnavailableError(
+                f"Request bodies of {self.num_bytes} bytes are in work already; try again in a moment."
+            )
+        self.num_bytes += count
+
+    def give_back(self, count: int) -> None:
+        self.num_bytes -= count
+
+
+async def read_body(
+    scope: Scope, receive: Receive, max_bytes: int, *, timeout_s: float | None = None, budget: BodyBudget | None = None
+) -> bytes:
+    """The whole body. Raises `BodyTooLargeError` as soon as it is known to be too long, and `RequestError` (408) when nothing of
+    it comes for `timeout_s`. Of `budget` the caller gives back what the body has bytes."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
             raise _too_large(int(value), max_bytes)
     parts: list[bytes] = []
     size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        assert message["type"] == "http.request"
-        part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
-            raise _too_large(size, max_bytes)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise _SlowBodyError(f"Nothing of the request body came for {timeout_s:g} s.") from None
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            assert message["type"] == "http.request"
+            part = message.get("body", b"")
+            if size + len(part) > max_bytes:
+                raise _too_large(size + len(part), max_bytes)
+            if budget is not None:
+                budget.take(len(part))
+            size += len(part)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+    except BaseException:
+        if budget is not None:
+            budget.give_back(size)
+        raise
+
+
+class _SlowBodyError(RequestError):
+    status = 408
 
 
 def _too_large(found: int, max_bytes: int) -> BodyTooLargeError:
@@ -68,6 +107,7 @@ def decode(body: bytes, struct: type[T]) -> T:
     """Raises `RequestError` that lists up to ten wrong fields."""
     if not body:
         raise RequestError("The request body is empty; send a JSON object.", param="body")
+    _check_counts(body)
     try:
         request: T = _decoder(struct).decode(body)
     except msgspec.ValidationError as error:
@@ -79,6 +119,22 @@ def decode(body: bytes, struct: type[T]) -> T:
     if logger.isEnabledFor(logging.DEBUG):
         _log_unknown(body, struct)
     return request
+
+
+COUNTED_FROM = 65_536  # bytes; a shorter body cannot have so many
+
+
+def _check_counts(body: bytes) -> None:
+    """Refuse what would become far more objects than its bytes, before they are made."""
+    if len(body) < COUNTED_FROM:
+        return
+    for mark, most, what in (
+        (b"{", limits.MAX_JSON_OBJECTS, "objects"),
+        (b"[", limits.MAX_JSON_OBJECTS, "lists"),
+        (b",", limits.MAX_JSON_ITEMS, "items"),
+    ):
+        if body.count(mark) > most:
+            raise RequestError(f"The request body has more than {most} {what} ({mark.decode()!r}).", param="body")
 
 
 def _unreadable(body: bytes, error: Exception) -> RequestError:

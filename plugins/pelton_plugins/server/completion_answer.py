@@ -78,8 +78,9 @@ class CompletionAnswer(ABC, Generic[Request, Choice]):
         """As they come; closing it aborts what still runs."""
         adapter = self.exchange.lora_request
         return generate(
-            self.llm, self.prompts, self.params, self.request, self.response_id, adapter, on_text=self._on_text
-        )
+            self.llm, self.prompts, self.params, self.request, self.response_id, adapter,
+            on_text=self._on_text, tenant=self.exchange.tenant,
+        )  # fmt: skip
 
     def around_text(self) -> tuple[bytes, bytes] | None:
         """JSON before and after the text of a choice in a stream, where text is all that `deltas` tells of an output before the

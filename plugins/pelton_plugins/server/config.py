@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 import msgspec
 
@@ -10,6 +11,7 @@ from pelton import limits
 from pelton.errors import ConfigError
 
 MAX_API_SERVERS = 64
+FAIRNESS_KEY = re.compile(r"api-key|header:[A-Za-z0-9_-]{1,64}")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +29,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Listen on a reachable address without a key. Whoever reaches the port may then use and read everything."""
     public_routes: list[str] = msgspec.field(default_factory=lambda: ["/health", "/ready", "/live", "/ping"])
     """Paths that need no key. All others do, also those that plugins add."""
+    allowed_origins: list[str] = msgspec.field(default_factory=list)
+    """Origins of web pages that may use the server from a browser (CORS), such as https://chat.example; * for all."""
+    allowed_hosts: list[str] = msgspec.field(default_factory=list)
+    """Further names in the Host header that are served without a key, beside those of this machine; * for all."""
     root_path: str = ""
     """Path prefix that a proxy strips before it hands requests on."""
     ssl_certfile: str | None = None
@@ -35,8 +41,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Private key (PEM) of ssl_certfile."""
     max_body_bytes: int = limits.MAX_BODY_BYTES
     """Longest request body; a longer one is refused with status 413 before it is parsed."""
+    max_body_bytes_at_once: int = 16 * limits.MAX_BODY_BYTES
+    """Bytes of request bodies in work at once; one more is refused with status 503."""
+    body_timeout_s: float = 30.0
+    """Seconds that a client may send nothing of a body that it began."""
     max_concurrent_requests: int | None = None
     """Most generating requests at once; one more is refused with status 503. See also max_num_queued_reqs."""
+    fairness_key: str | None = None
+    """Who shares the engine, with --scheduling-policy fair: api-key, or header:NAME for a header that a proxy sets."""
     graceful_shutdown_s: float = 30.0
     """Seconds that running requests get to finish after SIGTERM or SIGINT; then each gets an error."""
     timeout_keep_alive_s: int = 5
@@ -65,20 +77,32 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("api_key has an empty key; give a non-empty one, or leave the setting out.")
         if not 1 <= self.api_server_count <= MAX_API_SERVERS:
             raise ConfigError(f"api_server_count is {self.api_server_count}; use 1 to {MAX_API_SERVERS}.")
-        for name in ("max_body_bytes", "max_concurrent_requests"):
+        for name in ("max_body_bytes", "max_body_bytes_at_once", "max_concurrent_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; use at least 1.")
-        for name in ("graceful_shutdown_s", "timeout_keep_alive_s", "max_engine_silence_s"):
+        for name in ("body_timeout_s", "graceful_shutdown_s", "timeout_keep_alive_s", "max_engine_silence_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use 0 or more seconds.")
         if self.sse_keep_alive_interval is not None and self.sse_keep_alive_interval <= 0:
             raise ConfigError(f"sse_keep_alive_interval is {self.sse_keep_alive_interval}; use seconds above 0.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")
+        if self.fairness_key is not None and not FAIRNESS_KEY.fullmatch(self.fairness_key):
+            raise ConfigError(
+                f"fairness_key is {self.fairness_key!r}; use api-key, or header:NAME such as header:X-Tenant."
+            )
         for path in self.public_routes:
             if not path.startswith("/"):
                 raise ConfigError(f"public_routes has {path!r}; paths start with a slash, such as /metrics.")
+
+    def check_policy(self, scheduling_policy: str) -> None:
+        """Refuse a key that nothing asks for. Raises `ConfigError`."""
+        if self.fairness_key is not None and scheduling_policy in ("fcfs", "priority"):
+            raise ConfigError(
+                f"fairness_key is set, and scheduling_policy is {scheduling_policy}, which has no shares. "
+                "Set --scheduling-policy fair."
+            )
 
     def check_exposure(self) -> None:
         """Refuse a reachable address without a key. Raises `ConfigError`."""

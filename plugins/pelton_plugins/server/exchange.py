@@ -32,6 +32,8 @@ SSE_HEADERS = [
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
+LARGE_BODY_BYTES = 2**20
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -48,6 +50,8 @@ class Exchange:
     ) -> None:
         self.state = state
         self.request_id = ""
+        self.tenant = ""
+        """Whose share of the engine it is charged to."""
         self.lora_request: LoRARequest | None = None
         """The adapter that the request's model is; None: the model alone."""
         self._struct = struct
@@ -66,16 +70,29 @@ class Exchange:
         self._send = send
         if self.state.writes_directly:
             self._direct = scope.get("pelton_direct")  # type: ignore[assignment]
+        self.tenant = self.state.tenant_of(scope)
         self.request_id = str(scope.get("pelton_request_id", ""))
         config = self.state.config
         try:
             check_content_type(scope)
-            request = decode(await read_body(scope, receive, config.max_body_bytes), self._struct)
-            self._request = request
-            if self._generates:
-                await self._run_until_ended(request, receive)
-            else:
-                await self._work(self, request)
+            budget = self.state.body_budget
+            body = await read_body(
+                scope, receive, config.max_body_bytes, timeout_s=config.body_timeout_s or None, budget=budget
+            )
+            size = len(body)
+            try:
+                request = decode(body, self._struct)
+                del body
+                if size < LARGE_BODY_BYTES:  # what became of it is small too
+                    budget.give_back(size)
+                    size = 0
+                self._request = request
+                if self._generates:
+                    await self._run_until_ended(request, receive)
+                else:
+                    await self._work(self, request)
+            finally:
+                budget.give_back(size)
         except ClientDisconnected:
             return
         except Exception as error:

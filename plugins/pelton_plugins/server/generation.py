@@ -33,12 +33,15 @@ async def generate(
     response_id: str,
     lora_request: LoRARequest | None = None,
     on_text: OnText | None = None,
+    tenant: str = "",
 ) -> AsyncGenerator[Ready, None]:
     """Outputs of all prompts as they come, those that are ready together in one list. Closing it aborts what still runs.
 
     on_text: of one prompt with one sample, see `AsyncLLM.generate`.
     """
     more: dict[str, Any] = {} if lora_request is None else {"lora_request": lora_request}
+    if tenant:
+        more["tenant"] = tenant
     if on_text is not None:
         more["on_text"] = on_text
     unique = uuid.uuid4().hex[:12]  # a client may send one X-Request-Id twice

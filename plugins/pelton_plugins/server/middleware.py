@@ -11,11 +11,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from pelton.logging import get_logger
-from pelton_plugins.server.errors import error_response
+from pelton_plugins.server.origins import Hosts, Origins, refuse
 from pelton_plugins.server.state import ServerState
 
 access_logger = get_logger("pelton.access")
@@ -40,9 +39,15 @@ class Middleware:
         self._guarded: ASGIApp = self._checked
         for wrap in reversed(wraps):
             self._guarded = wrap(self._guarded)
+        self._hosts = Hosts(state.config)
+        self._origins = Origins(state.config.allowed_origins)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in state.config.api_key]
         root = state.config.root_path.rstrip("/")
         self._public = frozenset(path for route in state.config.public_routes for path in (route, root + route))
+
+    def on_stall(self) -> None:
+        """A connection was cut off whose client read nothing."""
+        self._state.http_metrics.num_stalled += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if "method" not in scope:  # a websocket
@@ -54,15 +59,18 @@ class Middleware:
         scope["pelton_request_id"] = request_id  # type: ignore[typeddict-unknown-key]
         status: int | None = None  # of the answer, once it began
         has_left = False
+        num_in = num_out = 0
 
         async def watched() -> Any:
-            nonlocal has_left
+            nonlocal has_left, num_in
             message = await receive()
+            num_in += len(message.get("body", b""))
             has_left = has_left or message["type"] == "http.disconnect"
             return message
 
         async def counted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, num_out
+            num_out += len(message.get("body", b""))  # type: ignore[arg-type]
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if status in BUSY and not any(name == b"retry-after" for name, _ in message["headers"]):
@@ -73,7 +81,17 @@ class Middleware:
 
         metrics.num_in_progress += 1
         try:
-            await self._guarded(scope, watched, counted)
+            if self._origins.is_preflight(scope):
+                await self._origins.answer(scope, counted)
+            elif not self._hosts.allows(scope):
+                await refuse(
+                    counted,
+                    403,
+                    "This Host is not served here: without an API key only names of this machine are. "
+                    "See --allowed-hosts.",
+                )
+            else:
+                await self._guarded(scope, watched, self._origins.marking(scope, counted))
         except BaseException:
             status = status or 500
             raise
@@ -83,7 +101,9 @@ class Middleware:
             metrics.num_in_progress -= 1
             method = _method(scope)
             template = str(scope.get("path_template") or "none") if status not in (404, 405) else "none"
-            metrics.observe(template, method, status, seconds)
+            direct = scope.get("pelton_direct")
+            num_out += direct.num_bytes if direct is not None else 0  # type: ignore[attr-defined]
+            metrics.observe(template, method, status, seconds, num_in, num_out)
             if config.access_log:
                 access_logger.info("%s %s %d %.1f ms %s", method, _shown(scope), status, 1000 * seconds, request_id)
 
@@ -91,7 +111,10 @@ class Middleware:
         if self._is_allowed(scope):
             await self._app(scope, receive, send)
         else:
-            await _refuse(send)
+            await refuse(
+                send, 401, "Wrong or missing API key. Send it as `Authorization: Bearer KEY`.",
+                (b"www-authenticate", b"Bearer"),
+            )  # fmt: skip
 
     def _retry_after(self) -> bytes:
         llm = self._state.llm
@@ -132,14 +155,3 @@ def _shown(scope: Scope) -> str:
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
-
-
-async def _refuse(send: Send) -> None:
-    body = msgspec.json.encode(error_response(401, "Wrong or missing API key. Send it as `Authorization: Bearer KEY`."))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"www-authenticate", b"Bearer"),
-    ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -53,6 +53,7 @@ class Server:
         self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
     ) -> None:
         config.check_exposure()
+        config.check_policy(engine_config.scheduler.scheduling_policy)
         check_tls(config)
         names = engine_config.model.served_model_name or [engine_config.model.model]
         self.config = config

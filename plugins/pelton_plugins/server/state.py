@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pelton import limits
 from pelton.errors import ModelNotFoundError, PeltonError, RequestError
+from pelton_plugins.server.body import BodyBudget
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError
 from pelton_plugins.server.http_metrics import HttpMetrics
 
 if TYPE_CHECKING:
+    from litestar.types import Scope
+
     from pelton.lora.request import LoRARequest
     from pelton.sdk.async_llm import AsyncLLM
     from pelton_plugins.server.exchange import Exchange
@@ -34,6 +39,7 @@ class ServerState:
     """Generating requests that are open now."""
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     openapi: bytes | None = None
+    body_budget: BodyBudget = field(init=False)
     writes_directly: bool = True
     """Streams go past the middleware, which no plugin's is part of."""
     load_counts: LoadCounts | None = None
@@ -41,6 +47,19 @@ class ServerState:
     index: int = 0
     ask_metrics: Callable[[], Awaitable[str]] | None = None
     """Asks the process that knows the figures of all, where several serve."""
+
+    def __post_init__(self) -> None:
+        self.body_budget = BodyBudget(self.config.max_body_bytes_at_once)
+
+    def tenant_of(self, scope: Scope) -> str:
+        """Whose share of the engine a request is charged to; empty where there are no shares."""
+        key = self.config.fairness_key
+        if key is None:
+            return ""
+        if key == "api-key":
+            token = _header(scope, b"authorization").partition(b" ")[2].strip()
+            return hashlib.sha256(token).hexdigest()[:16]
+        return _header(scope, key.removeprefix("header:").lower().encode())[: limits.MAX_TENANT_CHARS].decode("latin-1")
 
     @property
     def model_name(self) -> str:
@@ -117,3 +136,7 @@ class ServerState:
         """Every open request ends now, with `error`."""
         for exchange in list(self.exchanges):
             exchange.end(error)
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((value for name, value in scope["headers"] if name == wanted), b"")

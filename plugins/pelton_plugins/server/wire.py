@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from pelton_plugins.server.errors import error_response
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers, beyond what came with their first packet
+STALL_TIMEOUT_S = 60.0  # a client that reads nothing of an answer for so long is cut off
 HEAD_TIMEOUT_S = 30.0  # from the connection, or the first byte of a later request, to the end of its headers
 
 
@@ -36,6 +38,35 @@ class Direct:
         return True
 
 
+class Stalls:
+    """Watches a connection whose write buffer is full: it is closed when its client reads nothing for `timeout_s`."""
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, on_stall: Callable[[], None]
+    ) -> None:
+        self._transport, self._loop, self._on_stall = transport, loop, on_stall
+        self._timer: asyncio.TimerHandle | None = None
+        self._left = 0  # bytes in the buffer when looked at last
+
+    def begin(self) -> None:
+        self._left = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(STALL_TIMEOUT_S, self._look)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        left = self._transport.get_write_buffer_size()
+        if left < self._left:  # slowly, but it reads
+            self.begin()
+            return
+        self._timer = None
+        self._on_stall()
+        self._transport.abort()
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Refusals are in the error shape too."""
 
@@ -47,11 +78,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._stalls = Stalls(transport, self.loop, self._count_stall)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stalls.end()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalls.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stalls.end()
+
+    def _count_stall(self) -> None:
+        on_stall = getattr(self.config.app, "on_stall", None)
+        if on_stall is not None:
+            on_stall()
 
     def data_received(self, data: bytes) -> None:
         was_in_head = self._is_in_head

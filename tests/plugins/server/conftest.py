@@ -60,6 +60,7 @@ class FakeAsyncLLM:
         )  # fmt: skip
         self.requests: list[tuple[dict[str, Any], SamplingParams, dict[str, Any]]] = []
         self.aborted: list[str] = []
+        self.tenants: list[str] = []
         self.last_ids: list[str] = []
         self.running: set[str] = set()
         self.step_s = 0.0
@@ -72,8 +73,10 @@ class FakeAsyncLLM:
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int = 0, cache_salt: str | None = None,
         timeout_s: float | None = None, kv_transfer_params: dict[str, Any] | None = None, on_text: Any = None,
+        tenant: str = "",
     ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         self._check(prompt, params)
+        self.tenants.append(tenant)
         rest = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
         if kv_transfer_params is not None:
             if self.kv_transfer_params is None:

@@ -31,9 +31,9 @@ def statuses(monkeypatch):
     """What is counted and logged, in order."""
     found, observe = [], HttpMetrics.observe
 
-    def noted(self, handler, method, status, seconds):
+    def noted(self, handler, method, status, seconds, *sizes):
         found.append(status)
-        observe(self, handler, method, status, seconds)
+        observe(self, handler, method, status, seconds, *sizes)
 
     monkeypatch.setattr(HttpMetrics, "observe", noted)
     return found

@@ -65,6 +65,7 @@ class Owner:
         self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
     ) -> None:
         config.check_exposure()
+        config.check_policy(engine_config.scheduler.scheduling_policy)
         check_tls(config)
         if engine_config.lora.allow_runtime_lora_updating:
             raise ConfigError(

@@ -59,7 +59,7 @@ def routes(state: ServerState) -> list[Any]:
         else:
             found = state.llm.get_metrics() if state.llm is not None else []
             text = render_text([*found, *state.http_metrics.snapshot()]) + process_metrics.text()
-        return Response(text.encode(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(text.encode(), media_type="text/plain; version=0.0.4")
 
     @get("/openapi.json", opt=api(None, None))
     async def openapi() -> Response[bytes]:

@@ -58,6 +58,11 @@ async def _detokenize(exchange: Exchange, request: DetokenizeRequest) -> None:
     tokenizer: Any = llm.tokenizer
     if tokenizer is None:
         raise NotSupportedError("The server runs without a tokenizer.")
+    most = max_model_len(llm)
+    if len(request.tokens) > most:
+        raise RequestError(
+            f"tokens has {len(request.tokens)} ids; at most {most}, the model's context.", param="tokens"
+        )
     vocab_size = llm.model.vocab_size
     for token_id in (min(request.tokens, default=0), max(request.tokens, default=0)):
         if not 0 <= token_id < vocab_size:
