@@ -52,7 +52,7 @@ class ServerState:
         self.body_budget = BodyBudget(self.config.max_body_bytes_at_once)
 
     def tenant_of(self, scope: Scope) -> str:
-        """Whose share of the engine a request is charged to; empty where there are no shares."""
+        """Return whose share of the engine a request is charged to; empty where there are no shares."""
         key = self.config.fairness_key
         if key is None:
             return ""

@@ -75,7 +75,7 @@ class Failed(_Message):
 
 
 class Figures(_Message):
-    """What an API process counted since it told last."""
+    """Counts of an API process since it told last."""
 
     number: int
     """Of the question; 0 without one."""
