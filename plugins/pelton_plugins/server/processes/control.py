@@ -118,7 +118,7 @@ class Link:
         return self._decoder.decode(await self._reader.readexactly(size))
 
     def close(self) -> None:
-        """What was sent still goes out."""
+        """End it; what was sent still goes out."""
         self._writer.close()
 
     async def closed(self, timeout_s: float = 1.0) -> None:
