@@ -41,11 +41,13 @@ class CompletionAnswer(ABC, Generic[Request, Choice]):
     _on_text: OnText | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.exchange.counts = self.counts
         self.response_id = f"{self.id_prefix}-{self.request.request_id or self.exchange.request_id}"
         self.model = self.request.model or self.exchange.state.model_name
         self.created = int(time.time())
 
     async def run(self) -> None:
+        self.exchange.mark("prepared")
         await (self._stream() if self.request.stream else self._answer())
 
     async def _answer(self) -> None:

@@ -67,6 +67,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Let requests bring their own chat template."""
     return_errors_in_detail: bool = False
     """Show causes of status 500 to clients as they are, unscrubbed; for debugging on a private machine."""
+    otlp_traces_endpoint: str | None = None
+    """Where OpenTelemetry spans of requests go, over HTTP, such as http://127.0.0.1:4318/v1/traces. Needs the extra `otel`."""
+    collect_detailed_traces: bool = False
+    """Spans also of the server's own stages: reading the body, preparing the prompt, sending the answer."""
+    log_requests: bool = False
+    """Log each generating request's id, model, lengths and sampling settings; not what was said."""
+    log_request_prompts: bool = False
+    """With log_requests: the prompts and messages too. They may hold what nobody should read."""
     access_log: bool = True
     """Log one line a request."""
 
@@ -92,6 +100,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"fairness_key is {self.fairness_key!r}; use api-key, or header:NAME such as header:X-Tenant."
             )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint is {endpoint!r}; use an address such as http://127.0.0.1:4318/v1/traces."
+            )
+        if self.log_request_prompts and not self.log_requests:
+            raise ConfigError("log_request_prompts is set without log_requests; set both, or neither.")
         for path in self.public_routes:
             if not path.startswith("/"):
                 raise ConfigError(f"public_routes has {path!r}; paths start with a slash, such as /metrics.")

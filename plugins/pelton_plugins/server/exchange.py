@@ -20,8 +20,11 @@ from pelton.errors import RequestError
 from pelton.lora.request import LoRARequest
 from pelton_plugins.server.body import check_content_type, decode, read_body
 from pelton_plugins.server.errors import ClientDisconnected, describe
+from pelton_plugins.server.generation import Counts
 from pelton_plugins.server.params import in_sent_names
+from pelton_plugins.server.request_log import log_request
 from pelton_plugins.server.state import ServerState
+from pelton_plugins.server.tracing import RequestTrace, request_attributes
 from pelton_plugins.server.wire import Direct
 
 SSE_HEADERS = [
@@ -59,6 +62,10 @@ class Exchange:
         self._generates = generates
         self._send: Send | None = None
         self._direct: Direct | None = None
+        self.counts: Counts | None = None
+        """Tokens of the request, once it runs."""
+        self._trace: RequestTrace | None = None
+        self._error: str | None = None
         self._is_streaming = False
         self._is_answered = False
         self._last_write = 0.0
@@ -72,6 +79,21 @@ class Exchange:
             self._direct = scope.get("pelton_direct")  # type: ignore[assignment]
         self.tenant = self.state.tenant_of(scope)
         self.request_id = str(scope.get("pelton_request_id", ""))
+        tracing = self.state.tracing
+        if tracing is None or not self._generates:
+            await self._run(scope, receive)
+            return
+        self._trace = trace = tracing.begin(scope)
+        try:
+            await self._run(scope, receive)
+        finally:
+            if self.counts is not None:
+                trace.metrics = self.counts.metrics
+            model = self.state.model_name
+            attributes = request_attributes(self._request, model, self.request_id, self.counts)
+            tracing.end(trace, scope["path"], attributes, self._error)
+
+    async def _run(self, scope: Scope, receive: Receive) -> None:
         config = self.state.config
         try:
             check_content_type(scope)
@@ -87,6 +109,9 @@ class Exchange:
                     budget.give_back(size)
                     size = 0
                 self._request = request
+                self.mark("body")
+                if config.log_requests and self._generates:
+                    log_request(self.request_id, request, with_prompts=config.log_request_prompts)
                 if self._generates:
                     await self._run_until_ended(request, receive)
                 else:
@@ -94,7 +119,7 @@ class Exchange:
             finally:
                 budget.give_back(size)
         except ClientDisconnected:
-            return
+            self._error = "The client went away."
         except Exception as error:
             await self._fail(error)
 
@@ -140,11 +165,17 @@ class Exchange:
                 silence = 0.0
             await asyncio.sleep(interval - silence)
 
+    def mark(self, name: str) -> None:
+        """Note the time of a stage, where requests are traced."""
+        if self._trace is not None:
+            self._trace.mark(name)
+
     async def _fail(self, error: Exception) -> None:
         body = describe(error, self.request_id, in_detail=self.state.config.return_errors_in_detail)
         if self._request is not None and isinstance(error, RequestError):
             body.error.message, body.error.param = in_sent_names(body.error.message, body.error.param, self._request)
         encoded = msgspec.json.encode(body)
+        self._error = body.error.message
         if self._is_answered:
             return
         with contextlib.suppress(OSError):
@@ -159,6 +190,7 @@ class Exchange:
         """The whole answer, JSON."""
         assert self._send is not None and not self._is_streaming
         self._is_answered = True
+        self.mark("first_byte")
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -168,6 +200,7 @@ class Exchange:
         assert self._send is not None
         if not self._is_streaming:
             self._is_streaming = True
+            self.mark("first_byte")
             await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         self._last_write = time.monotonic()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})

@@ -13,7 +13,7 @@ from pelton import limits
 from pelton.engine.output_queue import OnText
 from pelton.errors import EngineError
 from pelton.lora.request import LoRARequest
-from pelton.outputs import RequestOutput
+from pelton.outputs import RequestMetrics, RequestOutput
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.server.prompts import Prompt
 from pelton_plugins.server.protocol import GenerateRequest, PromptTokensDetails, Usage
@@ -122,6 +122,8 @@ class Counts:
     cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     """Of the first prompt that a KV connector says something of."""
+    metrics: list[RequestMetrics] = field(default_factory=list)
+    """Of the prompts that have ended."""
     _seen: set[int] = field(default_factory=set)
 
     def add(self, ready: Ready) -> None:
@@ -130,6 +132,8 @@ class Counts:
                 self._seen.add(index)
                 self.prompt_tokens += len(output.prompt_token_ids)
                 self.cached_tokens += output.num_cached_tokens or 0
+            if output.finished and output.metrics is not None:
+                self.metrics.append(output.metrics)
             if self.kv_transfer_params is None:
                 self.kv_transfer_params = output.kv_transfer_params
             for choice in output.outputs:

@@ -62,6 +62,10 @@ class Server:
         self.plugins = plugins
         self.explicit = explicit
         self.state = ServerState(config=config, model_names=names)
+        if config.otlp_traces_endpoint is not None:
+            from pelton_plugins.server.tracing import make_tracing
+
+            self.state.tracing = make_tracing(config.otlp_traces_endpoint, detailed=config.collect_detailed_traces)
         self._uvicorn: _Uvicorn | None = None
         self._num_signals = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -102,6 +106,8 @@ class Server:
                 loop.remove_signal_handler(number)
             if self._deadline is not None:
                 self._deadline.cancel()
+            if self.state.tracing is not None:
+                self.state.tracing.shutdown()
             self._stop_engine()
         return self._exit_code()
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pelton.sdk.async_llm import AsyncLLM
     from pelton_plugins.server.exchange import Exchange
     from pelton_plugins.server.processes.load_counts import LoadCounts
+    from pelton_plugins.server.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class ServerState:
     exchanges: set[Exchange] = field(default_factory=set)
     """Generating requests that are open now."""
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    tracing: Tracing | None = None
     openapi: bytes | None = None
     body_budget: BodyBudget = field(init=False)
     writes_directly: bool = True
