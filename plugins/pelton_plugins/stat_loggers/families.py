@@ -81,6 +81,9 @@ FAMILIES: tuple[Family, ...] = (
     _counter("prefix_cache_hits", "Tokens found in the prefix cache."),
     _counter("num_preemptions", "Times that a running request gave up its blocks."),
     _counter("prompt_tokens", "Prompt tokens processed."),
+    _counter(
+        "prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source", ("local_compute", "local_cache_hit")
+    ),
     _counter("prompt_tokens_cached", "Prompt tokens whose KV came from the prefix cache."),
     _counter("generation_tokens", "Tokens generated."),
     _counter(

@@ -132,6 +132,8 @@ class PrometheusLogger:
     def _record_iteration(self, stats: IterationStats) -> None:
         self._add("prompt_tokens", stats.num_prompt_tokens)
         self._add("prompt_tokens_cached", stats.num_cached_prompt_tokens)
+        self._add("prompt_tokens_by_source", stats.num_cached_prompt_tokens, "local_cache_hit")
+        self._add("prompt_tokens_by_source", stats.num_prompt_tokens - stats.num_cached_prompt_tokens, "local_compute")
         self._add("generation_tokens", stats.num_generation_tokens)
         self._observe("time_to_first_token_seconds", stats.time_to_first_tokens_s)
         self._observe("inter_token_latency_seconds", stats.inter_token_latencies_s)

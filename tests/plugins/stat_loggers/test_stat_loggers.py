@@ -31,6 +31,7 @@ EXPECTED = {
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_queue_time_seconds",
     "request_inference_time_seconds", "request_max_num_generation_tokens", "request_params_n",
     "request_params_max_tokens", "request_time_per_output_token_seconds", "num_preemptions", "iteration_tokens_total",
+    "engine_restarts", "prompt_tokens_by_source",
     "num_requests_waiting_by_reason", "prompt_tokens_cached", "admission_rejections", "request_num_preemptions",
     "request_prefill_kv_computed_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "spec_decode_num_drafts", "spec_decode_num_pauses",
