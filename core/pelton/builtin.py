@@ -13,6 +13,13 @@ PELTON_API = ">=1,<2"
 @hookimpl
 def pelton_fused_ops() -> Sequence[Entry]:
     return [
+        Entry(name="moe", load="pelton.ops.moe:MOE", priority=10, doc="a layer of experts"),
+        *_adapter_ops(),
+    ]
+
+
+def _adapter_ops() -> list[Entry]:
+    return [
         Entry(name=name, load=f"pelton.lora.op:{name.upper()}", priority=10, doc=doc)
         for name, doc in (
             ("lora", "adapters behind a product"),

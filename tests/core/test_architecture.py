@@ -125,7 +125,7 @@ def test_core_stays_small():
     folder = TREES["pelton"]
     files = [path for path in folder.rglob("*.py") if folder / "testing" not in path.parents]
     num_lines = sum(path.read_text().count("\n") for path in files)
-    assert num_lines <= 19_800, f"core without testing has {num_lines} lines"
+    assert num_lines <= 21_000, f"core without testing has {num_lines} lines"
 
 
 def test_core_names_no_other_tree():

@@ -45,6 +45,13 @@ _LATENT: dict[str, Any] = {
     },
 }  # fmt: skip
 """DeepSeek's attention over latents, with dense MLPs; yarn's scale enters the logits as well as the rope."""
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+}  # fmt: skip
+_SHARED: dict[str, Any] = {
+    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     # family: (config class, model class, fields that differ from _COMMON)
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -73,8 +80,39 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "q_lora_rank": 40}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1], "qkv_bias": True},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {**_EXPERTS, **_SHARED, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
+    ),
+    "deepseek_v2_moe": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_LATENT, **_EXPERTS, **_SHARED, "q_lora_rank": 40, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3_moe": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**_LATENT, **_EXPERTS, **_SHARED, "q_lora_rank": None},
+    ),
 }
-SEEDS = {"llama": 4, "mistral": 3, "qwen2": 1, "qwen3": 5, "gemma3": 1, "gemma4": 1, "deepseek_v2": 1, "deepseek_v3": 1}
+SEEDS = {
+    "llama": 4,
+    "mistral": 3,
+    "qwen2": 1,
+    "qwen3": 5,
+    "gemma3": 1,
+    "gemma4": 1,
+    "deepseek_v2": 1,
+    "deepseek_v3": 1,
+}  # others: 1
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5."""
 ROPE_VARIANTS: dict[str, dict[str, Any]] = {
@@ -110,7 +148,7 @@ def make_tiny_checkpoint(
     config_class, model_class, own = FAMILIES[family]
     config = getattr(transformers, config_class)(**{**_COMMON, **own, **overrides})
     with torch.random.fork_rng():
-        torch.manual_seed(SEEDS[family] if seed is None else seed)
+        torch.manual_seed(SEEDS.get(family, 1) if seed is None else seed)
         model = getattr(transformers, model_class)(config)
         _randomize(model)
     path = Path(path)
@@ -126,7 +164,13 @@ def _randomize(model: Any) -> None:
 
     is_gemma = "Gemma" in type(model).__name__  # norms multiply by 1 + w, embeddings by sqrt(hidden_size)
     embed_scale = model.config.hidden_size**0.5 if is_gemma else 1.0
-    gains = {"o_proj.weight": 3.0, "down_proj.weight": 3.0, "q_proj.weight": 2.0}
+    gains = {
+        "o_proj.weight": 3.0,
+        "down_proj.weight": 3.0,
+        "q_proj.weight": 2.0,
+        "experts.down_proj": 3.0,
+        "gate.weight": 2.0,
+    }
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name == "model.norm.weight":
@@ -139,7 +183,10 @@ def _randomize(model: Any) -> None:
                 weight.normal_(0.0, 0.5 / embed_scale)
             else:
                 gain = next((gain for suffix, gain in gains.items() if name.endswith(suffix)), 1.0)
-                weight.normal_(0.0, gain / weight.shape[1] ** 0.5)
+                weight.normal_(0.0, gain / weight.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
 
 
 def make_tiny_tokenizer(path: str | Path, *, vocab_size: int = VOCAB_SIZE) -> Path:

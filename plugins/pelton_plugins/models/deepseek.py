@@ -1,7 +1,4 @@
-"""DeepSeek V2 and V3 with dense MLPs: attention over latents (MLA), with or without a latent of the query.
-
-Layers of experts are refused: `first_k_dense_replace` has to leave none.
-"""
+"""DeepSeek V2 and V3: attention over latents (MLA), with or without a latent of the query; dense layers, then experts."""
 
 from __future__ import annotations
 
@@ -16,10 +13,13 @@ from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.latent_attention import MLALayer
 from pelton.layers.linear import MergedGateUp, RowParallelLinear
 from pelton.layers.mla import HeadsLinear, LatentUp
+from pelton.layers.moe import SparseMoe
 from pelton.layers.norm import RMSNorm
 from pelton.layers.normed import NormedLinear, head_shard, whole_shard
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
+from pelton.ops.moe import RoutingSpec
+from pelton_plugins.models.moe import grouped_routing, num_experts, shared_experts
 
 _LATENT_NORM_EPS = 1e-6  # config.json's rms_norm_eps is of the others
 
@@ -74,15 +74,20 @@ class MLAAttention(nn.Module):
 
 
 class DeepseekDecoderLayer(nn.Module):
-    def __init__(self, *, config: BuildConfig, prefix: str) -> None:
+    """V2's layers and V3's differ in how experts are chosen."""
+
+    def __init__(self, *, has_experts: bool, config: BuildConfig, prefix: str) -> None:
         super().__init__()
         hf, mlp = config.hf, f"{prefix}.mlp"
-        bias = bool(hf.get("mlp_bias"))
         self.input_layernorm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
         self.self_attn = MLAAttention(self.input_layernorm, config=config, prefix=f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(
             hf.hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm"
         )
+        self.experts = self._make_experts(config, mlp) if has_experts else None
+        if has_experts:
+            return
+        bias = bool(hf.get("mlp_bias"))
         self.gate_up_proj = MergedGateUp(
             hf.hidden_size, hf.intermediate_size, activation=hf.get("hidden_act", "silu"),
             norm=self.post_attention_layernorm, bias=bias, config=config, prefix=mlp,
@@ -93,8 +98,33 @@ class DeepseekDecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         hidden, residual = self.self_attn(hidden, residual, batch)
+        if self.experts is not None:
+            result: tuple[Tensor, Tensor] = self.experts(hidden, residual, batch)
+            return result
         activated, residual = self.gate_up_proj(hidden, residual)
         return self.down_proj(activated), residual
+
+    def _make_experts(self, config: BuildConfig, prefix: str) -> SparseMoe:
+        hf = config.hf
+        return SparseMoe(
+            hf.hidden_size, hf.moe_intermediate_size, routing=_routing(config), activation=hf.get("hidden_act", "silu"),
+            norm=self.post_attention_layernorm, config=config, prefix=prefix, shared=shared_experts(config, prefix),
+        )  # fmt: skip
+
+
+def _routing(config: BuildConfig) -> RoutingSpec:
+    hf = config.hf
+    if hf.get("model_type") == "deepseek_v3" or hf.get("topk_method") == "noaux_tc":
+        return grouped_routing(hf)
+    method = hf.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"topk_method is {method!r}; this model has greedy, group_limited_greedy and noaux_tc.")
+    is_grouped = method == "group_limited_greedy"
+    return RoutingSpec(
+        num_experts=num_experts(hf), top_k=hf.num_experts_per_tok, is_renormalized=False,
+        scale=hf.get("routed_scaling_factor", 1.0), num_groups=hf.n_group if is_grouped else 1,
+        top_groups=hf.topk_group if is_grouped else 1,
+    )  # fmt: skip
 
 
 class DeepseekForCausalLM(Decoder):
@@ -102,18 +132,18 @@ class DeepseekForCausalLM(Decoder):
         super().__init__(config=config)
         hf = config.hf
         num_layers, num_dense = hf.num_hidden_layers, hf.get("first_k_dense_replace", 0)
-        if hf.get("n_routed_experts") and num_dense < num_layers:
-            raise ConfigError(
-                f"Layers {num_dense} to {num_layers - 1} have experts (first_k_dense_replace is {num_dense}), which this version "
-                "does not compute. Use a checkpoint whose layers are all dense."
-            )
         for index in range(hf.get("num_nextn_predict_layers", 0)):  # they predict further tokens, and nobody reads them
             config.weights.ignore(rf"{prefix}model\.layers\.{num_layers + index}\..*")
         self.embed_tokens = VocabEmbedding(
             hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}model.embed_tokens"
         )
         self.layers = nn.ModuleList(
-            DeepseekDecoderLayer(config=config, prefix=f"{prefix}model.layers.{index}") for index in range(num_layers)
+            DeepseekDecoderLayer(
+                has_experts=bool(hf.get("n_routed_experts")) and index >= num_dense,
+                config=config,
+                prefix=f"{prefix}model.layers.{index}",
+            )
+            for index in range(num_layers)
         )
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
         self.lm_head = LMHead(

@@ -25,7 +25,7 @@ class LlamaDecoderLayer(nn.Module):
         hf = config.hf
         hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
         head_dim = hf.get("head_dim", hidden_size // num_heads)
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        attention = f"{prefix}.self_attn"
 
         self.input_layernorm = RMSNorm(hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
         self.qkv_proj = QKVLinear(
@@ -46,13 +46,7 @@ class LlamaDecoderLayer(nn.Module):
             prefix=f"{attention}.o_proj",
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm")
-        self.gate_up_proj = MergedGateUp(
-            hidden_size, hf.intermediate_size, activation=hf.get("hidden_act", "silu"),
-            norm=self.post_attention_layernorm, bias=bool(hf.get("mlp_bias")), config=config, prefix=mlp,
-        )  # fmt: skip
-        self.down_proj = RowParallelLinear(
-            hf.intermediate_size, hidden_size, bias=bool(hf.get("mlp_bias")), config=config, prefix=f"{mlp}.down_proj"
-        )
+        self.make_mlp(index, config, f"{prefix}.mlp")
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """(last sub-layer's output, residual), each [T, H] -> the same after this layer."""
@@ -71,6 +65,16 @@ class LlamaDecoderLayer(nn.Module):
 
     def sliding_window(self, index: int, config: BuildConfig) -> int | None:
         return None
+
+    def make_mlp(self, index: int, config: BuildConfig, prefix: str) -> None:
+        hf, bias = config.hf, bool(config.hf.get("mlp_bias"))
+        self.gate_up_proj = MergedGateUp(
+            hf.hidden_size, hf.intermediate_size, activation=hf.get("hidden_act", "silu"),
+            norm=self.post_attention_layernorm, bias=bias, config=config, prefix=prefix,
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(
+            hf.intermediate_size, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.down_proj"
+        )
 
     def query_key_norms(self, head_dim: int, config: BuildConfig, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None]:
         return None, None

@@ -90,4 +90,6 @@ def test_bfloat16_stays_near_float32(checkpoint, reference, make_driver, token_i
     got = make_driver(checkpoint, dtype=torch.bfloat16).step({"a": token_ids[:40]})["a"]
     want = reference_logits(reference, token_ids[:40])
     assert got.dtype == torch.float32
-    assert torch.nn.functional.cosine_similarity(got, want, dim=-1).min() > 0.97
+    near = torch.nn.functional.cosine_similarity(got, want, dim=-1) > 0.97
+    # A row of a model with experts is another one where rounding chooses another expert.
+    assert near.float().mean() >= 0.9 if hasattr(reference.config, "num_experts_per_tok") else near.all()

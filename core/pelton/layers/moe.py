@@ -1,0 +1,176 @@
+"""Layers of experts: a router, the experts, and those that every token takes beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pelton.errors import ConfigError
+from pelton.layers.linear import ACTIVATION_NAMES, LinearModule, RowParallelLinear
+from pelton.layers.norm import RMSNorm
+from pelton.ops.interface import (
+    AddNorm,
+    AddNormNeeds,
+    AddNormTensors,
+    Gated,
+    GatedNeeds,
+    GatedTensors,
+    Linear,
+    LinearNeeds,
+    LinearTensors,
+)
+from pelton.ops.moe import ExpertsSpec, Moe, MoeNeeds, MoeTensors, RoutingSpec
+from pelton.quantization.interface import LinearShard
+from pelton.quantization.plain import PlainWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+    from pelton.model.build import BuildConfig
+
+
+class GatedMLP(LinearModule):
+    """gate, up and down of an MLP whose input is normed already: experts that every token takes."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, activation: str, config: BuildConfig, prefix: str
+    ) -> None:
+        width = config.parallel.share(intermediate_size, f"intermediate size of {prefix}")
+        rows = (config.parallel.rank * width, (config.parallel.rank + 1) * width)
+        shards = [
+            LinearShard(f"{prefix}.{name}", intermediate_size, hidden_size, rows, (0, hidden_size))
+            for name in ("gate_proj", "up_proj")
+        ]
+        weights = config.quantization.create(config, shards, bias=False)
+        super().__init__(weights)
+        if config.adapters is not None:
+            for shard in shards:
+                config.adapters.refuse(shard.name, "it belongs to a layer of experts")
+        needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
+        self.gate_up: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
+        gated = GatedNeeds(dtype=config.dtype_name, size=width, activation=_activation(activation))
+        self.gated: Gated = config.ops.bind("gated", gated, GatedTensors(config.device))
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, config=config, prefix=f"{prefix}.down_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H], partial over ranks."""
+        down: Tensor = self.down_proj(self.gated(self.gate_up(x)))
+        return down
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a checkpoint calls a layer's tensors, behind its prefix."""
+
+    router: str = "gate"
+    experts: str = "experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    correction: str = "gate.e_score_correction_bias"
+
+
+class SparseMoe(nn.Module):
+    """The norm, the router and its experts (`add_norm` and `moe`), and what every token takes beside them."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        routing: RoutingSpec,
+        activation: str,
+        norm: RMSNorm,
+        config: BuildConfig,
+        prefix: str,
+        names: ExpertNames = ExpertNames(),
+        shared: GatedMLP | None = None,
+        shared_gate: str | None = None,
+    ) -> None:
+        """prefix: of the MLP in the checkpoint. shared: takes every token; shared_gate: the name of the matrix [1, H] whose
+        sigmoid it is multiplied by, where it has one."""
+        super().__init__()
+        parallel = config.parallel
+        width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
+        spec = ExpertsSpec(hidden_size=hidden_size, intermediate_size=width, activation=_activation(activation))
+        self.routing, self.norm, self.shared = routing, norm, shared
+        self.router = _parameter(config, routing.num_experts, hidden_size)
+        config.weights.expect(f"{prefix}.{names.router}.weight", tuple(self.router.shape), self.router)
+        self.correction: nn.Parameter | None = None
+        if routing.has_correction:
+            self.correction = _parameter(config, routing.num_experts, dtype=torch.float32)
+            config.weights.expect(f"{prefix}.{names.correction}", (routing.num_experts,), self.correction)
+        self.shared_gate: nn.Parameter | None = None
+        if shared_gate is not None:
+            self.shared_gate = _parameter(config, 1, hidden_size)
+            config.weights.expect(f"{prefix}.{shared_gate}.weight", (1, hidden_size), self.shared_gate)
+        self.experts = nn.ParameterDict(
+            _plain_experts(config, f"{prefix}.{names.experts}", spec, intermediate_size, routing.num_experts, names)
+        )
+        norms = AddNormNeeds(dtype=config.dtype_name, norm=norm.spec, tp_size=parallel.size)
+        self.add_norm: AddNorm = config.ops.bind(
+            "add_norm", norms, AddNormTensors(norm.weight, None, config.all_reduce(hidden_size))
+        )
+        needs = MoeNeeds(
+            dtype=config.dtype_name, routing=routing, experts=spec, max_num_tokens=config.max_num_batched_tokens
+        )
+        tensors = MoeTensors(self.router, dict(self.experts.items()), correction=self.correction)
+        self.moe: Moe = config.ops.bind("moe", needs, tensors)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """-> (the layer's bare output [T, H], residual [T, H])"""
+        x, residual = self.add_norm(hidden, residual)
+        slots = batch.slot_mappings[0] if batch.slot_mappings else batch.positions  # the memory profile has no slots
+        result = self.moe(x, slots)
+        if self.shared is not None:
+            always = self.shared(x)
+            if self.shared_gate is not None:
+                always = torch.sigmoid(nn.functional.linear(x, self.shared_gate)) * always
+            result = result + always
+        return result, residual
+
+
+def _plain_experts(
+    config: BuildConfig, prefix: str, spec: ExpertsSpec, intermediate_size: int, num_experts: int, names: ExpertNames
+) -> dict[str, nn.Parameter]:
+    """Experts in the model's dtype, each matrix from a checkpoint tensor of its own: this rank's rows of gate and up, columns of down."""
+    if not isinstance(config.quantization, PlainWeights):
+        raise ConfigError(
+            f"quantization is {config.quantization.name!r}, and {prefix} has experts, which this version keeps in the model's "
+            "dtype alone. Leave quantization unset, or take a checkpoint that is not quantized."
+        )
+    if config.adapters is not None:
+        config.adapters.refuse(prefix, "it belongs to a layer of experts")
+    hidden, width = spec.hidden_size, spec.intermediate_size
+    first = config.parallel.rank * width
+    gate_up = _parameter(config, num_experts, 2 * width, hidden)
+    down = _parameter(config, num_experts, hidden, width)
+    for index in range(num_experts):
+        for name, part in ((names.gate, gate_up[index, :width]), (names.up, gate_up[index, width:])):
+            config.weights.expect(
+                f"{prefix}.{index}.{name}.weight",
+                (intermediate_size, hidden),
+                part,
+                dim=0,
+                start=first,
+                stop=first + width,
+            )
+        config.weights.expect(
+            f"{prefix}.{index}.{names.down}.weight", (hidden, intermediate_size), down[index],
+            dim=1, start=first, stop=first + width,
+        )  # fmt: skip
+    return {"gate_up": gate_up, "down": down}
+
+
+def _parameter(config: BuildConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(config.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def _activation(name: str) -> str:
+    if name not in ACTIVATION_NAMES:
+        raise ConfigError(f"hidden_act is {name!r}; gated layers have {', '.join(ACTIVATION_NAMES)}.")
+    return ACTIVATION_NAMES[name]

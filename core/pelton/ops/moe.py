@@ -1,0 +1,80 @@
+"""The op of a layer of experts: router, the experts that it chooses for each token, and their weighted sum.
+
+T tokens, H hidden size, E experts, k experts a token, I intermediate size of an expert (of this rank). Fedus et al., Switch
+Transformers (arXiv:2101.03961), section 2; groups and correction: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from pelton.ops.interface import FusedOp, optional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSpec:
+    """From the router's E logits (float32) to k experts and their weights.
+
+    scores = scoring(logits). Experts are chosen by scores + correction, with groups only from the `top_groups` best groups;
+    equal ones by the lower index. Their weights are their scores, divided by their sum where `is_renormalized`, times `scale`.
+    """
+
+    num_experts: int  # E
+    top_k: int  # k
+    scoring: str = "softmax"  # softmax, sigmoid
+    is_renormalized: bool = True
+    scale: float = 1.0
+    num_groups: int = 1  # of E / num_groups experts, which follow each other
+    top_groups: int = 1
+    group_score: str = "max"  # of a group: max, its best expert; top2, the sum of its best two
+    has_correction: bool = optional(False)  # `MoeTensors.correction` is there
+    scales_input: bool = optional(False)  # weights multiply what experts read, not what they give (Llama 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """One rank's part of all E experts: down(gated(gate_up(x)))."""
+
+    hidden_size: int  # H
+    intermediate_size: int  # I
+    activation: str = "silu"  # silu, gelu, gelu_tanh: activation(gate) * up
+    """swiglu_oai: gate and up clamped to `limit`, gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss)."""
+    limit: float | None = optional(None)
+    weight_format: str = optional("plain")
+    """plain: `gate_up` [E, 2 I, H], gate rows first, and `down` [E, H, I], of the model's dtype."""
+    has_bias: bool = optional(False)  # `gate_up_bias` [E, 2 I] and `down_bias` [E, H]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeNeeds:
+    dtype: str
+    routing: RoutingSpec
+    experts: ExpertsSpec
+    max_num_tokens: int  # T is never more
+    has_router_bias: bool = optional(False)
+    counts_load: bool = optional(False)  # `MoeTensors.load` is there
+
+
+@dataclass(slots=True)
+class MoeTensors:
+    router: Tensor  # [E, H], of the model's dtype or float32
+    experts: dict[str, Tensor]  # by the names of `ExpertsSpec`
+    router_bias: Tensor | None = None  # [E]
+    correction: Tensor | None = None  # [E] float32
+    load: Tensor | None = None  # [E] int64: how many tokens each expert has had; added to
+
+
+class Moe(Protocol):
+    def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        """[T, H] -> [T, H], partial over ranks; logits of the router, weights and sums are float32.
+
+        slot_mapping [T] int64: a token with -1 is padding, chooses no expert, and gets zeros. Nothing is asked of the device.
+        """
+        ...
+
+
+MOE = FusedOp(name="moe", needs=MoeNeeds, tensors=MoeTensors, reference="pelton.ops.reference_moe:ReferenceMoe")

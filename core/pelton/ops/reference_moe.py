@@ -1,0 +1,104 @@
+"""Plain torch implementation of the op of experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from pelton.ops.reference import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.ops.moe import ExpertsSpec, Moe, MoeNeeds, MoeTensors, RoutingSpec
+
+_OAI_ALPHA = 1.702
+
+
+def route(logits: Tensor, spec: RoutingSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logits [T, E] float32 -> experts [T, k] int64 in the order of their score, weights [T, k] float32."""
+    scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(dim=-1)
+    choice = scores if correction is None else scores + correction
+    if spec.num_groups > 1:
+        choice = _within_groups(choice, spec)
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+    weights = scores.gather(-1, experts)
+    if spec.is_renormalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return experts, weights * spec.scale
+
+
+def _within_groups(choice: Tensor, spec: RoutingSpec) -> Tensor:
+    groups = choice.view(choice.shape[0], spec.num_groups, -1)
+    best = groups.topk(2, dim=-1).values.sum(dim=-1) if spec.group_score == "top2" else groups.amax(dim=-1)
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_groups]
+    is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, value=True)
+    return groups.masked_fill(~is_chosen.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def activated(gate_up: Tensor, spec: ExpertsSpec) -> Tensor:
+    """[T, 2 I], gate and up -> [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if spec.activation != "swiglu_oai":
+        return ACTIVATIONS[spec.activation](gate) * up
+    if spec.limit is not None:
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return gate * torch.sigmoid(_OAI_ALPHA * gate) * (up + 1)
+
+
+class ReferenceMoe:
+    """On a CPU each chosen expert computes its own tokens, which a recorded step cannot hold. Elsewhere every expert computes every
+    token, so that nothing is asked of the device: right, and slow."""
+
+    handles = frozenset(
+        ["has_correction", "scales_input", "limit", "has_bias", "has_router_bias", "counts_load", "weight_format"]
+    )
+    is_recordable = False
+
+    @staticmethod
+    def unsupported(needs: MoeNeeds) -> list[str]:
+        known = (*ACTIVATIONS, "swiglu_oai")
+        reasons = [] if needs.experts.activation in known else [f"activation {needs.experts.activation!r}"]
+        if needs.experts.weight_format != "plain":
+            reasons.append(f"weight format {needs.experts.weight_format!r}, only 'plain'")
+        return reasons
+
+    @staticmethod
+    def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
+        routing, spec, weights = needs.routing, needs.experts, tensors.experts
+
+        def expert(index: int, x: Tensor, share: Tensor) -> Tensor:
+            """The weighted output [n, H] for rows x [n, H] with weights share [n, 1]."""
+            if routing.scales_input:
+                x = (x * share).to(x.dtype)
+            bias = {name: weights[name][index] for name in ("gate_up_bias", "down_bias") if spec.has_bias}
+            inner = activated(F.linear(x, weights["gate_up"][index], bias.get("gate_up_bias")), spec)
+            out = F.linear(inner, weights["down"][index], bias.get("down_bias")).float()
+            return out if routing.scales_input else out * share
+
+        def moe(x: Tensor, slot_mapping: Tensor) -> Tensor:
+            logits = F.linear(x.float(), tensors.router.float())
+            if tensors.router_bias is not None:
+                logits = logits + tensors.router_bias.float()
+            chosen, share = route(logits, routing, tensors.correction)
+            chosen = torch.where((slot_mapping < 0).unsqueeze(-1), routing.num_experts, chosen)
+            if tensors.load is not None:
+                ones = torch.ones_like(chosen).flatten()
+                counts = torch.zeros(routing.num_experts + 1, dtype=torch.int64, device=x.device)
+                tensors.load.add_(counts.index_add_(0, chosen.flatten(), ones)[:-1])
+            result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+            if x.device.type != "cpu":
+                for index in range(routing.num_experts):
+                    is_its = chosen == index
+                    own = torch.where(is_its, share, 0.0).sum(dim=-1, keepdim=True)
+                    result += torch.where(is_its.any(dim=-1, keepdim=True), expert(index, x, own), 0.0)
+                return result.to(x.dtype)
+            for index in sorted(set(chosen.flatten().tolist())):
+                if index < routing.num_experts:
+                    tokens, place = torch.where(chosen == index)
+                    result.index_add_(0, tokens, expert(index, x[tokens], share[tokens, place].unsqueeze(-1)))
+            return result.to(x.dtype)
+
+        return moe

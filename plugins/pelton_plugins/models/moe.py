@@ -1,0 +1,73 @@
+"""Llama's shape with experts in place of the MLP of some layers: what Mixtral, Qwen and GLM share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pelton.attention.metadata import ForwardBatch
+from pelton.layers.moe import GatedMLP, SparseMoe
+from pelton.model.build import BuildConfig, HFConfig
+from pelton.ops.moe import RoutingSpec
+from pelton_plugins.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+
+
+class MoeDecoderLayer(LlamaDecoderLayer):
+    """A subclass says which layers have experts, and makes them."""
+
+    experts: SparseMoe | None
+
+    def make_mlp(self, index: int, config: BuildConfig, prefix: str) -> None:
+        self.experts = None
+        if self.has_experts(index, config.hf):
+            self.experts = self.make_experts(config, prefix)
+        else:
+            super().make_mlp(index, config, prefix)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        if self.experts is None:
+            return super().forward(hidden, residual, batch)
+        qkv, residual = self.qkv_proj(hidden, residual)
+        hidden = self.o_proj(self.attn(qkv, batch))
+        result: tuple[Tensor, Tensor] = self.experts(hidden, residual, batch)
+        return result
+
+    def has_experts(self, index: int, hf: HFConfig) -> bool:
+        return True
+
+    def make_experts(self, config: BuildConfig, prefix: str) -> SparseMoe:
+        raise NotImplementedError
+
+
+class MoeForCausalLM(LlamaForCausalLM):
+    """`layer_class` is all that a model of this shape replaces."""
+
+    layer_class = MoeDecoderLayer
+
+
+def num_experts(hf: HFConfig) -> int:
+    """Return how many a layer has, by the name that the checkpoint has for it."""
+    for name in ("num_experts", "num_local_experts"):
+        if hf.get(name) is not None:
+            return int(hf.get(name))
+    return int(hf.n_routed_experts)
+
+
+def grouped_routing(hf: HFConfig) -> RoutingSpec:
+    """Routing of DeepSeek-V3: sigmoid scores, the best groups, then the best experts of those by score and correction."""
+    return RoutingSpec(
+        num_experts=num_experts(hf), top_k=hf.num_experts_per_tok, scoring="sigmoid",
+        is_renormalized=bool(hf.get("norm_topk_prob", True)), scale=hf.get("routed_scaling_factor", 1.0),
+        num_groups=hf.get("n_group", 1), top_groups=hf.get("topk_group", 1), group_score="top2", has_correction=True,
+    )  # fmt: skip
+
+
+def shared_experts(config: BuildConfig, prefix: str) -> GatedMLP | None:
+    """Experts that every token takes, as one MLP of their joint width (DeepSeek, GLM)."""
+    hf = config.hf
+    count = hf.get("n_shared_experts", 0)
+    if not count:
+        return None
+    return GatedMLP(
+        hf.hidden_size, hf.moe_intermediate_size * count, activation=hf.get("hidden_act", "silu"), config=config,
+        prefix=f"{prefix}.shared_experts",
+    )  # fmt: skip
