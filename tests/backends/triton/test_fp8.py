@@ -81,6 +81,16 @@ def test_options(options, num_rows, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_one_row_of_a_large_matrix_is_streamed(op, device):
+    implementation, kind = OPS[op]
+    case = make(1, 4096, fp8.STREAMED_NUMBERS // 4096, device, dtype=torch.bfloat16, **kind)
+    if not hopper_split_k.can_multiply(case.packed.tensors["weight"]):
+        pytest.skip("only on Hopper")
+    check(case, implementation)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [2, 17, 100, 128])
 @pytest.mark.parametrize("op", OPS)
 def test_few_rows_with_copies_ahead(op, num_rows, device):
