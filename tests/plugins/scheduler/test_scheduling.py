@@ -90,6 +90,15 @@ def test_few_prompt_tokens_ride_along_with_rows_that_decode(overlap):
     assert [counts for counts in later if sum(counts) > 3] == [[1, 4], [1, 2, 2], [1, 1, 4]]
 
 
+def test_the_last_token_of_the_budget_goes_to_a_row():
+    """Where the row before it takes a block, too."""
+    harness = Harness(max_num_seqs=2, max_num_batched_tokens=2)
+    for name in "ab":
+        harness.add(make_request(name, 1, 20))
+    harness.run_and_check()
+    assert {tuple(output.num_scheduled) for output in harness.executor.outputs} == {(1, 1)}
+
+
 def test_chunks_behind_a_long_context_are_smaller():
     harness = Harness(max_model_len=320, num_blocks=100, max_num_batched_tokens=64, context_tokens=64)
     harness.add(make_request("long", 300, 1))
@@ -520,6 +529,16 @@ def test_eos_has_no_stop_reason_and_ignore_eos_goes_on():
     assert (harness.reason("a"), harness.outputs["a"][-1].stop_reason) == (FinishReason.STOP, None)
     assert harness.tokens("a")[-1] == 0
     assert harness.reason("b") is FinishReason.LENGTH and len(harness.tokens("b")) == 60
+
+
+def test_a_prompt_leaves_room_for_one_token():
+    harness = Harness(max_model_len=20)
+    harness.add(make_request("fits", 19, 1))
+    with pytest.raises(
+        RequestError, match=r"has 20 tokens; at most 19 fit the context of 20 with one token to generate"
+    ):
+        harness.add(make_request("too-long", 20, 1))
+    harness.run_and_check()
 
 
 def test_max_model_len_ends_with_length():

@@ -196,3 +196,14 @@ def test_graphs_of_many_sizes_share_their_memory():
     for graph, result in reversed(graphs):
         graph.replay()
         assert (result == 6.0).all()
+
+
+def test_memory_of_a_weak_reference_is_handed_on_when_its_owner_is_gone():
+    arena = CallGraphRecorder()._arena
+    owner = arena.like(torch.empty(3, 40))
+    weak, place = arena.weak_ref(owner[1:]), owner.data_ptr()
+    assert weak.shape == (2, 40) and weak.data_ptr() == place + 40 * 4
+    del owner
+    assert arena.like(torch.empty(3, 40)).data_ptr() == place
+    other = torch.empty(5)
+    assert arena.weak_ref(other) is other

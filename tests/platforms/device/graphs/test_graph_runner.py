@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -395,3 +396,17 @@ def test_a_prompt_beside_drafted_rows_and_rows_that_ask_for_more_are_sampled_by_
     assert [first.output, second.output] == [expected[0][:7], expected[1][:3]]
     assert later.output == oracle_greedy([4, 4, 4], 1)
     assert len(driver.runner.graphs.full) == 0
+
+
+def test_a_whole_prompt_of_several_tokens_alone_is_dispatched_as_one(driver, monkeypatch):
+    graphs, asked = driver.runner.graphs, []
+
+    def dispatch(self: Any, *sizes: int, is_prompt: bool, has_lora: bool) -> Any:
+        asked.append(is_prompt)
+        return CUDAGraphMode.NONE, None
+
+    monkeypatch.setattr(GraphDispatcher, "dispatch", dispatch)
+    for num_reqs, num_tokens, longest in ((1, 2, 2), (1, 1, 1), (1, 3, 5), (2, 3, 3)):
+        shape = SimpleNamespace(num_reqs=num_reqs, num_tokens=num_tokens, max_seq_len=longest)
+        graphs.place(SimpleNamespace(shape=shape))
+    assert asked == [True, False, False, False]

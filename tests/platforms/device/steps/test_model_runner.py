@@ -13,8 +13,10 @@ from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
 from pelton.kv_transfer.interface import WorkerConnector
 from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
+from pelton.sampling.tails import FULL, GREEDY
 from pelton.sampling_params import SamplingParams
 from pelton.testing.graphs import FakeGraphRecorder
+from pelton.worker.inputs import padding_shape
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 from pelton_platforms.device.kv_pool import handed_blocks
 from pelton_platforms.device.steps.staging import StagingRing
@@ -490,3 +492,11 @@ def test_step_without_rows_still_reaches_connectors(driver):
     result = driver.runner.execute(SchedulerOutput(step_id=4, extensions={"store": b"z"}))
     assert result is not None and result.step_id == 4 and result.token_ids == []
     assert connector.calls == ["load z", "saved"]
+
+
+def test_padding_is_sampled_in_each_way_that_is_asked_for(driver, monkeypatch):
+    ops, asked = driver.runner.ops, []
+    sample = ops.sample
+    monkeypatch.setattr(ops, "sample", lambda variant: (asked.append(variant), sample(variant))[1])
+    driver.runner.run_padding(padding_shape(3, 3), [GREEDY, FULL])
+    assert asked == [GREEDY, FULL]
