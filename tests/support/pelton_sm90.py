@@ -41,15 +41,9 @@ from pelton.ops.interface import (
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
 from pelton_backends.triton.attention.cascade import cascade_attention
-from pelton_backends.triton.attention.decode import (
-    LaunchShape,
-    NewTokens,
-    NormRope,
-    PartBuffers,
-    deal_rows,
-    decode_attention,
-)
+from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape
+from pelton_backends.triton.attention.decode_shares import LaunchShape, PartBuffers, deal_rows
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.ops import (

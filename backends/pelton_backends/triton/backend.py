@@ -22,17 +22,15 @@ from pelton.attention.interface import (
 )
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.triton.attention.cascade import cascade_attention, pays
-from pelton_backends.triton.attention.decode import (
-    DecodeAttention,
+from pelton_backends.triton.attention.decode import DecodeAttention, NewTokens, NormRope
+from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
+from pelton_backends.triton.attention.decode_shares import (
     LaunchShape,
-    NewTokens,
-    NormRope,
     PartBuffers,
     deal_rows,
     launch_shape,
     row_bytes,
 )
-from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.attention.prefill import PrefillAttention
 from pelton_backends.triton.runtime import has_pdl, num_sms
 

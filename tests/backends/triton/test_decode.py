@@ -15,13 +15,11 @@ from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
 from pelton.ops.reference import ReferenceQkNormRopeWriteKv
-from pelton_backends.triton.attention.decode import (
+from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention
+from pelton_backends.triton.attention.decode_shares import (
     LaunchShape,
-    NewTokens,
-    NormRope,
     PartBuffers,
     deal_rows,
-    decode_attention,
     launch_shape,
     row_bytes,
 )

@@ -15,8 +15,9 @@ from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWri
 from pelton.ops.reference import ReferenceQkNormRopeWriteKv
 from pelton.ops.reference_speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
-from pelton_backends.triton.attention.decode import LaunchShape, NewTokens, NormRope, deal_rows
+from pelton_backends.triton.attention.decode import NewTokens, NormRope
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
+from pelton_backends.triton.attention.decode_shares import LaunchShape, deal_rows
 from pelton_backends.triton.ops import speculation
 from pelton_backends.triton.ops.speculation import TritonLookupDrafts, TritonVerify
 from pelton_backends.triton.runtime import num_sms

@@ -14,17 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pelton_backends.triton.attention.decode import (
-    FEW_PAIRS,
-    PROGRAMS_PER_SM,
-    SHARE,
-    LaunchShape,
-    NewTokens,
-    NormRope,
-    padded,
-    share_at,
-    share_of_row,
-)
+from pelton_backends.triton.attention.decode import NewTokens, NormRope
 from pelton_backends.triton.attention.decode_pieces import (
     LEVELS,
     NOTHING,
@@ -34,6 +24,15 @@ from pelton_backends.triton.attention.decode_pieces import (
     norm_rope,
     partner_of,
     scaled_logits,
+)
+from pelton_backends.triton.attention.decode_shares import (
+    FEW_PAIRS,
+    PROGRAMS_PER_SM,
+    SHARE,
+    LaunchShape,
+    padded,
+    share_at,
+    share_of_row,
 )
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.pieces import to_cache
