@@ -15,6 +15,7 @@ import torch
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention, GraphSupport, LatentParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.latents import latent_refusals
 from pelton_backends.sdpa.backend import DTYPES
 
 if TYPE_CHECKING:
@@ -47,12 +48,7 @@ class SDPAMLABackend(AttentionBackend):
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
-        reasons = [] if needs.is_mla else ["keys and values of their own, only latents"]
-        if needs.dtype not in DTYPES:
-            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        if needs.kv_dtype not in ("auto", *DTYPES):
-            reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES)}")
-        return reasons
+        return latent_refusals(needs, DTYPES)
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> SDPAMLAMetadata:
         starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()

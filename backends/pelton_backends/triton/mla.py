@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention, GraphSupport, LatentParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.latents import latent_refusals
 from pelton_backends.triton.attention.latent import latent_attention
 
 if TYPE_CHECKING:
@@ -25,11 +26,7 @@ class TritonMLABackend(AttentionBackend):
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
-        reasons = [] if needs.is_mla else ["keys and values of their own, only latents"]
-        if needs.dtype not in DTYPES:
-            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        if needs.kv_dtype not in ("auto", *DTYPES):
-            reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES)}")
+        reasons = latent_refusals(needs, DTYPES)
         if needs.is_mla and not (needs.latent_dim <= MAX_LATENT and needs.head_dim - needs.latent_dim <= MAX_ROPE):
             reasons.append(
                 f"latents of {needs.latent_dim} + {needs.head_dim - needs.latent_dim} numbers, only up to {MAX_LATENT} + {MAX_ROPE}"

@@ -8,18 +8,16 @@ import random
 import pytest
 import torch
 from pelton_isas import WIDTHS, in_use
+from pelton_sampling import add, assert_same_state, copy_of, make_state, random_side
+from pelton_sampling import bind as bind_op
 
-from pelton.messages.step import NewRequest
-from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds, SampleTensors
+from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
 from pelton.sampling.random import uniform
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
-from pelton.sampling_params import SamplingParams
 from pelton.worker.reference_step import ReferenceSample
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
-from pelton_platforms.device.steps.batch_state import BatchState
 
-MAX_LEN = 40
 INF = math.inf
 
 
@@ -29,39 +27,8 @@ def isa(request):
     yield from in_use(request.param)
 
 
-def make_state(vocab: int, num_seqs: int = 8, num_side_slots: int = 0) -> BatchState:
-    return BatchState(
-        max_num_seqs=num_seqs, max_model_len=MAX_LEN, vocab_size=vocab, block_sizes=(4,), num_side_slots=num_side_slots,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-
-
-def copy_of(state: BatchState) -> BatchState:
-    other = make_state(state.vocab_size, state.max_num_seqs, state.side.counts.shape[0])
-    for source, target in ((state, other), (state.side, other.side)):
-        for name, value in vars(source).items():
-            if isinstance(value, torch.Tensor):
-                getattr(target, name).copy_(value)
-    return other
-
-
-def add(state, slot, tokens, *, side_slot=-1, seed=0, bad_words=(), num_output=5, **params):
-    """A request whose last token is to be computed in the step."""
-    new = NewRequest(
-        request_id=str(slot), slot=slot, token_ids=tokens, num_prompt_tokens=max(len(tokens) - num_output, 1),
-        num_computed_tokens=len(tokens) - 1, sampling_params=SamplingParams(**params), block_ids=[[1 + slot]],
-        side_slot=side_slot, seed=seed, bad_words_token_ids=list(bad_words), eos_token_ids=[2],
-    )  # fmt: skip
-    state.add([new])
-
-
-def bind(state, implementation=NativeSample, *, variant="full", num_logprobs=0, **tensors):
-    needs = SampleNeeds(
-        vocab_size=state.vocab_size, max_num_seqs=state.max_num_seqs, variant=variant, has_mask="mask" in tensors,
-        num_logprobs=num_logprobs,
-    )  # fmt: skip
-    assert implementation.unsupported(needs) == []
-    return implementation.bind(needs, SampleTensors(state=state, **tensors))
+def bind(state, implementation=NativeSample, **options):
+    return bind_op(state, implementation, **options)
 
 
 def run(op, logits, slots):
@@ -71,12 +38,6 @@ def run(op, logits, slots):
     result = torch.full((len(slots), 2), -7, dtype=torch.int32)
     op(wide[:, 3:], torch.tensor(slots), result)
     return result.tolist()
-
-
-def assert_same_state(state, other):
-    assert torch.equal(state.num_computed_tokens, other.num_computed_tokens)
-    assert torch.equal(state.token_ids, other.token_ids)
-    assert torch.equal(state.side.counts, other.side.counts)
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 70, 512, 9001])
@@ -287,23 +248,6 @@ def test_masks_equal_the_reference(isa, vocab):
     for row in (0, 1, 5, 6):
         assert got[row] == want[row]
     assert got[0][0] == vocab - 1 and got[1][0] in sets[1]
-
-
-def random_side(chooser: random.Random, vocab: int) -> dict:
-    """Each feature with even odds."""
-    params: dict = {"bad_words": []}
-    if chooser.random() < 0.5:
-        params |= {"repetition_penalty": chooser.choice([0.7, 1.5]), "presence_penalty": chooser.uniform(-1, 1),
-                   "frequency_penalty": chooser.uniform(-1, 1)}  # fmt: skip
-    if chooser.random() < 0.5:
-        params["logit_bias"] = {chooser.randrange(vocab): chooser.uniform(-9, 9) for _ in range(4)}
-    if chooser.random() < 0.4:
-        params["allowed_token_ids"] = [chooser.randrange(vocab) for _ in range(60)] + [5]
-    if chooser.random() < 0.5:
-        params |= {"min_tokens": chooser.randint(1, 8), "stop_token_ids": [chooser.randrange(vocab)]}
-    if chooser.random() < 0.7:
-        params["bad_words"] = [[chooser.randrange(4) for _ in range(chooser.randint(1, 4))] for _ in range(10)]
-    return params
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import random
 
+import pelton_sampling
 import pytest
 import torch
+from pelton_sampling import CPU, MAX_LEN, add, assert_same_state, copy_of, random_side
 
-from pelton.messages.step import NewRequest
-from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds, SampleTensors
+from pelton.ops.interface import LogprobsNeeds, LogprobsTensors
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.random import uniform
 from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
-from pelton.sampling_params import SamplingParams
 from pelton.worker.reference_step import ReferenceLogprobs, ReferenceSample
 from pelton_platforms.device.steps.batch_state import BatchState
 
-MAX_LEN = 40
 INF = float("inf")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -45,47 +43,14 @@ def at_size(device, small: int, large: int) -> int:
     return large if device.type == "cuda" else small
 
 
-def make_state(device, vocab: int, num_seqs: int = 8, num_side_slots: int = 0) -> BatchState:
-    return BatchState(
-        max_num_seqs=num_seqs, max_model_len=MAX_LEN, vocab_size=vocab, block_sizes=(4,), num_side_slots=num_side_slots,
-        device=device,
-    )  # fmt: skip
+def make_state(device, *sizes: int, **options: int) -> BatchState:
+    return pelton_sampling.make_state(*sizes, device=device, **options)
 
 
-def copy_of(state: BatchState, device=CPU) -> BatchState:
-    """For the reference, on a CPU: torch.max takes any of equal logits elsewhere."""
-    side = state.side
-    other = make_state(device, state.vocab_size, state.max_num_seqs, side.counts.shape[0])
-    for source, target in ((state, other), (side, other.side)):
-        for name, value in vars(source).items():
-            if isinstance(value, torch.Tensor):
-                getattr(target, name).copy_(value)
-    return other
-
-
-def add(
-    state: BatchState, slot: int, tokens: list[int], *, side_slot: int = -1, seed: int = 0, bad_words=(),
-    num_output: int = 5, **params,
-):  # fmt: skip
-    """A request whose last token is to be computed in the step."""
-    new = NewRequest(
-        request_id=str(slot), slot=slot, token_ids=tokens, num_prompt_tokens=max(len(tokens) - num_output, 1),
-        num_computed_tokens=len(tokens) - 1, sampling_params=SamplingParams(**params), block_ids=[[1 + slot]],
-        side_slot=side_slot, seed=seed, bad_words_token_ids=list(bad_words), eos_token_ids=[2],
-    )  # fmt: skip
-    state.add([new])
-
-
-def bind(state: BatchState, implementation=None, *, variant: str = "full", num_logprobs: int = 0, **tensors):
+def bind(state: BatchState, implementation=None, **options):
     from pelton_backends.triton.ops.sampling import TritonSample
 
-    implementation = implementation or TritonSample
-    needs = SampleNeeds(
-        vocab_size=state.vocab_size, max_num_seqs=state.max_num_seqs, variant=variant, has_mask="mask" in tensors,
-        num_logprobs=num_logprobs,
-    )  # fmt: skip
-    assert implementation.unsupported(needs) == []
-    return implementation.bind(needs, SampleTensors(state=state, **tensors))
+    return pelton_sampling.bind(state, implementation or TritonSample, **options)
 
 
 def run(op, logits: torch.Tensor, slots: list[int]) -> list[list[int]]:
@@ -98,12 +63,6 @@ def run_both(state: BatchState, logits: torch.Tensor, slots: list[int]) -> tuple
     """What the kernels and the reference make of the same rows."""
     other = copy_of(state)
     return run(bind(state), logits.to(state.device), slots), run(bind(other, ReferenceSample), logits, slots)
-
-
-def assert_same_state(state: BatchState, other: BatchState) -> None:
-    assert torch.equal(state.num_computed_tokens.cpu(), other.num_computed_tokens.cpu())
-    assert torch.equal(state.token_ids.cpu(), other.token_ids.cpu())
-    assert torch.equal(state.side.counts.cpu(), other.side.counts.cpu())
 
 
 # Greedy.
@@ -412,23 +371,6 @@ def test_masks_equal_the_reference(device):
     for row in (0, 1, 5, 6):
         assert got[row] == want[row]
     assert got[0][0] in sets[0] and got[1][0] in sets[1]
-
-
-def random_side(chooser: random.Random, vocab: int) -> dict:
-    """Each feature with even odds."""
-    params: dict = {"bad_words": []}
-    if chooser.random() < 0.5:
-        params |= {"repetition_penalty": chooser.choice([0.7, 1.5]), "presence_penalty": chooser.uniform(-1, 1),
-                   "frequency_penalty": chooser.uniform(-1, 1)}  # fmt: skip
-    if chooser.random() < 0.5:
-        params["logit_bias"] = {chooser.randrange(vocab): chooser.uniform(-9, 9) for _ in range(4)}
-    if chooser.random() < 0.4:
-        params["allowed_token_ids"] = [chooser.randrange(vocab) for _ in range(60)] + [5]
-    if chooser.random() < 0.5:
-        params |= {"min_tokens": chooser.randint(1, 8), "stop_token_ids": [chooser.randrange(vocab)]}
-    if chooser.random() < 0.7:
-        params["bad_words"] = [[chooser.randrange(4) for _ in range(chooser.randint(1, 4))] for _ in range(10)]
-    return params
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -8,13 +8,12 @@ import random
 import shutil
 import ssl
 import statistics
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from pelton_e2e import serving
+from pelton_http import Answers, answering
 
 from pelton.cli.main import main
 from pelton.sampling_params import SamplingParams
@@ -229,7 +228,7 @@ def plain_server():
     """(url, bodies that it was sent) of an OpenAI-compatible server that tells no more of its model than the name."""
     bodies = []
 
-    class Answers(BaseHTTPRequestHandler):
+    class Model(Answers):
         def do_GET(self):
             self.answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
 
@@ -237,20 +236,8 @@ def plain_server():
             bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.answer(b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n' * 3 + b"data: [DONE]\n\n")
 
-        def answer(self, body):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", bodies
-        server.shutdown()
-        thread.join()
+    with answering(Model) as url:
+        yield url, bodies
 
 
 @pytest.mark.parametrize("output_len", [3, 6000])

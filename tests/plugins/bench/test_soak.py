@@ -6,10 +6,9 @@ import json
 import math
 import os
 import random
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from pelton_http import Answers, answering
 
 from pelton.cli.main import main
 from pelton.testing import fake_engine
@@ -89,23 +88,14 @@ def scripted():
     """(client's URL, the list to put the next answers in): a server that sends what it is given."""
     answers = []
 
-    class Answers(BaseHTTPRequestHandler):
+    class Next(Answers):
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
             status, body = answers.pop(0)
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(body, status)
 
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", answers
-        server.shutdown()
-        thread.join()
+    with answering(Next) as url:
+        yield url, answers
 
 
 @pytest.mark.parametrize(
