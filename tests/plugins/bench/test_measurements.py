@@ -455,20 +455,13 @@ def test_host_ends_when_a_step_fails(model, fake_flags, capsys):
 
 def test_chain_has_room_for_its_rows(model, tmp_path):
     """More than a platform runs at once by default."""
-    out = tmp_path / "chain.json"
-    argv = [
-        "--batch-sizes",
-        "70",
-        "--context-len",
-        "4",
-        "--replays",
-        "1",
-        "--max-num-seqs",
-        "8",
-        "--output-json",
-        str(out),
-    ]
-    assert main(["bench", "chain", "--models", model, *argv]) == 0
+    out, small = tmp_path / "chain.json", tmp_path / "tiny"
+    small.mkdir()
+    config = json.loads((Path(model) / "config.json").read_text()) | {"vocab_size": 64}
+    (small / "config.json").write_text(json.dumps(config))
+    argv = ["--batch-sizes", "70", "--context-len", "4", "--replays", "1", "--max-num-seqs", "8", "--no-compare"]
+    argv += ["--bandwidth-gb-s", "10", "--output-json", str(out)]
+    assert main(["bench", "chain", "--models", str(small), *argv]) == 0
     assert {row["batch"] for row in read(out)["models"]["tiny"]["rows"]} == {70}
 
 
