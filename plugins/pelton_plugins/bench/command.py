@@ -20,6 +20,7 @@ MEASUREMENTS = {
     "embed": "texts a second through an embedding model, beside other engines in one run",
     "busy": "speed of decoding alone, beside programs that use the same cores, and beside a second engine",
     "speculation": "decoding with drafts, all of them right and none, against decoding without",
+    "structured": "JSON schemas of a file: those that pass, time to compile one and to make a mask, what masks add to a step",
     "lora": "decoding with adapters, against the same requests without",
     "host": "host time of a step by stage, with many running requests",
     "chain": "kernels of a decode step, in a captured chain, against the device's floor",

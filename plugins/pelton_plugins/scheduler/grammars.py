@@ -97,7 +97,8 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
         place += count  # all tokens are allowed where nobody looks at what is sampled
     for filler, rows in by_filler.items():
         _fill(filler, rows, bitmask, table)
-    return GrammarMasks(step_id=output.step_id, bitmask=bitmask.tobytes(), num_masks=num_masks)
+    view: Any = memoryview(bitmask).cast("B")  # no copy: it crosses to other processes as bytes do
+    return GrammarMasks(step_id=output.step_id, bitmask=view, num_masks=num_masks)
 
 
 _Row = tuple[Grammar, int, Sequence[int], RequestState]
@@ -130,6 +131,11 @@ def _fill(filler: MaskFiller | None, rows: list[_Row], bitmask: Any, table: Requ
         except Exception as error:
             masks.fill(_ANY)
             table.fail(request, error, "making the grammar mask of")
+
+
+def goes_on(request: RequestState, tokens: list[int]) -> bool:
+    """Take in a token that is no end, where nothing else has to be asked; False, and nothing done, where `advance` has to."""
+    return bool(request.eos_ids) and len(request.token_ids) + 1 >= request.min_tokens and request.grammar.accept(tokens)
 
 
 def advance(request: RequestState, tokens: list[int], reason: FinishReason | None) -> FinishReason | None:

@@ -54,6 +54,9 @@ class StepResults:
         has_extras = bool(errors or result.prompt_logprobs or step.output.num_draft or self._drafts.are_told)
         logprobs = result.logprobs
         is_plain = self._is_ordered and not has_extras
+        if step.output.grammar_rows:
+            self._take_in_masked(step, result, errors, is_plain=is_plain)
+            return
         is_bare = is_plain and not logprobs
         make, tell = EngineOutput, outputs.append
         for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
@@ -72,21 +75,45 @@ class StepResults:
                         self._cache_and_plan(request, is_plain=True)
                     tell(make(request.request_id, tokens, None, None, columns))
                     continue
-            if request.status is FINISHED:
-                if row in errors:  # its blocks were given up, and are findable
-                    self._allocations.invalid.evict(request, result.step_id, 0)
-                continue
-            try:
-                told = self._take_row(step.output, result, row, request, errors.get(row))
-            except Exception as error:
-                request.has_valid_output = False
-                # NaN may come from a block that it found: all who find that block after it would fail too.
-                num_trusted = 0 if row in errors else request.num_found_tokens
-                self._allocations.invalid.evict(request, result.step_id, num_trusted)
-                self._table.fail(request, error, "computing")
+            self._settle(step, result, row, request, errors)
+
+    def _take_in_masked(self, step: OpenStep, result: ModelOutput, errors: dict[int, str], *, is_plain: bool) -> None:
+        """The rows of a step with grammars: nearly all of them bring a token that the mask allowed, and that ends nothing."""
+        logprobs, tell = result.logprobs, step.outputs.append
+        for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
+            known = request.token_ids
+            if (
+                is_plain
+                and len(tokens) == 1
+                and tokens[0] not in request.stop_ids
+                and len(known) < request.next_event_len
+                and row not in logprobs
+                and (request.grammar is None or grammars.goes_on(request, tokens))
+            ):
+                known.append(tokens[0])
+                tell(EngineOutput(request.request_id, tokens))
             else:
-                if told is not None:
-                    outputs.append(told)
+                self._settle(step, result, row, request, errors)
+
+    def _settle(
+        self, step: OpenStep, result: ModelOutput, row: int, request: RequestState, errors: dict[int, str]
+    ) -> None:
+        """Take in one row the long way; a request whose result is wrong ends."""
+        if request.status is FINISHED:
+            if row in errors:  # its blocks were given up, and are findable
+                self._allocations.invalid.evict(request, result.step_id, 0)
+            return
+        try:
+            told = self._take_row(step.output, result, row, request, errors.get(row))
+        except Exception as error:
+            request.has_valid_output = False
+            # NaN may come from a block that it found: all who find that block after it would fail too.
+            num_trusted = 0 if row in errors else request.num_found_tokens
+            self._allocations.invalid.evict(request, result.step_id, num_trusted)
+            self._table.fail(request, error, "computing")
+        else:
+            if told is not None:
+                step.outputs.append(told)
 
     def _take_row(
         self, output: SchedulerOutput, result: ModelOutput, row: int, request: RequestState, failure: str | None
@@ -124,7 +151,7 @@ class StepResults:
             has_drafts = bool(result.draft_token_ids) and not request.num_pending
             request.drafts = result.draft_token_ids[row] if has_drafts else []
         is_running = request.status is RequestStatus.RUNNING
-        self._cache_and_plan(request, is_plain=samples and is_running and request.grammar is None)
+        self._cache_and_plan(request, is_plain=samples and is_running)
         if not samples:
             return None
         if reason is None and not request.events and row not in result.logprobs:

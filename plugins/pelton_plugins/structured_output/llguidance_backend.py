@@ -98,15 +98,20 @@ class BatchFiller:
         self.executor = llguidance.LLExecutor(num_threads)
 
     def fill(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
-        pending = [(grammar.matcher, grammar.pending) for grammar, _, _ in rows if grammar.pending is not None]
-        for grammar, place, _ in rows:
-            grammar.pending = None
+        pending, plain, drafted = [], [], []
+        for grammar, place, drafts in rows:
+            matcher = grammar.matcher
+            if grammar.pending is not None:
+                pending.append((matcher, grammar.pending))
+                grammar.pending = None
             grammar.mask = bitmask[place]
+            if drafts:
+                drafted.append((matcher, place, list(drafts)))
+            else:
+                plain.append((matcher, place))
+        address, size, count = bitmask.ctypes.data, bitmask.strides[0], len(bitmask)
         if pending:
             self.executor.consume_token_par(pending)
-        address, size, count = bitmask.ctypes.data, bitmask.strides[0], len(bitmask)
-        plain = [(grammar.matcher, place) for grammar, place, drafts in rows if not drafts]
-        drafted = [(grammar.matcher, place, list(drafts)) for grammar, place, drafts in rows if drafts]
         if plain:
             self.executor.unsafe_compute_mask_ptr(plain, address, size, count)
         if drafted:

@@ -35,7 +35,7 @@ from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.kv_pool import KVPool, handed_blocks
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.readback import Readback, StepOutput
-from pelton_platforms.device.steps.staging import StagingRing, mask_column, mask_words
+from pelton_platforms.device.steps.staging import StagingRing, mask_column, mask_words, place_words
 from pelton_platforms.device.steps.step_ops import StepOps
 from pelton_platforms.device.steps.step_plan import Ints, StepPlan, plan_drafts, plan_step
 from pelton_platforms.device.steps.step_program import StepInputs, StepProgram
@@ -330,6 +330,12 @@ class ModelRunner:
         """Where variants with masks read them."""
         words, has_mask = self.ops.mask
         slots = step.plan.slots[np.asarray(step.output.grammar_rows)]
+        if words.device.type == "cpu":  # numpy's copy: torch's wakes threads that the step's own have to wait for
+            place_words(words.numpy(), slots, masks.bitmask)
+            flags = has_mask.numpy()
+            flags[:] = False
+            flags[slots] = True
+            return
         index, given = self._staging.stage([slots, mask_column(masks.bitmask, len(slots), words.shape[1])])
         words[index] = mask_words(given, len(slots), words.shape[1])
         has_mask.zero_()

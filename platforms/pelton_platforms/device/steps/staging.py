@@ -75,10 +75,20 @@ def _fill(values: np.ndarray, columns: Sequence[Column]) -> None:
 
 def mask_column(bitmask: bytes, num_masks: int, num_words: int) -> np.ndarray:
     """Masks over token ids, as `GrammarMasks` has them, as a column: `num_words` int32 of each, two in a number."""
-    given = np.frombuffer(bitmask, dtype="<i4").reshape(num_masks, -1)[:, :num_words]
+    given = np.frombuffer(bitmask, dtype="<i4").reshape(num_masks, -1)
+    if given.shape[1] == num_words and num_words % 2 == 0:
+        return given.reshape(-1).view(np.int64)  # as it is
+    given = given[:, :num_words]
     words = np.zeros((num_masks, num_words + num_words % 2), dtype=np.int32)
     words[:, : given.shape[1]] = given
     return words.view(np.int64).reshape(-1)
+
+
+def place_words(words: np.ndarray, slots: np.ndarray, bitmask: bytes) -> None:
+    """Write masks to their slots' rows of `words` [slots, num_words] on the host; words that the masks do not have become 0."""
+    given = np.frombuffer(bitmask, dtype="<i4").reshape(len(slots), -1)[:, : words.shape[1]]
+    words[slots, : given.shape[1]] = given
+    words[slots, given.shape[1] :] = 0
 
 
 def mask_words(column: Tensor, num_masks: int, num_words: int) -> Tensor:

@@ -19,6 +19,7 @@ from pelton.testing.graphs import FakeGraphRecorder
 from pelton.worker.inputs import padding_shape
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 from pelton_platforms.device.kv_pool import handed_blocks
+from pelton_platforms.device.steps import model_runner
 from pelton_platforms.device.steps.staging import StagingRing
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
@@ -249,10 +250,17 @@ def test_a_step_for_which_no_masks_could_be_made_is_forgotten(driver):
 
 
 def test_masks_travel_with_the_steps_columns(driver, monkeypatch):
-    """From pinned memory: a copy from anywhere else waits for all that the device has to do, the forward pass first."""
+    """From pinned memory: a copy from anywhere else waits for all that the device has to do, the forward pass first. On a CPU
+    they are written where they are read."""
     free, bound = driver.add(0, PROMPTS[2]), driver.add(1, PROMPTS[1])
     rows = [(bound, 2), (free, 9)]
-    staged, stage = [], StagingRing.stage
+    staged, stage, place = [], StagingRing.stage, model_runner.place_words
+
+    def placed(words, slots, bitmask):
+        staged.append(np.frombuffer(bitmask, dtype=np.int64))
+        place(words, slots, bitmask)
+
+    monkeypatch.setattr(model_runner, "place_words", placed)
     monkeypatch.setattr(StagingRing, "stage", lambda ring, columns: staged.extend(columns) or stage(ring, columns))
     for _ in range(2):  # a step with prompts, then one of decodes
         output = driver.plan(rows, grammar_rows=[0])
