@@ -86,7 +86,7 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
 
     output = step.output
     num_masks = [1 + (output.num_draft[row] if output.num_draft else 0) for row in output.grammar_rows]
-    bitmask = np.full((sum(num_masks), (vocab_size + 31) // 32), _ANY, dtype="<i4")
+    bitmask: Any = np.full((sum(num_masks), (vocab_size + 31) // 32), _ANY, dtype="<i4")
     place, by_filler = 0, dict[MaskFiller | None, list[_Row]]()
     for row, count in zip(output.grammar_rows, num_masks, strict=True):
         request = step.requests[row]
@@ -97,7 +97,7 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
         place += count  # all tokens are allowed where nobody looks at what is sampled
     for filler, rows in by_filler.items():
         _fill(filler, rows, bitmask, table)
-    view: Any = memoryview(bitmask).cast("B")  # no copy: it crosses to other processes as bytes do
+    view: Any = bitmask.data.cast("B")  # no copy: it crosses to other processes as bytes do
     return GrammarMasks(step_id=output.step_id, bitmask=view, num_masks=num_masks)
 
 
