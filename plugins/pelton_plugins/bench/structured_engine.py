@@ -1,4 +1,4 @@
-"""What token masks add to a step: requests at once, each with a schema of its own, beside the same requests without.
+"""The cost of token masks in a step: requests at once, each with a schema of its own, beside the same requests without.
 
 Each constraint is an array of what its schema says, with so many items that no request ends: all rows are there in all steps.
 """
