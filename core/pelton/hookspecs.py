@@ -6,7 +6,8 @@ entries (`pelton.entries`) and import nothing heavy. They are called at start-up
 plugins are joined, and nothing rests on their order. A hook names only the arguments it uses. Within a
 major version hooks and arguments are added, never renamed or taken away; one that will go is `deprecated` first.
 
-API version history: 1.0, first; 1.1, `pelton_http_middleware`; 1.2, `pelton_logits_processors`.
+API version history: 1.0, first; 1.1, `pelton_http_middleware`; 1.2, `pelton_logits_processors`,
+`pelton_communicators`, `pelton_step_kernels`.
 """
 
 from __future__ import annotations
@@ -118,6 +119,14 @@ def pelton_fused_ops() -> Sequence[Entry]:
     raise NotImplementedError
 
 
+@hookspec(since="1.2")
+def pelton_step_kernels(device_type: str) -> Sequence[Entry]:
+    """Offer whole-step kernels for `device_type`: `load` gives a `pelton.worker.step_kernel.StepKernel` class, which says what models it
+    serves. The best by priority that does not refuse computes decode steps, or the one that the setting `step_kernel` names. Called
+    once per worker, before weights load."""
+    raise NotImplementedError
+
+
 @hookspec(since="1.0")
 def pelton_models() -> Sequence[ModelEntry]:
     """Offer model classes by architecture name. Called in the front end and in every worker."""
@@ -162,6 +171,14 @@ def pelton_executors() -> Sequence[Entry]:
 def pelton_workers(device_type: str) -> Sequence[Entry]:
     """Offer workers for devices of `device_type`: `load` gives a `pelton.worker.interface.Worker` class, made from one
     `WorkerContext`. The best by priority serves the platforms that name none (`Platform.worker_class`)."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.2")
+def pelton_communicators(device_type: str) -> Sequence[Entry]:
+    """Offer communicators between the ranks that share a model, for devices of `device_type`: `load` gives a
+    `pelton.parallel.communicator.Communicator` class, made from one `CommunicatorContext`. An executor that runs several workers makes
+    the best by priority, or the one that its settings name, in each of them."""
     raise NotImplementedError
 
 

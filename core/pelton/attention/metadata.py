@@ -74,6 +74,7 @@ class ForwardBatch:
     adapter: Any = None  # LoRA metadata
     token_types: Tensor | None = None  # [T] int64: 1 for tokens of a pair's second text; None: there are none
     slot_mappings: tuple[Tensor, ...] = ()  # per KV group [T] int64, at fixed addresses where the step is captured
+    groups: tuple[CommonMetadata, ...] = ()  # per KV group, for whole-step kernels
     cut: Callable[[Any, Tensor, Tensor], object] | None = None
     """Where a step is cut at attention: called with a layer, its query and the output to fill, in place of the layer's `attend`
     (a `BoundAttention`). The step's keys and values have been written."""

@@ -34,6 +34,9 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cudagraph_capture_sizes: list[int] | None = None
     """Batch sizes, in tokens, that graphs are captured for; when unset, up to max_num_seqs for decode steps, and for others as
     far as graphs save time (docs/cuda.md)."""
+    step_kernel: str | None = None
+    """Whole-step kernel of a plugin that computes decode steps in place of the model's layers; the best that serves the model when
+    unset, "none" for none."""
     debug_dump_path: str | None = None
     """Folder in which each captured graph's nodes are written, to be looked at (CUDA: in Graphviz's language)."""
 

@@ -106,6 +106,11 @@ class OpSelector:
         used = {name for choice in self.choices for name in choice.names}
         return sorted(name for name in used if not _is_recordable(self._loaded[name]))
 
+    def read_by(self, reader: Any) -> None:
+        """Let `reader` have a say in the order of all weights (`orders`, `pack`, `packed`). Before they are loaded."""
+        for _, readers in self._readers.values():
+            readers.append(reader)
+
     def weights_loaded(self) -> None:
         """Finish the weights, which are all in place; pack those whose readers agree on an order; tell the bound ops."""
         for weights, readers in self._readers.values():
@@ -129,12 +134,12 @@ def _is_recordable(implementation: OpImplementation) -> bool:
     return bool(getattr(implementation, "is_recordable", is_reference))
 
 
-def reasons_against(implementation: OpImplementation, needs: Any) -> list[str]:
+def reasons_against(implementation: Any, needs: Any) -> list[str]:
     """Why it cannot serve these needs: those that it does not handle, and its own."""
     handles: Collection[str] = getattr(implementation, "handles", ())
     asked = optional_needs(needs, nested=not hasattr(implementation, "compose"))  # parts look into specs themselves
     reasons = [f"does not handle {name}={value}" for name, value in asked.items() if name not in handles]
-    return reasons + implementation.unsupported(needs)
+    return [*reasons, *implementation.unsupported(needs)]
 
 
 def pack_weights(readers: Sequence[Any]) -> None:

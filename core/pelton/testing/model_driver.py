@@ -7,7 +7,7 @@ blocks in every KV group and runs the steps it is told to.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ class ModelDriver:
         self._tables: dict[str, list[list[int]]] = {}
         self._computed: dict[str, int] = {}
 
-    def step(self, work: dict[str, Sequence[int]], *, num_padding: int = 0) -> dict[str, Tensor]:
+    def step(self, work: Mapping[str, Sequence[int]], *, num_padding: int = 0) -> dict[str, Tensor]:
         """Run each request's next tokens in one batch; the result is their logits, [len(tokens), vocab] each.
 
         num_padding: rows of padding (no query, no context, block 0) and tokens (slot -1) after the real ones.
@@ -130,6 +130,7 @@ class ModelDriver:
             attention=tuple(backend.build(groups[backend.group_id]) for backend in self.backends),
             num_tokens=len(token_ids),
             slot_mappings=tuple(common.slot_mapping for common in groups),
+            groups=tuple(groups),
         )
         with torch.inference_mode():
             hidden = self.model.forward(batch)

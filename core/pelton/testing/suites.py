@@ -76,6 +76,9 @@ SUITES: Mapping[str, Suite] = {
     "pelton_platforms": Suite("pelton.testing.platform:PlatformConformance", _set("platform_class")),
     "pelton_attention_backends": Suite("pelton.testing.attention:AttentionBackendConformance", _attention),
     "pelton_ops": Suite("pelton.testing.ops:OpConformance", _op, "op, implementation and cases"),
+    "pelton_step_kernels": Suite(
+        "pelton.testing.step_kernel:StepKernelConformance", needs="kernel_class, model_class and hf_config"
+    ),
     "pelton_models": Suite("pelton.testing.model:ModelConformance", needs="model_class and hf_config"),
     "pelton_model_loaders": Suite(
         "pelton.testing.model_loader:WeightLoaderConformance", needs="loader_class and write"
@@ -85,6 +88,9 @@ SUITES: Mapping[str, Suite] = {
     "pelton_quantization_methods": Suite("pelton.testing.model:QuantizationConformance", _set("factory")),
     "pelton_executors": Suite("pelton.testing.executor:ExecutorConformance", _set("executor_class")),
     "pelton_workers": Suite("pelton.testing.worker:WorkerConformance", _set("worker_class")),
+    "pelton_communicators": Suite(
+        "pelton.testing.communicator:CommunicatorConformance", lambda entry, loaded: {"load": entry.load}
+    ),
     "pelton_schedulers": Suite("pelton.testing.scheduler:SchedulerConformance", _made("make_scheduler")),
     "pelton_scheduling_policies": Suite(
         "pelton.testing.scheduling_policy:SchedulingPolicyConformance", _set("policy_class")

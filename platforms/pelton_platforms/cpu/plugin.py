@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import PlatformEntry
+from pelton.entries import Entry, PlatformEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
@@ -24,5 +24,18 @@ def pelton_platforms() -> Sequence[PlatformEntry]:
             priority=10,
             probe=is_here,
             doc="the host's CPU",
+        )
+    ]
+
+
+@hookimpl
+def pelton_communicators(device_type: str) -> Sequence[Entry]:
+    if device_type != "cpu":
+        return []
+    return [
+        Entry(
+            name="gloo",
+            load="pelton_platforms.cpu.gloo:GlooCommunicator",
+            doc="processes of this host, by torch's gloo",
         )
     ]

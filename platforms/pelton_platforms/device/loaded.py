@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pelton.model.resolved import ResolvedModel
     from pelton.platform.interface import Platform
     from pelton.plugins import Plugins
+    from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.adapters import AdapterStore
 
 
@@ -34,5 +35,7 @@ class LoadedModel:
     max_num_tokens: int
     adapters: AdapterStore | None
     """None: the engine serves no adapters."""
+    step_kernel: StepKernel | None = None
+    """Computes decode steps; None: the model's layers do."""
     notes: list[str]
     """For the operator: what became of settings, added to by whoever finds it out."""

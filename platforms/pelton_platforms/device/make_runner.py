@@ -40,7 +40,9 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     _use_drafts(loaded, step_ops)
     if loaded.adapters is not None:
         loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters
-    return ModelRunner(loaded.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * num_parts)
+    runner = ModelRunner(loaded.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * num_parts)
+    runner.step_kernel = loaded.step_kernel
+    return runner
 
 
 def _use_drafts(loaded: LoadedModel, step_ops: StepOps) -> None:

@@ -26,6 +26,7 @@ from pelton_platforms.device.loaded import LoadedModel
 from pelton_platforms.device.make_runner import make_runner
 from pelton_platforms.device.memory import StepMemory
 from pelton_platforms.device.speed import fit_step
+from pelton_platforms.device.step_kernel import make_step_kernel
 from pelton_platforms.device.steps.model_runner import ModelRunner
 
 _WARM_UP_TOKENS = 16
@@ -66,6 +67,7 @@ class DeviceWorker(Worker):
             )  # fmt: skip
             self.model = build_model(self.build, self.model_info.architecture, self.plugins)
             self.adapters = make_adapters(self.build)
+            self.step_kernel = make_step_kernel(self)
         self._memory = StepMemory(self.loaded)
         self._first_start = FirstStart(self.loaded, self._memory, self.phase_s)
         self._first_start.compile_soon()
@@ -76,7 +78,7 @@ class DeviceWorker(Worker):
         return LoadedModel(
             config=self.config, info=self.model_info, platform=self.platform, plugins=self.plugins, build=self.build,
             model=self.model, specs=self.kv_cache_specs(), device=self.device, max_num_seqs=self.max_num_seqs,
-            max_num_tokens=self.max_num_tokens, adapters=self.adapters, notes=self.notes,
+            max_num_tokens=self.max_num_tokens, adapters=self.adapters, notes=self.notes, step_kernel=self.step_kernel,
         )  # fmt: skip
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -175,5 +177,5 @@ class DeviceWorker(Worker):
         runner = self.__dict__.get("runner")
         for connector in runner.connectors.values() if runner is not None else ():
             connector.shutdown()
-        for name in ("runner", "model", "build", "adapters", "_memory", "_first_start", "_captures"):
+        for name in ("runner", "model", "build", "adapters", "step_kernel", "_memory", "_first_start", "_captures"):
             self.__dict__.pop(name, None)

@@ -63,6 +63,9 @@ def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) ->
         notes.append(f"cudagraph_mode {mode} became NONE: platform {platform.name!r} gives no recorder")
         return
     foreign = loaded.build.ops.unrecordable() if recorder.runs_calls else []
+    kernel = loaded.step_kernel
+    if recorder.runs_calls and kernel is not None and not kernel.is_recordable:
+        foreign.append(f"step kernel {type(kernel).__name__}")
     if foreign:
         notes.append(f"cudagraph_mode {mode} became NONE: {', '.join(foreign)} may not be recordable")
         return

@@ -45,6 +45,7 @@ from pelton_platforms.device.steps.step_tails import TailChooser
 if TYPE_CHECKING:
     from pelton.graphs.recorder import GraphRecorder
     from pelton.kv_transfer.interface import WorkerConnector
+    from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
     from pelton_platforms.device.steps.drafts import WorkerDraftProposer
 
@@ -86,6 +87,16 @@ class ModelRunner:
     @draft_proposer.setter
     def draft_proposer(self, proposer: WorkerDraftProposer | None) -> None:
         self._sampler.draft_proposer = proposer
+        self.step_kernel = None if proposer is not None else self.step_kernel  # it leaves no hidden states
+
+    @property
+    def step_kernel(self) -> StepKernel | None:
+        """Computes decode steps in place of the model's layers."""
+        return self._program.kernel
+
+    @step_kernel.setter
+    def step_kernel(self, kernel: StepKernel | None) -> None:
+        self._program.kernel = kernel
 
     def add_connector(self, name: str, connector: WorkerConnector) -> None:
         """Call `connector` around every step; `name` is its key in `SchedulerOutput.extensions`."""

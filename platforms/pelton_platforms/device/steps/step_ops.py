@@ -111,6 +111,7 @@ class StepOps:
             num_tokens=num_tokens,
             adapter=adapter,
             slot_mappings=tuple(common.slot_mapping for common in groups),
+            groups=tuple(groups),
         )
 
     def sample(self, variant: Variant) -> SampleOp:

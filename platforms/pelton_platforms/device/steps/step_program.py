@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pelton.attention.metadata import BatchDescriptor, ForwardBatch
     from pelton.model.interface import CausalLM, PooledRows, PoolingModel
     from pelton.worker.inputs import StepShape
+    from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.steps.batch_state import BatchState
     from pelton_platforms.device.steps.step_ops import StepOps
 
@@ -47,6 +48,17 @@ class StepInputs:
     hidden: Any = None  # filled in where it is not fixed: what the forward pass gave
 
 
+def _suits_kernel(key: BatchDescriptor, inputs: StepInputs) -> bool:
+    """Return whether each row has one token, and its logits are asked for."""
+    rows = inputs.shape.num_padded_reqs
+    return (
+        isinstance(key.tail, Logits | Sample)
+        and inputs.shape.num_padded_tokens == rows == len(inputs.logit_tokens)
+        and inputs.num_draft is None
+        and not inputs.has_adapters
+    )
+
+
 class StepProgram:
     """One worker's steps. Nothing in it asks the device anything."""
 
@@ -56,6 +68,7 @@ class StepProgram:
         self.model = model
         self.ops = ops
         self._state, self._backends = state, list(backends)
+        self.kernel: StepKernel | None = None  # computes decode steps; None: the model's layers do
         self.most_left_rows = 0  # of captured steps that end at the logits
         self._logits: Tensor | None = None  # [most_left_rows, V]: where all of those leave them
 
@@ -74,6 +87,9 @@ class StepProgram:
         self._append_blocks(inputs)
         if inputs.num_draft is not None and self.ops.drafts is not None:
             inputs.num_draft = self.ops.drafts.make(inputs.sample_slots, inputs.num_draft)
+        if self.kernel is not None and forward is None and _suits_kernel(key, inputs):
+            logits = self.kernel(self.batch(key, inputs))
+            return self._end_logits(key, inputs, logits)
         hidden = self.forward(key, inputs) if forward is None else forward(inputs)
         if not inputs.is_fixed:
             inputs.hidden = hidden
@@ -82,7 +98,11 @@ class StepProgram:
         if isinstance(tail, Pool):
             assert inputs.pooled is not None
             return cast("PoolingModel", self.model).pool(hidden, inputs.pooled)
-        logits = cast("CausalLM", self.model).compute_logits(hidden, inputs.logit_tokens)
+        return self._end_logits(key, inputs, cast("CausalLM", self.model).compute_logits(hidden, inputs.logit_tokens))
+
+    def _end_logits(self, key: BatchDescriptor, inputs: StepInputs, logits: Tensor) -> Any:
+        tail = key.tail
+        assert tail is not None
         if isinstance(tail, Logits):
             return self._keep(logits) if inputs.is_fixed else logits
         return self.end(tail, logits, inputs)

@@ -1,0 +1,104 @@
+"""Interface of a whole-step kernel: a backend's own way from a decode step's inputs to its logits, for one kind of model.
+
+A plugin offers one through the hook `pelton_step_kernels`. It takes the place of the model's forward pass and logits in steps in
+which every row has one token; prompts, drafts and steps with adapters are computed by the model's layers. What follows the
+logits stays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pelton.entries import Entry
+from pelton.errors import ConfigError
+from pelton.ops.interface import optional
+from pelton.ops.selector import reasons_against
+from pelton.plugins import calling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+    from pelton.model.build import BuildConfig, HFConfig
+
+NO_KERNEL = "none"
+"""Of the setting `step_kernel`: layer by layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNeeds:
+    """A model's decode steps. A new capability is a new optional field here: a kernel that does not name it is refused."""
+
+    architecture: str
+    hf: HFConfig
+    """config.json's text part."""
+    device_type: str
+    dtype: str
+    block_size: int  # tokens
+    max_num_seqs: int
+    capability: tuple[int, int] | None = None
+    kv_dtype: str = optional("auto")
+    quantization: str = optional("plain")
+    tp_size: int = optional(1)
+    has_adapters: bool = optional(False)
+    """The engine serves adapters: steps without one may still come to the kernel."""
+
+
+class StepKernel(ABC):
+    """Life cycle: `unsupported` and `__init__` before weights are loaded -> caches are bound to the model's layers -> calls, from one
+    thread. Captured and eager steps call the same object."""
+
+    handles: ClassVar[frozenset[str]] = frozenset()
+    """Optional needs that it has read about."""
+    orders: ClassVar[tuple[str, ...]] = ()
+    """Orders of packed weights that it reads beside the plain one; `packed(order)` then tells it. See `OpImplementation`."""
+    is_recordable: ClassVar[bool] = False
+    """As of an op: without it no step is captured on devices that compute in the calling process."""
+
+    def __init__(self, model: Any, build: BuildConfig) -> None:
+        """model: made, its weights allocated where they stay; build: what its layers were made with."""
+        self.model, self.build = model, build
+
+    @classmethod
+    @abstractmethod
+    def unsupported(cls, needs: StepNeeds) -> list[str]:
+        """Say why this kernel cannot serve `needs`; an empty list means it can."""
+
+    @abstractmethod
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """Return logits [R, vocab_size] float32 of R rows of one token, once their keys and values are in the cache.
+
+        Row r is token r of `input_ids` and `positions`; `groups` has block tables, sequence lengths and slots for each KV group. Padding
+        rows have length 0 and slot -1: nothing of theirs may be written, and what they give is not read. Asks the device nothing.
+        """
+
+    def pack(self, order: str) -> bool:
+        """See `OpImplementation`: a kernel brings nothing into an order unless it says so."""
+        return False
+
+    def packed(self, order: str) -> None:  # noqa: B027
+        """From now on the weights lie in this order."""
+
+
+def select_step_kernel(
+    entries: Iterable[Entry], needs: StepNeeds, named: str | None
+) -> tuple[tuple[Entry, type[StepKernel]] | None, list[str]]:
+    """The kernel of this name, or the first by priority that serves `needs`; and why others do not. Raises `ConfigError` where the
+    named one is not there, or refuses."""
+    if named == NO_KERNEL:
+        return None, []
+    offered, refused = list(entries), list[str]()
+    for entry in [entry for entry in offered if named in (None, entry.name)]:
+        with calling(entry):
+            kernel: type[StepKernel] = entry.resolve()
+            reasons = reasons_against(kernel, needs)
+        if not reasons:
+            return (entry, kernel), refused
+        refused.append(f"{entry.name}: {', '.join(reasons)}")
+    if named is not None:
+        known = ", ".join(entry.name for entry in offered) or "none"
+        raise ConfigError(f"step_kernel is {named!r}: {'; '.join(refused) or f'available: {known}'}.")
+    return None, refused

@@ -1,0 +1,93 @@
+"""`GlooCommunicator`: collectives of CPU tensors between processes of this host, over torch's gloo.
+
+Its process group is its own: torch's global one is left alone. Ranks listen on the loopback device, and find each other through a
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pelton.errors import EngineError
+from pelton.parallel.communicator import Communicator, CommunicatorContext
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""What sums of a dtype are computed in, where not in itself."""
+
+
+class GlooCommunicator(Communicator):
+    def __init__(self, context: CommunicatorContext) -> None:
+        super().__init__(context)
+        self._group_name, self._timeout = context.group, timedelta(seconds=context.timeout_s)
+        self._group: Any = None
+        with self._naming("the meeting of all ranks"):
+            store = dist.PrefixStore(context.group, dist.FileStore(context.store, context.size))
+            store.set_timeout(self._timeout)
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+            options._timeout = self._timeout
+            self._group = dist.ProcessGroupGloo(store, context.rank, context.size, options)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        wide = tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
+        self._wait("all_reduce", lambda: self._group.allreduce([wide]))
+        return wide.to(tensor.dtype)
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._wait("all_gather", lambda: self._group.allgather([parts], [tensor]))
+        return torch.cat(parts, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        if tensor.shape[dim] % self.size:
+            raise EngineError(
+                f"reduce_scatter of {list(tensor.shape)} along {dim}: it does not divide by {self.size} ranks."
+            )
+        # Added up in order of rank by whom the part is for: every rank computes each number once.
+        parts = torch.stack(tensor.chunk(self.size, dim))
+        mine = self.all_to_all(parts, [1] * self.size, [1] * self.size)
+        return mine.to(_WIDE.get(tensor.dtype, tensor.dtype)).sum(0).to(tensor.dtype)
+
+    def all_to_all(self, tensor: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        found = tensor.new_empty(sum(recv_counts), *tensor.shape[1:])
+        sent, received = list(send_counts), list(recv_counts)
+        self._wait("all_to_all", lambda: self._group.alltoall_base(found, tensor.contiguous(), received, sent))
+        return found
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        self._wait("send", lambda: self._group.send([tensor], to, 0))
+
+    def recv(self, tensor: Tensor, source: int) -> Tensor:
+        self._wait("recv", lambda: self._group.recv([tensor], source, 0))
+        return tensor
+
+    def shutdown(self) -> None:
+        self._group = None
+
+    def _wait(self, what: str, begin: Callable[[], Any]) -> None:
+        with self._naming(what):
+            begin().wait(self._timeout)
+
+    def _naming(self, what: str) -> _Naming:
+        return _Naming(f"rank {self.rank} of {self.size} in group {self._group_name!r}: {what}")
+
+
+class _Naming:
+    """Around a call into gloo: what it raises is an `EngineError` that says who waited for what."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise EngineError(f"Communication fails at {self._what}: {str(error).strip().splitlines()[0]}") from error

@@ -1,0 +1,43 @@
+"""The whole-step kernel of a worker, where plugins offer one that serves its model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pelton.plugins import calling
+from pelton.worker.step_kernel import StepKernel, StepNeeds, select_step_kernel
+
+if TYPE_CHECKING:
+    from pelton_platforms.device.worker import DeviceWorker
+
+
+def make_step_kernel(worker: DeviceWorker) -> StepKernel | None:
+    """Make it once the model's modules are there, before their weights. The start table names it; notes say why others refuse."""
+    platform, build, info = worker.platform, worker.build, worker.model_info
+    entries = worker.plugins.entries("pelton_step_kernels", device_type=platform.device_type)
+    named = worker.config.compilation.step_kernel
+    if info.pooling is not None or not (entries or named):
+        return None
+    needs = StepNeeds(
+        architecture=info.architecture,
+        hf=build.hf,
+        device_type=platform.device_type,
+        dtype=build.dtype_name,
+        block_size=build.block_size,
+        max_num_seqs=worker.max_num_seqs,
+        capability=platform.capability(worker.rank),
+        kv_dtype=build.kv_dtype,
+        quantization=build.quantization.name,
+        tp_size=build.parallel.size,
+        has_adapters=build.adapters is not None,
+    )
+    found, refused = select_step_kernel(entries, needs, named)
+    worker.notes.extend(f"step kernel {reason}" for reason in refused)
+    if found is None:
+        return None
+    entry, kernel_class = found
+    with calling(entry):
+        kernel = kernel_class(worker.model, build)
+    build.ops.read_by(kernel)
+    worker.choices = {**worker.choices, "step kernel": entry.name}
+    return kernel

@@ -1,0 +1,70 @@
+"""Collectives over gloo: the suite, and a model that is shared by two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pelton.errors import ConfigError
+from pelton.parallel.communicator import CommunicatorContext, GroupContext, make_communicator
+from pelton.plugins import load_plugins
+from pelton.testing.communicator import CommunicatorConformance
+from pelton.testing.model_driver import ModelDriver
+from pelton.testing.models import make_tiny_checkpoint
+
+TOKENS = list(range(5, 40))
+RANK = """
+import sys, torch
+from pathlib import Path
+from test_gloo import logits_of
+from pelton.parallel.communicator import CommunicatorContext, GroupContext, make_communicator
+from pelton.plugins import load_plugins
+
+rank, path, store, out = int(sys.argv[1]), *sys.argv[2:]
+plugins = load_plugins(only=[])
+context = CommunicatorContext(rank=rank, size=2, device=torch.device("cpu"), store=store)
+group = GroupContext(make_communicator(plugins, context, "cpu"))
+torch.save(logits_of(path, group), out)
+"""
+
+
+class TestGloo(CommunicatorConformance):
+    load = "pelton_platforms.cpu.gloo:GlooCommunicator"
+
+
+def logits_of(path, parallel=None):
+    driver = ModelDriver(path, plugins=load_plugins(only=[]), parallel=parallel)
+    return torch.cat([driver.step({"a": part})["a"] for part in (TOKENS[:30], TOKENS[30:31], TOKENS[31:])])
+
+
+def test_two_processes_share_a_model(tmp_path):
+    path = make_tiny_checkpoint(tmp_path / "model", "llama", with_tokenizer=False)
+    here = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(path), str(tmp_path / "store"), str(tmp_path / f"{rank}.pt")],
+            env=environ, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert torch.equal(first, second), "ranks sample from the same bits"
+    torch.testing.assert_close(first, logits_of(path), atol=1e-4, rtol=1e-4)
+
+
+def test_one_is_named_or_the_best_is_taken(tmp_path):
+    plugins = load_plugins(only=[])
+    context = CommunicatorContext(rank=0, size=1, device=torch.device("cpu"), store=str(tmp_path / "store"))
+    group = GroupContext(make_communicator(plugins, context, "cpu"))
+    assert (group.rank, group.size, type(group.communicator).__name__) == (0, 1, "GlooCommunicator")
+    with pytest.raises(ConfigError, match="communicator for 'cpu' is 'nccl'; available: gloo"):
+        make_communicator(plugins, context, "cpu", "nccl")
+    with pytest.raises(ConfigError, match="communicator for 'toaster' is 'any'; available: none"):
+        make_communicator(plugins, context, "toaster")
