@@ -9,10 +9,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from pelton.errors import ConfigError
 
+PROGRAM: ContextVar[str] = ContextVar("program", default="pelton")
+"""The command that runs, as usage shows it."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

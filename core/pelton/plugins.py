@@ -329,8 +329,11 @@ def register(manager: pluggy.PluginManager, module: ModuleType | object, name: s
     wanted = getattr(module, "PELTON_API", None)
     if not isinstance(wanted, str) or not _api_matches(wanted):
         have = ".".join(map(str, hookspecs.API_VERSION))
+        made_for = (
+            "does not say what hook API it was made for" if wanted is None else f"was made for hook API {wanted!r}"
+        )
         raise PluginError(
-            f"Plugin {name!r} of {owner} was made for hook API {wanted!r}; this Pelton has {have}. "
+            f"Plugin {name!r} of {owner} {made_for}; this Pelton has {have}. "
             f'Set PELTON_API = ">={hookspecs.API_VERSION[0]},<{hookspecs.API_VERSION[0] + 1}" in a plugin that fits, '
             "or install a matching version."
         )
@@ -339,9 +342,7 @@ def register(manager: pluggy.PluginManager, module: ModuleType | object, name: s
     if not names and not problems:
         problems.append("it implements no hook")
     if problems:
-        raise PluginError(
-            f"Plugin {name!r} of {owner}: {'; '.join(problems)}. The hooks are listed in pelton.hookspecs."
-        )
+        raise PluginError(f"Plugin {name!r} of {owner}: {'; '.join(problems)}. The hooks are listed in docs/hooks.md.")
     for hook in names:
         gone = hookspecs.hooks()[hook].deprecated
         if gone is not None:
@@ -369,7 +370,7 @@ def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problem
     hook = options.get("specname") or attribute
     if hook not in known:
         close = difflib.get_close_matches(hook, known, n=1)
-        problems.append(f"unknown hook {hook!r}" + (f", did you mean {close[0]!r}?" if close else ""))
+        problems.append(f"unknown hook {hook!r}" + (f" (near to {close[0]!r})" if close else ""))
     elif hook != attribute:
         problems.append(f"{attribute} implements {hook} under another name; call the function {hook}")
     elif options.get("wrapper") or options.get("hookwrapper"):

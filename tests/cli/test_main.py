@@ -169,3 +169,16 @@ def test_ctrl_c_is_no_traceback(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in err
+
+
+def test_a_commands_usage_names_it(capsys, monkeypatch):
+    """Whoever writes a command need not tell `parse_flags` what it is called."""
+    from pelton.config.flags import parse_flags
+    from pelton.entries import CommandEntry
+
+    monkeypatch.setattr(
+        "pelton.cli.main.find_commands", lambda name: {"mine": CommandEntry(name="mine", load=f"{__name__}:x")}
+    )
+    monkeypatch.setattr(CommandEntry, "resolve", lambda self: lambda argv: parse_flags(argv, positional=None) and 0)
+    assert main(["mine", "--help"]) == 0
+    assert "usage: pelton mine" in capsys.readouterr().out

@@ -280,3 +280,19 @@ def test_a_fallback_serves_what_no_other_entry_names():
 def test_a_model_that_does_something_else_is_refused():
     with pytest.raises(ConfigError, match=r"Model 'a' .* is a model to draw; this Pelton runs models to generate"):
         find_model([entry("a", "X", kind="draw")], "X")
+
+
+def test_a_stat_logger_that_names_its_arguments_otherwise_is_told_so(install):
+    """It is made by keyword: `config` and `engine_index`."""
+    from pelton.config import EngineConfig
+    from pelton.metrics.manager import StatLoggers
+
+    install(
+        "class Logger:\n"
+        "    def __init__(self, c, i): pass\n"
+        "@hookimpl\n"
+        "def pelton_stat_loggers():\n"
+        "    return [StatLoggerEntry(name='mine', load='acme_plugin:Logger')]\n"
+    )
+    with pytest.raises(PluginError, match=r"StatLogger 'mine' .*acme_plugin.* fails: TypeError: .*'config'"):
+        StatLoggers(EngineConfig(), load_plugins())

@@ -136,7 +136,9 @@ def test_a_plugin_with_a_syntax_error(install):
 
 def test_a_misspelt_hook_name(install):
     install("typo", "@hookimpl\ndef pelton_modles():\n    return []\n")
-    stops(r"Plugin 'typo' of dist-typo: unknown hook 'pelton_modles', did you mean 'pelton_models'\?")
+    stops(
+        r"Plugin 'typo' of dist-typo: unknown hook 'pelton_modles' \(near to 'pelton_models'\)\. The hooks are listed"
+    )
 
 
 def test_a_hook_without_its_mark(install):
@@ -177,7 +179,8 @@ def test_a_plugin_without_any_hook(install):
 @pytest.mark.parametrize("api", ['">=2"', '"<1"', f'">={MAJOR}.{MINOR + 1}"', '"~=1"', "1", "None", '""'])
 def test_a_wrong_api_version(install, api):
     install("old", model("X"), head=HEAD + f"PELTON_API = {api}\n")
-    stops(rf"Plugin 'old' of dist-old was made for hook API .*; this Pelton has {MAJOR}\.{MINOR}")
+    said = "does not say what hook API it was made for" if api == "None" else "was made for hook API .*"
+    stops(rf"Plugin 'old' of dist-old {said}; this Pelton has {MAJOR}\.{MINOR}")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def _run(argv: list[str]) -> int:
         raise ConfigError(f"Unknown {kind} {name!r}.{hint} Commands: {', '.join(sorted(commands))}.")
     for line in env.misspelt():
         print(f"warning: {line}", file=sys.stderr)
+    env.PROGRAM.set(f"pelton {name}")
     run: Callable[[list[str]], int] = commands[name].resolve()
     return run(rest)
 

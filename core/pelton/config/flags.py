@@ -52,7 +52,7 @@ def parse_flags(
     structs: Sequence[type[msgspec.Struct]] = (),
     *,
     positional: str | None = "model",
-    program: str = "pelton",
+    program: str | None = None,
     doc: str = "",
     engine: bool = True,
     environ: Mapping[str, str] = os.environ,
@@ -60,8 +60,8 @@ def parse_flags(
     """Read a command line.
 
     structs: further settings structs, whose fields are flags too. positional: the field that arguments without a flag
-    set; a list takes all of them. engine: False leaves out the engine's flags. `--help` prints and raises
-    `SystemExit(0)`. Raises `ConfigError`.
+    set; a list takes all of them. program: as usage shows it; the command that runs when None. engine: False leaves out the
+    engine's flags. `--help` prints and raises `SystemExit(0)`. Raises `ConfigError`.
     """
     parser = _Parser(structs, positional, engine)
     for token in argv:
@@ -69,7 +69,16 @@ def parse_flags(
             break
         if token in ("-h", "--help") or token.startswith("--help="):
             only = token.partition("=")[2]
-            print(help_text(structs, positional=positional, program=program, doc=doc, only=only, engine=engine))
+            print(
+                help_text(
+                    structs,
+                    positional=positional,
+                    program=program or env.PROGRAM.get(),
+                    doc=doc,
+                    only=only,
+                    engine=engine,
+                )
+            )
             raise SystemExit(0)
     parser.read_argv(argv)
     parser.add_environment(environ)

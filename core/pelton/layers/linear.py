@@ -6,14 +6,15 @@ sub-layer before that, belong to the layer that reads them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from pelton import moved
 from pelton.errors import ConfigError
 from pelton.layers.norm import RMSNorm
-from pelton.lora.layers import BaseProduct
+from pelton.lora.layers import AdapterLayer, BaseProduct
 from pelton.ops.interface import (
     AddNormGatedLinear,
     AddNormGatedLinearNeeds,
@@ -21,6 +22,9 @@ from pelton.ops.interface import (
     AddNormLinear,
     AddNormLinearNeeds,
     AddNormLinearTensors,
+    Gated,
+    GatedNeeds,
+    GatedTensors,
     Linear,
     LinearNeeds,
     LinearTensors,
@@ -54,6 +58,29 @@ class LinearModule(nn.Module):
         for name, tensor in weights.tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.bias = weights.bias if weights.bias is None else nn.Parameter(weights.bias, requires_grad=False)
+        self.bare: Linear | None = None
+        """The product of a layer without a norm before it."""
+
+    def _bind_bare(
+        self, config: BuildConfig, shards: Sequence[LinearShard], weights: LinearWeights, merged: str | None
+    ) -> None:
+        needs, tensors = LinearNeeds(dtype=config.dtype_name, linear=weights.spec), LinearTensors(weights)
+        self.bare = config.ops.bind("linear", needs, tensors)
+        self.adapter = self._adapter(config, shards, merged, base=BaseProduct("linear", needs, tensors))
+
+    def _bare_product(self, x: Tensor) -> Tensor:
+        assert self.bare is not None, "it has no norm"
+        is_adapted = self.adapter is not None and self.adapter.is_used
+        return self.adapter.product(x) if is_adapted else self.bare(x)
+
+    @staticmethod
+    def _adapter(
+        config: BuildConfig, shards: Sequence[LinearShard], merged: str | None, **fields: Any
+    ) -> AdapterLayer | None:
+        if merged is None or config.adapters is None:
+            return config.adapter_layer(shards, **fields)
+        config.adapters.refuse(shards[0].name, "it is several matrices in one")
+        return None
 
 
 def split_heads(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
@@ -66,8 +93,23 @@ def split_heads(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
     raise ConfigError(f"{what} is {total}, which tensor_parallel_size {size} neither divides nor is a multiple of.")
 
 
+def merged_shards(
+    prefix: str, merged: str | None, parts: Sequence[tuple[str, int, tuple[int, int]]], num_cols: int
+) -> list[LinearShard]:
+    """parts: (name, rows, rows of this rank) of matrices with whole columns; merged: the one tensor of the checkpoint that has all of
+    them, below each other."""
+    if merged is None:
+        return [LinearShard(f"{prefix}.{name}", count, num_cols, rows, (0, num_cols)) for name, count, rows in parts]
+    total, start, shards = sum(count for _, count, _ in parts), 0, []
+    for _, count, (first, last) in parts:
+        shards.append(LinearShard(f"{prefix}.{merged}", total, num_cols, (start + first, start + last), (0, num_cols)))
+        start += count
+    return shards
+
+
 class QKVLinear(LinearModule):
-    """q, k and v of one attention layer, below each other; reads the norm before it (`add_norm_linear`)."""
+    """q, k and v of one attention layer, below each other; reads the norm before it (`add_norm_linear`). Without one it is the bare
+    product, and the residual is the model's own affair."""
 
     def __init__(
         self,
@@ -76,30 +118,33 @@ class QKVLinear(LinearModule):
         num_kv_heads: int,
         head_dim: int,
         *,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         config: BuildConfig,
         prefix: str,
         post_norm: RMSNorm | None = None,
         bias: bool = False,
+        merged: str | None = None,
     ) -> None:
-        """prefix: of the attention module in the checkpoint. post_norm: of the sub-layer before, where it has one."""
+        """prefix: of the attention module in the checkpoint. post_norm: of the sub-layer before, where it has one. merged: name of the
+        tensor where the checkpoint has all three in one."""
         parallel = config.parallel
         parallel.share(num_heads, "num_attention_heads")
         heads = split_heads(num_heads, parallel.rank, parallel.size, "num_attention_heads")
         kv_heads = split_heads(num_kv_heads, parallel.rank, parallel.size, "num_key_value_heads")
-        shards = [
-            LinearShard(
-                f"{prefix}.{name}", total * head_dim, hidden_size,
-                (first * head_dim, last * head_dim), (0, hidden_size),
-            )
+        parts = [
+            (name, total * head_dim, (first * head_dim, last * head_dim))
             for name, total, (first, last) in (
                 ("q_proj", num_heads, heads), ("k_proj", num_kv_heads, kv_heads), ("v_proj", num_kv_heads, kv_heads),
             )
         ]  # fmt: skip
+        shards = merged_shards(prefix, merged, parts, hidden_size)
         weights = config.quantization.create(config, shards, bias=bias)
         super().__init__(weights)
         self.num_heads = heads[1] - heads[0]  # of this rank
         self.num_kv_heads = kv_heads[1] - kv_heads[0]
+        if norm is None:
+            self._bind_bare(config, shards, weights, merged)
+            return
         needs = AddNormLinearNeeds(
             dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, tp_size=parallel.size,
             post_norm=post_norm.spec if post_norm else None,
@@ -108,10 +153,14 @@ class QKVLinear(LinearModule):
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
-        self.adapter = config.adapter_layer(shards, norm=norm, base=BaseProduct("add_norm_linear", needs, tensors))
+        self.adapter = self._adapter(
+            config, shards, merged, norm=norm, base=BaseProduct("add_norm_linear", needs, tensors)
+        )
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (qkv [T, (num_heads + 2 num_kv_heads) head_dim], residual [T, H])"""
+        if self.bare is not None:
+            return self._bare_product(hidden), residual  # type: ignore[return-value]
         product = self.add_norm_linear
         if self.adapter is not None and self.adapter.is_used:
             product = self.adapter.product
@@ -127,24 +176,31 @@ class MergedGateUp(LinearModule):
         intermediate_size: int,
         *,
         activation: str,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         config: BuildConfig,
         prefix: str,
         post_norm: RMSNorm | None = None,
         bias: bool = False,
+        merged: str | None = None,
     ) -> None:
-        """prefix: of the MLP in the checkpoint. post_norm: of the attention sub-layer, where it has one."""
+        """prefix: of the MLP in the checkpoint. post_norm: of the attention sub-layer, where it has one. merged: name of the tensor
+        where the checkpoint has both in one."""
         parallel = config.parallel
         if activation not in ACTIVATION_NAMES:
             raise ConfigError(f"hidden_act is {activation!r}; gated layers have {', '.join(ACTIVATION_NAMES)}.")
         width = parallel.share(intermediate_size, "intermediate_size")
         rows = (parallel.rank * width, (parallel.rank + 1) * width)
-        shards = [
-            LinearShard(f"{prefix}.{name}", intermediate_size, hidden_size, rows, (0, hidden_size))
-            for name in ("gate_proj", "up_proj")
-        ]
+        parts = [(name, intermediate_size, rows) for name in ("gate_proj", "up_proj")]
+        shards = merged_shards(prefix, merged, parts, hidden_size)
         weights = config.quantization.create(config, shards, bias=bias)
         super().__init__(weights)
+        if norm is None:
+            self._gated: Gated = config.ops.bind(
+                "gated", GatedNeeds(dtype=config.dtype_name, size=width, activation=ACTIVATION_NAMES[activation]),
+                GatedTensors(config.device),
+            )  # fmt: skip
+            self._bind_bare(config, shards, weights, merged)
+            return
         needs = AddNormGatedLinearNeeds(
             dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, activation=ACTIVATION_NAMES[activation],
             post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
@@ -153,12 +209,15 @@ class MergedGateUp(LinearModule):
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_gated_linear: AddNormGatedLinear = config.ops.bind("add_norm_gated_linear", needs, tensors)
-        self.adapter = config.adapter_layer(
-            shards, norm=norm, activation=needs.activation, base=BaseProduct("add_norm_gated_linear", needs, tensors)
-        )
+        self.adapter = self._adapter(
+            config, shards, merged, norm=norm, activation=needs.activation,
+            base=BaseProduct("add_norm_gated_linear", needs, tensors),
+        )  # fmt: skip
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (activation(gate) * up [T, I of this rank], residual [T, H])"""
+        if self.bare is not None:
+            return self._gated(self._bare_product(hidden)), residual  # type: ignore[return-value]
         product = self.add_norm_gated_linear
         if self.adapter is not None and self.adapter.is_used:
             product = self.adapter.product

@@ -42,7 +42,7 @@ class WeightMap:
     """Checkpoint name -> target."""
 
     def __init__(self) -> None:
-        self._targets: dict[str, WeightTarget] = {}
+        self._targets: dict[str, list[WeightTarget]] = {}
         self._ignored = [re.compile(pattern) for pattern in IGNORED]
 
     def expect(
@@ -56,9 +56,16 @@ class WeightMap:
         stop: int | None = None,
         fill: Fill | None = None,
     ) -> None:
-        """`target` is filled with the slice [start, stop) along `dim` of the checkpoint's `name`, or by `fill`."""
-        assert name not in self._targets, f"two layers read {name}"
-        self._targets[name] = WeightTarget(shape, target, dim, start, stop, fill)
+        """`target` is filled with the slice [start, stop) along `dim` of the checkpoint's `name`, or by `fill`. Several slices of one
+        tensor may have targets: a merged matrix."""
+        others = self._targets.setdefault(name, [])
+        if others:
+            assert dim is not None and others[0].dim == dim and others[0].shape == shape, f"two layers read {name}"
+            if fill is not None or others[0].fill is not None:
+                raise ConfigError(
+                    f"Weight {name} is several matrices in one, which its quantization does not take apart."
+                )
+        others.append(WeightTarget(shape, target, dim, start, stop, fill))
 
     def ignore(self, pattern: str) -> None:
         """Checkpoint names that match (a regular expression) are skipped without an error."""
@@ -66,7 +73,7 @@ class WeightMap:
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Every checkpoint name with the shape it must have; () where it may have any."""
-        return {name: target.shape or () for name, target in self._targets.items()}
+        return {name: targets[0].shape or () for name, targets in self._targets.items()}
 
     def load(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         """Read each weight once, in the order given. Raises `ConfigError` naming what is missing, unexpected or misshapen."""
@@ -74,14 +81,15 @@ class WeightMap:
         unexpected: list[str] = []
         copy = _Copy()
         for name, weight in weights:
-            target = self._targets.get(name)
-            if target is None:
+            targets = self._targets.get(name)
+            if targets is None:
                 if not any(pattern.fullmatch(name) for pattern in self._ignored):
                     unexpected.append(name)
                 continue
-            _check_shape(name, weight, target)
-            if target.target is not None:
-                copy(weight, target.target, target)
+            _check_shape(name, weight, targets[0])
+            for target in targets:
+                if target.target is not None:
+                    copy(weight, target.target, target)
             used.add(name)
         copy.finish()
         self._check(used, unexpected)

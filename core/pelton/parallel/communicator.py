@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pelton.config import EngineConfig
 
 
+HOOK = "pelton_communicators"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicatorContext:
     """Everything that a communicator is made from, in each rank. A new feature is a new field with a default."""
@@ -94,8 +97,7 @@ def make_communicator(
 ) -> Communicator:
     """Make the communicator of this name, or the best by priority that plugins offer for the device type. Raises `ConfigError`
     that lists those there are."""
-    hook = "pelton_communicators"
-    offered = plugins.entries(hook, device_type=device_type)
+    offered = plugins.entries(HOOK, device_type=device_type)
     wanted = name or (offered[0].name if offered else "any")
-    entry = plugins.find(hook, wanted, setting=f"communicator for {device_type!r}", device_type=device_type)
+    entry = plugins.find(HOOK, wanted, setting=f"communicator for {device_type!r}", device_type=device_type)
     return make(entry, Communicator, context)  # type: ignore[type-abstract]

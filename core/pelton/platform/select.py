@@ -97,5 +97,5 @@ def _probe(entry: PlatformEntry, plugin: LoadedPlugin) -> str | None:
     except Exception as error:
         raise PluginError(
             f"Platform {entry.name!r} of {plugin} fails in its probe: {type(error).__name__}: {error}. "
-            "A probe says why its device is not here; it does not raise."
+            "A probe says why its device is not here; it does not raise. `pelton plugins --check` looks at every plugin by itself."
         ) from error

@@ -51,6 +51,14 @@ class SchedulingPolicy(ABC):
         """False leaves the head of the queue, and all behind it, for a later step."""
         return True
 
+    def holds_back(self, request: ScheduledRequest, running: Sequence[ScheduledRequest]) -> bool:
+        """True sets the head of the queue aside until the next step, and those behind it pass: one tenant is capped, and no other
+        waits for it."""
+        return False
+
+    def finished(self, request: ScheduledRequest) -> None:  # noqa: B027
+        """Called once when a request ends, however it ends: `num_computed_tokens` and `num_output_tokens` are what it got."""
+
     def victim(self, candidates: Sequence[ScheduledRequest]) -> ScheduledRequest:
         """Choose the request that gives up its blocks: one of `candidates`, the running requests that this step has not served yet, in rank
         order. The first of them is the one that needs a block."""

@@ -10,12 +10,26 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
 
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.kv_cache.spec import ChunkedLocalSpec, KVCachePlan, KVCacheSpec, SlidingWindowSpec
 from pelton.testing.kv_specs import BLOCK_SIZE, LAYER_KINDS, make_plan
+
+NEED_PREFIXES = frozenset({
+    "test_a_prefix_is_found_in_whole_blocks_and_never_to_the_last_token", "test_a_prefix_is_found_after_its_request_has_ended",
+    "test_a_salt_separates", "test_requests_of_one_step_share_what_the_first_of_them_computes",
+    "test_a_refused_allocation_changes_nothing", "test_found_blocks_that_are_free_count_as_taken",
+    "test_preempted_requests_find_their_own_tokens_again", "test_sampled_tokens_become_findable_when_known",
+    "test_drafts_and_lookahead_get_room_and_are_never_findable", "test_delayed_caching_waits_for_cache_blocks",
+    "test_evicted_blocks_are_not_found_and_stay_held", "test_the_index_empties_only_while_nothing_is_held",
+    "test_common_prefix_counts_the_leading_blocks_of_all",
+})  # fmt: skip
+"""Tests of `KVCacheManagerConformance` that need hits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -328,6 +342,23 @@ def _random_rows(simulation: KVSimulation, rng: random.Random) -> Iterator[_Row]
 class KVCacheManagerConformance:
     """Subclass as `TestMine(KVCacheManagerConformance)`, with `make_manager`."""
 
+    finds_prefixes: ClassVar[bool] = True
+    """False: a manager without prefix caching, whose `lookup` finds nothing. Tests of what is found are left out."""
+
+    @pytest.fixture(autouse=True)
+    def _left_out(self, request: pytest.FixtureRequest) -> None:
+        if not self.finds_prefixes and request.function.__name__ in NEED_PREFIXES:
+            pytest.skip("finds_prefixes is False")
+
+    def test_a_manager_without_prefix_caching_finds_nothing(self) -> None:
+        if self.finds_prefixes:
+            return
+        simulation = self.make()
+        simulation.finish(self.compute(simulation, range(9)))
+        assert simulation.manager.lookup(simulation.add(range(9)))[1] == 0, (
+            "it finds a prefix; leave finds_prefixes out"
+        )
+
     def make_manager(
         self, plan: KVCachePlan, config: KVCacheConfig, max_model_len: int, max_num_batched_tokens: int
     ) -> KVCacheManager:
@@ -507,4 +538,4 @@ class KVCacheManagerConformance:
                 simulation = self.make(kinds, num_blocks=(14, 30)[seed % 2] * len(LAYER_KINDS[kinds]), max_model_len=40)
                 run_randomly(simulation, random.Random(seed), 60, max_open_steps=1 + seed % 3)
                 num_hits += simulation.num_hits
-            assert num_hits > 0, f"{kinds}: the run found nothing, so it tested no hit"
+            assert num_hits > 0 or not self.finds_prefixes, f"{kinds}: the run found nothing, so it tested no hit"

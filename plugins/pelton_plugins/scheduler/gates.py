@@ -73,10 +73,12 @@ class SideSlotGate(Gate):
 
 
 class PolicyGate(Gate):
-    """The scheduling policy may hold back the head of the queue, and all behind it."""
+    """The scheduling policy may hold back the head of the queue, alone or with all behind it."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
 
     def check(self, request: ScheduledRequest, running: Sequence[ScheduledRequest]) -> Verdict:
+        if self._policy.holds_back(request, running):
+            return Verdict.DEFER
         return Verdict.OPEN if self._policy.admits(request, running) else Verdict.WAIT

@@ -50,7 +50,11 @@ class RequestTable:
         self.outputs: list[EngineOutput] = []  # of requests that ended outside a step's result
         self.stats = SchedulerStats()
         self._policy = policy
+<<<<<<< HEAD
         self._has_shares = policy.shares
+=======
+        self._tells_policy = type(policy).finished is not SchedulingPolicy.finished
+>>>>>>> b1bf339 (Plugins: several matrices in one tensor, products without a norm, caps of a policy, suites that say what they need, plainer errors)
         self._allocations = allocations
         self._transfers = transfers
         self._drafts = drafts
@@ -135,10 +139,18 @@ class RequestTable:
             if request.grammar_job is not None:
                 request.grammar_job.cancel()
         del self.requests[request.request_id]
+        if self._tells_policy:
+            self._tell_policy(request)
         self._drafts.forget(request)
         self._allocations.release(request, keeps_blocks=self._transfers.keeps(request))
         request.status = RequestStatus.FINISHED
         request.leave_fast_paths()
+
+    def _tell_policy(self, request: RequestState) -> None:
+        try:
+            self._policy.finished(request)
+        except Exception:
+            logger.exception("The scheduling policy failed at the end of %s.", request.request_id)
 
     def end(self, request: RequestState, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """Finish it outside a step's result, and tell."""

@@ -76,7 +76,7 @@ def test_probe_that_raises_names_its_plugin():
         raise OSError("boom")
 
     bad = Offer("pelton_platforms", PlatformEntry(name="bad", load="x:y", probe=broken), STRANGER)
-    with pytest.raises(PluginError, match=r"'bad' of ext \(pelton-ext 1\).*OSError: boom"):
+    with pytest.raises(PluginError, match=r"'bad' of ext \(pelton-ext 1\).*OSError: boom.*pelton plugins --check"):
         platform_statuses(plugins(bad))
 
 

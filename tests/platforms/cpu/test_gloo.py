@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 
-from pelton.errors import ConfigError
+from pelton import hookimpl
+from pelton.entries import Entry
+from pelton.errors import ConfigError, PluginError
 from pelton.parallel.communicator import CommunicatorContext, GroupContext, make_communicator
-from pelton.plugins import load_plugins
+from pelton.plugins import load_plugins, register
 from pelton.testing.communicator import CommunicatorConformance
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
@@ -57,6 +59,23 @@ def test_two_processes_share_a_model(tmp_path):
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert torch.equal(first, second), "ranks sample from the same bits"
     torch.testing.assert_close(first, logits_of(path), atol=1e-4, rtol=1e-4)
+
+
+def test_a_plugins_own_is_taken_by_its_priority(tmp_path, monkeypatch):
+    class Plugin:
+        PELTON_API = ">=1.2,<2"
+
+        @hookimpl
+        def pelton_communicators(self, device_type):
+            load = "pelton_platforms.cpu.gloo:GlooCommunicator"
+            return [Entry(name="mine", load=load, priority=90), Entry(name="bad", load="json:dumps", priority=5)]
+
+    plugins = load_plugins(only=[])
+    register(plugins.manager, Plugin(), "mine", "test")
+    context = CommunicatorContext(rank=0, size=1, device=torch.device("cpu"), store=str(tmp_path / "store"))
+    assert make_communicator(plugins, context, "toaster").size == 1
+    with pytest.raises(PluginError, match=r"'bad' \(json:dumps of mine .* fails: TypeError"):
+        make_communicator(plugins, context, "cpu", "bad")
 
 
 def test_one_is_named_or_the_best_is_taken(tmp_path):

@@ -102,3 +102,43 @@ def test_a_policy_chooses_the_victim():
     harness.add(make_request("second", 8, 12))
     harness.run_and_check()
     assert len(harness.events("first")) > 2 and len(harness.events("second")) == 2
+
+
+class Capped(FCFSPolicy):
+    """One request of a tenant at a time, by its first letter; what each got is known at its end."""
+
+    def __init__(self):
+        self.got = {}
+
+    def holds_back(self, request, running):
+        return any(one.request_id[0] == request.request_id[0] for one in running)
+
+    def finished(self, request):
+        self.got[request.request_id] = request.num_output_tokens
+
+
+def test_a_policy_caps_one_tenant_and_no_other_waits():
+    policy = Capped()
+    harness = Harness(policy=policy)
+    for name in ("a1", "a2", "a3", "b1"):
+        harness.add(make_request(name, 3, 4))
+    harness.step()
+    assert [request.request_id for request in harness.scheduler._table.running] == ["a1", "b1"]
+    most = 0
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        names = [request.request_id[0] for request in harness.scheduler._table.running]
+        assert len(set(names)) == len(names)
+        most = max(most, len(names))
+    assert most == 2 and policy.got == {"a1": 4, "a2": 4, "a3": 4, "b1": 4}
+
+
+def test_a_policy_that_fails_at_the_end_of_a_request_is_logged(caplog):
+    class Failing(FCFSPolicy):
+        def finished(self, request):
+            raise KeyError("tenant")
+
+    harness = Harness(policy=Failing())
+    harness.add(make_request("a", 3, 4))
+    harness.run()
+    assert len(harness.tokens("a")) == 4 and "policy failed at the end of a" in caplog.text
