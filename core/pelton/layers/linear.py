@@ -70,8 +70,10 @@ class LinearModule(nn.Module):
 
     def _bare_product(self, x: Tensor) -> Tensor:
         assert self.bare is not None, "it has no norm"
-        is_adapted = self.adapter is not None and self.adapter.is_used
-        return self.adapter.product(x) if is_adapted else self.bare(x)
+        if self.adapter is not None and self.adapter.is_used:
+            adapted: Tensor = self.adapter.product(x)
+            return adapted
+        return self.bare(x)
 
     @staticmethod
     def _adapter(
