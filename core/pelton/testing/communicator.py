@@ -43,7 +43,7 @@ class CommunicatorConformance:
 
     @pytest.fixture
     def reports(self) -> list[Report]:
-        """What each rank found: the ranks run once for a class."""
+        """Return what each rank found: the ranks run once for a class."""
         cls = type(self)
         if "_reports" not in vars(cls):
             cls._reports = [json.loads(text) for text in self._run()]

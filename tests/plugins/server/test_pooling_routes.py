@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 from collections.abc import AsyncIterator
 
+import cohere
 import httpx
 import numpy as np
 import openai
 import pytest
+from langchain_openai import OpenAIEmbeddings
+from transformers import AutoTokenizer
 
 from pelton import AsyncLLM
 from pelton.config import EngineConfig
@@ -111,6 +115,71 @@ async def test_openais_client(encoder):
             await client.completions.create(model="tiny", prompt="Hi")
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await client.embeddings.create(model="other", input="a")
+
+
+class Encoding:
+    """What LangChain asks of tiktoken, which would fetch a vocabulary from the network: the model's own tokens."""
+
+    def __init__(self, path):
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+
+    def encode_ordinary(self, text):
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode(self, text, **kwargs):
+        return self.encode_ordinary(text)
+
+
+async def test_langchains_embeddings(encoder, monkeypatch):
+    """It sends token ids in batches, and texts where it is told not to count tokens; both come back as base64."""
+    sent = []
+    async with running(encoder) as http:
+        http.event_hooks["request"].append(lambda request: _note(sent, request))
+        monkeypatch.setattr("tiktoken.encoding_for_model", lambda name: Encoding(encoder))
+        options = {
+            "base_url": "http://tiny/v1",
+            "api_key": "none",
+            "model": "tiny",
+            "http_async_client": http,
+            "max_retries": 0,
+        }
+        by_ids = OpenAIEmbeddings(**options, chunk_size=2)
+        by_text = OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
+        vectors = np.array(await by_ids.aembed_documents(TEXTS))
+        assert len(sent) == 2 and all(body["encoding_format"] == "base64" for body in sent)
+        assert sent[0]["input"] == [Encoding(encoder).encode_ordinary(text) for text in TEXTS[:2]]
+        for text, vector in zip(TEXTS, vectors, strict=True):
+            plain = await ok(http, "/v1/embeddings", input=Encoding(encoder).encode_ordinary(text))
+            np.testing.assert_allclose(vector, plain["data"][0]["embedding"], atol=1e-6)
+        sent.clear()
+        vectors = np.array(await by_text.aembed_documents(TEXTS))
+        assert sent[0]["input"] == TEXTS
+        plain = await ok(http, "/v1/embeddings", input=TEXTS)
+        np.testing.assert_allclose(vectors, [row["embedding"] for row in plain["data"]], atol=1e-6)
+        assert len(await by_text.aembed_query(TEXTS[0])) == vectors.shape[1]
+
+
+async def _note(sent, request):
+    sent.append(json.loads(request.content))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_coheres_client_reranks(cross_encoder, version):
+    """By either shape of its API, which it gives paths of."""
+    async with running(cross_encoder) as http:
+        make = {1: cohere.AsyncClient, 2: cohere.AsyncClientV2}[version]
+        client = make(api_key="none", base_url="http://tiny", httpx_client=http)
+        found = await client.rerank(model="tiny", query="a river", documents=TEXTS, top_n=2)
+        scores = (await ok(http, "/score", text_1="a river", text_2=TEXTS))["data"]
+        expected = sorted(((row["score"], row["index"]) for row in scores), reverse=True)[:2]
+        assert [row.index for row in found.results] == [index for _, index in expected]
+        for row, (score, _) in zip(found.results, expected, strict=True):
+            assert row.relevance_score == pytest.approx(score, abs=1e-5)
+        with pytest.raises(cohere.core.api_error.ApiError) as refusal:
+            await client.rerank(model="tiny", query="a river", documents=[])
+        assert refusal.value.status_code == 400 and "documents" in str(refusal.value.body)
+        with pytest.raises(cohere.NotFoundError):
+            await client.rerank(model="other", query="a river", documents=TEXTS)
 
 
 async def test_bad_embedding_requests(encoder):
