@@ -65,6 +65,28 @@ def hooks_page() -> str:
     return "\n\n".join(parts)
 
 
+def kinds_page() -> str:
+    """Every kind of plugin with its whole example: the modules of its skeleton."""
+    from pelton_plugins.commands.plugin_author import SKELETONS, kinds, renamed
+
+    parts = [
+        "# Every kind of plugin",
+        NOTE,
+        "What `pelton plugins new KIND mine` writes, for each kind: the modules beside `plugin.py`, whose hook is in "
+        "[hooks.md](../hooks.md). "
+        "Tests install every such package and run its conformance suites; `tests/tools/plugins_from_wheel.py` does so with the wheel "
+        "alone. How to begin, and the rules for all of them: [plugins.md](../plugins.md).",
+    ]
+    for kind, about in kinds().items():
+        parts += [f"## {kind}", renamed(about.partition(": ")[2] or about, "mine").capitalize()]
+        folder = SKELETONS / kind.replace("-", "_")
+        for file in sorted(folder.glob("*.py"), key=lambda file: (file.name == "conformance.py", file.name)):
+            if file.name != "plugin.py" or len(list(folder.glob("*.py"))) == 2:
+                code = renamed(file.read_text(), "mine").rstrip()
+                parts.append(f"`pelton_mine/{file.name}`:\n\n```python\n{code}\n```")
+    return "\n\n".join(parts)
+
+
 def hook_examples() -> dict[str, tuple[str, str]]:
     """By hook: the kind of the smallest skeleton that implements it, and its code there."""
     from pelton_plugins.commands.plugin_author import SKELETONS, kinds, renamed
@@ -344,6 +366,7 @@ def call_path_page() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "hooks.md": hooks_page,
+    "howto/kinds.md": kinds_page,
     "flags.md": flags_page,
     "limits.md": limits_page,
     "metrics.md": metrics_page,
