@@ -50,11 +50,8 @@ class RequestTable:
         self.outputs: list[EngineOutput] = []  # of requests that ended outside a step's result
         self.stats = SchedulerStats()
         self._policy = policy
-<<<<<<< HEAD
         self._has_shares = policy.shares
-=======
         self._tells_policy = type(policy).finished is not SchedulingPolicy.finished
->>>>>>> b1bf339 (Plugins: several matrices in one tensor, products without a norm, caps of a policy, suites that say what they need, plainer errors)
         self._allocations = allocations
         self._transfers = transfers
         self._drafts = drafts
