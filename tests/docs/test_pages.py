@@ -15,7 +15,14 @@ from pelton_backends.sdpa.backend import SDPABackend
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
-OTHER_TOOLS = ("--no-deps", "--no-binary", "--index-url", "--covering", "--tests")  # of pip, pytest and tests/tools
+OTHER_TOOLS = (
+    "--no-deps",
+    "--no-binary",
+    "--index-url",
+    "--covering",
+    "--tests",
+    "--times",
+)  # of pip, pytest, tests/tools and a skeleton
 
 
 def make_tables():

@@ -32,7 +32,8 @@ class SchedulingPolicy(ABC):
         return (request.status is not RequestStatus.PREEMPTED, *self.rank(request))
 
     shares: ClassVar[bool] = False
-    """Requests wait by tenant (`EngineRequest.tenant`): the four methods below are called, and say whose turn it is."""
+    """Requests wait by tenant (`EngineRequest.tenant`): the methods below say whose turn it is, and are not called without it but
+    `ended`, which every policy may have."""
 
     def arrived(self, tenant: str, waiting: Collection[str]) -> None:  # noqa: B027
         """A tenant waits that did not; waiting: the others that do."""
@@ -45,7 +46,7 @@ class SchedulingPolicy(ABC):
         """A request runs for the first time; `num_cached_tokens` is known."""
 
     def ended(self, request: ScheduledRequest) -> None:  # noqa: B027
-        """A request has ended, whether it ran or not."""
+        """A request has ended, whether it ran or not: its counts say what it got. Called once; an exception is logged."""
 
     def admits(self, request: ScheduledRequest, running: Sequence[ScheduledRequest]) -> bool:
         """False leaves the head of the queue, and all behind it, for a later step."""
@@ -55,9 +56,6 @@ class SchedulingPolicy(ABC):
         """True sets the head of the queue aside until the next step, and those behind it pass: one tenant is capped, and no other
         waits for it."""
         return False
-
-    def finished(self, request: ScheduledRequest) -> None:  # noqa: B027
-        """Called once when a request ends, however it ends: `num_computed_tokens` and `num_output_tokens` are what it got."""
 
     def victim(self, candidates: Sequence[ScheduledRequest]) -> ScheduledRequest:
         """Choose the request that gives up its blocks: one of `candidates`, the running requests that this step has not served yet, in rank

@@ -21,7 +21,7 @@ class _Watched(SchedulingPolicy):
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self.ranks: dict[str, tuple[Any, ...]] = {}
-        self.ended: set[str] = set()
+        self.ends: set[str] = set()
 
     def rank(self, request: ScheduledRequest) -> tuple[Any, ...]:
         rank = self._policy.rank(request)
@@ -39,10 +39,10 @@ class _Watched(SchedulingPolicy):
     def holds_back(self, request: ScheduledRequest, running: Any) -> bool:
         return self._policy.holds_back(request, running)
 
-    def finished(self, request: ScheduledRequest) -> None:
-        assert request.request_id not in self.ended, "finished is called twice for a request"
-        self.ended.add(request.request_id)
-        self._policy.finished(request)
+    def ended(self, request: ScheduledRequest) -> None:
+        assert request.request_id not in self.ends, "ended is called twice for a request"
+        self.ends.add(request.request_id)
+        self._policy.ended(request)
 
     def victim(self, candidates: Any) -> ScheduledRequest:
         victim = self._policy.victim(candidates)

@@ -51,7 +51,7 @@ class RequestTable:
         self.stats = SchedulerStats()
         self._policy = policy
         self._has_shares = policy.shares
-        self._tells_policy = type(policy).finished is not SchedulingPolicy.finished
+        self._tells_ends = type(policy).ended is not SchedulingPolicy.ended
         self._allocations = allocations
         self._transfers = transfers
         self._drafts = drafts
@@ -121,8 +121,8 @@ class RequestTable:
 
     def finish(self, request: RequestState) -> None:
         """The one way out."""
-        if self._has_shares:
-            self._policy.ended(request)
+        if self._tells_ends:
+            self._tell_policy(request)
         if request.status is RequestStatus.RUNNING:
             self._has_finished_rows = True
         else:
@@ -136,8 +136,6 @@ class RequestTable:
             if request.grammar_job is not None:
                 request.grammar_job.cancel()
         del self.requests[request.request_id]
-        if self._tells_policy:
-            self._tell_policy(request)
         self._drafts.forget(request)
         self._allocations.release(request, keeps_blocks=self._transfers.keeps(request))
         request.status = RequestStatus.FINISHED
@@ -145,7 +143,7 @@ class RequestTable:
 
     def _tell_policy(self, request: RequestState) -> None:
         try:
-            self._policy.finished(request)
+            self._policy.ended(request)
         except Exception:
             logger.exception("The scheduling policy failed at the end of %s.", request.request_id)
 

@@ -113,7 +113,7 @@ class Capped(FCFSPolicy):
     def holds_back(self, request, running):
         return any(one.request_id[0] == request.request_id[0] for one in running)
 
-    def finished(self, request):
+    def ended(self, request):
         self.got[request.request_id] = request.num_output_tokens
 
 
@@ -135,7 +135,7 @@ def test_a_policy_caps_one_tenant_and_no_other_waits():
 
 def test_a_policy_that_fails_at_the_end_of_a_request_is_logged(caplog):
     class Failing(FCFSPolicy):
-        def finished(self, request):
+        def ended(self, request):
             raise KeyError("tenant")
 
     harness = Harness(policy=Failing())
