@@ -18,15 +18,15 @@ NUM_TOKENS = 24
 LENGTHS = (1, 5, 16, 17, 40, 90)
 SIZES: dict[str, dict[str, Any]] = {
     # Heads of 64: what GPU kernels are made for.
-    "phi3": {"hidden_size": 256},
+    "phi3": {"head_dim": 64, "hidden_size": 256},
     "granite": {"head_dim": 64, "hidden_size": 256},
-    "olmo2": {"hidden_size": 256},
-    "stablelm": {"hidden_size": 256},
-    "cohere": {"hidden_size": 256},
-    "starcoder2": {"hidden_size": 256},
+    "olmo2": {"head_dim": 64, "hidden_size": 256},
+    "stablelm": {"head_dim": 64, "hidden_size": 256},
+    "cohere": {"head_dim": 64, "hidden_size": 256},
+    "starcoder2": {"head_dim": 64, "hidden_size": 256},
     "glm": {"head_dim": 64},
     "falcon": {"hidden_size": 256},
-    "gpt_neox": {"hidden_size": 256},
+    "gpt_neox": {"head_dim": 64, "hidden_size": 256},
     "gemma2": {"head_dim": 64},
     "mixtral": {"head_dim": 64},
     "opt": {"hidden_size": 256, "word_embed_proj_dim": 256},

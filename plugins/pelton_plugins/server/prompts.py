@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pelton.sdk.async_llm import AsyncLLM
 
 LONG_TEXT_CHARS = 20_000  # tokenizing more than this would hold up the event loop for milliseconds
+MANY_TEXTS_CHARS = 2_000  # texts that have more together are tokenized beside the loop, on as many cores as there are
 
 T = TypeVar("T")
 
@@ -48,12 +49,12 @@ async def tokenize(
 async def tokenize_all(
     llm: AsyncLLM | Any, texts: Sequence[str], *, add_special_tokens: bool, request: GenerateRequest | None = None
 ) -> list[list[int]]:
-    """Off the event loop where the texts are long together. Raises `RequestError` for one that cannot fit in the context."""
+    """Off the event loop where the texts are many or long. Raises `RequestError` for one that cannot fit in the context."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise RequestError("The server runs without a tokenizer; send token ids.", param="prompt")
     size = sum(map(len, texts))
-    if size <= LONG_TEXT_CHARS:
+    if size <= (LONG_TEXT_CHARS if len(texts) == 1 else MANY_TEXTS_CHARS):
         return [list(tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
 
     def work() -> list[list[int]]:

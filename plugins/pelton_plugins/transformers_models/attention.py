@@ -74,6 +74,20 @@ def _make_mask(**options: Any) -> Any:
     return _receiver.get().make_mask(options)
 
 
+def without_lists(index: Any) -> Any:
+    """Return `index` with slices for lists of one number: torch copies a list to the device, which no graph holds."""
+    if not isinstance(index, tuple) or not all(
+        one is None or isinstance(one, slice | list | type(...)) for one in index
+    ):
+        return index
+    lists = [one for one in index if isinstance(one, list)]
+    if len(lists) != 1 or len(lists[0]) != 1 or type(lists[0][0]) is not int:
+        return index
+    place = lists[0][0]
+    narrow = slice(place, place + 1 or None)
+    return tuple(narrow if isinstance(one, list) else one for one in index)
+
+
 class TorchCalls(TorchFunctionMode):
     """Hands calls of torch's attention to a receiver. module: of the next call."""
 
@@ -83,7 +97,11 @@ class TorchCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is Tensor.__getitem__:
+            args = (args[0], without_lists(args[1]))
+        return func(*args, **kwargs)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,

@@ -11,6 +11,7 @@ import pelton_plugins.transformers_models.plugin
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.plugins import plugins_of
 from pelton_plugins.transformers_models import experts
+from pelton_plugins.transformers_models.attention import without_lists
 from pelton_plugins.transformers_models.norms import Norm, find_norm
 from pelton_plugins.transformers_models.parts import FusedAttention, GatedMLP
 from pelton_plugins.transformers_models.products import (
@@ -205,6 +206,30 @@ def test_experts_are_gathered_where_a_graph_needs_it_and_they_are_small(tmp_path
     assert not experts.is_gathered(module, OnDevice(), index)
     OnDevice.dtype = torch.bfloat16
     assert not experts.is_gathered(module, OnDevice(), index[:1])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (..., [-1], slice(None)),
+        (slice(None), slice(0, 2), [-2]),
+        ([1],),
+        (None, [2], ...),
+        (slice(None), [0, 1]),
+        3,
+        [0],
+    ],
+    ids=str,
+)
+def test_lists_of_one_number_index_as_slices(index):
+    x = torch.arange(60).view(3, 4, 5)
+    found = without_lists(index)
+    assert torch.equal(x[found], x[index])
+    assert (
+        not isinstance(index, tuple)
+        or index == (slice(None), [0, 1])
+        or not any(isinstance(one, list) for one in found)
+    )
 
 
 def test_norms_that_are_not_rms_norms_stay(tmp_path):

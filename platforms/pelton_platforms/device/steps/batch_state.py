@@ -114,8 +114,14 @@ class BatchState(BatchTensors):
         A slot that was freed needed nothing: its new owner overwrites it."""
         slots = [request.slot for request in new]
         token_ids = [_token_ids(request) for request in new]
-        for request, ids in zip(new, token_ids, strict=True):
-            self.host.add(request, ids, self._adapter_slot(request))
+        flat = np.concatenate(token_ids)
+        are_known = not len(flat) or (flat.min() >= 0 and flat.max() < self.vocab_size)
+        for request in new:
+            self.host.add(request, self._adapter_slot(request))
+        if not are_known:
+            for request, ids in zip(new, token_ids, strict=True):
+                self.host.check(request, ids)
+            token_ids = [ids.clip(0, self.vocab_size - 1) for ids in token_ids]
         with_side = [request for request in new if request.side_slot >= 0]
         if with_side:
             self.side.add(*with_side)
@@ -131,7 +137,7 @@ class BatchState(BatchTensors):
             *[host.sampling[column.name][slots].tolist() for column in INTEGER_COLUMNS],
         ]
         floats = np.concatenate([host.sampling[column.name][slots] for column in FLOAT_COLUMNS]).astype(np.float64)
-        cells = [_Cells(self.token_ids, slots, [ids.clip(0, self.vocab_size - 1) for ids in token_ids])]
+        cells = [_Cells(self.token_ids, slots, token_ids)]
         for group, table in enumerate(self.block_tables):
             block_ids = [request.block_ids[group] for request in new]
             cells.append(_Cells(table, slots, [np.fromiter(ids, np.int64, len(ids)) for ids in block_ids]))
@@ -219,15 +225,15 @@ class HostColumns:
         self.num_computed_tokens = np.zeros(rows, dtype=np.int64)  # upper bound; exact until something is sampled
         self.errors: dict[int, str] = {}  # by slot: what is wrong with the request itself
 
-    def add(self, request: NewRequest, token_ids: npt.NDArray[np.int64], adapter_slot: int = -1) -> None:
+    def add(self, request: NewRequest, adapter_slot: int = -1) -> None:
         slot, params = request.slot, request.sampling_params
         self.adapter_slots[slot] = adapter_slot
         if request.pooling_params is not None:
-            self.pooling[slot] = request.pooling_params
-        elif self.pooling:
+            self.pooling[slot] = request.pooling_params  # nothing is sampled
+        else:
             self.pooling.pop(slot, None)
-        for column in SAMPLING_COLUMNS:
-            self.sampling[column.name][slot] = column.read(params, self.vocab_size)
+            for column in SAMPLING_COLUMNS:
+                self.sampling[column.name][slot] = column.read(params, self.vocab_size)
         self.side_slots[slot] = request.side_slot
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
@@ -235,11 +241,14 @@ class HostColumns:
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = request.num_computed_tokens
         self.errors.pop(slot, None)
-        wrong = [token_id for token_id in (int(token_ids.min()), int(token_ids.max())) if not self._exists(token_id)]
-        if wrong:
-            self.errors[slot] = f"Token id {wrong[0]} is not in the vocabulary of {self.vocab_size}."
         if self.processors is not None and self.processors.add(request, self.errors):
             self.has_extras[slot] = True
+
+    def check(self, request: NewRequest, token_ids: npt.NDArray[np.int64]) -> None:
+        """Note a token id that is not in the vocabulary."""
+        wrong = [token_id for token_id in (int(token_ids.min()), int(token_ids.max())) if not self._exists(token_id)]
+        if wrong:
+            self.errors[request.slot] = f"Token id {wrong[0]} is not in the vocabulary of {self.vocab_size}."
 
     def _exists(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size
