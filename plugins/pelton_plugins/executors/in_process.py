@@ -7,6 +7,7 @@ until its masks are brought; what is queued behind it waits.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import weakref
@@ -29,6 +30,9 @@ from pelton.worker.select import describe_platform, start_worker
 
 _SHUTDOWN_WAIT_S = 5.0
 _POLL_S = 20e-6  # of a device that is waited for with a time limit
+_SWITCH_S = 300e-6
+"""How long a thread may keep the interpreter from others, Python's 5 ms otherwise: a launch lets go of it, and would come back to it
+only when the step loop, which schedules the next step meanwhile, has had its time."""
 
 T = TypeVar("T")
 
@@ -158,6 +162,7 @@ class InProcessExecutor(Executor):
 
         config, plugins = context.config, context.plugins
         check_one_device(config)
+        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         platform = select_platform(config, plugins)
         platform.prepare(config)
         self._platform = platform

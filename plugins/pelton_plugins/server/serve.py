@@ -32,6 +32,8 @@ from pelton_plugins.server.wire import BoundedHttpProtocol
 if TYPE_CHECKING:
     from pelton_plugins.server.processes.owner import Owner
 
+SWITCH_S = 300e-6
+"""How long a thread of the serving process may keep the interpreter from others: results are read beside the event loop."""
 NICENESS = 5
 """Of the process that serves beside an engine on a CPU."""
 
@@ -77,6 +79,7 @@ class Server:
 
     async def run(self) -> int:
         """Serve until a signal. Returns the exit code."""
+        sys.setswitchinterval(SWITCH_S)
         listener = self._listen()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -14,7 +14,7 @@ from pelton.errors import RequestError
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.loaders.text.tokenizer import BYTE_OF_CHARACTER, RustTokenizer
 from pelton_plugins.server.params import sampling_params
-from pelton_plugins.server.prompts import LONG_TEXT_CHARS, read_prompts, tokenize
+from pelton_plugins.server.prompts import LONG_TEXT_CHARS, MANY_TEXTS_CHARS, read_prompts, tokenize
 from pelton_plugins.server.protocol import CompletionRequest
 
 
@@ -39,8 +39,8 @@ class ThreadTokenizer:
     [
         ("x" * LONG_TEXT_CHARS, False),
         ("x" * (LONG_TEXT_CHARS + 1), True),
-        (["x" * 100] * (LONG_TEXT_CHARS // 100), False),
-        (["x" * 100] * (LONG_TEXT_CHARS // 100 + 1), True),
+        (["x" * 100] * (MANY_TEXTS_CHARS // 100), False),
+        (["x" * 100] * (MANY_TEXTS_CHARS // 100 + 1), True),
     ],
 )
 def test_long_texts_and_many_texts_are_tokenized_on_a_thread(prompt: str | list[str], is_long: bool) -> None:
