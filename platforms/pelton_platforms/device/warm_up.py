@@ -71,10 +71,19 @@ def few_layers(model: Any) -> Iterator[None]:
         yield
         return
     kinds = {_kind(layer): layer for layer in reversed(layers[1:])}
-    model.layers = nn.ModuleList([layers[0], *reversed(kinds.values())])
+    _set_layers(model, nn.ModuleList([layers[0], *reversed(kinds.values())]))
     try:
         yield
     finally:
+        _set_layers(model, layers)
+
+
+def _set_layers(model: nn.Module, layers: nn.ModuleList) -> None:
+    """Set them where a model keeps them: torch would put a module beside a property of that name."""
+    own = getattr(type(model), "layers", None)
+    if isinstance(own, property) and own.fset is not None:
+        own.fset(model, layers)
+    else:
         model.layers = layers
 
 

@@ -76,12 +76,31 @@ class TransformersForCausalLM(nn.Module):
         # Handed on as it is to every layer of those, where its place says that nothing else hides keys.
         self.register_buffer("_no_mask", torch.zeros(1, 1, 1, 1, device=config.device), persistent=False)
         self.body: Any = whole.get_submodule(traced.body)
+        self._chain = _chain_of(self.body, [name.removeprefix(f"{traced.body}.") for name in traced.attention])
         self.head: Any = None
         self._given = _Given()
         if config.pooling is None:
             parent, _, child = traced.body.rpartition(".")
             setattr(whole.get_submodule(parent), child, self._given)
             self.head = whole
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Layers that follow each other: warm-up steps go through few of them. There is no such attribute where they are not in one list,
+        or are found by their place in it."""
+        if self._chain is None or self._calls_torch:
+            raise AttributeError("layers")
+        found: nn.ModuleList = self.body.get_submodule(self._chain)
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Put layers where the body has them: torch would put them beside the property."""
+        if name != "layers":
+            super().__setattr__(name, value)
+            return
+        assert self._chain is not None
+        parent, _, child = self._chain.rpartition(".")
+        setattr(self.body.get_submodule(parent), child, value)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """-> [T, H]"""
@@ -110,6 +129,15 @@ class TransformersForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return self.weights.load(self._conversions.apply(weights, self.weights.expected()))
+
+
+def _chain_of(body: nn.Module, attention: Sequence[str]) -> str | None:
+    """Return the name of the list whose modules have one of these each."""
+    for name, module in body.named_modules():
+        is_as_long = isinstance(module, nn.ModuleList) and len(module) == len(attention)
+        if is_as_long and all(one.startswith(f"{name}.{index}.") for index, one in enumerate(attention)):
+            return name
+    return None
 
 
 def _attention_layers(

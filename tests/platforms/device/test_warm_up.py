@@ -159,6 +159,15 @@ def test_of_layers_that_launch_the_same_kernels_one_is_gone_through_and_the_firs
     worker.shutdown()
 
 
+def test_layers_of_a_model_that_pools_are_left_out_too(tmp_path):
+    worker = make_worker(make_tiny_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=4), runner="pooling")
+    layers = worker.model.model.layers
+    with few_layers(worker.model):
+        assert len(worker.model.model.layers) == 2
+    assert worker.model.model.layers is layers and len(layers) == 4
+    worker.shutdown()
+
+
 @torch.inference_mode()
 def test_warm_up_steps_before_there_are_weights_leave_no_trace(model, monkeypatch):
     ran = []

@@ -10,6 +10,7 @@ import pelton_backends.sdpa.plugin
 import pelton_plugins.transformers_models.plugin
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.plugins import plugins_of
+from pelton_platforms.device.warm_up import few_layers
 from pelton_plugins.transformers_models import experts
 from pelton_plugins.transformers_models.attention import without_lists
 from pelton_plugins.transformers_models.norms import Norm, find_norm
@@ -186,6 +187,14 @@ def test_a_tied_head_reads_the_embedding(tmp_path):
     assert sum(one.numel() == 320 * 64 for one in model.parameters()) == 1
 
 
+def test_warm_up_steps_go_through_few_layers(tmp_path):
+    model = build(make_checkpoint(tmp_path, "qwen3"))
+    whole = model.layers
+    with few_layers(model):
+        assert len(model.layers) == len(model.body.layers) == 2
+    assert model.layers is whole and len(whole) == 3 and "layers" not in model._modules
+
+
 def test_experts_are_gathered_where_a_graph_needs_it_and_they_are_small(tmp_path, monkeypatch):
     """transformers' grouped product asks the device for the sizes of the groups, but for bfloat16."""
     model = build(make_checkpoint(tmp_path, "mixtral"))
@@ -216,7 +225,7 @@ def test_experts_are_gathered_where_a_graph_needs_it_and_they_are_small(tmp_path
         ([1],),
         (None, [2], ...),
         (slice(None), [0, 1]),
-        3,
+        2,
         [0],
     ],
     ids=str,
