@@ -34,7 +34,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 def check(reference: GapReference, **settings: Any) -> None:
     """Chunked and batched, again with hits of the prefix cache, continued, and one alone."""
     prompts, params = reference.prompts, greedy(NUM_TOKENS)
-    with make_llm(reference.path, **({"max_num_batched_tokens": 32, "max_num_seqs": 4} | settings)) as llm:
+    defaults = {"model_impl": "transformers", "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    with make_llm(reference.path, **(defaults | settings)) as llm:
         reference.check(generate(llm, prompts, params))
         again = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         reference.check([list(o.outputs[0].token_ids) for o in again])

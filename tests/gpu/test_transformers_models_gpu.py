@@ -61,7 +61,9 @@ def test_ids_equal_transformers(
     engines: list[Any] = []
     for kind in (FullGraphs, PiecewiseGraphs):
         monkeypatch.setattr(kind, "__init__", _noted(kind.__init__, engines))
-    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "cudagraph_mode": mode, "device": "cuda"}
+    settings = {
+        "model_impl": "transformers", "max_num_batched_tokens": 64, "max_num_seqs": 4, "cudagraph_mode": mode, "device": "cuda",
+    }  # fmt: skip
     with make_llm(reference.path, **settings) as llm:
         for _ in range(2):  # the second time with hits of the prefix cache
             reference.check(generate(llm, reference.prompts, greedy(NUM_TOKENS)))
