@@ -8,6 +8,7 @@ outlives the engine. They use no device.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 import torch  # noqa: F401  # what kernels' modules import takes longest, so before there are many processes
 import triton.experimental.gluon  # noqa: F401
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import compile as compile_kernel
 
 from pelton.platform.compiling import hash_callees_first
@@ -58,9 +60,11 @@ def _compile(kernel: bytes) -> bytes:
     try:
         src, target, options = decode_kernel(kernel)
         hash_callees_first(src.fn)
-        compile_kernel(src, target=target, options=options)
+        compiled = compile_kernel(src, target=target, options=options)
     except Exception:
         return FAILED
+    with contextlib.suppress(Exception):
+        CudaLauncher(src, compiled.metadata)  # the C function that launches it is compiled into the cache too
     return COMPILED if is_new else FOUND
 
 

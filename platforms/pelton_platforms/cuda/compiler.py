@@ -5,6 +5,7 @@ steps that are to come are compiled together, without running them.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -24,6 +25,9 @@ from pelton_platforms.cuda.kernel_messages import encode_kernel
 
 logger = get_logger(__name__)
 
+_LOADING = threading.Lock()
+"""Of the C function that launches a kernel, where several threads load kernels: Python has one module for all such functions, and
+Triton 3.6 reads the function from it after another thread may have put its own there."""
 _UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 
 
@@ -56,7 +60,7 @@ class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
         kernel = compile_fn()  # found where a process has compiled it
         if answer == COMPILED:
             self._compiled.append(kernel.name)
-        with contextlib.suppress(Exception):  # a launch tries again, and says why
+        with contextlib.suppress(Exception), _LOADING:  # a launch tries again, and says why
             _ = kernel.run
         return kernel
 

@@ -30,7 +30,7 @@ from pelton.worker.select import describe_platform, start_worker
 
 _SHUTDOWN_WAIT_S = 5.0
 _POLL_S = 20e-6  # of a device that is waited for with a time limit
-_SWITCH_S = 300e-6
+_SWITCH_S = 100e-6
 """How long a thread may keep the interpreter from others, Python's 5 ms otherwise: a launch lets go of it, and would come back to it
 only when the step loop, which schedules the next step meanwhile, has had its time."""
 
@@ -162,7 +162,6 @@ class InProcessExecutor(Executor):
 
         config, plugins = context.config, context.plugins
         check_one_device(config)
-        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         platform = select_platform(config, plugins)
         platform.prepare(config)
         self._platform = platform
@@ -196,6 +195,8 @@ class InProcessExecutor(Executor):
         worker = self._alive()
         self._run(lambda: worker.initialize_kv_cache(plan))
         self._run(worker.warm_up)
+        # Not before: threads that load kernels would change places in the middle of it more often.
+        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
         worker, thread = self._alive(), self._thread

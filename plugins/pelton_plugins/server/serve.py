@@ -32,7 +32,7 @@ from pelton_plugins.server.wire import BoundedHttpProtocol
 if TYPE_CHECKING:
     from pelton_plugins.server.processes.owner import Owner
 
-SWITCH_S = 300e-6
+SWITCH_S = 100e-6
 """How long a thread of the serving process may keep the interpreter from others: results are read beside the event loop."""
 NICENESS = 5
 """Of the process that serves beside an engine on a CPU."""

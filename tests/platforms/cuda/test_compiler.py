@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +44,26 @@ def test_launches_of_other_threads_and_later_ones_are_as_before(starts):
 def test_a_step_that_fails_fails_no_start(tmp_path):
     start = first_start(tmp_path, "fails")
     assert start["compiled"] == 5 and start["launched"][-1] == "double_kernel"
+
+
+def test_kernels_are_loaded_one_at_a_time():
+    """Threads share the module of the C functions that launch kernels."""
+    at_once, most = [], []
+
+    class Kernel:
+        name = "some_kernel"
+
+        @property
+        def run(self):
+            at_once.append(self)
+            most.append(len(at_once))
+            time.sleep(0.005)
+            at_once.remove(self)
+
+    with ThreadPoolExecutor(4) as threads, compiler._Ahead(threads, None, []) as ahead:
+        for key in range(8):
+            ahead.submit(key, Kernel, lambda kernel: None)
+    assert most == [1] * 8
 
 
 def test_what_a_step_compiles_is_said(caplog):

@@ -204,7 +204,7 @@ def test_experts_are_gathered_where_a_graph_needs_it_and_they_are_small(tmp_path
     grouped = experts.experts(module, hidden, index, weights)
     assert not experts.is_gathered(module, hidden, index)
     monkeypatch.setattr(experts, "is_gathered", lambda *given: True)
-    torch.testing.assert_close(experts.experts(module, hidden, index, weights), grouped)
+    torch.testing.assert_close(experts.experts(module, hidden, index, weights), grouped, atol=1e-3, rtol=1e-4)
     monkeypatch.undo()
 
     class OnDevice:
