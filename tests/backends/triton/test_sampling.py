@@ -195,7 +195,7 @@ def test_choices_equal_the_reference(device, is_small, scale, seed):
 def test_a_large_top_k_beside_what_min_p_drops(device, monkeypatch):
     """Fewer tokens are left for the last cut than were counted before: rows must not see what others left in its memory."""
     monkeypatch.setattr("pelton_backends.triton.ops.sampling._SPARE", 4096)
-    vocab, num_rows, generator = 9001, 16, torch.Generator().manual_seed(0)
+    vocab, num_rows, generator = 9001, at_size(device, 5, 16), torch.Generator().manual_seed(0)
     order = torch.randperm(vocab, generator=generator)
     logits = torch.full((vocab,), -30.0)  # dropped by min_p
     logits[order[:5000]] = -4.95 + torch.rand(5000, generator=generator) * 0.05
