@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pelton.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from pelton.sampling_params import SamplingParams
     from pelton.sdk.async_llm import AsyncLLM
+    from pelton.sdk.beam_search import BeamSearchParams
     from pelton.sdk.llm import LLM
     from pelton.sdk.llm_engine import LLMEngine
 
@@ -31,6 +32,7 @@ _HOME = {
     "AsyncLLM": "pelton.sdk.async_llm",
     "EngineConfig": "pelton.config",
     "SamplingParams": "pelton.sampling_params",
+    "BeamSearchParams": "pelton.sdk.beam_search",
     "LoRARequest": "pelton.lora.request",
     "RequestOutput": "pelton.outputs",
     "CompletionOutput": "pelton.outputs",
@@ -40,8 +42,8 @@ _HOME = {
 }
 
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "LLMEngine", "LoRARequest", "PoolingParams", "PoolingRequestOutput",
-    "RequestOutput", "SamplingParams", "__version__", "hookimpl",
+    "LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "EngineConfig", "LLMEngine", "LoRARequest", "PoolingParams",
+    "PoolingRequestOutput", "RequestOutput", "SamplingParams", "__version__", "hookimpl",
 ]  # fmt: skip
 
 

@@ -74,9 +74,7 @@ class AdapterRankError(InvalidAdapterError):
 
 
 class NotSupportedError(RequestError):
-    """The request is sound, but this model or set-up does not offer what it asks for."""
-
-    status = 501
+    """The request is sound, but this model or set-up does not offer what it asks for. No 5xx: clients would try again."""
 
 
 class QueueFullError(RequestError):

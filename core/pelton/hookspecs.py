@@ -7,7 +7,7 @@ plugins are joined, and nothing rests on their order. A hook names only the argu
 major version hooks and arguments are added, never renamed or taken away; one that will go is `deprecated` first.
 
 API version history: 1.0, first; 1.1, `pelton_http_middleware`; 1.2, `pelton_logits_processors`,
-`pelton_communicators`, `pelton_step_kernels`.
+`pelton_communicators`, `pelton_step_kernels`, `pelton_tool_parsers`, `pelton_reasoning_parsers`.
 """
 
 from __future__ import annotations
@@ -253,6 +253,18 @@ def pelton_io_processors() -> Sequence[Entry]:
 def pelton_lora_resolvers() -> Sequence[Entry]:
     """Offer LoRA resolvers: what `lora_resolvers` may name. `load` gives a factory from one
     `pelton.lora.resolver.ResolverContext` to a `LoRAResolver`. Called once, in the front end, when the engine has started."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.2")
+def pelton_tool_parsers() -> Sequence[Entry]:
+    """Offer parsers of tool calls: what --tool-call-parser may name. `load` gives a `pelton.parsing.interface.OutputParser` class."""
+    raise NotImplementedError
+
+
+@hookspec(since="1.2")
+def pelton_reasoning_parsers() -> Sequence[Entry]:
+    """Offer parsers of reasoning: what --reasoning-parser may name. `load` gives a `pelton.parsing.interface.OutputParser` class."""
     raise NotImplementedError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 MODULES = {
     "pelton.attention.layer": "pelton.layers.attention",
-    "pelton.attention.mla": "pelton.layers.latent_attention",
+    "pelton.attention.mla": "pelton_plugins.models.latent_attention",
     "pelton.cache_folder": "pelton.utils.cache_folder",
     "pelton.engine.messages": "pelton.messages.outputs",
     "pelton.executor.in_process": "pelton_plugins.executors.in_process",
@@ -31,6 +31,9 @@ MODULES = {
     "pelton.kv_cache.manager": "pelton_plugins.kv_cache.manager",
     "pelton.kv_cache.single_type": "pelton_plugins.kv_cache.single_type",
     "pelton.large_pages": "pelton.utils.large_pages",
+    "pelton.layers.encoder_attention": "pelton_plugins.models.encoder_attention",
+    "pelton.layers.latent_attention": "pelton_plugins.models.latent_attention",
+    "pelton.layers.mla": "pelton_plugins.models.mla",
     "pelton.lora.store": "pelton_platforms.device.adapters",
     "pelton.ops.reference_step": "pelton.worker.reference_step",
     "pelton.quantization.blocks": "pelton.ops.packed_blocks",
@@ -82,6 +85,9 @@ MODULES = {
 }
 """Old name to new: of other trees only the names, which nothing here imports before it is asked for."""
 NAMES = {
+    "pelton.layers.encoder": {
+        name: f"pelton_plugins.models.encoder_layers.{name}" for name in ("LayerNorm", "Table", "activation")
+    },
     "pelton.layers.linear": {
         "PlainWeights": "pelton.quantization.plain.PlainWeights",
         "QuantizationMethod": "pelton.quantization.interface.QuantizationMethod",

@@ -40,6 +40,7 @@ from pelton.metrics.stats import SchedulerStats
 from pelton.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from pelton.pooling.io_processor import DATA, NO_PROCESSOR, IOProcessor, is_for_processor, parse
 from pelton.sampling_params import SamplingParams
+from pelton.sdk.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from pelton.sdk.front_end import FrontEnd
 from pelton.sdk.prompts import as_prompts
 from pelton.utils import garbage
@@ -206,6 +207,31 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._abort(request_id)
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, **arguments: Any
+    ) -> BeamSearchOutput:
+        """The likeliest continuations of a prompt. arguments: as `generate` has them. Raises as `generate`."""
+        own_id, step_params = request_id or uuid.uuid4().hex, params.step_params()
+        ids = self.input_processor.process(own_id, prompt, step_params).prompt_token_ids
+        search = BeamSearch(ids, params, self.model.eos_token_ids, self.input_processor.max_model_len)
+
+        async def last(number: int, tokens: list[int]) -> RequestOutput:
+            async with contextlib.aclosing(
+                self.generate(tokens, step_params, f"{own_id}-{number}", **arguments)
+            ) as found:
+                return [output async for output in found][-1]
+
+        step = 0
+        while search.live:
+            tasks = [asyncio.create_task(last(step + i, beam.tokens)) for i, beam in enumerate(search.live)]
+            try:
+                search.take(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+            step += len(tasks)
+        return search.result(self.tokenizer)
 
     async def encode(
         self,

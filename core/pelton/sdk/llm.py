@@ -28,6 +28,7 @@ from pelton.outputs import (
 from pelton.pooling.io_processor import DATA, NO_PROCESSOR, is_for_processor, parse
 from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, score_of
 from pelton.sampling_params import RequestOutputKind, SamplingParams
+from pelton.sdk.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from pelton.sdk.llm_engine import LLMEngine
 from pelton.sdk.progress import ProgressBar
 from pelton.sdk.prompts import as_prompts, as_several
@@ -134,6 +135,31 @@ class LLM:
                 {"prompt": text, "prompt_token_ids": front_end.tokenizer.encode(text, add_special_tokens=False)}
             )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, lora_request=lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of every prompt, `params.beam_width` each; outputs in the order of the prompts."""
+        many, engine = as_prompts(prompts), self.llm_engine
+        adapters, step_params = self._adapters(lora_request, len(many)), params.step_params()
+
+        def process(given: list[Prompt], adapters: Sequence[AdapterRef | None]) -> list[ProcessedRequest]:
+            return self._process(given, [step_params] * len(given), [0] * len(given), adapters, {})
+
+        bounds = (engine.model.eos_token_ids, engine.input_processor.max_model_len)
+        first = process(self._tokenize(many), adapters)
+        searches = [BeamSearch(one.prompt_token_ids, params, *bounds) for one in first]
+        while any(search.live for search in searches):
+            of_beams = [adapter for search, adapter in zip(searches, adapters, strict=True) for _ in search.live]
+            beams: list[Prompt] = [beam.tokens for search in searches for beam in search.live]
+            outputs = iter(self._run(process(beams, of_beams), use_tqdm=False))
+            for search in searches:
+                search.take([next(outputs) for _ in search.live])
+        return [search.result(engine.tokenizer) for search in searches]
 
     def _adapters(self, lora_request: Any, count: int) -> Sequence[AdapterRef | None]:
         """One each; all of them checked before anything is queued."""

@@ -114,6 +114,12 @@ SUITES: Mapping[str, Suite] = {
     "pelton_lora_resolvers": Suite(
         "pelton.testing.lora_resolver:LoRAResolverConformance", needs="make_resolver, and prepare and known_name"
     ),
+    "pelton_tool_parsers": Suite(
+        "pelton.testing.output_parser:OutputParserConformance", needs="parser_class and samples"
+    ),
+    "pelton_reasoning_parsers": Suite(
+        "pelton.testing.output_parser:OutputParserConformance", needs="parser_class and samples"
+    ),
     "pelton_http_routes": Suite("pelton.testing.http:HTTPConformance", needs="calls"),
     "pelton_http_middleware": Suite("pelton.testing.http:HTTPConformance", needs="calls"),
     "pelton_settings": Suite("pelton.testing.settings:SettingsConformance", _set("settings_class")),

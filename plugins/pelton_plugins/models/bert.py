@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.embedding import VocabEmbedding
-from pelton.layers.encoder import LayerNorm, Table, WholeLinear, activation
-from pelton.layers.encoder_attention import EncoderAttention
+from pelton.layers.encoder import WholeLinear
 from pelton.layers.pooler import Pooler
 from pelton.model.build import BuildConfig
 from pelton.model.interface import PooledRows
 from pelton.model.loading import LazyWeight
+from pelton_plugins.models.encoder_attention import EncoderAttention
+from pelton_plugins.models.encoder_layers import LayerNorm, Table, activation
 
 
 class BertEmbeddings(nn.Module):

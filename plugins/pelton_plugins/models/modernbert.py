@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.embedding import VocabEmbedding
-from pelton.layers.encoder import LayerNorm, WholeLinear, activation
-from pelton.layers.encoder_attention import EncoderAttention
+from pelton.layers.encoder import WholeLinear
 from pelton.layers.pooler import Pooler
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.interface import PooledRows
 from pelton.model.loading import LazyWeight
+from pelton_plugins.models.encoder_attention import EncoderAttention
+from pelton_plugins.models.encoder_layers import LayerNorm, activation
 
 LOCAL = "sliding_attention"
 _THETAS = {LOCAL: ("local_rope_theta", 10_000.0), "full_attention": ("global_rope_theta", 160_000.0)}

@@ -16,11 +16,13 @@ from pelton.plugins import Plugins, calling
 from pelton_plugins.server.errors import describe
 from pelton_plugins.server.middleware import Middleware
 from pelton_plugins.server.openapi import describe_api
+from pelton_plugins.server.parsing import Parsers
 from pelton_plugins.server.state import ServerState
 
 
 def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
     """Routes come from the `pelton_http_routes` hook, the built-in ones too."""
+    state.parsers = Parsers(state.config, plugins)
     handlers: list[Any] = []
     for entry in plugins.entries("pelton_http_routes"):
         make_routes = entry.resolve()
@@ -31,7 +33,7 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
                 f"HTTP routes {entry.name!r} of {entry.load} fail: {type(error).__name__}: {error}. "
                 "Fix its plugin, or leave it out with PELTON_PLUGINS."
             ) from error
-    state.openapi = describe_api(handlers)
+    state.openapi = describe_api(handlers, with_key=bool(state.config.api_key))
 
     methods: dict[str, set[str]] = {}
     for handler in handlers:

@@ -8,12 +8,15 @@ from typing import Any
 import msgspec
 
 from pelton.outputs import CompletionOutput
+from pelton.sampling_params import SamplingParams
+from pelton_plugins.server.beam_search import beam_request
+from pelton_plugins.server.chat_reading import ChatReading, read_chat
 from pelton_plugins.server.completion_answer import CompletionAnswer
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Ready
 from pelton_plugins.server.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from pelton_plugins.server.params import check_chat, sampling_params
-from pelton_plugins.server.prompts import check_fan_out, check_length, content_text, render, truncate
+from pelton_plugins.server.prompts import Prompt, check_fan_out, check_length, content_text, render, truncate
 from pelton_plugins.server.protocol import (
     ChatChoice,
     ChatCompletionRequest,
@@ -26,26 +29,50 @@ from pelton_plugins.server.protocol import (
 encode = msgspec.json.encode
 
 
-async def create_chat_completion(exchange: Exchange, request: ChatCompletionRequest) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRun:
+    """A chat that is checked and rendered."""
+
+    llm: Any
+    request: ChatCompletionRequest
+    params: SamplingParams
+    prompt: Prompt
+    reading: ChatReading | None
+    """None: the answers are content, and nothing else."""
+
+
+async def prepare_chat(exchange: Exchange, request: ChatCompletionRequest) -> ChatRun:
+    """Raises `RequestError` for whatever is wrong with the request, before anything runs."""
     state = exchange.state
     llm = state.generating_engine()
     exchange.lora_request = await state.adapter_of(request.model)
     check_chat(request, trust_template=state.config.trust_request_chat_template)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     params = sampling_params(
-        request,
+        beam_request(request),
         llm.model.generation_config,
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     check_fan_out(1, params.n)
-    prompt = truncate(llm, request, await render(llm, request), max_tokens)
+    rendered = await render(llm, request)
+    prompt = truncate(llm, request, rendered, max_tokens)
     check_length(llm, prompt, max_tokens)
-    await _ChatAnswer(exchange, llm, request, params, [prompt]).run()
+    assert state.parsers is not None
+    reading, params = read_chat(state.parsers, llm, request, params, rendered.text)
+    return ChatRun(llm=llm, request=request, params=params, prompt=prompt, reading=reading)
+
+
+async def create_chat_completion(exchange: Exchange, request: ChatCompletionRequest) -> None:
+    from pelton_plugins.server.chat_parsed import ParsedChatAnswer
+
+    run = await prepare_chat(exchange, request)
+    parts = (exchange, run.llm, request, run.params, [run.prompt])
+    await (ChatAnswer(*parts) if run.reading is None else ParsedChatAnswer(*parts, run.reading)).run()
 
 
 @dataclass(eq=False)
-class _ChatAnswer(CompletionAnswer[ChatCompletionRequest, ChatChoice]):
+class ChatAnswer(CompletionAnswer[ChatCompletionRequest, ChatChoice]):
     """One prompt."""
 
     id_prefix = "chatcmpl"
@@ -101,7 +128,9 @@ class _ChatAnswer(CompletionAnswer[ChatCompletionRequest, ChatChoice]):
             usage=usage,
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt_token_ids,
+            prompt_text=self.prompts[0].text if self.request.return_prompt_text else None,
             kv_transfer_params=self.counts.kv_transfer_params,
+            metrics=self.counts.times if self.request.return_metrics else None,
         )
 
     # Streamed
@@ -123,7 +152,9 @@ class _ChatAnswer(CompletionAnswer[ChatCompletionRequest, ChatChoice]):
 
     def _opening(self) -> list[bytes]:
         """The role of every choice, then with echo the text that is continued."""
-        more = {"prompt_token_ids": self._prompt_token_ids} if self.request.return_token_ids else {}
+        more: dict[str, Any] = {"prompt_token_ids": self._prompt_token_ids} if self.request.return_token_ids else {}
+        if self.request.return_prompt_text:
+            more["prompt_text"] = self.prompts[0].text
         begun = {"delta": {"role": self._role, "content": ""}, "logprobs": None, "finish_reason": None, **more}
         opening = [encode({"index": index, **begun}) for index in range(self.params.n)]
         echoed = self._echoed()

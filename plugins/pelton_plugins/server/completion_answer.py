@@ -13,10 +13,11 @@ import msgspec
 
 from pelton.engine.output_queue import OnText
 from pelton.sampling_params import SamplingParams
+from pelton_plugins.server.beam_search import beams
 from pelton_plugins.server.exchange import DONE, Exchange
 from pelton_plugins.server.generation import Counts, Ready, generate
 from pelton_plugins.server.prompts import Prompt
-from pelton_plugins.server.protocol import ChatChoice, CompletionChoice, GenerateRequest, Usage
+from pelton_plugins.server.protocol import ChatChoice, CompletionChoice, GenerateRequest, RequestTimes, Usage
 
 if TYPE_CHECKING:
     from pelton.sdk.async_llm import AsyncLLM
@@ -72,13 +73,24 @@ class CompletionAnswer(ABC, Generic[Request, Choice]):
                 choices = self.deltas(ready)
                 if choices:
                     await self.exchange.write(frames.chunks(choices, usage))
-        tail = frames.usage(self.counts.usage()) if usages.at_end else b""
+        times = self.counts.times if self.request.return_metrics else None
+        tail = frames.usage(self.counts.usage(), times) if usages.at_end or times is not None else b""
         await self.exchange.write(b"")  # headers, in case that no chunk was due
         await self.exchange.finish(tail + DONE)
 
     def outputs(self) -> AsyncGenerator[Ready, None]:
         """As they come; closing it aborts what still runs."""
         adapter = self.exchange.lora_request
+        if self.request.use_beam_search:
+            return beams(
+                self.llm,
+                self.prompts,
+                self.params,
+                self.request,
+                self.response_id,
+                adapter,
+                tenant=self.exchange.tenant,
+            )
         return generate(
             self.llm, self.prompts, self.params, self.request, self.response_id, adapter,
             on_text=self._on_text, tenant=self.exchange.tenant,
@@ -138,15 +150,13 @@ class Frames:
         """Bytes around the text of a chunk of one choice; before and after: of the choice."""
         return self._head + before, after + b"]}\n\n"
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: Usage, times: RequestTimes | None = None) -> bytes:
         """The last chunk: no choices, the totals, and no null fields."""
         totals = msgspec.to_builtins(usage)
-        return (
-            self._head
-            + b'],"usage":'
-            + msgspec.json.encode({key: value for key, value in totals.items() if value is not None})
-            + b"}\n\n"
-        )
+        tail = msgspec.json.encode({key: value for key, value in totals.items() if value is not None})
+        if times is not None:
+            tail += b',"metrics":' + msgspec.json.encode(times)
+        return self._head + b'],"usage":' + tail + b"}\n\n"
 
 
 def _without_details(usage: Usage) -> dict[str, int]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from pelton.outputs import CompletionOutput, RequestOutput
+from pelton.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from pelton.sampling_params import SamplingParams
+from pelton_plugins.server.beam_search import beam_request
 from pelton_plugins.server.completion_answer import CompletionAnswer
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Ready
@@ -48,13 +49,19 @@ async def create_completion(exchange: Exchange, request: CompletionRequest) -> N
 
 def _params(request: CompletionRequest, model_defaults: dict[str, Any]) -> SamplingParams:
     only_prompt = request.max_tokens == 0  # echo: the engine samples one token, which is dropped
+    chooses = _chooses(request)
     return sampling_params(
-        request,
+        msgspec.structs.replace(request, n=request.best_of) if chooses else beam_request(request),
         model_defaults,
         max_tokens=1 if only_prompt else DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
-        logprobs=request.logprobs,
+        logprobs=0 if chooses and request.logprobs is None else request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
     )
+
+
+def _chooses(request: CompletionRequest) -> bool:
+    """More samples are made than are returned."""
+    return request.best_of is not None and request.best_of > (request.n or 1)
 
 
 @dataclass(eq=False)
@@ -65,10 +72,12 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
     chunk_object = "text_completion"
 
     _begun: set[int] = field(init=False, default_factory=set)  # choices that the stream has told of
+    _prompt_rows: dict[int, PromptLogprobs] = field(init=False, default_factory=dict)  # by prompt
     _text_offsets: dict[int, TextOffsets] = field(init=False, default_factory=dict)  # by choice
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._n = self.request.n or 1
         self._is_plain = self.request.logprobs is None and not self.request.return_token_ids
         self._writer = TokenWriter.of(
             self.llm.tokenizer, self.params, as_ids=bool(self.request.return_tokens_as_token_ids)
@@ -76,7 +85,21 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
 
     def outputs(self) -> AsyncGenerator[Ready, None]:
         outputs = super().outputs()
+        if _chooses(self.request):
+            return self._best(outputs)
         return _without_samples(outputs) if self.request.max_tokens == 0 else outputs
+
+    async def _best(self, outputs: AsyncGenerator[Ready, None]) -> AsyncGenerator[Ready, None]:
+        """The n likeliest a token of best_of, the likeliest first; all of them are counted."""
+        async with contextlib.aclosing(outputs):
+            async for ready in outputs:
+                for _, output in ready:
+                    ranked = sorted(output.outputs, key=_mean_logprob, reverse=True)
+                    self.counts.completion_tokens += sum(len(choice.token_ids) for choice in ranked[self._n :])
+                    output.outputs = ranked[: self._n]
+                    for place, choice in enumerate(output.outputs):
+                        choice.index = place
+                yield ready
 
     def _prompt_text(self, index: int) -> str:
         prompt = self.prompts[index]
@@ -89,9 +112,9 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
     ) -> CompletionLogprobs | None:
         num_top = self.request.logprobs
         if num_top is None or choice.logprobs is None:
-            return None
+            return None  # best_of asks the engine for them too
         writer = self._writer
-        position = index * self.params.n + choice.index
+        position = index * self._n + choice.index
         offsets = self._text_offsets.get(position)
         if offsets is None:
             start = len(self._prompt_text(index)) if self.request.echo else 0
@@ -99,9 +122,12 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
             self._text_offsets[position] = offsets
         ids, rows = choice.token_ids, choice.logprobs
         text_offsets = offsets.take(ids, rows)
-        if not (self.request.echo and is_first and output.prompt_logprobs is not None):
+        if output.prompt_logprobs is not None:
+            self._prompt_rows[index] = output.prompt_logprobs  # told once; each choice repeats them
+        prompt_rows = self._prompt_rows.get(index)
+        if not (self.request.echo and is_first and prompt_rows is not None):
             return completion_logprobs(ids, rows, text_offsets, num_top, writer)
-        prompt_ids, prompt_rows = output.prompt_token_ids, output.prompt_logprobs
+        prompt_ids = output.prompt_token_ids
         first = ""
         if self.llm.tokenizer:
             first = str(self.llm.tokenizer.decode(prompt_ids[:1], skip_special_tokens=False))
@@ -128,7 +154,7 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
         if self.request.echo:
             text = self._prompt_text(index) + text
         return CompletionChoice(
-            index=index * self.params.n + choice.index,
+            index=index * self._n + choice.index,
             text=text,
             logprobs=self._logprobs(index, output, choice, is_first=True),
             finish_reason=choice.finish_reason,
@@ -148,6 +174,7 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
             choices=choices,
             usage=usage,
             kv_transfer_params=self.counts.kv_transfer_params,
+            metrics=self.counts.times if self.request.return_metrics else None,
         )
 
     # Streamed
@@ -159,7 +186,7 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
         found = []
         for index, output in ready:
             for choice in output.outputs:
-                position = index * self.params.n + choice.index
+                position = index * self._n + choice.index
                 is_first = position not in self._begun
                 if is_first:
                     self._begun.add(position)
@@ -174,7 +201,7 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
         if is_first and self.request.echo:
             text = self._prompt_text(index) + text
         chunk: dict[str, Any] = {
-            "index": index * self.params.n + choice.index,
+            "index": index * self._n + choice.index,
             "text": text,
             "logprobs": self._logprobs(index, output, choice, is_first=is_first),
             "finish_reason": choice.finish_reason,
@@ -192,6 +219,10 @@ PLAIN = b'{"index":0,"text":', b',"logprobs":null,"finish_reason":null,"stop_rea
 
 def _plain(index: int, text: str) -> bytes:
     return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}' % (index, encode(text))
+
+
+def _mean_logprob(choice: CompletionOutput) -> float:
+    return (choice.cumulative_logprob or 0.0) / max(len(choice.token_ids), 1)
 
 
 async def _without_samples(outputs: AsyncGenerator[Ready, None]) -> AsyncGenerator[Ready, None]:

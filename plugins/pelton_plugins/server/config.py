@@ -57,6 +57,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds without a sign of progress, while requests wait, after which /health answers 503."""
     sse_keep_alive_interval: float | None = None
     """Seconds of silence after which a stream gets a comment line, for proxies that close quiet connections."""
+    enable_auto_tool_choice: bool | None = None
+    """Let models decide by themselves whether they call a tool; unset: where a tool parser is known."""
+    tool_call_parser: str | None = None
+    """Format of the model's tool calls, such as hermes, llama3_json or mistral; unset: what the checkpoint says, if it does."""
+    reasoning_parser: str | None = None
+    """Format of the model's reasoning, such as think, deepseek_r1 or gpt_oss; unset: what the checkpoint says, if it does."""
+    max_stored_responses: int = 0
+    """Answers of /v1/responses kept in memory, for previous_response_id, GET and background; 0 keeps none."""
     response_role: str = "assistant"
     """Role of the messages that chat completions return."""
     enable_request_id_headers: bool = False
@@ -89,6 +97,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; use at least 1.")
+        if not 0 <= self.max_stored_responses <= 100_000:
+            raise ConfigError(f"max_stored_responses is {self.max_stored_responses}; use 0 to 100000, such as 1000.")
         for name in ("body_timeout_s", "graceful_shutdown_s", "timeout_keep_alive_s", "max_engine_silence_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use 0 or more seconds.")

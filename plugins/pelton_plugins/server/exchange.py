@@ -19,7 +19,7 @@ from litestar.types import Receive, Scope, Send
 from pelton.errors import RequestError
 from pelton.lora.request import LoRARequest
 from pelton_plugins.server.body import check_content_type, decode, read_body
-from pelton_plugins.server.errors import ClientDisconnected, describe
+from pelton_plugins.server.errors import ClientDisconnected, ErrorResponse, describe
 from pelton_plugins.server.generation import Counts
 from pelton_plugins.server.params import in_sent_names
 from pelton_plugins.server.request_log import log_request
@@ -40,6 +40,10 @@ LARGE_BODY_BYTES = 2**20
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+def _openai_event(body: ErrorResponse) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n" + DONE
+
+
 class Exchange:
     """An ASGI application for one request: reads the body, runs `work`, answers."""
 
@@ -57,6 +61,9 @@ class Exchange:
         """Whose share of the engine it is charged to."""
         self.lora_request: LoRARequest | None = None
         """The adapter that the request's model is; None: the model alone."""
+        self.whole_error: Callable[[ErrorResponse], bytes] = msgspec.json.encode
+        """Gives an error the shape of the endpoint; so does the next, in a stream that has begun."""
+        self.stream_error: Callable[[ErrorResponse], bytes] = _openai_event
         self._struct = struct
         self._work: Callable[[Exchange, Any], Awaitable[None]] = work
         self._generates = generates
@@ -174,15 +181,14 @@ class Exchange:
         body = describe(error, self.request_id, in_detail=self.state.config.return_errors_in_detail)
         if self._request is not None and isinstance(error, RequestError):
             body.error.message, body.error.param = in_sent_names(body.error.message, body.error.param, self._request)
-        encoded = msgspec.json.encode(body)
         self._error = body.error.message
         if self._is_answered:
             return
         with contextlib.suppress(OSError):
             if self._is_streaming:
-                await self.finish(b"data: " + encoded + b"\n\n" + DONE)
+                await self.finish(self.stream_error(body))
             else:
-                await self.answer(encoded, body.error.code)
+                await self.answer(self.whole_error(body), body.error.code)
 
     # Writing
 

@@ -16,7 +16,7 @@ from pelton.lora.request import LoRARequest
 from pelton.outputs import RequestMetrics, RequestOutput
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.server.prompts import Prompt
-from pelton_plugins.server.protocol import GenerateRequest, PromptTokensDetails, Usage
+from pelton_plugins.server.protocol import GenerateRequest, PromptTokensDetails, RequestTimes, Usage
 
 if TYPE_CHECKING:
     from pelton.sdk.async_llm import AsyncLLM
@@ -124,6 +124,7 @@ class Counts:
     """Of the first prompt that a KV connector says something of."""
     metrics: list[RequestMetrics] = field(default_factory=list)
     """Of the prompts that have ended."""
+    reasoning_tokens: int | None = None
     _seen: set[int] = field(default_factory=set)
 
     def add(self, ready: Ready) -> None:
@@ -139,10 +140,25 @@ class Counts:
             for choice in output.outputs:
                 self.completion_tokens += len(choice.token_ids)
 
+    @property
+    def times(self) -> RequestTimes | None:
+        """The longest of each time, and all preemptions; None while no prompt has ended."""
+        if not self.metrics:
+            return None
+        times = RequestTimes(num_preemptions=sum(one.num_preemptions for one in self.metrics))
+        for name in RequestTimes.__struct_fields__:
+            if name.endswith("_s"):
+                known = [value for one in self.metrics if (value := getattr(one, name)) is not None]
+                setattr(times, name, max(known, default=None))
+        return times
+
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=self.prompt_tokens + self.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
+            completion_tokens_details=None
+            if self.reasoning_tokens is None
+            else {"reasoning_tokens": self.reasoning_tokens},
         )

@@ -125,12 +125,13 @@ class Middleware:
         if not self._keys or scope["path"] in self._public:
             return True
         for name, value in scope["headers"]:
-            if name == b"authorization":
-                kind, _, token = value.partition(b" ")
+            if name in (b"authorization", b"x-api-key"):  # the second is Anthropic's
+                kind, _, token = (b"bearer", b"", value) if name == b"x-api-key" else value.partition(b" ")
                 found = hashlib.sha256(token.strip()).digest()
                 # Every key is compared, in constant time, so that time tells nothing of which one is near.
                 matches = [hmac.compare_digest(found, key) for key in self._keys]
-                return kind.lower() == b"bearer" and any(matches)
+                if kind.lower() == b"bearer" and any(matches):
+                    return True
         return False
 
     @staticmethod

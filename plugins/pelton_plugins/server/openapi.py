@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ from litestar.handlers import HTTPRouteHandler
 import pelton
 from pelton_plugins.server.errors import ErrorResponse
 
+_TYPED = re.compile(r"\{(\w+):\w+\}")
+"""A variable of a path as the router writes it."""
 REF = "#/components/schemas/{name}"
 
 
@@ -20,8 +23,8 @@ def api(request: type[msgspec.Struct] | None, response: type[msgspec.Struct] | N
     return {"pelton_request": request, "pelton_response": response}
 
 
-def describe_api(handlers: Iterable[Any], *, title: str = "Pelton") -> bytes:
-    """OpenAPI 3.1 as JSON. Handlers without `api(...)` are listed without their bodies."""
+def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bool = True) -> bytes:
+    """OpenAPI 3.1 as JSON. Handlers without `api(...)` are listed without their bodies. with_key: routes need one."""
     routes = [handler for handler in handlers if isinstance(handler, HTTPRouteHandler)]
     structs: set[type[msgspec.Struct]] = {ErrorResponse}
     for handler in routes:
@@ -34,9 +37,12 @@ def describe_api(handlers: Iterable[Any], *, title: str = "Pelton") -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     for handler in routes:
         for path in sorted(handler.paths):
-            operations = paths.setdefault(path, {})
+            operations = paths.setdefault(_TYPED.sub(r"{\1}", path), {})
             for method in sorted(handler.http_methods):
-                operations[method.lower()] = _operation(handler, schema_of)
+                operation = _operation(handler, schema_of)
+                if not with_key:
+                    del operation["security"]
+                operations[method.lower()] = operation
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -60,6 +66,12 @@ def _operation(handler: HTTPRouteHandler, schema_of: dict[Any, dict[str, Any]]) 
             "default": {"description": "Error"} | _content(schema_of[ErrorResponse]),
         },
     }
+    names = [name for path in handler.paths for name in _TYPED.findall(path)]
+    if names:
+        found["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in dict.fromkeys(names)
+        ]
     if request is not None:
         found["requestBody"] = {"required": True} | _content(schema_of[request])
     return found

@@ -12,7 +12,9 @@ from pelton import limits
 from pelton.errors import NotSupportedError, RequestError
 from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, TokenizeRequest
+from pelton_plugins.server.rules import check_rules
 from pelton_plugins.server.structured_outputs import constraint_field, structured_outputs
+from pelton_plugins.server.tools import check_tools
 
 SAME_NAME = tuple(
     name
@@ -80,8 +82,7 @@ def check_common(request: GenerateRequest) -> None:
         given = getattr(request, name)
         if given is not None and _json_size(name, given) > limits.MAX_EXTRA_ARGS_BYTES:
             raise RequestError(f"{name} is longer than {limits.MAX_EXTRA_ARGS_BYTES} bytes of JSON", param=name)
-    if request.use_beam_search:
-        raise NotSupportedError("Beam search is not offered; leave use_beam_search out.", param="use_beam_search")
+    check_rules(request)
 
 
 def _json_size(name: str, value: dict[str, Any]) -> int:
@@ -97,7 +98,7 @@ def sent_names(request: msgspec.Struct) -> dict[str, str]:
         return {}
     names: list[tuple[str, str, bool]] = [
         ("extra_args", "vllm_xargs", True),
-        ("structured_outputs", constraint_field(request), request.structured_outputs is None),
+        ("structured_outputs", constraint_field(request) or "tools", request.structured_outputs is None),
     ]
     if isinstance(request, ChatCompletionRequest):
         names += [("logprobs", "top_logprobs", True), ("max_tokens", "max_completion_tokens", True)]
@@ -121,6 +122,14 @@ def check_completion(request: CompletionRequest) -> None:
         raise RequestError("This model does not fill in the middle; leave suffix out.", param="suffix")
     if request.prompt_embeds is not None:
         raise NotSupportedError("prompt_embeds is not offered; send text or token ids.", param="prompt_embeds")
+    if request.best_of is not None:
+        n = 1 if request.n is None else request.n
+        if not max(n, 1) <= request.best_of <= limits.MAX_N:
+            raise RequestError(
+                f"best_of must be from n ({n}) to {limits.MAX_N}", param="best_of", value=request.best_of
+            )
+        if request.stream and request.best_of > n:
+            raise RequestError("best_of cannot be streamed: the best are known at the end.", param="best_of")
     if request.max_tokens == 0 and not request.echo:
         raise RequestError("max_tokens must be at least 1 without echo", param="max_tokens", value=0)
 
@@ -143,32 +152,8 @@ def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> None:
             param="max_completion_tokens",
             value=request.max_completion_tokens,
         )
-    _check_tools(request)
+    check_tools(request.tools, request.tool_choice)
     check_template(request, trust_template=trust_template)
-
-
-def _check_tools(request: ChatCompletionRequest) -> None:
-    choice = request.tool_choice
-    if request.tools is None:
-        if choice is not None and choice != "none":
-            raise RequestError("tool_choice needs tools", param="tool_choice", value=choice)
-        return
-    if not request.tools:
-        raise RequestError("tools is empty; give at least one tool, or leave it out.", param="tools")
-    if isinstance(choice, dict):
-        wanted = (choice.get("function") or {}).get("name") if isinstance(choice.get("function"), dict) else None
-        names = [tool["function"].get("name") for tool in request.tools if isinstance(tool.get("function"), dict)]
-        if wanted not in names:
-            raise RequestError("tool_choice names a tool that is not in tools", param="tool_choice", value=wanted)
-    elif choice not in (None, "none", "auto", "required"):
-        raise RequestError(
-            "tool_choice must be none, auto, required, or name a function", param="tool_choice", value=choice
-        )
-    if choice != "none":
-        raise NotSupportedError(
-            "Tool calls need a tool parser, and no plugin offers one. Leave tools out, or set tool_choice to none.",
-            param="tools",
-        )
 
 
 RESERVED_TEMPLATE_NAMES = frozenset(

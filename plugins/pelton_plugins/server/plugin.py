@@ -18,7 +18,13 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
             load="pelton_plugins.server.command:run",
             help="serve a model over an OpenAI-compatible HTTP API",
             doc="pelton serve MODEL [--host H] [--port P] [--api-key K] ...",
-        )
+        ),
+        CommandEntry(
+            name="run-batch",
+            load="pelton_plugins.server.batch:run",
+            help="answer the requests of a file in OpenAI's batch format",
+            doc="pelton run-batch MODEL -i requests.jsonl -o answers.jsonl",
+        ),
     ]
 
 
@@ -29,6 +35,12 @@ def pelton_http_routes() -> Sequence[Entry]:
             name="openai",
             load="pelton_plugins.server.routes.openai:routes",
             doc="/v1/models, /v1/completions, /v1/chat/completions",
+        ),
+        Entry(name="responses", load="pelton_plugins.server.routes.responses:routes", doc="/v1/responses"),
+        Entry(
+            name="anthropic",
+            load="pelton_plugins.server.routes.anthropic:routes",
+            doc="/v1/messages, /v1/messages/count_tokens",
         ),
         Entry(
             name="pooling",

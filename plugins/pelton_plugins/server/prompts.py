@@ -17,6 +17,7 @@ from pelton_plugins.server.protocol import (
     Message,
     TokenizeRequest,
 )
+from pelton_plugins.server.tools import template_tools
 
 if TYPE_CHECKING:
     from pelton.sdk.async_llm import AsyncLLM
@@ -166,8 +167,15 @@ async def render(llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeR
         options["chat_template"] = request.chat_template
     if isinstance(request, ChatCompletionRequest) and request.documents:
         options["documents"] = request.documents
+    if isinstance(request, ChatCompletionRequest) and request.reasoning_effort is not None:
+        options["chat_template_kwargs"].setdefault("reasoning_effort", request.reasoning_effort)
+    tools = getattr(request, "tools", None)
+    if tools and getattr(request, "tool_choice", None) != "none":
+        options["tools"] = template_tools(tools)
     messages: Sequence[Mapping[str, Any]] = plain_messages(request.messages or ())
-    is_small = not (request.chat_template or request.chat_template_kwargs or options.get("documents"))
+    is_small = not (
+        request.chat_template or request.chat_template_kwargs or options.get("documents") or options.get("tools")
+    )
     size = sum(len(message["content"]) for message in messages) if is_small else LONG_TEXT_CHARS + 1
     try:
         text = await off_loop(size, lambda: str(llm.render_chat(messages, **options)))
@@ -197,7 +205,8 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 ("name", message.name),
                 ("tool_calls", message.tool_calls),
                 ("tool_call_id", message.tool_call_id),
-                ("reasoning", message.reasoning),
+                ("reasoning", message.reasoning or message.reasoning_content),
+                ("reasoning_content", message.reasoning_content or message.reasoning),
             )
             if value is not None
         }

@@ -6,11 +6,16 @@ are logged at debug level). Responses keep null fields, as clients expect of who
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from pelton.sampling_params import StructuredOutputsParams
+from pelton_plugins.server.tools import Tool, ToolChoice
+
+NOT_EMPTY = msgspec.Meta(extra_json_schema={"minItems": 1})
+"""For the description of the API; the check names the field in its own words."""
+Prompts = str | Annotated[list[int | str | list[int]], NOT_EMPTY]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -81,15 +86,40 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     vllm_xargs: dict[str, Any] | None = None
     logits_processor_args: dict[str, Any] | None = None
     use_beam_search: bool | None = None
+    """Answer with the `n` likeliest continuations."""
+    length_penalty: float | None = None
+    """Of beam search."""
     kv_transfer_params: dict[str, Any] | None = None
+    return_metrics: bool | None = None
+    """Say in `metrics` how long the request waited, and how long its parts took."""
+    # Accepted, and without effect on the answer.
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    session_id: str | None = None
+    # Known, and refused unless they ask for nothing: see `rules`.
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    logprob_token_ids: Any = None
+    ec_transfer_params: Any = None
+    stream_interval: int | None = None
+    return_token_offsets: bool | None = None
+    return_weight_versions: bool | None = None
+    mm_payload: Any = None
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):
-    prompt: str | list[int | str | list[int]] | None = None
+    prompt: Prompts | None = None
     """A text, texts, token ids, or lists of token ids; not a mixture."""
     max_tokens: int | None = None
     """16 when left out."""
     logprobs: int | None = None
+    best_of: int | None = None
+    """Samples that are made of each prompt; the `n` likeliest are returned."""
     suffix: str | None = None
     prompt_embeds: Any = None
 
@@ -106,22 +136,41 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
+    reasoning_content: str | None = None
+    """An older name of `reasoning`."""
 
 
 class ChatCompletionRequest(GenerateRequest, kw_only=True):
-    messages: list[Message]
+    messages: Annotated[list[Message], NOT_EMPTY]
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    """"auto" when left out."""
     parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+    include_reasoning: bool | None = None
+    """false: leave the reasoning out of the answer."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """For the chat template, as its variable of that name."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    return_prompt_text: bool | None = None
+    # Known, and refused unless they ask for nothing: see `rules`.
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    verbosity: str | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -136,7 +185,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -154,6 +203,18 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: dict[str, int] | None = None
+
+
+class RequestTimes(msgspec.Struct, kw_only=True):
+    """Seconds of one prompt's parts; null for what did not happen. Of several prompts the longest."""
+
+    time_to_first_token_s: float | None = None
+    queue_time_s: float | None = None
+    prefill_time_s: float | None = None
+    decode_time_s: float | None = None
+    inference_time_s: float | None = None
+    e2e_latency_s: float | None = None
+    num_preemptions: int = 0
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -184,6 +245,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     system_fingerprint: str | None = None
     usage: Usage
     kv_transfer_params: dict[str, Any] | None = None
+    metrics: RequestTimes | None = None
 
 
 class ChatTopLogprob(msgspec.Struct, kw_only=True):
@@ -204,6 +266,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     reasoning: str | None = None
+    reasoning_content: str | None = None
+    """As `reasoning`, under the name that older clients look for."""
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
@@ -231,7 +295,9 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    metrics: RequestTimes | None = None
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):

@@ -14,6 +14,8 @@ SAID = frozenset(
         "prompt", "messages", "input", "system", "suffix", "documents", "prompt_embeds", "tools", "functions", "stop", "bad_words",
         "chat_template", "chat_template_kwargs", "response_format", "structured_outputs", "instructions", "user", "metadata",
         "cache_salt", "vllm_xargs", "logit_bias", "kv_transfer_params",
+        "stop_sequences", "text", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prediction", "function_call",
+        "conversation", "logits_processor_args",
     }
 )  # fmt: skip
 """Fields that hold text of a client."""

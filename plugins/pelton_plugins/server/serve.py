@@ -129,6 +129,12 @@ class Server:
         except BaseException:
             _shutdown(llm)
             raise
+        assert self.state.parsers is not None
+        try:
+            self.state.parsers.of_model(llm)
+        except BaseException:
+            _shutdown(llm)
+            raise
         if llm.info.report.platform == "cpu":
             give_way()
         self.state.llm = llm

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pelton.lora.request import LoRARequest
     from pelton.sdk.async_llm import AsyncLLM
     from pelton_plugins.server.exchange import Exchange
+    from pelton_plugins.server.parsing import Parsers
     from pelton_plugins.server.processes.load_counts import LoadCounts
+    from pelton_plugins.server.responses import ResponseStore
     from pelton_plugins.server.tracing import Tracing
 
 
@@ -41,6 +43,9 @@ class ServerState:
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     tracing: Tracing | None = None
     openapi: bytes | None = None
+    responses: ResponseStore | None = None
+    parsers: Parsers | None = None
+    """Of tool calls and reasoning; set with the application."""
     body_budget: BodyBudget = field(init=False)
     writes_directly: bool = True
     """Streams go past the middleware, which no plugin's is part of."""

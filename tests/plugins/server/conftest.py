@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from pelton.entries import Entry
-from pelton.errors import EngineDeadError, NotSupportedError, RequestError
+from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, RequestError
 from pelton.messages.report import DeviceReport
 from pelton.metrics.snapshot import Gauge, Metric
 from pelton.model.resolved import ResolvedModel
@@ -24,7 +24,7 @@ from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.wire import BoundedHttpProtocol
 
-VOCAB = "\x00abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,:<>|?!'\n"
+VOCAB = "\x00abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,:<>|?!'\n/_{}[]\"-"
 
 
 class CharTokenizer:
@@ -68,6 +68,9 @@ class FakeAsyncLLM:
         self.last_progress_age_s = self.silence_s = 0.0
         self.down: EngineDeadError | None = None
         self.fail_before: Exception | None = None
+        self.constrains = False
+        """Takes constraints, and does not keep them."""
+        self.rendered: dict[str, Any] = {}
         self.fail_after: tuple[int, Exception] | None = None
 
     async def generate(
@@ -106,7 +109,7 @@ class FakeAsyncLLM:
         ids = prompt["prompt_token_ids"]
         if min(ids) < 0 or max(ids) >= len(VOCAB):
             raise RequestError(f"Token id {max(ids)} is not in the vocabulary.", param="input_tokens")
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None and not self.constrains:
             raise NotSupportedError("No structured-output backend is here.", param="structured_outputs")
 
     async def _outputs(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
@@ -162,6 +165,7 @@ class FakeAsyncLLM:
             raise self.down
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        self.rendered = {"messages": messages, **options}
         text = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
         return text + ("<assistant>" if options.get("add_generation_prompt") else "")
 
@@ -170,15 +174,26 @@ class FakeAsyncLLM:
 
 
 class RoutesOnly:
-    """Stands in for `Plugins`: the built-in routes and what a test adds."""
+    """Stands in for `Plugins`: the built-in routes and what a test adds, and the built-in parsers."""
 
     def __init__(self, *more: Entry) -> None:
+        from pelton_plugins.parsers import plugin as parsers
         from pelton_plugins.server.plugin import pelton_http_routes
 
-        self._entries = [*pelton_http_routes(), *more]
+        self._entries = {
+            "pelton_http_routes": [*pelton_http_routes(), *more],
+            "pelton_tool_parsers": list(parsers.pelton_tool_parsers()),
+            "pelton_reasoning_parsers": list(parsers.pelton_reasoning_parsers()),
+        }
 
     def entries(self, hook: str) -> list[Entry]:
-        return self._entries if hook == "pelton_http_routes" else []
+        return self._entries.get(hook, [])
+
+    def find(self, hook: str, name: str, *, setting: str) -> Entry:
+        found = [entry for entry in self._entries[hook] if entry.name == name]
+        if not found:
+            raise ConfigError(f"{setting} is {name!r}")
+        return found[0]
 
 
 class Running:
@@ -232,6 +247,26 @@ def shared() -> Iterator[Running]:
     """One server for the tests of a file that do not change it."""
     with Running(ServerConfig(access_log=False), FakeAsyncLLM()) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def make_app() -> Callable[..., Any]:
+    """Makes applications without a socket: for `pelton_plugins.server.batch.call`."""
+
+    def make(answer: str, **settings: Any) -> Any:
+        config = ServerConfig(access_log=False, **settings)
+        return build_app(ServerState(config=config, model_names=["fake"], llm=FakeAsyncLLM(answer)), RoutesOnly())
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run_server() -> Iterator[Callable[..., Running]]:
+    """Starts servers for the tests of a file."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(
+            Running(ServerConfig(access_log=False, **settings), FakeAsyncLLM())
+        )
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pelton import limits
@@ -9,6 +10,7 @@ from pelton.errors import RequestError
 from pelton_plugins.server.params import check_chat, check_common, check_template
 from pelton_plugins.server.prompts import check_fan_out
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, Message, TokenizeRequest
+from pelton_plugins.server.tools import FunctionDefinition, Tool, check_tools
 
 
 def test_prompts_per_request():
@@ -31,6 +33,26 @@ def test_messages():
     with pytest.raises(RequestError, match="at most 4096") as found:
         check_chat(ChatCompletionRequest(messages=[message] * (limits.MAX_MESSAGES + 1)), trust_template=False)
     assert found.value.param == "messages"
+
+
+def test_tools():
+    def tools(count=1, name="f", size=0):
+        named = [f"{name}{index}" if count > 1 else name for index in range(count)]
+        return [Tool(function=FunctionDefinition(name=one, parameters={"x": "y" * size})) for one in named]
+
+    empty = len(msgspec.json.encode(FunctionDefinition(name="f", parameters={"x": ""})))
+    check_tools(tools(limits.MAX_TOOLS), None)
+    check_tools(tools(name="x" * limits.MAX_TOOL_NAME_CHARS), None)
+    check_tools(tools(size=limits.MAX_TOOL_BYTES - empty), None)
+    for bad, field in (
+        (tools(limits.MAX_TOOLS + 1), "tools"),
+        (tools(name="x" * (limits.MAX_TOOL_NAME_CHARS + 1)), "tools[0].function.name"),
+        (tools(name=""), "tools[0].function.name"),
+        (tools(size=limits.MAX_TOOL_BYTES - empty + 1), "tools[0].function.parameters"),
+    ):
+        with pytest.raises(RequestError) as found:
+            check_tools(bad, None)
+        assert found.value.param == field and len(str(found.value)) < 500
 
 
 def test_template_length():

@@ -34,6 +34,7 @@ def test_whole_answer_has_openai_shape_with_nulls(shared):
                     "role": "assistant",
                     "content": "Hello, world.",
                     "reasoning": None,
+                    "reasoning_content": None,
                     "refusal": None,
                     "annotations": None,
                     "audio": None,
@@ -57,7 +58,9 @@ def test_whole_answer_has_openai_shape_with_nulls(shared):
         },
         "prompt_logprobs": None,
         "prompt_token_ids": None,
+        "prompt_text": None,
         "kv_transfer_params": None,
+        "metrics": None,
     }
 
 

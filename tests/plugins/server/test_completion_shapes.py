@@ -43,6 +43,7 @@ def test_whole_answer_has_openai_shape_with_nulls(shared):
             "completion_tokens_details": None,
         },
         "kv_transfer_params": None,
+        "metrics": None,
     }
 
 
@@ -169,3 +170,29 @@ def test_truncation_to_the_context_leaves_room_for_the_answer(shared):
     reply = shared.post("/v1/completions", {"prompt": [1] * 300, "truncate_prompt_tokens": -1, "max_tokens": 6})
     assert reply.status_code == 200
     assert len(shared.llm.requests[-1][0]["prompt_token_ids"]) == 250
+
+
+def test_best_of_returns_the_likeliest_and_counts_all(start):
+    server = start()
+    body = server.post(
+        "/v1/completions", {"prompt": "ab", "n": 2, "best_of": 4, "temperature": 1, "max_tokens": 3}
+    ).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert body["usage"]["completion_tokens"] == 12
+    assert server.llm.requests[-1][1].n == 4 and body["choices"][0]["logprobs"] is None
+
+
+def test_every_sample_of_a_stream_has_the_prompts_logprobs(shared):
+    wanted = {"prompt": "abc", "n": 3, "max_tokens": 2, "echo": True, "logprobs": 1, "temperature": 1}
+    whole = shared.post("/v1/completions", wanted).json()["choices"]
+    reply = shared.post("/v1/completions", {**wanted, "stream": True})
+    tokens = {0: [], 1: [], 2: []}
+    for part in reply.text.split("\n\n")[:-2]:
+        (choice,) = json.loads(part[6:])["choices"]
+        tokens[choice["index"]] += choice["logprobs"]["tokens"]
+    assert tokens == {choice["index"]: choice["logprobs"]["tokens"] for choice in whole}
+
+
+def test_one_model_can_be_asked_for(shared):
+    assert shared.client.get("/v1/models/alias").json()["id"] == "alias"
+    assert shared.client.get("/v1/models/other").status_code == 404

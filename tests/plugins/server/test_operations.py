@@ -123,14 +123,16 @@ def test_no_tokenizer(start):
     server.llm.tokenizer = None
     assert server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 1}).status_code == 200
     assert server.post("/v1/completions", {"prompt": "ab"}).json()["error"]["param"] == "prompt"
-    assert server.post("/detokenize", {"tokens": [1]}).status_code == 501
+    assert server.post("/detokenize", {"tokens": [1]}).status_code == 400
 
 
 def test_openapi_lists_every_route_with_its_structs(shared):
     spec = shared.client.get("/openapi.json").json()
     assert spec["openapi"].startswith("3.1")
     assert set(spec["paths"]) == {
-        "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/ready", "/live", "/ping", "/load",
+        "/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions", "/v1/responses",
+        "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/messages", "/v1/messages/count_tokens",
+        "/tokenize", "/detokenize", "/health", "/ready", "/live", "/ping", "/load",
         "/version", "/metrics", "/openapi.json", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/embeddings",
         "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
     }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from litestar import Response, get, post
+from litestar.params import FromPath
 from litestar.types import ASGIApp
 
 from pelton_plugins.server.chat import create_chat_completion
@@ -30,6 +31,14 @@ def routes(state: ServerState) -> list[Any]:
         """List the names that requests may use as `model`."""
         return Response(msgspec.json.encode(_models(state)), media_type="application/json")
 
+    @get("/v1/models/{name:path}", opt=api(None, ModelCard))
+    async def model(name: FromPath[str]) -> Response[bytes]:
+        """Describe one of them."""
+        wanted = name.removeprefix("/")
+        state.check_model(wanted)
+        found = next(card for card in _models(state).data if card.id == wanted)
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
     @post("/v1/completions", status_code=200, opt=api(CompletionRequest, CompletionResponse))
     async def completions() -> ASGIApp:
         """Continue one or more prompts."""
@@ -40,7 +49,7 @@ def routes(state: ServerState) -> list[Any]:
         """Answer a conversation."""
         return Exchange(state, ChatCompletionRequest, create_chat_completion)
 
-    return [models, completions, chat_completions]
+    return [models, model, completions, chat_completions]
 
 
 def _models(state: ServerState) -> ModelList:

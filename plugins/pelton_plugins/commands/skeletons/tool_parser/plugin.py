@@ -1,0 +1,19 @@
+"""A parser of tool calls: `<call>NAME {...}</call>`.
+
+Offered here; nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pelton import hookimpl
+from pelton.entries import Entry
+
+PELTON_API = ">=1.2,<2"
+PELTON_CONFORMANCE = "pelton_skeleton.conformance"
+
+
+@hookimpl
+def pelton_tool_parsers() -> Sequence[Entry]:
+    return [Entry(name="skeleton", load="pelton_skeleton.parser:SkeletonParser", doc="--tool-call-parser skeleton")]

@@ -1,0 +1,1 @@
+"""Parsers of tool calls and reasoning: one incremental state machine for each format."""

@@ -1,0 +1,189 @@
+"""POST /v1/responses, and what was kept of earlier ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pelton.errors import RequestError
+from pelton_plugins.server.chat import ChatRun, prepare_chat
+from pelton_plugins.server.chat_stream import Step, chat_steps
+from pelton_plugins.server.errors import ErrorResponse, describe
+from pelton_plugins.server.exchange import Exchange
+from pelton_plugins.server.generation import Counts
+from pelton_plugins.server.logprobs import TokenWriter, chat_logprobs
+from pelton_plugins.server.responses_events import ResponseBuilder
+from pelton_plugins.server.responses_input import as_chat, input_items
+from pelton_plugins.server.responses_protocol import ResponsesRequest
+from pelton_plugins.server.state import ServerState
+
+
+class ResponseNotFoundError(RequestError):
+    status = 404
+
+
+@dataclass(eq=False)
+class StoredResponse:
+    """A response, and the items that led to it."""
+
+    builder: ResponseBuilder
+    items: list[dict[str, Any]]
+    """Of the conversation up to and without the answer."""
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass
+class ResponseStore:
+    """The latest responses that asked to be kept, in this process's memory."""
+
+    size: int
+    _found: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+
+    def put(self, response_id: str, stored: StoredResponse) -> None:
+        self._found[response_id] = stored
+        while len(self._found) > self.size:
+            _, oldest = self._found.popitem(last=False)
+            if oldest.task is not None:
+                oldest.task.cancel()
+
+    def get(self, response_id: str, param: str | None = None) -> StoredResponse:
+        found = self._found.get(response_id)
+        if found is None:
+            shown = response_id[:100]
+            raise ResponseNotFoundError(
+                f"No response with id {shown!r} is kept here (max_stored_responses is {self.size}).", param=param
+            )
+        return found
+
+    def delete(self, response_id: str) -> None:
+        stored = self.get(response_id)
+        if stored.task is not None:
+            stored.task.cancel()
+        del self._found[response_id]
+
+
+def store_of(state: ServerState) -> ResponseStore:
+    if state.responses is None:
+        state.responses = ResponseStore(state.config.max_stored_responses)
+    return state.responses
+
+
+async def create_response(exchange: Exchange, request: ResponsesRequest) -> None:
+    store = store_of(exchange.state)
+    before: list[dict[str, Any]] = []
+    if request.previous_response_id is not None:
+        previous = store.get(request.previous_response_id, "previous_response_id")
+        before = [*previous.items, *previous.builder.output]
+    is_stored = store.size > 0 and request.store is not False
+    if request.background and not is_stored:
+        raise RequestError(
+            "background needs store: start the server with --max-stored-responses, and leave store out.",
+            param="background",
+        )
+    if request.background and request.stream:
+        raise RequestError(
+            "background and stream exclude each other here; poll GET /v1/responses/ID.", param="background"
+        )
+    chat = as_chat(request, before)
+    run = await prepare_chat(exchange, msgspec.structs.replace(chat, stream=bool(request.stream)))
+    response_id = f"resp_{request.request_id or uuid.uuid4().hex}"
+    model = request.model or exchange.state.model_name
+    builder = ResponseBuilder(response_id, model, request, is_stored=is_stored)
+    stored = StoredResponse(builder, [*before, *input_items(request.input)])
+    if is_stored:
+        store.put(response_id, stored)
+    answer = _Answer(exchange, run, builder, response_id)
+    if request.background:
+        stored.task = asyncio.create_task(answer.in_background())
+        await exchange.answer(msgspec.json.encode(builder.response))
+    elif request.stream:
+        await answer.stream()
+    else:
+        async for _ in answer.events():
+            pass
+        await exchange.answer(msgspec.json.encode(builder.response))
+
+
+@dataclass(eq=False)
+class _Answer:
+    exchange: Exchange
+    run: ChatRun
+    builder: ResponseBuilder
+    response_id: str
+
+    async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Lists of events; a failure is noted in the response too."""
+        counts, writer = Counts(), TokenWriter.of(self.run.llm.tokenizer, self.run.params, as_ids=False)
+        begin: list[dict[str, Any]] | None = self.builder.begin()
+        finish_reason: str | None = None
+        steps = chat_steps(self.exchange, self.run, counts, self.response_id)
+        try:
+            async with contextlib.aclosing(steps) as found:
+                async for step in found:
+                    finish_reason = step.finish_reason or finish_reason
+                    # Errors before the first step are plain HTTP errors.
+                    yield [*(begin or ()), *self.builder.take(step.events, self._logprobs(step, writer))]
+                    begin = None
+        except (asyncio.CancelledError, GeneratorExit):
+            self.builder.fail("cancelled", None)
+            raise
+        except Exception as error:
+            event = self.builder.fail("failed", self._error(error))
+            if begin is not None or not self.run.request.stream:
+                raise
+            yield [event]
+            return
+        yield self.builder.finish(finish_reason, counts.usage())
+
+    def _logprobs(self, step: Step, writer: TokenWriter) -> Any:
+        if step.output.logprobs is None:
+            return None
+        num_top = self.run.request.top_logprobs or 0
+        return chat_logprobs(step.output.token_ids, step.output.logprobs, num_top, writer)
+
+    def _error(self, error: BaseException) -> dict[str, Any]:
+        body = describe(error, self.exchange.request_id).error
+        return {"code": "server_error" if body.code >= 500 else "invalid_prompt", "message": body.message}
+
+    async def stream(self) -> None:
+        self.exchange.stream_error = self._error_event
+        async with contextlib.aclosing(self.events()) as found:
+            async for events in found:
+                if events:
+                    await self.exchange.write(b"".join(map(frame, events)))
+        await self.exchange.finish(b"")
+
+    def _error_event(self, body: ErrorResponse) -> bytes:
+        error = body.error
+        return frame(self.builder.event("error", code=str(error.code), message=error.message, param=error.param))
+
+    async def in_background(self) -> None:
+        with contextlib.suppress(Exception):  # the response says what failed
+            async for _ in self.events():
+                pass
+
+
+def frame(event: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+def retrieve(state: ServerState, response_id: str) -> dict[str, Any]:
+    return store_of(state).get(response_id).builder.copy()
+
+
+async def cancel(state: ServerState, response_id: str) -> dict[str, Any]:
+    """Stop a response in the background; one that is over stays as it is."""
+    stored = store_of(state).get(response_id)
+    if stored.task is None:
+        raise RequestError("Only a response that was made with background can be cancelled.", param="response_id")
+    if not stored.task.done():
+        stored.task.cancel()
+        await asyncio.wait([stored.task])
+    return stored.builder.copy()

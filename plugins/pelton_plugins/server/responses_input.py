@@ -1,0 +1,172 @@
+"""From a request to /v1/responses to the chat that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pelton import limits
+from pelton.errors import RequestError
+from pelton_plugins.server.protocol import ChatCompletionRequest, JsonSchemaFormat, Message, ResponseFormat
+from pelton_plugins.server.responses_protocol import ResponsesNamedTool, ResponsesRequest
+from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool
+
+REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
+    "prompt": ((), "this server keeps no prompts"),
+    "conversation": ((), "this server keeps no conversations; use previous_response_id"),
+    "context_management": (([],), "send what the model is to read"),
+    "max_tool_calls": ((), "tools are called by the client"),
+    "truncation": (("disabled",), "send what fits; too long an input is refused"),
+}
+INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+SAME_NAME = (
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "skip_special_tokens", "priority", "cache_salt",
+    "request_id", "timeout_s", "chat_template_kwargs", "include_reasoning", "parallel_tool_calls", "stream",
+)  # fmt: skip
+
+
+def as_chat(request: ResponsesRequest, before: Sequence[Mapping[str, Any]] = ()) -> ChatCompletionRequest:
+    """before: items of the responses that this one continues. Raises `RequestError` for what is not offered."""
+    for name, (neutral, advice) in REFUSED.items():
+        value = getattr(request, name)
+        if value is not None and value not in neutral:
+            raise RequestError(f"{name} is not offered: {advice}.", param=name)
+    for one in request.include or ():
+        if one not in INCLUDED:
+            raise RequestError(f"include has {one[:100]!r}; this server has {', '.join(INCLUDED)}.", param="include")
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise RequestError("text.verbosity is not offered: ask for it in the messages.", param="text.verbosity")
+    if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary) not in (
+        None,
+        "auto",
+    ):
+        raise RequestError(
+            "reasoning.summary is not offered: the reasoning itself is returned.", param="reasoning.summary"
+        )
+    if request.max_output_tokens is not None and request.max_output_tokens < 1:
+        raise RequestError(
+            "max_output_tokens must be at least 1", param="max_output_tokens", value=request.max_output_tokens
+        )
+    items = [*before, *input_items(request.input)]
+    if len(items) > limits.MAX_MESSAGES:
+        raise RequestError(f"input has {len(items)} items; at most {limits.MAX_MESSAGES}", param="input")
+    messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
+    messages += messages_of(items)
+    wants_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in (request.include or ())
+    return ChatCompletionRequest(
+        messages=messages,
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=wants_logprobs or None,
+        top_logprobs=request.top_logprobs,
+        tools=_tools(request) or None,
+        tool_choice=_choice(request),
+        response_format=_format(request),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        **{name: getattr(request, name) for name in SAME_NAME},
+    )
+
+
+def input_items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not given:
+        raise RequestError("input is empty; send a text or items.", param="input")
+    return given
+
+
+def _tools(request: ResponsesRequest) -> list[Tool]:
+    return [
+        Tool(
+            function=FunctionDefinition(
+                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+            )
+        )
+        for tool in request.tools or ()
+    ]
+
+
+def _choice(request: ResponsesRequest) -> Any:
+    if not request.tools and request.tool_choice in ("auto", "none"):
+        return None
+    if isinstance(request.tool_choice, ResponsesNamedTool):
+        return NamedTool(function=FunctionName(name=request.tool_choice.name))
+    return request.tool_choice
+
+
+def _format(request: ResponsesRequest) -> ResponseFormat | None:
+    given = None if request.text is None else request.text.format
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return ResponseFormat(type="json_object")
+    schema = JsonSchemaFormat(name=given.name or "", schema=given.schema, strict=given.strict)
+    return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Items as messages: what the model said in one turn is one message."""
+    found: list[Message] = []
+    for index, item in enumerate(items):
+        place, kind = f"input[{index}]", item.get("type", "message")
+        if kind == "message":
+            message = _message(item, place)
+            if message.role == "assistant" and _is_open(found) and not message.tool_calls:
+                found[-1].content = f"{found[-1].content or ''}{message.content or ''}"
+            else:
+                found.append(message)
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or ()
+            text = "".join(
+                part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+            )
+            found.append(Message(role="assistant", reasoning=text))
+        elif kind == "function_call":
+            if not _is_open(found):
+                found.append(Message(role="assistant"))
+            function = {"name": _text(item, "name", place), "arguments": _text(item, "arguments", place)}
+            call = {"id": _text(item, "call_id", place), "type": "function", "function": function}
+            found[-1].tool_calls = [*(found[-1].tool_calls or ()), call]
+        elif kind == "function_call_output":
+            output = item.get("output")
+            content = output if isinstance(output, str) else _parts(output, f"{place}.output")
+            found.append(Message(role="tool", tool_call_id=_text(item, "call_id", place), content=content))
+        else:
+            raise RequestError(f"an item has type {str(kind)[:40]!r}, which is not offered", param=f"{place}.type")
+    return found
+
+
+def _is_open(found: Sequence[Message]) -> bool:
+    """The last message is the assistant's, and nothing that ends its turn came after it."""
+    return bool(found) and found[-1].role == "assistant"
+
+
+def _message(item: Mapping[str, Any], place: str) -> Message:
+    content = item.get("content")
+    text = content if isinstance(content, str) else _parts(content, f"{place}.content")
+    try:
+        return msgspec.convert({"role": item.get("role"), "content": text}, Message)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"1 validation error: {place}: {error}", param=place) from None
+
+
+def _parts(parts: Any, place: str) -> str:
+    if not isinstance(parts, list):
+        raise RequestError("content must be a text or a list of parts", param=place)
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(text, str):
+            raise RequestError(f"This model reads text only; a part has type {str(kind)[:40]!r}.", param=place)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _text(item: Mapping[str, Any], name: str, place: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a text", param=f"{place}.{name}")
+    return value

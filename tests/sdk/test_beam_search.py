@@ -1,0 +1,102 @@
+"""Beam search: the beams that transformers finds, however the engine runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pelton import LLM, AsyncLLM, BeamSearchParams
+from pelton.errors import RequestError
+from pelton.outputs import CompletionOutput, Logprob, RequestOutput
+from pelton.sdk.beam_search import BeamSearch
+from pelton.testing.models import make_tiny_checkpoint
+
+PROMPTS = [[5, 6, 7], [9] * 20, [200, 1, 3, 17]]
+PARAMS = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    path = make_tiny_checkpoint(tmp_path_factory.mktemp("beams"), "llama")
+    return {
+        "model": str(path),
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 2**20,
+        "disable_log_stats": True,
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(settings):
+    """(tokens, sum of logprobs) of each beam."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        out = model.generate(
+            torch.tensor([prompt]), num_beams=3, num_return_sequences=3, max_new_tokens=6, min_new_tokens=6, do_sample=False,
+            return_dict_in_generate=True, output_scores=True, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        rows = zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True)
+        found.append([(ids[len(prompt) :], score * 6) for ids, score in rows])
+    return found
+
+
+def check(outputs, reference):
+    for output, expected in zip(outputs, reference, strict=True):
+        assert [beam.own_tokens for beam in output.sequences] == [tokens for tokens, _ in expected]
+        for beam, (_, score) in zip(output.sequences, expected, strict=True):
+            assert math.isclose(beam.cum_logprob, score, abs_tol=1e-3)
+            assert beam.finish_reason == "length" and isinstance(beam.text, str)
+
+
+def test_the_beams_are_those_of_transformers(settings, reference):
+    with LLM(**settings) as llm:
+        check(llm.beam_search(PROMPTS, PARAMS), reference)
+        assert llm.kv_cache_usage() == 0.0
+        long = llm.beam_search([[5] * 500], BeamSearchParams(beam_width=2, max_tokens=10_000))
+        assert {len(beam.tokens) for beam in long[0].sequences} <= set(range(501, 513))
+        with pytest.raises(RequestError, match="max_logprobs"):
+            llm.beam_search(PROMPTS, BeamSearchParams(beam_width=11, max_tokens=2))
+
+
+async def test_the_asynchronous_engine_finds_the_same(settings, reference):
+    async with AsyncLLM.from_flat(**settings) as llm:
+        check([await llm.beam_search(prompt, PARAMS) for prompt in PROMPTS], reference)
+
+
+def step(*rows):
+    """Outputs of one step: a row of logprobs for each live beam."""
+    return [
+        RequestOutput(
+            "r",
+            None,
+            [],
+            [CompletionOutput(0, "", [0], logprobs=[{t: Logprob(v, 1, None) for t, v in row.items()}])],
+            True,
+        )
+        for row in rows
+    ]
+
+
+def test_an_ended_beam_waits_for_longer_ones_and_is_scored_by_its_length():
+    search = BeamSearch([1], BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=1.0), [0], 100)
+    search.take(step({0: -0.5, 2: -0.6, 3: -3.0, 4: -9.0}))
+    assert [beam.own_tokens for beam in search.live] == [[2], [3]]
+    search.take(step({2: -0.1, 0: -5.0, 3: -6.0, 4: -7.0}, {2: -0.1, 3: -8.0, 4: -8.0, 5: -8.0}))
+    search.take(step({2: -0.1, 3: -9.0, 4: -9.0, 5: -9.0}, {2: -0.1, 3: -9.0, 4: -9.0, 5: -9.0}))
+    assert not search.live
+    best, second = search.result(None).sequences
+    assert (best.own_tokens, best.finish_reason) == ([2, 2, 2], "length")  # -0.8 / 3
+    assert (second.own_tokens, second.finish_reason, second.stop_reason) == ([0], "stop", 0)  # -0.5 / 1
+
+
+@pytest.mark.parametrize(
+    "field, value", [("beam_width", 0), ("beam_width", 129), ("max_tokens", 0), ("length_penalty", math.inf)]
+)
+def test_bad_parameters_are_named(field, value):
+    with pytest.raises(RequestError, match=field):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 2, field: value})
