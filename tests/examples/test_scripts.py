@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+from pelton_e2e import eventually, free_port
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples/scripts"
 
@@ -69,3 +72,35 @@ def test_llm_engine_loop(run_here):
 def test_openai_client(demo_server):
     out = run("openai_client.py", f"{demo_server}/v1")
     assert "Paris" in out and "total_tokens" in out
+
+
+def test_tool_calls(demo_server):
+    out = run("tool_calls.py", f"{demo_server}/v1")
+    assert (
+        re.match(r'The model calls get_weather\(\{"city":"(Paris|Lima|Oslo)"\}\)', out) and len(out.splitlines()) >= 2
+    )
+
+
+def test_demo_server():
+    port = free_port()
+    process = subprocess.Popen([sys.executable, str(SCRIPTS / "demo_server.py"), "smollm2", str(port)])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            assert eventually(lambda: is_up(client), 120), process.poll()
+            body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 4}
+            whole = client.post("/generate", json=body).json()["text"][0]
+            assert whole.startswith("The capital of France is") and "Paris" in whole
+            lines = client.post("/generate", json={**body, "stream": True}).text.splitlines()
+            assert body["prompt"] + "".join(json.loads(line)["text"][0] for line in lines) == whole
+            assert client.post("/generate", json={**body, "temperature": 9}).status_code == 400
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def is_up(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

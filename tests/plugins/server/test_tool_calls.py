@@ -241,3 +241,9 @@ def test_a_parser_sees_the_special_tokens_of_its_format_alone(start):
     assert think.hidden(think.plan(ParserContext(), tools="none"), SpecialTokens()) is None, (
         "its markers are plain text"
     )
+
+
+def test_auto_without_a_parser_stops_the_start(start):
+    running = start(enable_auto_tool_choice=True)
+    with pytest.raises(ConfigError, match="tool_call_parser: the checkpoint has no response_template"):
+        running.state.parsers.of_model(running.llm)

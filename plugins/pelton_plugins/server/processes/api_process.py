@@ -115,6 +115,8 @@ class ApiServer(Server):
         llm.adapters.number_from(FIRST_ADAPTER_ID * up.client_index)
         if llm.info.report.platform == "cpu":
             give_way()
+        assert self.state.parsers is not None
+        self.state.parsers.of_model(llm)
         self.state.llm = llm
         self._link.send(control.Ready(os.getpid()))
 
