@@ -13,6 +13,8 @@ import msgspec
 from pelton.parsing.interface import Arguments, Content, Reasoning, ToolCall
 from pelton_plugins.server.anthropic_input import as_chat
 from pelton_plugins.server.anthropic_protocol import (
+    AnthropicError,
+    AnthropicErrorDetail,
     CountTokensAnswer,
     CountTokensRequest,
     MessagesAnswer,
@@ -43,7 +45,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 def error_body(body: ErrorResponse) -> bytes:
     """An error in Anthropic's shape."""
     kind = ERROR_TYPES.get(body.error.code, "invalid_request_error" if body.error.code < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": body.error.message}})
+    return msgspec.json.encode(AnthropicError(error=AnthropicErrorDetail(type=kind, message=body.error.message)))
 
 
 def event(kind: str, **fields: Any) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from pelton_plugins.server.protocol import NOT_EMPTY
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
@@ -32,7 +34,7 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    messages: list[AnthropicMessage]
+    messages: Annotated[list[AnthropicMessage], NOT_EMPTY]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
@@ -43,7 +45,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    max_tokens: int
+    max_tokens: Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 1})]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -79,3 +81,13 @@ class MessagesAnswer(msgspec.Struct, kw_only=True):
     stop_sequence: str | None = None
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
+
+
+class AnthropicErrorDetail(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    error: AnthropicErrorDetail
+    type: Literal["error"] = "error"

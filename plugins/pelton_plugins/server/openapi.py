@@ -18,9 +18,13 @@ _TYPED = re.compile(r"\{(\w+):\w+\}")
 REF = "#/components/schemas/{name}"
 
 
-def api(request: type[msgspec.Struct] | None, response: type[msgspec.Struct] | None) -> dict[str, Any]:
+def api(
+    request: type[msgspec.Struct] | None,
+    response: type[msgspec.Struct] | None,
+    error: type[msgspec.Struct] = ErrorResponse,
+) -> dict[str, Any]:
     """Make a route handler's description of itself, its `opt`."""
-    return {"pelton_request": request, "pelton_response": response}
+    return {"pelton_request": request, "pelton_response": response, "pelton_error": error}
 
 
 def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bool = True) -> bytes:
@@ -63,7 +67,7 @@ def _operation(handler: HTTPRouteHandler, schema_of: dict[Any, dict[str, Any]]) 
         "security": [{"key": []}],
         "responses": {
             "200": {"description": "OK"} | (_content(schema_of[response]) if response else {}),
-            "default": {"description": "Error"} | _content(schema_of[ErrorResponse]),
+            "default": {"description": "Error"} | _content(schema_of[handler.opt.get("pelton_error", ErrorResponse)]),
         },
     }
     names = [name for path in handler.paths for name in _TYPED.findall(path)]

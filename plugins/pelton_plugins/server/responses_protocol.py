@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from pelton_plugins.server.protocol import NOT_EMPTY
 
 
 class ResponsesFunction(msgspec.Struct, kw_only=True):
@@ -46,7 +48,7 @@ class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], NOT_EMPTY]
     """A text, or items: messages, function calls, their outputs, and reasoning."""
     model: str | None = None
     instructions: str | None = None
