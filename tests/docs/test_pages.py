@@ -116,6 +116,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton.config.flag_table import make_flags
     from pelton_plugins.bench.busy import BusyArguments
     from pelton_plugins.bench.chain import ChainArguments
+    from pelton_plugins.bench.chaos import ChaosArguments
     from pelton_plugins.bench.cpu_table import CpuTableArguments
     from pelton_plugins.bench.embed import EmbedArguments
     from pelton_plugins.bench.host import HostArguments
@@ -155,7 +156,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [ThroughputArguments],
     ):
         known |= {name for flag in make_flags(structs).values() for name in flag.names}
-    for struct in (ServeArguments, StreamArguments):
+    for struct in (ChaosArguments, ServeArguments, StreamArguments):
         known |= {name for flag in make_flags([struct], engine=False).values() for name in flag.names}
     text = re.sub(r"```(toml|mermaid).*?```", "", page.read_text(), flags=re.DOTALL)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)):

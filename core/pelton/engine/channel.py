@@ -44,7 +44,11 @@ class Channel:
         self._from_engine = self._context.socket(zmq.PULL)
         self._from_engine.setsockopt(zmq.RCVHWM, 0)
         self._from_engine.setsockopt(zmq.MAXMSGSIZE, limits.MAX_IPC_MESSAGE_BYTES)
-        self._from_engine.bind(protocol.address(socket_dir, protocol.output_socket(client_index)))
+        try:
+            self._from_engine.bind(protocol.address(socket_dir, protocol.output_socket(client_index)))
+        except BaseException:
+            self._context.destroy(0)  # waits for open sockets otherwise, for ever, once it is collected
+            raise
         self._to_engine = self._context.socket(zmq.PUSH)
         self._to_engine.setsockopt(zmq.SNDHWM, 0)
         self._to_engine.setsockopt(zmq.LINGER, 0)

@@ -14,11 +14,17 @@ PELTON_API = ">=1,<2"
 def pelton_cli_commands() -> Sequence[CommandEntry]:
     return [
         CommandEntry(
+            name="chaos",
+            load="pelton_plugins.bench.chaos:run",
+            help="kill and stop the processes of a server while clients use it",
+            doc="pelton chaos [--duration-s S] [--clients N]",
+        ),
+        CommandEntry(
             name="bench",
             load="pelton_plugins.bench.command:run",
             help="measure an engine or a server: latency, throughput, serve, stream, load, soak, table, busy, host, ...",
             doc="pelton bench latency|throughput|serve|stream|load|soak|table|cpu-table|busy|speculation|structured|host|chain [flags]",
-        )
+        ),
     ]
 
 

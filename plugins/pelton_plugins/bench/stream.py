@@ -81,7 +81,13 @@ def run(argv: list[str]) -> int:
     )
     arguments: StreamArguments = parsed.structs["StreamArguments"]
     with contextlib.ExitStack() as stack:
-        url = arguments.url or stack.enter_context(own_server(arguments))
+        url = arguments.url
+        if url is None:
+            step_s = arguments.num_clients / arguments.token_rate
+            longest = arguments.input_len + arguments.output_len + 1
+            url, _ = stack.enter_context(
+                own_server(arguments.api_server_count, step_s, num_seqs=arguments.num_clients, max_model_len=longest)
+            )
         result = measure(url, arguments)
     result |= circumstances(f"server {url}" if arguments.url else "no device", msgspec.to_builtins(arguments))
     print(render(result))
@@ -162,27 +168,29 @@ def render(result: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def own_server(arguments: StreamArguments) -> Iterator[str]:
-    """A server over the executor `paced`; gives its address."""
+def own_server(
+    num_processes: int, step_s: float, *more: str, num_seqs: int, max_model_len: int
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server over the executor `paced`, and more flags; gives its address and its process."""
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(Path(folder))
-        step_s = arguments.num_clients / arguments.token_rate
         command = [
             sys.executable, "-m", "pelton.cli.main", "serve", folder, "--port", "0", "--load-format", "dummy",
             "--distributed-executor-backend", "paced", "--plugin-config", json.dumps({SETTINGS: {"step_s": step_s}}),
-            "--max-num-seqs", str(arguments.num_clients), "--no-access-log", "--no-enable-prefix-caching",
-            "--max-num-batched-tokens", str(8 * max(arguments.num_clients, arguments.input_len)),
-            "--api-server-count", str(arguments.api_server_count), "--served-model-name", "none",
-            "--max-model-len", str(arguments.input_len + arguments.output_len + 1),
-            "--num-gpu-blocks-override", str(1 + arguments.num_clients * (2 + (arguments.input_len + arguments.output_len) // 16)),
+            "--max-num-seqs", str(num_seqs), "--no-access-log", "--no-enable-prefix-caching",
+            "--max-num-batched-tokens", str(8 * max(num_seqs, 128)), "--api-server-count", str(num_processes),
+            "--served-model-name", "none", "--max-model-len", str(max_model_len),
+            "--num-gpu-blocks-override", str(1 + num_seqs * (2 + max_model_len // 16)), *more,
         ]  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if name != "PELTON_API_KEY"}
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
         lines: list[str] = []
         threading.Thread(target=_keep_lines, args=(process, lines), daemon=True).start()
         try:
-            yield _wait_ready(process, lines)
+            yield _wait_ready(process, lines), process
         finally:
+            if process.poll():
+                sys.stderr.write("The server ended:\n" + "".join(lines[-40:]))
             process.terminate()
             try:
                 process.wait(20)

@@ -53,6 +53,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds that running requests get to finish after SIGTERM or SIGINT; then each gets an error."""
     timeout_keep_alive_s: int = 5
     """Seconds that an idle connection stays open."""
+    max_engine_restarts: int = 5
+    """How often in a row a dead engine is started again; one that lived for ten minutes begins a new row."""
     max_engine_silence_s: float = 120.0
     """Seconds without a sign of progress, while requests wait, after which /health answers 503."""
     sse_keep_alive_interval: float | None = None
@@ -93,6 +95,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("api_key has an empty key; give a non-empty one, or leave the setting out.")
         if not 1 <= self.api_server_count <= MAX_API_SERVERS:
             raise ConfigError(f"api_server_count is {self.api_server_count}; use 1 to {MAX_API_SERVERS}.")
+        if self.max_engine_restarts < 0:
+            raise ConfigError(f"max_engine_restarts is {self.max_engine_restarts}; use 0 or more.")
         for name in ("max_body_bytes", "max_body_bytes_at_once", "max_concurrent_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -123,7 +123,13 @@ class Server:
         from pelton.sdk.async_llm import AsyncLLM
 
         started = time.perf_counter()
-        llm = await asyncio.to_thread(AsyncLLM, self.engine_config, plugins=self.plugins, explicit=self.explicit)
+        llm = await asyncio.to_thread(
+            AsyncLLM,
+            self.engine_config,
+            plugins=self.plugins,
+            max_restarts=self.config.max_engine_restarts,
+            explicit=self.explicit,
+        )
         try:
             await llm.start()
         except BaseException:

@@ -30,7 +30,7 @@ fake = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fake)
 
 class Engine(fake.FakeAsyncLLM):
-    def __init__(self, config, *, plugins=None, explicit=()):
+    def __init__(self, config, *, plugins=None, explicit=(), max_restarts=5):
         super().__init__()
         self.step_s = 0.02
         time.sleep({load_s})

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import zmq
+
 from pelton.engine.protocol import error_info
 from pelton.errors import PeltonError, PluginError
 from pelton.logging import get_logger, setup
@@ -108,8 +110,7 @@ class ApiServer(Server):
             max_restarts=RESTARTS,
             stat_loggers=self._stats,  # type: ignore[arg-type]
         )
-        up = await self._up
-        self._client = JoinedClient(up, self._loop)
+        up = await self._join()
         llm.input_processor.draw_apart(up.client_index)
         await llm.start()
         llm.adapters.number_from(FIRST_ADAPTER_ID * up.client_index)
@@ -119,6 +120,17 @@ class ApiServer(Server):
         self.state.parsers.of_model(llm)
         self.state.llm = llm
         self._link.send(control.Ready(os.getpid()))
+
+    async def _join(self) -> control.EngineUp:
+        """Join the engine as soon as there is one that lives."""
+        while True:
+            up = await self._up
+            try:
+                self._client = JoinedClient(up, self._loop)
+            except zmq.ZMQError:  # it died before we heard; the owner tells of the next
+                self._up = self._loop.create_future()
+            else:
+                return up
 
     async def _read(self) -> None:
         """Follow the owner; without it there is nothing to serve."""
@@ -134,14 +146,15 @@ class ApiServer(Server):
         elif isinstance(message, control.EngineUp):
             if self._client is not None:
                 self._client.engine_up(message)
-            elif self._up.done():
+                return
+            if self._up.done():
                 self._up = self._loop.create_future()
-                self._up.set_result(message)
-            else:
-                self._up.set_result(message)
+            self._up.set_result(message)
         elif isinstance(message, control.EngineDown):
             if self._client is not None:
                 self._client.engine_down(message.reason)
+            elif self._up.done():
+                self._up = self._loop.create_future()
         elif isinstance(message, control.AskFigures):
             self._send_figures(message.number)
         elif isinstance(message, control.MetricsText):

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import zmq
+
 from pelton.engine import protocol
 from pelton.engine.channel import Channel
 from pelton.engine.client import EngineClient
@@ -32,10 +34,14 @@ class JoinedClient(EngineClient):
         self._is_up = threading.Event()
         self._is_closed = False
         self._fd = -1
-        self.engine_up(up)
+        self._join(up)
 
     def engine_up(self, up: EngineUp) -> None:
-        """Join the engine, or the one that took its place."""
+        """Join the engine that took the place of a dead one; where that died too, the owner tells of the next."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._join(up)
+
+    def _join(self, up: EngineUp) -> None:
         self._leave()
         self._up = up
         self.info = up.info
@@ -47,6 +53,8 @@ class JoinedClient(EngineClient):
 
     def engine_down(self, reason: str) -> None:
         self._is_up.clear()
+        if self._fd < 0:
+            return
         self._channel.take_messages()  # what it sent before it died
         self._channel.declare_dead(EngineDeadError(reason))
 

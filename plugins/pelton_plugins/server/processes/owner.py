@@ -78,7 +78,7 @@ class Owner:
         self.num_restarts = 0
         self._llm: Any = None
         self._client: OwnedClient | None = None
-        self._is_resolved = False
+        self._is_resolved = self._is_announced = False
         self._up: control.EngineUp | None = None
         self._client_indexes = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -150,6 +150,7 @@ class Owner:
             AsyncLLM,
             self.engine_config,
             plugins=self.plugins,
+            max_restarts=self.config.max_engine_restarts,
             explicit=self.explicit,
             start_engine=self._start_engine(loop),
         )
@@ -167,6 +168,7 @@ class Owner:
         self.engine_up(self._client)
         for child in self.children:
             await child.ready.wait()
+        self._is_announced = True
         names = self.engine_config.model.served_model_name or [self.engine_config.model.model]
         announce(llm, self.config, names[0], url_of(self.config, self.port), time.perf_counter() - began)
 
@@ -222,7 +224,7 @@ class Owner:
                 self._llm.stat_loggers.record(None, message.iteration)
         elif isinstance(message, control.AskMetrics):
             self._start_task(self._answer_metrics(child, message.number))
-        elif isinstance(message, control.Failed) and not child.ready.is_set():
+        elif isinstance(message, control.Failed) and not self._is_announced:
             self.fail(error_from_info(message.error))
 
     def forget(self, child: Child) -> None:
