@@ -80,8 +80,13 @@ class FairPolicy(SchedulingPolicy):
         now = self._clock()
         if now - self._looked >= REFRESH_S:
             self._look(running, now)
-        chosen = min(waiting, key=lambda tenant: (self.served(tenant), tenant))
-        self._level = self.served(chosen)
+        served, making = self._served, self._making
+        chosen, least = "", float("inf")
+        for tenant in waiting:
+            value = served.get(tenant, 0.0) + making.get(tenant, 0.0)
+            if value < least or (value == least and tenant < chosen):
+                chosen, least = tenant, value
+        self._level = least
         return chosen
 
     def started(self, request: ScheduledRequest) -> None:
