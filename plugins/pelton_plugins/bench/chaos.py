@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -71,15 +72,14 @@ def run(argv: list[str]) -> int:
 
 def torment(arguments: ChaosArguments) -> dict[str, Any]:
     flags = ("--max-step-s", str(MAX_STEP_S), "--graceful-shutdown-s", "15", "--max-engine-restarts", "1000000")
-    before = _folders()
-    with own_server(arguments.api_server_count, STEP_S, *flags, num_seqs=64, max_model_len=512) as (url, process):
-        chaos = _Chaos(url, process, arguments)
-        asyncio.run(chaos.run())
-    return chaos.result() | {"left_folders": sorted(_folders() - before)}
-
-
-def _folders() -> set[str]:
-    return {path.name for path in Path("/tmp").glob("pelton-*")}
+    with tempfile.TemporaryDirectory(prefix="pelton-chaos-") as folder:
+        sizes = {"num_seqs": 64, "max_model_len": 512}
+        with own_server(arguments.api_server_count, STEP_S, *flags, **sizes, temporary=folder) as (url, process):
+            chaos = _Chaos(url, process, arguments)
+            asyncio.run(chaos.run())
+        left = sorted(path.name for path in Path(folder).iterdir())
+    chaos.checks.append(check("folders left", len(left), 0))
+    return chaos.result()
 
 
 class _Chaos:

@@ -169,9 +169,9 @@ def render(result: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def own_server(
-    num_processes: int, step_s: float, *more: str, num_seqs: int, max_model_len: int
+    num_processes: int, step_s: float, *more: str, num_seqs: int, max_model_len: int, temporary: str | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server over the executor `paced`, and more flags; gives its address and its process."""
+    """A server over the executor `paced`, and more flags; gives its address and its process. temporary: folder of its sockets."""
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(Path(folder))
         command = [
@@ -183,6 +183,8 @@ def own_server(
             "--num-gpu-blocks-override", str(1 + num_seqs * (2 + max_model_len // 16)), *more,
         ]  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if name != "PELTON_API_KEY"}
+        if temporary is not None:
+            environ["TMPDIR"] = temporary
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
         lines: list[str] = []
         threading.Thread(target=_keep_lines, args=(process, lines), daemon=True).start()
