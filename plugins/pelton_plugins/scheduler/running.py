@@ -13,6 +13,11 @@ from pelton_plugins.scheduler.request import RequestState
 from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.step import StepBuilder
 
+_FEW_WAITING = 2
+"""Requests. With so many or fewer a prompt of half the bound is short; with more, longer ones are, in proportion. Every step has a
+cost of its own, and those with few rows waste most: a burst of requests decodes together soon, behind few large steps. Long
+prompts keep to the bound whatever waits."""
+
 
 class RunningRows:
     def __init__(self, parts: RowParts, drafts: Drafts) -> None:
@@ -27,7 +32,8 @@ class RunningRows:
         config = self._parts.config
         num_mixed = config.max_mixed_prefill_tokens
         if num_mixed and config.enable_chunked_prefill and any(request.is_in_decode for request in running):
-            step.bound_prefill(num_mixed)
+            most_short = num_mixed * max(self._table.num_admissible, _FEW_WAITING) // (2 * _FEW_WAITING)
+            step.bound_prefill(num_mixed, most_short)
         self._drafts.begin(step.step_id, running)
         is_plain = step.is_ordered and not self._drafts.is_on
         step_id, ones, max_seq_len = step.step_id, step.ones, 0

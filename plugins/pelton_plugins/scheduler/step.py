@@ -107,10 +107,10 @@ class StepBuilder:
     def num_rows(self) -> int:
         return len(self.ones) + len(self.many)
 
-    def bound_prefill(self, num_tokens: int) -> None:
-        """Take few prompt tokens, for rows that decode are in the step. A waiting request of which no more than half as many
-        are left comes beyond that: it gets its first token in this step, and is a row of all steps that follow."""
-        self.short_budget, self.most_short = self.prefill_budget, num_tokens // 2
+    def bound_prefill(self, num_tokens: int, most_short: int) -> None:
+        """Take few prompt tokens, for rows that decode are in the step. A waiting request of which no more than `most_short` are left
+        comes beyond that: it gets its first token in this step, and is a row of all steps that follow."""
+        self.short_budget, self.most_short = self.prefill_budget, most_short
         self.prefill_budget = num_tokens
 
     @property

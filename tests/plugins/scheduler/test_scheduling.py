@@ -135,22 +135,61 @@ def test_several_chunks_share_what_their_contexts_leave():
 @OVERLAPS
 def test_short_remainders_come_beyond_the_bound_until_the_step_is_full(overlap):
     config = SchedulerConfig(max_mixed_prefill_tokens=8)
-    harness = Harness(config=config, max_num_batched_tokens=24, max_steps_in_flight=overlap)
+    harness = Harness(config=config, max_num_batched_tokens=16, max_steps_in_flight=overlap)
     harness.add(make_request("decode", 3, 12))
     harness.step()
     harness.add(make_request("long", 20, 1))
-    for name in "abcde":
+    for name in "ab":
         harness.add(make_request(name, 4, 1))  # half of the bound
     harness.add(make_request("longer", 5, 1))
     harness.run_and_check()
     later = [output.num_scheduled for output in harness.executor.outputs if output.max_query_len > 1][1:]
     # Beside two chunks of the long one, which does not keep them from their first token; the last has to wait for its turn.
-    assert later == [[1, 8, 4, 4, 4], [1, 8, 4, 4], [1, 4, 4]]
+    assert later == [[1, 8, 4], [1, 8, 4], [1, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    "length, sizes, expected",
+    [
+        pytest.param(
+            10, {}, [[1, *[10] * 6], [1, 8]], id="nine-wait-and-18-tokens-are-short"
+        ),  # of three that are left 6
+        pytest.param(30, {}, [[1, 8]] * 3, id="long-ones-keep-to-the-bound"),
+        pytest.param(10, {"max_num_seqs": 2}, [[1, 8], [1, 2], [1, 8], [1, 2]], id="there-is-one-slot"),
+    ],
+)
+def test_what_is_short_grows_with_the_requests_that_could_start(length, sizes, expected):
+    config = SchedulerConfig(max_mixed_prefill_tokens=8)
+    harness = Harness(
+        config=config, max_num_batched_tokens=64, prefix_caching=False, num_blocks=256, **{"max_num_seqs": 32, **sizes}
+    )
+    harness.add(make_request("decode", 3, 60))
+    harness.step()
+    for index in range(9):
+        harness.add(make_request(str(index), length, 1))
+    harness.run_and_check()
+    mixed = [output.num_scheduled for output in harness.executor.outputs[1:] if output.max_query_len > 1]
+    assert mixed[: len(expected)] == expected
+
+
+def test_requests_that_wait_for_blocks_do_not_make_others_short():
+    harness = Harness(config=SchedulerConfig(max_mixed_prefill_tokens=8), num_blocks=20, prefix_caching=False)
+    harness.add(make_request("decode", 60, 8))
+    harness.step()
+    for index in range(5):
+        harness.add(make_request(str(index), 18, 1))
+    table = harness.scheduler._table
+    assert table.num_admissible == 5
+    for _ in range(4):
+        harness.step()
+    assert table.lacks_blocks and table.num_admissible == 0
+    harness.run_and_check()
+    assert not table.lacks_blocks
 
 
 @pytest.mark.parametrize(
     "context_tokens, expected",
-    [(0, [[1, 6, 6, 6, 6, 6, 6]]), (64, [[1, 6, 4], [1, 2, 6], [1, 6, 4], [1, 2, 6]])],
+    [(0, [[1, 6, 6]]), (64, [[1, 6, 4], [1, 2]])],
 )
 def test_what_is_short_counts_what_is_cached_and_what_its_context_costs(context_tokens, expected):
     config = SchedulerConfig(max_mixed_prefill_tokens=16)
@@ -159,7 +198,7 @@ def test_what_is_short_counts_what_is_cached_and_what_its_context_costs(context_
     harness.add(make_request("decode", shared, 20))
     harness.step()
     harness.step()
-    for index in range(6):
+    for index in range(2):
         harness.add(make_request(str(index), [*shared, *range(100 + 6 * index, 106 + 6 * index)], 1))
     harness.run_and_check()
     assert [output.num_scheduled for output in harness.executor.outputs if output.max_query_len > 1][1:] == expected
