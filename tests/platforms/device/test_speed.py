@@ -9,21 +9,27 @@ import torch
 from pelton_worker_fakes import make_worker
 
 from pelton.testing.models import make_tiny_checkpoint
-from pelton_platforms.device.speed import context_tokens, fitting_tokens, measure_speed
+from pelton_platforms.device.speed import Speed, budget_note, context_tokens, fitting_tokens, measure_speed
 
 
 class Device:
-    """Computes a step in `floor_s`, or a token in `token_s` where that takes longer."""
+    """Computes a step in `floor_s`, or a token in `token_s` where that takes longer; other work slows the steps of `slowed`."""
 
-    def __init__(self, floor_s, token_s):
-        self.floor_s, self.token_s, self.now, self.steps = floor_s, token_s, 0.0, []
+    def __init__(self, floor_s, token_s, slowed=(), num_threads=2):
+        self.floor_s, self.token_s, self.now, self.cpu_s, self.steps = floor_s, token_s, 0.0, 0.0, []
+        self.slowed, self.num_threads = dict(slowed), num_threads
 
     def run(self, num_tokens):
+        slowed = self.slowed.get(len(self.steps), 1)
         self.steps.append(num_tokens)
-        self.now += max(self.floor_s, num_tokens * self.token_s)
+        seconds = max(self.floor_s, num_tokens * self.token_s)
+        self.now += seconds * slowed
+        self.cpu_s += seconds * self.num_threads
 
-    def speed(self, most=2048):
-        return measure_speed(self.run, most, clock=lambda: self.now)
+    def speed(self, most=2048, *, tells_cpu_s=True):
+        return measure_speed(
+            self.run, most, clock=lambda: self.now, cpu_clock=(lambda: self.cpu_s) if tells_cpu_s else None
+        )
 
 
 @pytest.mark.parametrize(
@@ -31,15 +37,47 @@ class Device:
     [
         pytest.param(0.001, 1e-5, [4, 32, 128], id="fast"),
         pytest.param(0.008, 5e-4, [4, 32, 128], id="usual"),
-        pytest.param(0.05, 2e-3, [4, 32], id="a-large-model"),
+        pytest.param(0.1, 4e-3, [4, 32], id="a-large-model"),
         pytest.param(0.1, 1.0, [4], id="very-slow"),
     ],
 )
 def test_the_speed_of_many_tokens_is_found_in_little_time(floor_s, token_s, steps):
     device = Device(floor_s, token_s)
-    assert device.speed() == pytest.approx(1 / token_s, rel=0.01)
+    assert device.speed() == (pytest.approx(1 / token_s, rel=0.01), False)
     assert device.steps == steps
-    assert device.now < max(0.15, 4.1 * token_s)
+    assert device.now < max(0.25, 4.1 * token_s)
+
+
+@pytest.mark.parametrize(
+    "slowed, steps, expected",
+    [
+        pytest.param({0: 40}, [4, 32, 128], Speed(2000, False), id="the-first-step-stands-still"),
+        pytest.param({2: 9}, [4, 32, 128, 128], Speed(2000, False), id="a-step-that-is-held-up-is-tried-again"),
+        pytest.param(
+            dict.fromkeys(range(9), 5), [4, 32, 128], Speed(1000, True), id="all-steps-by-the-time-of-threads"
+        ),
+        pytest.param({1: 3, 2: 5, 3: 4, 4: 3}, [4, 32, 128], Speed(1000, True), id="most-steps"),
+    ],
+)
+def test_steps_that_other_work_slows_do_not_count(slowed, steps, expected):
+    device = Device(0.008, 5e-4, slowed)
+    assert device.speed() == (pytest.approx(expected.tokens_s), expected.is_shared)
+    assert device.steps == steps
+
+
+def test_without_the_time_of_threads_steps_are_tried_three_times():
+    device = Device(0.008, 5e-4, {2: 9, 3: 8, 4: 7})
+    assert device.speed(tells_cpu_s=False) == (pytest.approx(2000), True)
+    assert device.steps == [4, 32, 128, 128, 128]
+
+
+def test_the_start_table_tells_of_other_work():
+    assert budget_note(1024, Speed(2048.0)) == (
+        "max_num_batched_tokens 1024: 0.5 s a step at the measured 2048 tokens/s"
+    )
+    assert budget_note(512, Speed(800.0, is_shared=True)).endswith(
+        "; other work took the cores meanwhile: a start without it may choose more"
+    )
 
 
 def test_no_step_is_larger_than_the_buffers():
@@ -71,7 +109,9 @@ def test_a_worker_measures_its_model(tmp_path, monkeypatch):
     forward = worker.model.forward
 
     def slow(batch):
-        time.sleep(batch.num_tokens * 1e-3)
+        end = time.process_time() + batch.num_tokens * 1e-3
+        while time.process_time() < end:
+            pass
         return forward(batch)
 
     monkeypatch.setattr(worker.model, "forward", slow)
@@ -79,7 +119,7 @@ def test_a_worker_measures_its_model(tmp_path, monkeypatch):
     assert fit.num_tokens in (512, 640)  # 1,000 tokens a second at most, 732 at least
     assert fit.context_tokens == context_tokens(worker.model, worker.build.cache_layers.values())
     (note,) = [note for note in worker.report().notes if "max_num_batched_tokens" in note]
-    assert note.startswith(f"max_num_batched_tokens {fit.num_tokens}: 0.") and note.endswith(" tokens/s")
+    assert note.startswith(f"max_num_batched_tokens {fit.num_tokens}: 0.") and " tokens/s" in note
     assert worker.report().phase_s["measure speed"] < 1.0
     monkeypatch.setattr(type(worker.platform), "target_step_s", None)
     assert worker.fit_step() is None
