@@ -42,6 +42,9 @@ WATCH_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 1.0
 EXIT_GRACE_S = 1.0  # what the step loop gets to end by itself after `Shutdown`
 PR_SET_PDEATHSIG = 1
+_IDLE_WAITS, _IDLE_WAIT_S = 10, 0.02
+"""Short waits without a message behind which an engine counts as idle. One long wait would be over as well when the process was
+stopped meanwhile."""
 
 
 class Wire:
@@ -144,15 +147,24 @@ class EngineProcess:
         while True:
             if not core.has_work() and inbox.empty():
                 gc.collect(1)  # nobody waits now
-                while inbox.empty() and core.prepare_ahead():
-                    pass
-                if not self._handle(core, inbox.get()):
+                if not self._handle(core, self._next_message(core)):
                     return
             while not inbox.empty():
                 if not self._handle(core, inbox.get()):
                     return
             if core.has_work():
                 self._step(core)
+
+    def _next_message(self, core: EngineCore) -> protocol.ToEngine:
+        """Wait for one. When none comes for a moment, prepare ahead what may be: not at once, for the front end still starts, or a
+        client is about to send its next request, and either would wait for it."""
+        inbox = self._inbox
+        for _ in range(_IDLE_WAITS):
+            with contextlib.suppress(queue.Empty):
+                return inbox.get(timeout=_IDLE_WAIT_S)
+        while inbox.empty() and core.prepare_ahead():
+            pass
+        return inbox.get()
 
     def _step(self, core: EngineCore) -> None:
         self._busy_since = time.monotonic()

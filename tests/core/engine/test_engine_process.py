@@ -286,6 +286,27 @@ def test_an_output_that_is_too_large_to_be_sent_ends_its_request_only(monkeypatc
     assert core.call("kv_cache_usage") == 0
 
 
+@pytest.mark.parametrize(
+    "sent_after_s, num_prepared",
+    [pytest.param(0.0, 0, id="at-once"), pytest.param(0.05, 0, id="soon"), pytest.param(0.4, 3, id="idle")],
+)
+def test_steps_are_prepared_ahead_only_when_nothing_came_for_a_moment(sent_after_s: float, num_prepared: int) -> None:
+    engine = process.EngineProcess(None, parent_pid=0, hang_dump_s=60.0)  # type: ignore[arg-type]
+    prepared = []
+
+    class Core:
+        def prepare_ahead(self) -> bool:
+            prepared.append(time.monotonic())
+            return len(prepared) < 3
+
+    message = protocol.Shutdown()
+    timer = threading.Timer(sent_after_s, engine._inbox.put, [message])
+    timer.start()
+    assert engine._next_message(Core()) is message  # type: ignore[arg-type]
+    assert len(prepared) == num_prepared
+    timer.join()
+
+
 def test_sockets_lie_in_a_private_directory_that_goes_away(start: Start) -> None:
     client = start()
     folder = client.socket_dir
