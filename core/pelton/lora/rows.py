@@ -46,6 +46,8 @@ class AdapterRows:
         """The tile of each token."""
         self.num_used = torch.zeros(1, dtype=torch.int32, device=device)
         """Tiles of rows with an adapter."""
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        """Counts `place`, with tiles: what a kernel leaves for another of the same step says so."""
         self._groups = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._tiles = torch.arange(most, dtype=torch.int32, device=device)
 
@@ -80,6 +82,7 @@ class AdapterRows:
         is_used = is_tile & (group < self.num_slots)
         self.tile_slot[:count] = torch.where(is_used, group, -1)
         self.num_used[0] = is_used.sum()
+        self.step += 1
         place = torch.arange(num_tokens, dtype=torch.int32, device=groups.device) - starts[groups]
         self.token_tile[:num_tokens].scatter_(
             0, order, torch.where(groups > 0, tile_ends[groups - 1], 0) + place // rows

@@ -131,9 +131,10 @@ class _AddNorm:
         out_features: int,
         tile: Tile,
         parts: int = 1,
+        low_rows: int = 0,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """-> (out [T, out_features], the new residual)"""
+        """-> (out [T, out_features], the new residual). low_rows: of A, which further programs multiply (`lora_gemv.py`)."""
         hidden = inner_contiguous(hidden)
         residual = None if residual is None else inner_contiguous(residual)
         num_tokens, size = hidden.shape
@@ -142,11 +143,12 @@ class _AddNorm:
         if residual is not None or self.post_norm is not None:
             # Not in place: programs read the old rows while the first one writes the new ones.
             total = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
+        low_programs = triton.cdiv(low_rows, tile.R)
         launch(
-            kernel, (triton.cdiv(out_features, tile.R // parts),),
+            kernel, (low_programs + triton.cdiv(out_features, tile.R // parts),),
             hidden, residual, self.norm, self.post_norm, self.weight, self.bias, out, total, self.eps, self.post_eps,
             num_tokens, hidden.stride(0), 0 if residual is None else residual.stride(0),
-            HAS_RESIDUAL=residual is not None, N=out_features, M=padded_rows(num_tokens),
+            HAS_RESIDUAL=residual is not None, N=out_features, M=padded_rows(num_tokens), LOW_PROGRAMS=low_programs,
             **tile.options, **self.flags, **options,
         )  # fmt: skip
         return out, total
@@ -258,15 +260,16 @@ def bind_linear(needs: LinearNeeds, tensors: LinearTensors) -> Callable[..., Ten
         "HAS_BIAS": bias is not None, "N": out_features, "K": in_features, "PDL": pdl, **launch_options(pdl)
     }  # fmt: skip
 
-    def call(x: Tensor, **options: Any) -> Tensor:
+    def call(x: Tensor, low_rows: int = 0, **options: Any) -> Tensor:
         x = inner_contiguous(x)
         num_tokens = x.shape[0]
         tile = tiles[num_tokens]
         out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
+        low_programs = triton.cdiv(low_rows, tile.R)
         launch(
-            linear_kernel, (triton.cdiv(out_features, tile.R),),
+            linear_kernel, (low_programs + triton.cdiv(out_features, tile.R),),
             x, weight, bias, out, num_tokens, x.stride(0), M=padded_rows(num_tokens),
-            X_AHEAD=min(tile.NUM, 3) if tile.DOT else tile.AHEAD, **tile.options, **flags, **options,
+            X_AHEAD=min(tile.NUM, 3) if tile.DOT else tile.AHEAD, LOW_PROGRAMS=low_programs, **tile.options, **flags, **options,
         )  # fmt: skip
         return out
 

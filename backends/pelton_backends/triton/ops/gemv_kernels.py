@@ -285,6 +285,92 @@ def adapter_product(
     return total
 
 
+@triton.jit
+def store_low(low, step, y, first, rows_end, dtype: tl.constexpr, R: tl.constexpr):
+    """A x of one row, y [R, 1], as words that say of which step they are: whoever waits for them reads nothing else."""
+    rows = first + tl.arange(0, R)
+    value = tl.reshape(y, [R]).to(dtype).to(tl.float32)
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.store(low + rows, (step.to(tl.int64) << 32) | bits, mask=rows < rows_end)
+
+
+@triton.jit
+def low_places(low, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SECOND: tl.constexpr,
+               THIRD: tl.constexpr):  # fmt: skip
+    """Where the words are that a program's rows meet [R, RANK]."""
+    rows = _adapter_rows(first, N, PARTS, R)
+    part = (rows >= SECOND).to(tl.int32) + (rows >= THIRD).to(tl.int32)
+    return low + part[:, None] * RANK + tl.arange(0, RANK)[None, :]
+
+
+@triton.jit
+def adapter_of_one(
+    slots, b, slot_stride, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr
+):
+    """Slot of the only row, -1 without an adapter, and its B of a program's rows [R, RANK]. Before the wait: see `runtime`."""
+    slot = tl.load(slots)
+    rows = _adapter_rows(first, N, PARTS, R)
+    place = b + tl.maximum(slot, 0).to(tl.int64) * slot_stride + rows[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    return slot, tl.load(place, mask=(rows < N * PARTS)[:, None], other=0.0)
+
+
+@triton.jit
+def with_adapter(y, slot, tile, words, places, step):
+    """y [R, 1] and what the adapter adds to it: tile [R, RANK] times A x, whose words the first programs of the launch write."""
+    while tl.sum(tl.sum(((words >> 32) != step).to(tl.int32), axis=1), axis=0) > 0:
+        words = tl.load(places, volatile=True)
+    low = words.to(tl.int32).to(tl.float32, bitcast=True)
+    more = tl.sum(tile.to(tl.float32) * low, axis=1)[:, None]
+    return tl.where(slot >= 0, y + more, y)
+
+
+@triton.jit
+def add_norm_low(
+    hidden, residual, new_residual, norm, post_norm, eps, post_eps, num_tokens, hidden_stride, residual_stride,
+    slots, a, a_stride, low, step, pid,
+    HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+    K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    DOT: tl.constexpr, LOW_ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """R of A's LOW_ROWS rows times the only row, normed: what a program does with rows of the weight."""
+    P: tl.constexpr = W * C * 32
+    first = pid * R
+    let_next_start(PDL)
+    weight = a + tl.maximum(tl.load(slots), 0).to(tl.int64) * a_stride
+    this_step = tl.load(step)
+    tile = load_tile(weight, first, LOW_ROWS, K, 1, W, R, C, AHEAD, DOT)
+    norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
+    post_pieces = norm_pieces
+    if HAS_POST:
+        post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
+    wait_for_inputs(PDL)
+    x = add_norm_rows(
+        hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
+        residual_stride, False, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, 1, P, NUM,
+    )  # fmt: skip
+    y = product(tile, x, weight, first, weight, LOW_ROWS, K, 1, 1, W, R, C, NUM, AHEAD, NUM, DOT)
+    store_low(low, this_step, y, first, LOW_ROWS, a.dtype.element_ty, R)
+
+
+@triton.jit
+def linear_low(
+    x, slots, a, a_stride, low, step, pid,
+    K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    X_AHEAD: tl.constexpr, DOT: tl.constexpr, LOW_ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """R of A's LOW_ROWS rows times the only row."""
+    first = pid * R
+    let_next_start(PDL)
+    weight = a + tl.maximum(tl.load(slots), 0).to(tl.int64) * a_stride
+    this_step = tl.load(step)
+    tile = load_tile(weight, first, LOW_ROWS, K, 1, W, R, C, AHEAD, DOT)
+    wait_for_inputs(PDL)
+    start = x + tl.zeros([1, 1], tl.int32)
+    x_pieces = load_rows(start, K, W * C * 32, X_AHEAD)
+    y = product(tile, x_pieces, weight, first, start, LOW_ROWS, K, 1, 1, W, R, C, NUM, AHEAD, X_AHEAD, DOT)
+    store_low(low, this_step, y, first, LOW_ROWS, a.dtype.element_ty, R)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def add_norm_linear_kernel(
     hidden, residual, norm, post_norm, weight, bias, out, new_residual, eps, post_eps,
@@ -295,10 +381,20 @@ def add_norm_linear_kernel(
     DOT: tl.constexpr, PDL: tl.constexpr,
     slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
     LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
+    a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
 ):  # fmt: skip
     """residual' = [post_norm](hidden) + residual [T, K], stored by the first program; out [T, N] = norm(residual') weight^T."""
     P: tl.constexpr = W * C * 32
     pid = tl.program_id(0)
+    if LOW_PROGRAMS > 0:
+        if pid < LOW_PROGRAMS:
+            add_norm_low(
+                hidden, residual, new_residual, norm, post_norm, eps, post_eps, num_tokens, hidden_stride, residual_stride,
+                slots, a, a_stride, low, step, pid, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, W, R, C, NUM,
+                AHEAD, DOT, RANK * NUM_PARTS, PDL,
+            )  # fmt: skip
+            return
+        pid -= LOW_PROGRAMS
     first = pid * R
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
@@ -306,15 +402,23 @@ def add_norm_linear_kernel(
     post_pieces = norm_pieces
     if HAS_POST:
         post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
-    if RANK > 0:
+    if LOW_PROGRAMS > 0:
+        slot, adapter = adapter_of_one(slots, b, slot_stride, first, N, 1, R, RANK)
+        this_step = tl.load(step)
+        places = low_places(low, first, N, 1, R, RANK, SECOND, THIRD)
+    elif RANK > 0:
         early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
     wait_for_inputs(PDL)
     x = add_norm_rows(
         hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
         residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
     )  # fmt: skip
+    if LOW_PROGRAMS > 0:
+        words = tl.load(places, volatile=True)
     y = product(tile, x, weight, first, weight, N, K, 1, M, W, R, C, NUM, AHEAD, NUM, DOT)
-    if RANK > 0:
+    if LOW_PROGRAMS > 0:
+        y = with_adapter(y, slot, adapter, words, places, this_step)
+    elif RANK > 0:
         slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
         if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
             slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
@@ -335,18 +439,35 @@ def linear_kernel(
     X_AHEAD: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
     slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
     LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
+    a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
 ):  # fmt: skip
     """out [T, N] = x [T, K] weight^T."""
-    first = tl.program_id(0) * R
+    pid = tl.program_id(0)
+    if LOW_PROGRAMS > 0:
+        if pid < LOW_PROGRAMS:
+            linear_low(
+                x, slots, a, a_stride, low, step, pid, K, W, R, C, NUM, AHEAD, X_AHEAD, DOT, RANK * NUM_PARTS, PDL
+            )
+            return
+        pid -= LOW_PROGRAMS
+    first = pid * R
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
-    if RANK > 0:
+    if LOW_PROGRAMS > 0:
+        slot, adapter = adapter_of_one(slots, b, slot_stride, first, N, 1, R, RANK)
+        this_step = tl.load(step)
+        places = low_places(low, first, N, 1, R, RANK, SECOND, THIRD)
+    elif RANK > 0:
         early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
     wait_for_inputs(PDL)
     start = x + tl.minimum(tl.arange(0, M), num_tokens - 1)[:, None] * stride
     x_pieces = load_rows(start, K, W * C * 32, X_AHEAD)
+    if LOW_PROGRAMS > 0:
+        words = tl.load(places, volatile=True)
     y = product(tile, x_pieces, weight, first, start, N, K, 1, M, W, R, C, NUM, AHEAD, X_AHEAD, DOT)
-    if RANK > 0:
+    if LOW_PROGRAMS > 0:
+        y = with_adapter(y, slot, adapter, words, places, this_step)
+    elif RANK > 0:
         slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
         if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
             slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
@@ -370,6 +491,7 @@ def add_norm_gated_linear_kernel(
     DOT: tl.constexpr, PDL: tl.constexpr,
     slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
     LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
+    a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
 ):  # fmt: skip
     """As `add_norm_linear_kernel`; weight has N rows of gate, then N of up, and out [T, N] = activation(gate) * up.
 
@@ -378,6 +500,15 @@ def add_norm_gated_linear_kernel(
     P: tl.constexpr = W * C * 32
     H: tl.constexpr = R // 2
     pid = tl.program_id(0)
+    if LOW_PROGRAMS > 0:
+        if pid < LOW_PROGRAMS:
+            add_norm_low(
+                hidden, residual, new_residual, norm, post_norm, eps, post_eps, num_tokens, hidden_stride, residual_stride,
+                slots, a, a_stride, low, step, pid, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, W, R, C, NUM,
+                AHEAD, DOT, RANK * NUM_PARTS, PDL,
+            )  # fmt: skip
+            return
+        pid -= LOW_PROGRAMS
     first = pid * H
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 2, W, R, C, AHEAD, DOT)
@@ -385,15 +516,23 @@ def add_norm_gated_linear_kernel(
     post_pieces = norm_pieces
     if HAS_POST:
         post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
-    if RANK > 0:
+    if LOW_PROGRAMS > 0:
+        slot, adapter = adapter_of_one(slots, b, slot_stride, first, N, 2, R, RANK)
+        this_step = tl.load(step)
+        places = low_places(low, first, N, 2, R, RANK, SECOND, THIRD)
+    elif RANK > 0:
         early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 2, M, R, RANK)
     wait_for_inputs(PDL)
     x = add_norm_rows(
         hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
         residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
     )  # fmt: skip
+    if LOW_PROGRAMS > 0:
+        words = tl.load(places, volatile=True)
     y = product(tile, x, weight, first, weight, N, K, 2, M, W, R, C, NUM, AHEAD, NUM, DOT)
-    if RANK > 0:
+    if LOW_PROGRAMS > 0:
+        y = with_adapter(y, slot, adapter, words, places, this_step)
+    elif RANK > 0:
         slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
         if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
             slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 2, M, R, RANK)

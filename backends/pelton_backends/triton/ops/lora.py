@@ -163,7 +163,8 @@ def _expand_gated_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _sort_kernel(
-    slots_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, token_tile_ptr, num_used_ptr, num_tokens, num_tiles,
+    slots_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, token_tile_ptr, num_used_ptr, step_ptr,
+    num_tokens, num_tiles,
     NUM_SLOTS: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Tokens by slot, into tiles of M: each token's place is the number of tokens before it, counted by all pairs."""
@@ -180,6 +181,7 @@ def _sort_kernel(
     begins = (place_of_column % M == 0) & (t < num_tokens)
     tile = tl.sum((is_before & begins[None, :]).to(tl.int32), axis=1) + place // M
     is_token = t < num_tokens
+    tl.store(step_ptr, tl.load(step_ptr) + 1)
     tl.store(order_ptr + start + place, t, mask=is_token)
     tl.store(token_tile_ptr + t, tile, mask=is_token)
     tl.store(num_used_ptr, tl.sum((begins & (group < NUM_SLOTS)).to(tl.int32), axis=0))
@@ -207,7 +209,7 @@ def sort_rows(rows: AdapterRows, num_tokens: int) -> bool:
     launch(
         _sort_kernel, (1,),
         rows.token_slots, rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, rows.token_tile, rows.num_used,
-        num_tokens, num_tiles,
+        rows.step, num_tokens, num_tiles,
         rows.num_slots, _FEW_PAIRED if num_tokens <= _FEW_PAIRED else _MOST_PAIRED,
         triton.next_power_of_2(rows.num_tiles(_MOST_PAIRED)), tile_rows(num_tokens), num_warps=8,
     )  # fmt: skip
