@@ -98,3 +98,19 @@ def test_products_of_more_rows(count: int, rank: int) -> None:
     ):
         case = AdaptedCase(slots, 512, parts, dtype=torch.bfloat16, device="cuda", rank=rank, **options)
         check_adapted(case, "hopper")
+
+
+@pytest.mark.parametrize(("count", "num_slots", "rank"), [(32, 8, 16), (64, 64, 16), (40, 30, 64), (64, 20, 32)])
+def test_products_of_many_adapters(count: int, num_slots: int, rank: int) -> None:
+    """More than fill one buffer of the kernel, twice in turn with others: what one step leaves is not taken in the next."""
+    slots = [(7 * index) % (num_slots + 1) - 1 for index in range(count)]
+    for size, parts, options in (
+        (1024, (1024, 256, 256), {"norm": True}),
+        (9216, (512,), {"has_bias": True}),
+        (1024, (9216, 9216), {"norm": True, "activation": "silu"}),
+    ):
+        case = AdaptedCase(
+            slots, size, parts, dtype=torch.bfloat16, device="cuda", rank=rank, num_slots=num_slots, **options
+        )
+        check_adapted(case, "hopper")
+        check_adapted(case, "hopper")

@@ -28,10 +28,19 @@ class AdaptedCase:
 
     def __init__(
         self, slots: list[int], size: int, parts: tuple[int, ...], *, dtype: torch.dtype, device: Any, rank: int = 16,
-        norm: bool = False, activation: str | None = None, has_bias: bool = False,
+        norm: bool = False, activation: str | None = None, has_bias: bool = False, num_slots: int = 3,
     ) -> None:  # fmt: skip
         case = make_lora_case(
-            slots, size, parts, dtype=dtype, device=device, rank=rank, norm=norm, activation=activation, has_tiles=True
+            slots,
+            size,
+            parts,
+            dtype=dtype,
+            device=device,
+            rank=rank,
+            norm=norm,
+            activation=activation,
+            has_tiles=True,
+            num_slots=num_slots,
         )
         generator = torch.Generator().manual_seed(size)
         columns, count = sum(parts), len(slots)

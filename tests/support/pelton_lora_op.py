@@ -30,7 +30,7 @@ class LoraCase:
 def make_lora_case(
     slots: list[int], in_features: int, parts: tuple[int, ...], *, dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu", rank: int = 16, norm: bool = False, unit_offset: bool = False,
-    activation: str | None = None, has_tiles: bool = False,
+    activation: str | None = None, has_tiles: bool = False, num_slots: int = NUM_SLOTS,
 ) -> LoraCase:  # fmt: skip
     generator = torch.Generator().manual_seed(len(slots) + in_features)
 
@@ -38,20 +38,20 @@ def make_lora_case(
         return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
 
     device, columns, count = torch.device(device), sum(parts), len(slots)
-    rows = AdapterRows(max_num_tokens=count + 5, num_slots=NUM_SLOTS, device=device, has_tiles=has_tiles)
+    rows = AdapterRows(max_num_tokens=count + 5, num_slots=num_slots, device=device, has_tiles=has_tiles)
     rows.is_used = True
     rows.place(torch.tensor(slots, dtype=torch.int64, device=device))
     a_size, gap = len(parts) * rank * in_features, 64
-    flat = numbers(NUM_SLOTS, a_size + rank * columns + gap, scale=0.3)
+    flat = numbers(num_slots, a_size + rank * columns + gap, scale=0.3)
     stride = flat.stride(0)
     tensors = LoraTensors(
-        a=flat.as_strided((NUM_SLOTS, len(parts) * rank, in_features), (stride, in_features, 1)),
-        b=flat.as_strided((NUM_SLOTS, rank, columns), (stride, columns, 1), a_size),
+        a=flat.as_strided((num_slots, len(parts) * rank, in_features), (stride, in_features, 1)),
+        b=flat.as_strided((num_slots, rank, columns), (stride, columns, 1), a_size),
         rows=rows,
         norm=numbers(in_features) if norm else None,
     )
     needs = LoraNeeds(
-        dtype=str(dtype).removeprefix("torch."), in_features=in_features, parts=parts, rank=rank, num_slots=NUM_SLOTS,
+        dtype=str(dtype).removeprefix("torch."), in_features=in_features, parts=parts, rank=rank, num_slots=num_slots,
         norm=NormSpec(size=in_features, eps=1e-6, unit_offset=unit_offset) if norm else None, activation=activation,
     )  # fmt: skip
     return LoraCase(needs, tensors, numbers(count, in_features), numbers(count, columns))

@@ -280,7 +280,7 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = lambda device: (
         True
     )
-    lora.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
+    lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     attention = Attention(dtype, kv_dtype)
     for name in names:

@@ -1,36 +1,49 @@
-"""Products of up to 64 rows with adapters on Hopper: `hopper_split_k.py`'s kernel adds them to its sums, before it rounds.
+"""Products of up to 64 rows with adapters on Hopper: `lora_hopper_kernel.py` adds them to its sums, before it rounds.
 
-`lora_shrink` comes before each product, which fetches its first weights meanwhile; nothing comes behind it. More rows, other
-devices and matrices: composed, of the base product and `lora`.
+More rows, other devices and matrices: composed, of the base product and `lora`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pelton.lora.op import AdaptedNeeds, AdaptedTensors, LoraNeeds
+from pelton.lora.op import AdaptedNeeds, AdaptedTensors
 from pelton.ops.interface import LinearNeeds
-from pelton_backends.triton.launch import alignment
+from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops import small_batch
-from pelton_backends.triton.ops.hopper_split_k import HopperAdapters, HopperProduct, can_multiply, choose_hopper_tiling
+from pelton_backends.triton.ops.hopper_split_k import (
+    PANEL_BYTES,
+    HopperProduct,
+    can_multiply,
+    choose_hopper_tiling,
+    paired_panels_of,
+    panel_of,
+    panels_of,
+    rows_in_memory,
+)
 from pelton_backends.triton.ops.large_batch import add_norm
-from pelton_backends.triton.ops.lora import TritonLora
+from pelton_backends.triton.ops.lora import TritonLora, sort_rows
 from pelton_backends.triton.ops.lora_gemv import can_read
-from pelton_backends.triton.ops.lora_shrink import Expand, Low, Shrink, reasons_against
+from pelton_backends.triton.ops.lora_hopper_kernel import adapted_kernel
+from pelton_backends.triton.ops.lora_shrink import reasons_against
+from pelton_backends.triton.ops.pieces import empty_rows
 from pelton_backends.triton.ops.split_k import SMALLEST_TILE
+from pelton_backends.triton.runtime import H200_MEMORY, has_pdl, launch_options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_TOKENS = 64
-MOST_TILES = 16
-"""Of rows, whose B a product's programs read themselves; that of more is multiplied by a kernel of its own before the product."""
+MOST_SHARES = 4
+_PROGRAMS = 132  # that an H200 runs at once
 HANDLES = small_batch.HANDLES | {"norm", "activation"}
-_NUMBERS_AHEAD = 8192  # of B, that a program's registers hold while its weights stream
 
 
 def _refusals(needs: AdaptedNeeds) -> list[str]:
@@ -46,58 +59,111 @@ class _Product:
 
     def __init__(self, needs: AdaptedNeeds, tensors: AdaptedTensors) -> None:
         weights, adapter = tensors.base.linear, needs.adapter
-        self._weight, self._parts = weights.tensors["weight"], adapter.parts
+        self._weight, self._bias, self._parts = weights.tensors["weight"], weights.bias, adapter.parts
         self._activation = getattr(needs.base, "activation", None)
-        counters = torch.zeros(
-            triton.cdiv(self._weight.shape[0], SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16), dtype=torch.int32,
-            device=self._weight.device,
+        self._a, self._b, self._rows, self._rank = (
+            tensors.adapter.a, tensors.adapter.b, tensors.adapter.rows, adapter.rank
         )  # fmt: skip
-        self._product = HopperProduct(self._weight, weights.bias, self._activation, counters)
-        bare = LoraNeeds(
-            dtype=adapter.dtype, in_features=adapter.in_features, parts=adapter.parts, rank=adapter.rank,
-            num_slots=adapter.num_slots,
-        )  # fmt: skip
-        self._shrink, self._rank, self._b, self._rows = (
-            Shrink(bare, tensors.adapter),
-            adapter.rank,
-            tensors.adapter.b,
-            tensors.adapter.rows,
-        )
-        self._expand = Expand(bare, tensors.adapter)
+        device = self._weight.device
+        num_counters = triton.cdiv(self._weight.shape[0], SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16)
+        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
+        num_words = MAX_TOKENS * len(self._parts) * MOST_SHARES * self._rank
+        self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self._described: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]] = {}
         self._is_ours = can_multiply(self._weight) and can_read(tensors.adapter)
+        self._rows.sort = sort_rows
 
     def takes(self, x: Tensor) -> bool:
-        if not (self._is_ours and self._product.takes(x)):
+        if not (self._is_ours and HopperProduct.takes(x) and 2 <= x.shape[0] <= MAX_TOKENS):
             return False
         rows = choose_hopper_tiling(x.shape[0], *self._weight.shape).rows
         return self._activation is not None or all(size % rows == 0 for size in self._parts[:-1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        tiling = choose_hopper_tiling(x.shape[0], *self._weight.shape)
-        low = self._shrink(x)
-        adapters = (
-            self._given(self._expand(low, x.shape[0]))
-            if self._rows.num_tiles(x.shape[0]) > MOST_TILES
-            else self._adapters(low, tiling.rows)
-        )
-        return self._product(x, tiling, adapters=adapters)
-
-    def _given(self, delta: Tensor) -> HopperAdapters:
-        constants = dict.fromkeys(("RANK", "LOW_SPLITS", "NUM_PARTS", "SECOND", "THIRD", "AHEAD"), 0)
-        return HopperAdapters((None, None, None, None, None, 0, delta, self._rows.token_slots), constants, "apart")
-
-    def _adapters(self, low: Low, rows: int) -> HopperAdapters:
-        first, second = (*self._parts, 1 << 30, 1 << 30)[:2]
-        numbers = rows * self._rank * (1 if self._activation is None else 2)
-        constants = {
-            "RANK": self._rank, "LOW_SPLITS": low.splits, "NUM_PARTS": len(self._parts), "SECOND": first,
-            "THIRD": first + second, "AHEAD": max(min(_NUMBERS_AHEAD // numbers, 8), 1),
-        }  # fmt: skip
-        taken, b = self._rows, self._b
-        return HopperAdapters(
-            (low.sums, b, taken.tile_slot, taken.token_tile, taken.num_used, b.stride(0), None, None),
-            constants, (*constants.values(), alignment(b), b.stride(0) % 16),
+        num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
+        tiling = choose_adapted_tiling(
+            num_tokens, out_features, in_features, self._rank, len(self._parts), self._rows.num_slots,
+            is_gated=self._activation is not None,
         )  # fmt: skip
+        rows, columns, split, stages, tokens, shares = tiling
+        num_columns = out_features // 2 if self._activation is not None else out_features
+        num_tiles, num_blocks = triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens)
+        out, partials = empty_rows(num_tokens, num_columns, x), None
+        if split > 1:
+            shape = (num_tiles, num_blocks, split, rows, tokens)
+            partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+        panels = columns // panel_of(x)
+        weight, a, b = self._described.get((rows, panels)) or self._describe(rows, panels)
+        rows_of_x = panels_of(x, rows_in_memory(x, num_blocks * tokens), tokens, panels)
+        most = min(num_tokens, self._rows.num_slots)
+        low_programs = triton.cdiv(most, rows // self._rank) * num_blocks * len(self._parts) * shares
+        taken, (first, second) = self._rows, (*self._parts, 1 << 30, 1 << 30)[:2]
+        _launch(
+            (x.dtype, x.device, out_features, in_features, self._activation, self._bias is None, alignment(self._bias),
+             self._parts, self._rank, tiling),
+            (low_programs + num_tiles * split * num_blocks,),
+            (
+                rows_of_x, weight, a, b, self._bias, out, partials, self._counters, taken.group_slot, taken.token_group,
+                taken.num_groups, taken.step, self._words, num_tokens, num_blocks, low_programs,
+            ),
+            {
+                "N": out_features, "K": in_features, "ACTIVATION": self._activation, "M": tokens, "R": rows, "C": columns,
+                "SPLIT": split, "STAGES": stages, "RANK": self._rank, "NUM_PARTS": len(self._parts), "SECOND": first,
+                "THIRD": first + second, "SHARES": shares,
+            },
+            num_warps=4, **launch_options(has_pdl(x.device)),
+        )  # fmt: skip
+        return out
+
+    def _describe(self, rows: int, panels: int) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+        """Weight, A and B, of whose adapters each one is copied by itself."""
+        (out_features, in_features), slots, rank = self._weight.shape, self._rows.num_slots, self._rank
+        a, b, panel = self._a, self._b.transpose(1, 2), panel_of(self._weight)
+        weight = (panels_of if self._activation is None else paired_panels_of)(self._weight, out_features, rows, panels)
+        described_a = TensorDescriptor(
+            a, [slots, a.shape[1], in_features], [a.stride(0), in_features, 1], [1, rank, panel],
+            gl.NVMMASharedLayout(PANEL_BYTES, 16, 3),
+        )  # fmt: skip
+        if self._activation is None:
+            shape, strides, box = [slots, out_features, rank], [b.stride(0), rank, 1], [1, rows, rank]
+        else:
+            half = out_features // 2
+            shape, strides, box = [slots, half, 2, rank], [b.stride(0), rank, half * rank, 1], [1, rows // 2, 2, rank]
+        described_b = TensorDescriptor(b, shape, strides, box, gl.NVMMASharedLayout(2 * rank, 16, len(shape)))
+        found = self._described[rows, panels] = weight, described_a, described_b
+        return found
+
+
+class AdaptedTiling(NamedTuple):
+    """`HopperTiling`, and in how many shares of the columns A x is made."""
+
+    rows: int
+    columns: int
+    split: int
+    stages: int
+    tokens: int
+    shares: int
+
+
+@cache
+def choose_adapted_tiling(
+    num_tokens: int, out_features: int, in_features: int, rank: int, num_parts: int, num_slots: int, *, is_gated: bool
+) -> AdaptedTiling:
+    """The base product's, so that sums are made in its order, with as many buffers as there is memory for.
+
+    A x in four shares is there before the last weights are. Where only the programs of two shares find multiprocessors beside
+    those of the weight, it is two.
+    """
+    rows, columns, split, stages, tokens = choose_hopper_tiling(num_tokens, out_features, in_features)
+    memory = H200_MEMORY - 2048 - (2 if is_gated else 1) * columns * tokens * 2
+    stages = min(stages, memory // ((rows + tokens) * columns * 2), triton.cdiv(in_features, columns * split))
+    programs = triton.cdiv(out_features, rows) * split * triton.cdiv(num_tokens, tokens)
+    low_tiles = triton.cdiv(min(num_tokens, num_slots), rows // rank) * num_parts * triton.cdiv(num_tokens, tokens)
+    shares = 2 if programs + 2 * low_tiles <= _PROGRAMS < programs + 4 * low_tiles else MOST_SHARES
+    return AdaptedTiling(rows, columns, split, stages, tokens, shares)
+
+
+_launch = Launcher(adapted_kernel)
 
 
 class LoraHopperLinear:
