@@ -6,15 +6,13 @@ engine fills the weight buffers first, and only the rows of x are fetched after 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -62,7 +60,7 @@ def activated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def store_result(
-    total, weight_scale, x_scale, bias, out, delta, slots, tile, token, num_tokens,
+    total, weight_scale, x_scale, bias, out, tile, token, num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """Scales, bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]."""
@@ -78,11 +76,6 @@ def store_result(
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[:, None]
         is_inside = (tokens < num_tokens)[None, :] & (columns < N)[:, None]
-        if delta is not None:
-            has_adapter = gl.load(slots + tokens, mask=tokens < num_tokens, other=-1) >= 0
-            total += gl.load(
-                delta + tokens[None, :] * N + columns[:, None], mask=is_inside & has_adapter[None, :], other=0.0
-            )
         gl.store(out + tokens[None, :] * N + columns[:, None], total.to(dtype), mask=is_inside)
     else:  # a thread has neighbouring rows: of the gate and of up
         HALF: gl.constexpr = N // 2
@@ -98,77 +91,20 @@ def store_result(
             gate += gl.load(bias + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
             up += gl.load(bias + HALF + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
         is_inside = (tokens < num_tokens)[None, :] & (columns < HALF)[:, None]
-        if delta is not None:
-            has_adapter = is_inside & (gl.load(slots + tokens, mask=tokens < num_tokens, other=-1) >= 0)[None, :]
-            gate += gl.load(delta + tokens[None, :] * N + columns[:, None], mask=has_adapter, other=0.0)
-            up += gl.load(delta + tokens[None, :] * N + HALF + columns[:, None], mask=has_adapter, other=0.0)
         result = activated(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION, dtype)
         gl.store(out + tokens[None, :] * HALF + columns[:, None], result, mask=is_inside)
-
-
-@gluon.jit
-def _adapters_low(
-    low, tile, token, num_tokens, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, IS_PAIRED: gl.constexpr,
-    RANK: gl.constexpr, LOW_SPLITS: gl.constexpr, NUM_PARTS: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr,
-    dtype: gl.constexpr,
-):  # fmt: skip
-    """A x of M rows, whose sums `lora_shrink` has left in shares: [RANK, M], of gate and up [2 RANK, M]."""
-    NUM: gl.constexpr = 2 * RANK if IS_PAIRED else RANK
-    layout: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [1, gl.num_warps()], [0, 1])
-    k = gl.arange(0, NUM, gl.SliceLayout(1, layout))
-    m = gl.arange(0, M, gl.SliceLayout(0, layout))
-    if IS_PAIRED:
-        part = k // RANK
-    else:
-        part = gl.zeros_like(k) + (tile * R >= SECOND).to(gl.int32) + (tile * R >= THIRD).to(gl.int32)
-    place = (part * RANK + k % RANK)[:, None] + ((token + m) * (LOW_SPLITS * NUM_PARTS * RANK))[None, :]
-    mask = (token + m < num_tokens)[None, :] & (k >= 0)[:, None]
-    total = gl.load(low + place, mask=mask, other=0.0)
-    for i in gl.static_range(1, LOW_SPLITS):
-        total += gl.load(low + place + i * (NUM_PARTS * RANK), mask=mask, other=0.0)
-    return total.to(dtype)
-
-
-@gluon.jit
-def _adapters_tiles(
-    b, slots, slot_stride, tile, at, count, N: gl.constexpr, R: gl.constexpr, IS_PAIRED: gl.constexpr, RANK: gl.constexpr,
-    AHEAD: gl.constexpr, operand: gl.constexpr,
-):  # fmt: skip
-    """B of the program's rows, of the adapters of AHEAD tiles of rows of x from `at` on; zeros past the last.
-
-    Rows of gate and up lie beside each other: one's ranks come first, the other's behind them, and zeros where the other's are."""
-    NUM: gl.constexpr = 2 * RANK if IS_PAIRED else RANK
-    r = gl.arange(0, R, gl.SliceLayout(1, operand))
-    k = gl.arange(0, NUM, gl.SliceLayout(0, operand))
-    if IS_PAIRED:
-        row = tile * (R // 2) + r // 2
-        inside = (row < N // 2)[:, None] & ((r % 2)[:, None] == (k // RANK)[None, :])
-        row += r % 2 * (N // 2)
-    else:
-        row = tile * R + r
-        inside = (row < N)[:, None] & (k >= 0)[None, :]
-    place = row[:, None] * RANK + (k % RANK)[None, :]
-    tiles = ()
-    for i in gl.static_range(AHEAD):
-        slot = gl.load(slots + at + i, mask=at + i < count, other=0).to(gl.int64)
-        tiles += (gl.load(b + slot * slot_stride + place, mask=inside & (at + i < count), other=0.0),)
-    return tiles
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def multiply_kernel(
     x, weight, weight_scale, x_scale, bias, out, partials, counters, num_tokens,
-    low, b, tile_slots, token_tiles, num_used, slot_stride, delta, token_slots,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr,
     M: gl.constexpr, R: gl.constexpr, C: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    RANK: gl.constexpr, LOW_SPLITS: gl.constexpr, NUM_PARTS: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """R rows of the weight by a SPLIT-th of K, for M rows of x.
 
     A ring of STAGES buffers, C columns each, for both: filled with weights before the wait for the kernels before, with x
     after it, and anew as the products (wgmma, weights on the left) of a buffer are done. Numbers of 8 bits have scales.
-    With adapters (RANK > 0) the first part's sums take what they add, from registers: AHEAD of their tiles of B at a time.
     """
     PANEL: gl.constexpr = 1024 // weight.dtype.primitive_bitwidth
     INNER: gl.constexpr = 256 // weight.dtype.primitive_bitwidth  # columns of one instruction
@@ -199,35 +135,6 @@ def multiply_kernel(
         fetch(x, token, first + i * PANELS, row_barriers.index(i), rows.index(i), False)
 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, INNER])
-    if RANK > 0:
-        sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
-        left_operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-        right_operand: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
-        count = gl.load(num_used)
-        if SPLIT > 1:
-            count = gl.where(part == 0, count, 0)
-        adapters = _adapters_tiles(
-            b, tile_slots, slot_stride, tile, 0, count, N, R, IS_PAIRED, RANK, AHEAD, left_operand
-        )
-        rows_low = _adapters_low(
-            low,
-            tile,
-            token,
-            num_tokens,
-            N,
-            M,
-            R,
-            IS_PAIRED,
-            RANK,
-            LOW_SPLITS,
-            NUM_PARTS,
-            SECOND,
-            THIRD,
-            b.dtype.element_ty,
-        )
-        tokens = token + gl.arange(0, M, gl.SliceLayout(0, right_operand))
-        tile_of = gl.load(token_tiles + tokens, mask=tokens < num_tokens, other=-1)
-        tile_of = gl.where(tile_of < count, tile_of, -1)
     total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
     for step in range(NUM_STEPS):
         stage = step % STAGES
@@ -250,23 +157,6 @@ def multiply_kernel(
                 fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
     total = warpgroup_mma_wait(0, deps=(total,))
 
-    if RANK > 0:
-        rows_low = gl.convert_layout(rows_low, right_operand)
-        more = gl.convert_layout(total, sums)
-        for i in gl.static_range(AHEAD):
-            own = gl.where((tile_of == i)[None, :], rows_low, 0.0)
-            more = mma_v2(adapters[i], own, more)
-        at = AHEAD
-        while at < count:
-            adapters = _adapters_tiles(
-                b, tile_slots, slot_stride, tile, at, count, N, R, IS_PAIRED, RANK, AHEAD, left_operand
-            )
-            for i in gl.static_range(AHEAD):
-                own = gl.where((tile_of == at + i)[None, :], rows_low, 0.0)
-                more = mma_v2(adapters[i], own, more)
-            at += AHEAD
-        total = gl.convert_layout(more, layout)
-
     if SPLIT > 1:
         slot = (tile * gl.num_programs(2) + gl.program_id(2)) * SPLIT
         cells = (
@@ -280,13 +170,9 @@ def multiply_kernel(
             total = gl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
             for i in gl.static_range(1, SPLIT):
                 total += gl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
-            store_result(
-                total, weight_scale, x_scale, bias, out, delta, token_slots, tile, token, num_tokens, N, ACTIVATION, M, R
-            )  # fmt: skip
+            store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
     else:
-        store_result(
-            total, weight_scale, x_scale, bias, out, delta, token_slots, tile, token, num_tokens, N, ACTIVATION, M, R
-        )
+        store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
 
 
 _launch = Launcher(multiply_kernel)
@@ -330,19 +216,6 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int, e
     columns = (256 if is_wide else 128) * 2 // element_size
     stages = min(200_000 // ((rows + tokens) * columns * element_size), triton.cdiv(in_features, columns * split), 9)
     return HopperTiling(rows, columns, split, stages, tokens)
-
-
-class HopperAdapters(NamedTuple):
-    """Tensors and constants by which the kernel adds adapters to the sums of their rows: see `lora_hopper.py`."""
-
-    tensors: tuple[Any, ...]
-    """Sums of A x, B, and of `AdapterRows` tile_slot, token_tile and num_used; B's stride of a slot."""
-    constants: dict[str, int]
-    key: Hashable
-
-
-_NO_ADAPTERS = (None, None, None, None, None, 0, None, None)
-_NO_ADAPTERS_CONSTANTS = dict.fromkeys(("RANK", "LOW_SPLITS", "NUM_PARTS", "SECOND", "THIRD", "AHEAD"), 0)
 
 
 def panel_of(matrix: Tensor) -> int:
@@ -417,7 +290,6 @@ class HopperProduct:
         *,
         x_scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
-        adapters: HopperAdapters | None = None,
     ) -> Tensor:
         """x_scale: [T] float32, where the weight has scales too; dtype: of the result, if not that of x."""
         num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
@@ -442,17 +314,15 @@ class HopperProduct:
         _launch(
             (
                 x.dtype, out.dtype, x.device, out_features, in_features, activation, self._bias is None, self._alignment,
-                tiling, adapters and adapters.key,
+                tiling,
             ),
             (num_tiles, split, num_blocks),
             (
                 rows_of_x, weight, self._weight_scale, x_scale, self._bias, out, partials, self._counters, num_tokens,
-                *(adapters.tensors if adapters else _NO_ADAPTERS),
             ),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": activation,
                 "M": tokens, "R": rows, "C": columns, "SPLIT": split, "STAGES": stages,
-                **(adapters.constants if adapters else _NO_ADAPTERS_CONSTANTS),
             },
             num_warps=4, **launch_options(has_pdl(x.device)),
         )  # fmt: skip

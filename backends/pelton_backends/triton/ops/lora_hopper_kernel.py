@@ -322,6 +322,6 @@ def adapted_kernel(
                 total = gl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
                 for i in gl.static_range(1, SPLIT):
                     total += gl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
-                store_result(total, None, None, bias, out, None, None, tile, token, num_tokens, N, ACTIVATION, M, R)
+                store_result(total, None, None, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
         else:
-            store_result(total, None, None, bias, out, None, None, tile, token, num_tokens, N, ACTIVATION, M, R)
+            store_result(total, None, None, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)

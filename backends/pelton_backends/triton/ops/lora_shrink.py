@@ -1,4 +1,4 @@
-"""A x of few rows: what a product that adds its adapters itself reads (`lora_gemv.py`, `lora_hopper.py`).
+"""A x of few rows: what a product that adds its adapters itself reads (`lora_gemv.py`).
 
 One kernel before the product, and hardly a wait: a program fetches its share of A before its inputs exist, by the slots as they
 are then; it looks again afterwards. The product's weights are on their way all the while. Shares of the columns are added by the
@@ -94,45 +94,7 @@ def shrink_few_kernel(
         tl.store(squares_ptr + tokens * SPLITS + split, squares, mask=mask)
 
 
-@triton.jit
-def expand_few_kernel(
-    low_ptr, b_ptr, chunk_ptr, delta_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, slot_stride,
-    N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N columns of one part of B times A x of a tile's M rows: delta [T, N] float32."""
-    tile, chunk = tl.program_id(0), tl.program_id(1)
-    part, first, end = (
-        tl.load(chunk_ptr + 3 * chunk),
-        tl.load(chunk_ptr + 3 * chunk + 1),
-        tl.load(chunk_ptr + 3 * chunk + 2),
-    )
-    n, ranks = first + tl.arange(0, BLOCK_N), tl.arange(0, R)
-    place = n[:, None] * R + ranks[None, :]
-    let_next_start(PDL)
-    early = tl.load(tile_slot_ptr + tile, cache_modifier=".cg")
-    weight = tl.load(
-        b_ptr + early.to(tl.int64) * slot_stride + place, mask=(n < end)[:, None] & (early >= 0), other=0.0
-    )
-    wait_for_inputs(PDL)
-    slot = tl.load(tile_slot_ptr + tile, cache_modifier=".cg")
-    if slot < 0:
-        return
-    if slot != early:  # this step's slots came after the first look
-        weight = tl.load(b_ptr + slot.to(tl.int64) * slot_stride + place, mask=(n < end)[:, None], other=0.0)
-    places = tl.load(tile_first_ptr + tile) + tl.arange(0, M)
-    mask = places < tl.load(tile_end_ptr + tile)
-    tokens = tl.load(order_ptr + places, mask=mask, other=0).to(tl.int64)
-    low = tl.zeros([M, R], tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = ((tokens * SPLITS + split) * PARTS + part) * R
-        low += tl.load(low_ptr + at[:, None] + ranks[None, :], mask=mask[:, None], other=0.0)
-    total = dot(low.to(weight.dtype), tl.trans(weight), tl.zeros([M, BLOCK_N], tl.float32))
-    tl.store(delta_ptr + tokens[:, None] * N + n[None, :], total, mask=mask[:, None] & (n < end)[None, :])
-
-
-_launch, _launch_expand = Launcher(shrink_few_kernel), Launcher(expand_few_kernel)
-_BLOCK_N = 256
+_launch = Launcher(shrink_few_kernel)
 
 
 class Low(NamedTuple):
@@ -180,39 +142,6 @@ class Shrink:
             num_warps=warps, **launch_options(self.pdl),
         )  # fmt: skip
         return Low(sums, squares, splits)
-
-
-class Expand:
-    """The sums that adapters add to a product's rows, for it to add."""
-
-    def __init__(self, needs: LoraNeeds, tensors: LoraTensors) -> None:
-        self.needs, self.tensors, self.rows = needs, tensors, tensors.rows
-        self.device = tensors.b.device
-        self.pdl = has_pdl(self.device)
-        chunks, start = [], 0
-        for part, size in enumerate(needs.parts):
-            chunks += [(part, first, start + size) for first in range(start, start + size, _BLOCK_N)]
-            start += size
-        self._columns, self._num_chunks = start, len(chunks)
-        self._chunks = torch.tensor(chunks, dtype=torch.int32).to(self.device)
-
-    def __call__(self, low: Low, num_tokens: int) -> Tensor:
-        """[T, sum of parts] float32; undefined for rows without an adapter."""
-        needs, rows, b = self.needs, self.rows, self.tensors.b
-        delta = torch.empty(num_tokens, self._columns, dtype=torch.float32, device=self.device)
-        _launch_expand(
-            (needs, self.device, low.splits, b.stride(0) % 16, alignment(b)),
-            (rows.num_tiles(num_tokens), self._num_chunks),
-            (
-                low.sums, b, self._chunks, delta, rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, b.stride(0)
-            ),
-            {
-                "N": self._columns, "PARTS": len(needs.parts), "R": needs.rank, "SPLITS": low.splits, "M": SMALL_TILE,
-                "BLOCK_N": _BLOCK_N, "PDL": self.pdl,
-            },
-            num_warps=4, **launch_options(self.pdl),
-        )  # fmt: skip
-        return delta
 
 
 def sizes_of(num_tokens: int, size: int, rank: int) -> tuple[int, int, int, int, int]:
