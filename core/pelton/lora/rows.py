@@ -15,8 +15,8 @@ from torch import Tensor
 SMALL_TILE, LARGE_TILE = 16, 64
 """Rows of a tile: few rows share an adapter in a decode step; prompts fill large tiles."""
 _LARGE_STEP = 512
-GROUPS_PAST = 16
-"""A kernel may take so many adapters at once, those past the last among them."""
+UNITS_PAST = 8
+"""A kernel may take so many units at once, some past the last among them."""
 
 
 def tile_rows(num_tokens: int) -> int:
@@ -48,13 +48,11 @@ class AdapterRows:
         """The tile of each token."""
         self.num_used = torch.zeros(1, dtype=torch.int32, device=device)
         """Tiles of rows with an adapter."""
-        self.token_group = torch.full_like(self.token_slots, -1)
-        """Which of the step's adapters each token has, counted from 0; -1 without one. This and the next two: of whoever sorts quicker."""
-        self.group_slot = torch.full(
-            (min(max_num_tokens, num_slots) + GROUPS_PAST,), num_slots, dtype=torch.int32, device=device
-        )
-        """Their slots; `num_slots` behind the last."""
-        self.num_groups = torch.zeros(1, dtype=torch.int32, device=device)
+        self.unit_slots = 1
+        """Neighbouring slots that a kernel reads at once, a unit: of whoever sorts, which fills in the next two."""
+        self.units = torch.zeros(min(max_num_tokens, num_slots) + UNITS_PAST, dtype=torch.int32, device=device)
+        """Units with rows, from the first on; numbers of units that there are not behind them."""
+        self.num_units = torch.zeros(1, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         """Counts `place`, with tiles: what a kernel leaves for another of the same step says so."""
         self._groups = torch.arange(num_slots + 1, dtype=torch.int32, device=device)

@@ -33,10 +33,12 @@ def test_rows_are_sorted_as_by_torch(slots, device):
     assert rows.num_used.tolist() == expected.num_used.tolist()
     for name in ("tile_slot", "tile_first", "tile_end"):
         assert getattr(rows, name)[:num_tiles].tolist() == getattr(expected, name)[:num_tiles].tolist()
-    used = sorted({slot for slot in slots if slot >= 0})
-    assert rows.num_groups.tolist() == [len(used)]
-    assert rows.group_slot[: len(used) + 1].tolist() == [*used, rows.num_slots]
-    assert rows.token_group[:count].tolist() == [used.index(slot) if slot >= 0 else -1 for slot in slots]
+    for rows.unit_slots in (1, 2):
+        rows.place(torch.tensor(slots, device=device))
+        used = sorted({slot // rows.unit_slots for slot in slots if slot >= 0})
+        assert rows.num_units.tolist() == [len(used)]
+        assert rows.units[: len(used)].tolist() == used
+        assert all(unit * rows.unit_slots >= rows.num_slots for unit in rows.units[len(used) :][:8].tolist())
     before = int(rows.step)
     rows.place(torch.tensor(slots, device=device))
     assert int(rows.step) == before + 1

@@ -42,6 +42,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 HANDLES = frozenset(["unit_offset", "has_bias", "post_norm", "tp_size", "weight_format"])
 """Optional needs that products with plain weights have read about."""
 
+_MOST_REGISTERS = 96
+"""Of a thread where a large matrix has adapters: as many programs run at once as without."""
 LARGE_BYTES = 24 << 20  # from here on a matrix is streamed: it takes more than one wave of programs
 
 
@@ -144,6 +146,8 @@ class _AddNorm:
             # Not in place: programs read the old rows while the first one writes the new ones.
             total = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
         low_programs = triton.cdiv(low_rows, tile.R)
+        if low_programs and self.pdl and not tile.DOT:
+            options["maxnreg"] = _MOST_REGISTERS
         launch(
             kernel, (low_programs + triton.cdiv(out_features, tile.R // parts),),
             hidden, residual, self.norm, self.post_norm, self.weight, self.bias, out, total, self.eps, self.post_eps,

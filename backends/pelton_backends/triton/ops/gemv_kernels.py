@@ -304,14 +304,11 @@ def low_places(low, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr
 
 
 @triton.jit
-def adapter_of_one(
-    slots, b, slot_stride, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr
-):
-    """Slot of the only row, -1 without an adapter, and its B of a program's rows [R, RANK]. Before the wait: see `runtime`."""
-    slot = tl.load(slots)
+def rows_of_b(slot, b, slot_stride, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr):
+    """B of a program's rows [R, RANK], of the only row's adapter."""
     rows = _adapter_rows(first, N, PARTS, R)
     place = b + tl.maximum(slot, 0).to(tl.int64) * slot_stride + rows[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    return slot, tl.load(place, mask=(rows < N * PARTS)[:, None], other=0.0)
+    return tl.load(place, mask=(rows < N * PARTS)[:, None], other=0.0)
 
 
 @triton.jit
@@ -395,6 +392,7 @@ def add_norm_linear_kernel(
             )  # fmt: skip
             return
         pid -= LOW_PROGRAMS
+        slot, this_step = tl.load(slots), tl.load(step)  # before the wait: see `runtime`
     first = pid * R
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
@@ -403,8 +401,7 @@ def add_norm_linear_kernel(
     if HAS_POST:
         post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     if LOW_PROGRAMS > 0:
-        slot, adapter = adapter_of_one(slots, b, slot_stride, first, N, 1, R, RANK)
-        this_step = tl.load(step)
+        adapter = rows_of_b(slot, b, slot_stride, first, N, 1, R, RANK)
         places = low_places(low, first, N, 1, R, RANK, SECOND, THIRD)
     elif RANK > 0:
         early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
@@ -450,12 +447,12 @@ def linear_kernel(
             )
             return
         pid -= LOW_PROGRAMS
+        slot, this_step = tl.load(slots), tl.load(step)  # before the wait: see `runtime`
     first = pid * R
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
     if LOW_PROGRAMS > 0:
-        slot, adapter = adapter_of_one(slots, b, slot_stride, first, N, 1, R, RANK)
-        this_step = tl.load(step)
+        adapter = rows_of_b(slot, b, slot_stride, first, N, 1, R, RANK)
         places = low_places(low, first, N, 1, R, RANK, SECOND, THIRD)
     elif RANK > 0:
         early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
@@ -509,6 +506,7 @@ def add_norm_gated_linear_kernel(
             )  # fmt: skip
             return
         pid -= LOW_PROGRAMS
+        slot, this_step = tl.load(slots), tl.load(step)  # before the wait: see `runtime`
     first = pid * H
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 2, W, R, C, AHEAD, DOT)
@@ -517,8 +515,7 @@ def add_norm_gated_linear_kernel(
     if HAS_POST:
         post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     if LOW_PROGRAMS > 0:
-        slot, adapter = adapter_of_one(slots, b, slot_stride, first, N, 2, R, RANK)
-        this_step = tl.load(step)
+        adapter = rows_of_b(slot, b, slot_stride, first, N, 2, R, RANK)
         places = low_places(low, first, N, 2, R, RANK, SECOND, THIRD)
     elif RANK > 0:
         early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 2, M, R, RANK)

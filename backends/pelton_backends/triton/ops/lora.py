@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from pelton.lora.op import Lora, LoraNeeds, LoraTensors
-from pelton.lora.rows import GROUPS_PAST, AdapterRows, tile_rows
+from pelton.lora.rows import UNITS_PAST, AdapterRows, tile_rows
 from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows
 from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, wait_for_inputs
@@ -164,9 +164,9 @@ def _expand_gated_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _sort_kernel(
     slots_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, token_tile_ptr, num_used_ptr, step_ptr,
-    token_group_ptr, group_slot_ptr, num_groups_ptr,
+    units_ptr, num_units_ptr,
     num_tokens, num_tiles,
-    NUM_SLOTS: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr, GROUPS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr, UNIT: tl.constexpr,
     PAST: tl.constexpr,
 ):  # fmt: skip
     """Tokens by slot, into tiles of M: each token's place is the number of tokens before it, counted by all pairs."""
@@ -192,15 +192,19 @@ def _sort_kernel(
     tl.store(tile_first_ptr + tile, first, mask=is_first)
     tl.store(tile_end_ptr + tile, tl.minimum(first + M, start + count), mask=is_first)
     tl.store(tile_slot_ptr + tile, tl.where(group < NUM_SLOTS, group, -1), mask=is_first)
-    is_first_of_all = (place_of_column == 0) & is_token
-    number = tl.sum((is_before & is_first_of_all[None, :]).to(tl.int32), axis=1)
-    has_adapter = is_token & (group < NUM_SLOTS)
-    num_groups = tl.sum((is_first_of_all & has_adapter).to(tl.int32), axis=0)
-    tl.store(token_group_ptr + t, tl.where(has_adapter, number, -1), mask=is_token)
-    tl.store(group_slot_ptr + number, slot, mask=has_adapter & (place == 0))
-    tl.store(num_groups_ptr, num_groups)
+    # Units of neighbouring slots: the first token of each is that of its first slot.
+    unit = tl.where(group < NUM_SLOTS, group // UNIT, NUM_SLOTS)
+    is_smaller = unit[None, :] < unit[:, None]
+    is_same = unit[None, :] == unit[:, None]
+    earlier = tl.sum((is_same & is_before).to(tl.int32), axis=1)
+    earlier_of_column = tl.sum((is_same & (rows < columns)).to(tl.int32), axis=0)
+    begins_unit = (place_of_column == 0) & (earlier_of_column == 0) & is_token & (group < NUM_SLOTS)
+    number = tl.sum((is_smaller & begins_unit[None, :]).to(tl.int32), axis=1)
+    num_units = tl.sum(begins_unit.to(tl.int32), axis=0)
+    tl.store(units_ptr + number, unit, mask=(place == 0) & (earlier == 0) & is_token & (group < NUM_SLOTS))
+    tl.store(num_units_ptr, num_units)
     past = tl.arange(0, PAST)
-    tl.store(group_slot_ptr + num_groups + past, NUM_SLOTS, mask=num_groups + past < GROUPS)
+    tl.store(units_ptr + num_units + past, NUM_SLOTS, mask=past >= 0)
     used = tl.sum(begins.to(tl.int32), axis=0)
     rest = tl.arange(0, TILES)
     is_rest = (rest >= used) & (rest < num_tiles)
@@ -220,10 +224,10 @@ def sort_rows(rows: AdapterRows, num_tokens: int) -> bool:
     launch(
         _sort_kernel, (1,),
         rows.token_slots, rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, rows.token_tile, rows.num_used,
-        rows.step, rows.token_group, rows.group_slot, rows.num_groups, num_tokens, num_tiles,
-        rows.num_slots, _FEW_PAIRED if num_tokens <= _FEW_PAIRED else _MOST_PAIRED,
-        triton.next_power_of_2(rows.num_tiles(_MOST_PAIRED)), tile_rows(num_tokens), rows.group_slot.shape[0],
-        GROUPS_PAST, num_warps=8,
+        rows.step, rows.units, rows.num_units, num_tokens, num_tiles,
+        rows.num_slots, max(triton.next_power_of_2(num_tokens), _FEW_PAIRED),
+        triton.next_power_of_2(rows.num_tiles(_MOST_PAIRED)), tile_rows(num_tokens), rows.unit_slots,
+        UNITS_PAST, num_warps=8,
     )  # fmt: skip
     return True
 

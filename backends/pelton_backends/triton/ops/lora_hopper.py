@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 64
 MOST_SHARES = 4
+UNIT_RANKS = 64
+"""Of the neighbouring slots that are copied at once."""
+_SCRATCH = 10 << 10
 _PROGRAMS = 132  # that an H200 runs at once
 HANDLES = small_batch.HANDLES | {"norm", "activation"}
 
@@ -71,10 +74,10 @@ class _Product:
         self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
         self._described: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]] = {}
         self._is_ours = can_multiply(self._weight) and can_read(tensors.adapter)
-        self._rows.sort = sort_rows
+        self._rows.sort, self._rows.unit_slots = sort_rows, UNIT_RANKS // self._rank
 
     def takes(self, x: Tensor) -> bool:
-        if not (self._is_ours and HopperProduct.takes(x) and 2 <= x.shape[0] <= MAX_TOKENS):
+        if not (self._is_ours and HopperProduct.takes(x) and x.shape[0] <= MAX_TOKENS):
             return False
         rows = choose_hopper_tiling(x.shape[0], *self._weight.shape).rows
         return self._activation is not None or all(size % rows == 0 for size in self._parts[:-1])
@@ -85,7 +88,7 @@ class _Product:
             num_tokens, out_features, in_features, self._rank, len(self._parts), self._rows.num_slots,
             is_gated=self._activation is not None,
         )  # fmt: skip
-        rows, columns, split, stages, tokens, shares = tiling
+        rows, columns, split, stages, tokens, shares, held = tiling
         num_columns = out_features // 2 if self._activation is not None else out_features
         num_tiles, num_blocks = triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens)
         out, partials = empty_rows(num_tokens, num_columns, x), None
@@ -95,40 +98,45 @@ class _Product:
         panels = columns // panel_of(x)
         weight, a, b = self._described.get((rows, panels)) or self._describe(rows, panels)
         rows_of_x = panels_of(x, rows_in_memory(x, num_blocks * tokens), tokens, panels)
-        most = min(num_tokens, self._rows.num_slots)
-        low_programs = triton.cdiv(most, rows // self._rank) * num_blocks * len(self._parts) * shares
+        low_programs = (
+            low_tiles(num_tokens, self._rows.num_slots, self._rank, rows) * num_blocks * len(self._parts) * shares
+        )
         taken, (first, second) = self._rows, (*self._parts, 1 << 30, 1 << 30)[:2]
         _launch(
             (x.dtype, x.device, out_features, in_features, self._activation, self._bias is None, alignment(self._bias),
              self._parts, self._rank, tiling),
             (low_programs + num_tiles * split * num_blocks,),
             (
-                rows_of_x, weight, a, b, self._bias, out, partials, self._counters, taken.group_slot, taken.token_group,
-                taken.num_groups, taken.step, self._words, num_tokens, num_blocks, low_programs,
+                rows_of_x, weight, a, b, self._bias, out, partials, self._counters, taken.units, taken.num_units,
+                taken.token_slots, taken.step, self._words, num_tokens, num_blocks, low_programs,
             ),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": self._activation, "M": tokens, "R": rows, "C": columns,
                 "SPLIT": split, "STAGES": stages, "RANK": self._rank, "NUM_PARTS": len(self._parts), "SECOND": first,
-                "THIRD": first + second, "SHARES": shares,
+                "THIRD": first + second, "SHARES": shares, "HELD": held,
             },
             num_warps=4, **launch_options(has_pdl(x.device)),
         )  # fmt: skip
         return out
 
     def _describe(self, rows: int, panels: int) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
-        """Weight, A and B, of whose adapters each one is copied by itself."""
+        """Weight, A and B, of whose adapters a unit is copied at once."""
         (out_features, in_features), slots, rank = self._weight.shape, self._rows.num_slots, self._rank
         a, b, panel = self._a, self._b.transpose(1, 2), panel_of(self._weight)
         weight = (panels_of if self._activation is None else paired_panels_of)(self._weight, out_features, rows, panels)
         described_a = TensorDescriptor(
-            a, [slots, a.shape[1], in_features], [a.stride(0), in_features, 1], [1, rank, panel],
+            a, [slots, a.shape[1], in_features], [a.stride(0), in_features, 1], [UNIT_RANKS // rank, rank, panel],
             gl.NVMMASharedLayout(PANEL_BYTES, 16, 3),
         )  # fmt: skip
         if self._activation is None:
-            shape, strides, box = [slots, out_features, rank], [b.stride(0), rank, 1], [1, rows, rank]
+            shape, strides, box = [slots, out_features, rank], [b.stride(0), rank, 1], [UNIT_RANKS // rank, rows, rank]
         else:
             half = out_features // 2
-            shape, strides, box = [slots, half, 2, rank], [b.stride(0), rank, half * rank, 1], [1, rows // 2, 2, rank]
+            shape, strides, box = (
+                [slots, half, 2, rank],
+                [b.stride(0), rank, half * rank, 1],
+                [UNIT_RANKS // rank, rows // 2, 2, rank],
+            )
         described_b = TensorDescriptor(b, shape, strides, box, gl.NVMMASharedLayout(2 * rank, 16, len(shape)))
         found = self._described[rows, panels] = weight, described_a, described_b
         return found
@@ -143,6 +151,12 @@ class AdaptedTiling(NamedTuple):
     stages: int
     tokens: int
     shares: int
+    held: int  # of gate and up, whose rows of A x lie in memory at once
+
+
+def low_tiles(num_tokens: int, num_slots: int, rank: int, rows: int) -> int:
+    """Most tiles of A that have rows, of one part and one share."""
+    return triton.cdiv(min(num_tokens, triton.cdiv(num_slots * rank, UNIT_RANKS)), rows // UNIT_RANKS)
 
 
 @cache
@@ -155,12 +169,13 @@ def choose_adapted_tiling(
     those of the weight, it is two.
     """
     rows, columns, split, stages, tokens = choose_hopper_tiling(num_tokens, out_features, in_features)
-    memory = H200_MEMORY - 2048 - (2 if is_gated else 1) * columns * tokens * 2
+    held = 2 if is_gated and rows * tokens < 8192 else 1
+    memory = H200_MEMORY - _SCRATCH - held * columns * tokens * 2
     stages = min(stages, memory // ((rows + tokens) * columns * 2), triton.cdiv(in_features, columns * split))
     programs = triton.cdiv(out_features, rows) * split * triton.cdiv(num_tokens, tokens)
-    low_tiles = triton.cdiv(min(num_tokens, num_slots), rows // rank) * num_parts * triton.cdiv(num_tokens, tokens)
-    shares = 2 if programs + 2 * low_tiles <= _PROGRAMS < programs + 4 * low_tiles else MOST_SHARES
-    return AdaptedTiling(rows, columns, split, stages, tokens, shares)
+    others = low_tiles(num_tokens, num_slots, rank, rows) * num_parts * triton.cdiv(num_tokens, tokens)
+    shares = 2 if programs + 2 * others <= _PROGRAMS < programs + 4 * others else MOST_SHARES
+    return AdaptedTiling(rows, columns, split, stages, tokens, shares, held)
 
 
 _launch = Launcher(adapted_kernel)
