@@ -46,7 +46,7 @@ def can_read(tensors: LoraTensors) -> bool:
 
 
 class GemvAdapter:
-    """What a product's kernel has to know of its adapters."""
+    """Arguments by which a product's kernel knows its adapters."""
 
     def __init__(self, needs: LoraNeeds, tensors: LoraTensors) -> None:
         assert can_read(tensors), "B's ranks lie beside each other"
