@@ -305,7 +305,7 @@ def test_the_users_setting_wins_over_the_plugins(plugins, checkpoint):
     "setting, message",
     [
         ("scheduler", "scheduler is 'none'; available: mine, plain, default"),
-        ("scheduling_policy", "scheduling_policy is 'none'; available: lifo, fcfs, priority"),
+        ("scheduling_policy", "scheduling_policy is 'none'; available: lifo, fair, fcfs, priority"),
         ("distributed_executor_backend", "distributed_executor_backend is 'none'; available: mine, in_process"),
         ("kv_cache_manager", "kv_cache_manager is 'none'; available: mine, default"),
         ("load_format", r"load_format is 'none'; available: .*mine"),
