@@ -35,7 +35,7 @@ from pelton_platforms.device.steps.step_sampler import StepSampler
 TORCH = "torch"
 BEST = AVAILABLE[-1]
 PATHS = (*DIFFERENT, TORCH)
-FLOAT32_PATHS = (*dict.fromkeys((*WIDTHS, BEST)), TORCH)  # other sets compute float32 as one of these does
+FLOAT32_PATHS = (*WIDTHS, TORCH)  # other sets, the best too, compute float32 as one of these does
 
 
 def over_paths(paths: Sequence[str], *families: str) -> pytest.MarkDecorator:
