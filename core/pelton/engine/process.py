@@ -15,6 +15,7 @@ import gc
 import os
 import queue
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -70,6 +71,9 @@ class Wire:
         out.connect(protocol.address(self._socket_dir, protocol.output_socket(client_index)))
         with self._lock:
             self._outs[client_index] = out
+
+    def remove_folder(self) -> None:
+        shutil.rmtree(self._socket_dir, ignore_errors=True)
 
     def leave(self, client_index: int) -> None:
         with self._lock:
@@ -271,6 +275,7 @@ class EngineProcess:
         dumped_for: float | None = None
         while True:
             if is_parent_gone(self._parent_pid, WATCH_INTERVAL_S):
+                self._wire.remove_folder()  # nobody else will
                 end_process(1)
             now, since = time.monotonic(), self._busy_since
             if since is not None and now - since > self._hang_dump_s and dumped_for != since:

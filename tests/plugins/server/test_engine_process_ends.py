@@ -98,6 +98,17 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(serving_slowly):
     assert "Traceback" not in serving_slowly.log.read_text()
 
 
+def test_a_killed_server_leaves_neither_its_engine_nor_its_folder(serving_slowly, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving_slowly() as (_, process):
+        [engine] = psutil.Process(process.pid).children()
+        assert list(tmp_path.glob("pelton-*"))
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs([engine], 5)[1]
+        assert eventually(lambda: not list(tmp_path.glob("pelton-*")), 2)
+
+
 def test_leaving_frees_the_blocks_within_a_step_or_two(serving_slowly):
     with serving_slowly() as (url, _):
         for stream in (True, False):
