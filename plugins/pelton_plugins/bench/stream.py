@@ -112,10 +112,12 @@ def measure(url: str, arguments: StreamArguments) -> dict[str, Any]:
     shared = {
         "host": parts.hostname, "port": parts.port, "path": "/v1/completions", "begin_s": begin,
         "seconds": arguments.seconds, "output_len": arguments.output_len,
+        "vocab_size": arguments.vocab_size,
     }  # fmt: skip
+    share = (arguments.vocab_size - 10) // arguments.client_processes  # of first tokens
     processes = []
     for index in range(arguments.client_processes):
-        job = {**shared, "bodies": bodies[index :: arguments.client_processes]}
+        job = {**shared, "first_token": 10 + index * share, "bodies": bodies[index :: arguments.client_processes]}
         process = subprocess.Popen([sys.executable, "-m", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         process.stdin.write(json.dumps(job).encode() + b"\n")

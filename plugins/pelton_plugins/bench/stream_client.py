@@ -21,14 +21,21 @@ END = b"0\r\n\r\n"
 
 
 class Client:
-    """One connection, which sends a request as soon as the answer before has ended."""
+    """One connection, which sends a request as soon as the answer before has ended. Each prompt begins with another token, so
+    that no prefix cache has it."""
+
+    next_token = 10
+    vocab_size = 11
 
     def __init__(self, host: str, port: int, body: bytes, path: str) -> None:
         self.socket = socket.create_connection((host, port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setblocking(False)
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._request = head.encode() + body
+        self._head = (
+            f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\nContent-Length: "
+        )
+        self._before, _, rest = body.partition(b"[")
+        self._after = rest[rest.index(b",") :] if b"," in rest.partition(b"]")[0] else b"]" + rest.partition(b"]")[2]
         self.sent = 0.0
         self.last = 0.0
         self.num_chunks = 0
@@ -36,8 +43,10 @@ class Client:
 
     def send(self) -> None:
         self.sent, self.last, self.num_chunks, self.tail = time.perf_counter(), 0.0, 0, b""
+        body = self._before + b"[%d" % Client.next_token + self._after
+        Client.next_token = 10 + (Client.next_token - 9) % (Client.vocab_size - 10)
         self.socket.setblocking(True)
-        self.socket.sendall(self._request)
+        self.socket.sendall(f"{self._head}{len(body)}\r\n\r\n".encode() + body)
         self.socket.setblocking(False)
 
 
@@ -45,6 +54,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Keep all connections busy until `begin_s + seconds` (monotonic); count what came after `begin_s`."""
     clients = {}
     poll = select.epoll()
+    Client.vocab_size, Client.next_token = job["vocab_size"], job["first_token"]
     for body in job["bodies"]:
         client = Client(job["host"], job["port"], body.encode(), job["path"])
         clients[client.socket.fileno()] = client
