@@ -1,4 +1,5 @@
-"""Caches of latents, and caches that layers share, on the GPU: greedy ids equal transformers' float32 ids, captured and not."""
+"""Caches of latents, caches that layers share, and mixtures of experts on the GPU: greedy ids equal transformers' float32 ids,
+captured and not."""
 
 from __future__ import annotations
 
@@ -17,6 +18,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v3": {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32},
     "gemma4": {"head_dim": 64, "global_head_dim": 128},
+    "mixtral": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 4},
+    "glm4_moe": {},
+    "deepseek_v2_moe": {},
+    "deepseek_v3_moe": {},
 }
 
 

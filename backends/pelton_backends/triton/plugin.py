@@ -33,6 +33,7 @@ _ENTRIES = (
     ("sample", "triton", 50, "sampling:TritonSample"),
     ("logprobs", "triton", 50, "sampling_logprobs:TritonLogprobs"),
     ("prepare_inputs", "triton", 50, "inputs:TritonPrepareInputs"),
+    ("moe", "triton", 50, "moe:TritonMoe"),
     ("lookup_drafts", "triton", 50, "speculation:TritonLookupDrafts"),
     ("verify", "triton", 50, "speculation:TritonVerify"),
     ("lora", "triton", 50, "lora:TritonLora"),

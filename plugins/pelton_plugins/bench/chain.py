@@ -23,7 +23,7 @@ from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
-from pelton_plugins.bench.shapes import SHAPES, write_shape
+from pelton_plugins.bench.shapes import DENSE, SHAPES, write_shape
 
 DOC = """Time the kernels of a decode step in captured chains, with and without dependent launch, against the bytes they read.
 
@@ -34,7 +34,7 @@ DOC = """Time the kernels of a decode step in captured chains, with and without 
 class ChainArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments: what is built, and at which sizes it is timed."""
 
-    models: list[str] = msgspec.field(default_factory=lambda: list(SHAPES))
+    models: list[str] = msgspec.field(default_factory=lambda: list(DENSE))
     """Shapes to measure; or folders with a config.json."""
     batch_sizes: list[int] = msgspec.field(default_factory=lambda: [1, 32, 128])
     """Rows of the step, one token each."""

@@ -58,7 +58,35 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     },
+    "qwen3-30b-a3b": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
 }
+DENSE = ("qwen3-0.6b", "llama3.1-8b")
+"""What commands measure unless they are asked for others."""
 
 
 def write_shape(name: str, folder: Path) -> Path:

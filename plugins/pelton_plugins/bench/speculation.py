@@ -25,7 +25,7 @@ from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
-from pelton_plugins.bench.shapes import SHAPES, write_shape
+from pelton_plugins.bench.shapes import DENSE, SHAPES, write_shape
 
 CASES = ("repeats", "never repeats", "misleads")
 MOST_COST, LEAST_SPEEDUP, MOST_LOSS = 1.25, 2.5, 0.05
@@ -43,7 +43,7 @@ Weights are random but for embedding and LM head: nothing is fetched. Drafts, th
 class SpeculationArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments: what to measure."""
 
-    models: list[str] = msgspec.field(default_factory=lambda: list(SHAPES))
+    models: list[str] = msgspec.field(default_factory=lambda: list(DENSE))
     """Shapes to measure, with an LM head of their own; or folders with a config.json."""
     rows: list[int] = msgspec.field(default_factory=lambda: [1, 8, 32])
     """Requests at once."""

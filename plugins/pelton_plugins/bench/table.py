@@ -23,7 +23,7 @@ from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench import long_context, peers, sampling_rows
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
-from pelton_plugins.bench.shapes import SHAPES, write_shape
+from pelton_plugins.bench.shapes import DENSE, SHAPES, write_shape
 
 START, FIRST_START = "start", "first-start"
 SAMPLING = ("sampling1", "sampling32", "sampling256")
@@ -49,7 +49,7 @@ class TableArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_ROWS))
     """Rows to measure, also as one comma list; those that have an aim for the model when unset."""
-    models: list[str] = msgspec.field(default_factory=lambda: list(SHAPES))
+    models: list[str] = msgspec.field(default_factory=lambda: list(DENSE))
     """Shapes to measure, also as one comma list; or folders with a config.json."""
     results: str | None = None
     """A JSON file: what is in it stays, and new rows are put over old ones."""

@@ -1,0 +1,303 @@
+"""Kernels of the op of experts: choose, order by expert, multiply, and sum. The op itself is in `moe.py`.
+
+T tokens, H hidden size, E experts, k experts a token, I intermediate size; a pair is a token and one of its experts, of which there
+are P = T k, number t k + j. A pair of padding has expert E, which no kernel computes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pelton_backends.triton.ops.pieces import activated
+from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
+
+
+@triton.jit
+def _first_of_best(values, places, NONE: tl.constexpr):
+    """Where the largest of values is, the first of equal ones."""
+    best = tl.max(tl.max(values, axis=1), axis=0)
+    return tl.min(tl.min(tl.where(values == best, places, NONE), axis=1), axis=0)
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr, bias_ptr, correction_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr,
+    E: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, SIZE: tl.constexpr,
+    SB: tl.constexpr, TOP_GROUPS: tl.constexpr, IS_TOP2: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
+    SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token a program: its K experts and their weights. Scores lie by group, [GB, SB] of which GROUPS and SIZE are used."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GB)[:, None]
+    inside = tl.arange(0, SB)[None, :]
+    places = group * SIZE + inside
+    mask = (group < GROUPS) & (inside < SIZE)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    slot = tl.load(slot_ptr + row)
+    logits = tl.load(logits_ptr + row * E + places, mask=mask, other=float("-inf")).to(tl.float32)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    if IS_SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        exponentials = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
+        scores = exponentials / tl.sum(tl.sum(exponentials, axis=1), axis=0)
+    choice = scores
+    if correction_ptr is not None:
+        choice += tl.load(correction_ptr + places, mask=mask, other=0.0)
+    choice = tl.where(mask, choice, float("-inf"))
+    if GROUPS > 1:
+        worth = tl.max(choice, axis=1)
+        if IS_TOP2:
+            first = tl.min(tl.where(choice == worth[:, None], places, E), axis=1)
+            worth += tl.max(tl.where(places == first[:, None], float("-inf"), choice), axis=1)
+        number = tl.arange(0, GB)
+        worth = tl.where(number < GROUPS, worth, float("-inf"))
+        others = tl.reshape(worth, (1, GB))
+        is_before = (others > worth[:, None]) | ((others == worth[:, None]) & (number[None, :] < number[:, None]))
+        rank = tl.sum(is_before.to(tl.int32), axis=1)
+        choice = tl.where(rank[:, None] < TOP_GROUPS, choice, float("-inf"))
+    column = tl.arange(0, KB)
+    experts = tl.full((KB,), E, tl.int32)
+    weights = tl.zeros((KB,), tl.float32)
+    for j in tl.static_range(K):
+        found = _first_of_best(choice, places, E)
+        is_found = places == found
+        weight = tl.sum(tl.sum(tl.where(is_found & mask, scores, 0.0), axis=1), axis=0)
+        experts = tl.where(column == j, found, experts)
+        weights = tl.where(column == j, weight, weights)
+        choice = tl.where(is_found, float("-inf"), choice)
+    if IS_RENORMALIZED:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    experts = tl.where(slot < 0, E, experts)
+    tl.store(expert_ptr + row * K + column, experts, mask=column < K)
+    tl.store(weight_ptr + row * K + column, weights * SCALE, mask=column < K)
+    if load_ptr is not None:
+        tl.atomic_add(load_ptr + experts, (experts < E).to(tl.int64), mask=(column < K) & (experts < E))
+
+
+@triton.jit
+def order_kernel(
+    expert_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, num_pairs, num_tiles,
+    E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One expert a program: its pairs, in their order, into its part of `order`, and its tiles of BM pairs. Of tiles that nobody has,
+    the last program makes empty ones."""
+    own = tl.program_id(0)
+    bins = tl.arange(0, EB)
+    lane = tl.arange(0, BLOCK)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    counts = tl.zeros((EB,), tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        experts = tl.load(expert_ptr + start + lane, mask=start + lane < num_pairs, other=E)
+        counts += tl.histogram(experts, EB)
+    tiles = (counts + BM - 1) // BM
+    first = tl.sum(tl.where(bins < own, counts, 0), axis=0)
+    tile = tl.sum(tl.where(bins < own, tiles, 0), axis=0)
+    count = tl.sum(tl.where(bins == own, counts, 0), axis=0)
+    place = first
+    for start in range(0, num_pairs, BLOCK):
+        experts = tl.load(expert_ptr + start + lane, mask=start + lane < num_pairs, other=E)
+        is_own = experts == own
+        tl.store(order_ptr + place + tl.cumsum(is_own.to(tl.int32), axis=0) - 1, start + lane, mask=is_own)
+        place += tl.sum(is_own.to(tl.int32), axis=0)
+    for start in range(0, count, BM):
+        tl.store(tile_expert_ptr + tile, own)
+        tl.store(tile_start_ptr + tile, first + start)
+        tl.store(tile_stop_ptr + tile, first + count)
+        tile += 1
+    if own == E - 1:
+        for empty in range(tile, num_tiles):
+            tl.store(tile_start_ptr + empty, 0)
+            tl.store(tile_stop_ptr + empty, 0)
+
+
+@triton.jit
+def _gated(gate, up, LIMIT: tl.constexpr, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """gate and up float32 -> `dtype`."""
+    if ACTIVATION == "swiglu_oai":
+        if LIMIT is not None:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return (gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)).to(dtype)
+    return activated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
+
+
+@triton.jit
+def gate_up_kernel(
+    x_ptr, weight_ptr, bias_ptr, share_ptr, inner_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, x_stride,
+    H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of pairs and BN columns of gate and of up a program: their activation, by place in the order."""
+    tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    start, stop = tl.load(tile_start_ptr + tile), tl.load(tile_stop_ptr + tile)
+    if start >= stop:
+        return
+    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    places = start + tl.arange(0, BM)
+    is_row = places < stop
+    pairs = tl.load(order_ptr + places, mask=is_row, other=0)
+    rows = (pairs // K).to(tl.int64)
+    if SCALES_INPUT:
+        share = tl.load(share_ptr + pairs, mask=is_row, other=0.0)
+    is_column = columns < SIZE
+    lane = tl.arange(0, BK)
+    gates = weight_ptr + (expert * (2 * SIZE) + columns[None, :]) * H + lane[:, None]
+    inputs = x_ptr + rows[:, None] * x_stride + lane[None, :]
+    gate = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, H, BK):
+        is_in = k + lane < H
+        x = tl.load(inputs + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
+        if SCALES_INPUT:
+            x = (x.to(tl.float32) * share[:, None]).to(x_ptr.dtype.element_ty)
+        mask = is_in[:, None] & is_column[None, :]
+        gate = dot(x, tl.load(gates + k, mask=mask, other=0.0), gate)
+        up = dot(x, tl.load(gates + SIZE * H + k, mask=mask, other=0.0), up)
+    if bias_ptr is not None:
+        biases = bias_ptr + expert * (2 * SIZE) + columns
+        gate += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(biases + SIZE, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    result = _gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
+    target = inner_ptr + places.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    tl.store(target, result, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def down_kernel(
+    inner_ptr, weight_ptr, bias_ptr, share_ptr, out_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr,
+    H: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of pairs and BN columns a program: weighted outputs, by pair."""
+    tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    start, stop = tl.load(tile_start_ptr + tile), tl.load(tile_stop_ptr + tile)
+    if start >= stop:
+        return
+    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    places = start + tl.arange(0, BM)
+    is_row = places < stop
+    pairs = tl.load(order_ptr + places, mask=is_row, other=0)
+    is_column = columns < H
+    lane = tl.arange(0, BK)
+    weights = weight_ptr + (expert * H + columns[None, :]) * SIZE + lane[:, None]
+    inputs = inner_ptr + places.to(tl.int64)[:, None] * SIZE + lane[None, :]
+    result = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, SIZE, BK):
+        is_in = k + lane < SIZE
+        x = tl.load(inputs + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
+        result = dot(x, tl.load(weights + k, mask=is_in[:, None] & is_column[None, :], other=0.0), result)
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + expert * H + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if not SCALES_INPUT:
+        result *= tl.load(share_ptr + pairs, mask=is_row, other=0.0)[:, None]
+    target = out_ptr + pairs.to(tl.int64)[:, None] * H + columns[None, :]
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    pair_ptr,
+    expert_ptr,
+    out_ptr,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < H
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    is_token = tl.load(expert_ptr + row * K) < E
+    result = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        result += tl.load(pair_ptr + (row * K + j) * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * H + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# Few pairs: by output rows, with no order.
+
+
+@triton.jit
+def few_gate_up_kernel(
+    x_ptr, weight_ptr, bias_ptr, expert_ptr, share_ptr, inner_ptr, x_stride,
+    E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """R rows of gate and of up of one pair's expert a program."""
+    pair, rows = tl.program_id(1), tl.program_id(0) * R + tl.arange(0, R)
+    lane = tl.arange(0, BK)
+    is_row = rows < SIZE
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    expert = tl.load(expert_ptr + pair).to(tl.int64)
+    if expert >= E:
+        return
+    gates = weight_ptr + (expert * (2 * SIZE) + rows[:, None]) * H + lane[None, :]
+    inputs = x_ptr + (pair // K).to(tl.int64) * x_stride + lane
+    gate = tl.zeros((R, BK), tl.float32)
+    up = tl.zeros((R, BK), tl.float32)
+    for k in range(0, H, BK):
+        is_in = k + lane < H
+        x = tl.load(inputs + k, mask=is_in, other=0.0).to(tl.float32)
+        if SCALES_INPUT:
+            x = (x * tl.load(share_ptr + pair)).to(x_ptr.dtype.element_ty).to(tl.float32)
+        mask = is_row[:, None] & is_in[None, :]
+        gate += tl.load(gates + k, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * x[None, :]
+        up += (
+            tl.load(gates + SIZE * H + k, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            * x[None, :]
+        )
+    gate_sum, up_sum = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    if bias_ptr is not None:
+        biases = bias_ptr + expert * (2 * SIZE) + rows
+        gate_sum += tl.load(biases, mask=is_row, other=0.0).to(tl.float32)
+        up_sum += tl.load(biases + SIZE, mask=is_row, other=0.0).to(tl.float32)
+    result = _gated(gate_sum, up_sum, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
+    tl.store(inner_ptr + pair.to(tl.int64) * SIZE + rows, result, mask=is_row)
+
+
+@triton.jit
+def few_down_kernel(
+    inner_ptr, weight_ptr, bias_ptr, expert_ptr, share_ptr, out_ptr,
+    E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """R output rows of one token a program, over all of its experts: their weighted sum."""
+    token, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
+    lane = tl.arange(0, BK)
+    is_row = rows < H
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    total = tl.zeros((R,), tl.float32)
+    for j in tl.static_range(K):
+        pair = token * K + j
+        expert = tl.load(expert_ptr + pair).to(tl.int64)
+        if expert < E:
+            products = tl.zeros((R, BK), tl.float32)
+            for k in range(0, SIZE, BK):
+                is_in = k + lane < SIZE
+                x = tl.load(inner_ptr + pair * SIZE + k + lane, mask=is_in, other=0.0).to(tl.float32)
+                weights = weight_ptr + (expert * H + rows[:, None]) * SIZE + k + lane[None, :]
+                weight = tl.load(
+                    weights, mask=is_row[:, None] & is_in[None, :], other=0.0, eviction_policy="evict_first"
+                )
+                products += weight.to(tl.float32) * x[None, :]
+            result = tl.sum(products, axis=1)
+            if bias_ptr is not None:
+                result += tl.load(bias_ptr + expert * H + rows, mask=is_row, other=0.0).to(tl.float32)
+            if not SCALES_INPUT:
+                result *= tl.load(share_ptr + pair)
+            total += result
+    tl.store(out_ptr + token * H + rows, total.to(out_ptr.dtype.element_ty), mask=is_row)
