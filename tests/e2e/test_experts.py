@@ -10,7 +10,7 @@ from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, 
 
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss")
 NUM_TOKENS = 32
 LENGTHS = (1, 5, 16, 33, 129, 200)
 

@@ -24,6 +24,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "deepseek_v2_moe": {},
     "deepseek_v3_moe": {},
+    "gpt_oss": {},
 }
 
 

@@ -51,10 +51,10 @@ class SDPAMetadata:
 
 
 class SDPABackend(AttentionBackend):
-    """Handles decoder attention in float32, bfloat16 and float16, any block and head size, windows and soft caps."""
+    """Handles decoder attention in float32, bfloat16 and float16, any block and head size, windows, soft caps and sinks."""
 
     name: ClassVar[str] = "sdpa"
-    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap"})
+    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks"})
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
 
     @classmethod
@@ -133,7 +133,8 @@ def attend_decode(layer: AttentionParams, query: Tensor, plan: DecodePlan) -> Te
         for cache in (layer.k_cache, layer.v_cache)
     )
     grouped = query.view(num_rows, layer.num_kv_heads, -1, head_dim)  # [R, N, G, D]
-    result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap)
+    sinks = None if layer.sinks is None else layer.sinks.view(layer.num_kv_heads, -1, 1)
+    result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap, sinks)
     return result.reshape(num_rows, num_heads, head_dim)
 
 
@@ -179,19 +180,32 @@ def attend_prefill(layer: AttentionParams, query: Tensor, plan: PrefillPlan) -> 
         for cache in (layer.k_cache, layer.v_cache)
     )
     grouped = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [N, G, T, D]
-    result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap)
+    sinks = None if layer.sinks is None else layer.sinks.view(num_kv_heads, group, 1, 1)
+    result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap, sinks)
     return result.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[..., T, D] against [..., L, D]; mask True attends, None is causal with T = L. Every row attends to something."""
-    if soft_cap is None:
+    """[..., T, D] against [..., L, D]; mask True attends, None is causal with T = L. Every row attends to something.
+
+    sinks: logits that have no value, as they broadcast over scores [..., T, 1]."""
+    if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=scale)
     if mask is None:
         mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
     scores = (query @ keys.transpose(-1, -2)).float() * scale
-    scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[-2]]
     return weights.to(query.dtype) @ values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,10 @@ class ExpertNames:
     correction: str = "gate.e_score_correction_bias"
 
 
+MakeExperts = Callable[["BuildConfig", str, ExpertsSpec], "dict[str, nn.Parameter]"]
+"""From the prefix of a layer's experts to their tensors by name, as `ExpertsSpec` says, of this rank."""
+
+
 class SparseMoe(nn.Module):
     """The norm, the router and its experts (`add_norm` and `moe`), and what every token takes beside them."""
 
@@ -88,18 +93,29 @@ class SparseMoe(nn.Module):
         config: BuildConfig,
         prefix: str,
         names: ExpertNames = ExpertNames(),
+        has_bias: bool = False,
+        limit: float | None = None,
+        make_experts: MakeExperts | None = None,
         shared: GatedMLP | None = None,
         shared_gate: str | None = None,
     ) -> None:
-        """prefix: of the MLP in the checkpoint. shared: takes every token; shared_gate: the name of the matrix [1, H] whose
-        sigmoid it is multiplied by, where it has one."""
+        """prefix: of the MLP in the checkpoint. has_bias, limit: as in `ExpertsSpec`; a router has a bias where its experts have.
+        make_experts: allocates the experts' tensors and says how a checkpoint fills them, where it is not one tensor a matrix.
+        shared: takes every token; shared_gate: the name of the matrix [1, H] whose sigmoid it is multiplied by, if any."""
         super().__init__()
         parallel = config.parallel
         width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
-        spec = ExpertsSpec(hidden_size=hidden_size, intermediate_size=width, activation=_activation(activation))
+        spec = ExpertsSpec(
+            hidden_size=hidden_size, intermediate_size=width, activation=_activation(activation), limit=limit,
+            has_bias=has_bias,
+        )  # fmt: skip
         self.routing, self.norm, self.shared = routing, norm, shared
         self.router = _parameter(config, routing.num_experts, hidden_size)
         config.weights.expect(f"{prefix}.{names.router}.weight", tuple(self.router.shape), self.router)
+        self.router_bias: nn.Parameter | None = None
+        if has_bias:
+            self.router_bias = _parameter(config, routing.num_experts)
+            config.weights.expect(f"{prefix}.{names.router}.bias", (routing.num_experts,), self.router_bias)
         self.correction: nn.Parameter | None = None
         if routing.has_correction:
             self.correction = _parameter(config, routing.num_experts, dtype=torch.float32)
@@ -108,17 +124,23 @@ class SparseMoe(nn.Module):
         if shared_gate is not None:
             self.shared_gate = _parameter(config, 1, hidden_size)
             config.weights.expect(f"{prefix}.{shared_gate}.weight", (1, hidden_size), self.shared_gate)
-        self.experts = nn.ParameterDict(
-            _plain_experts(config, f"{prefix}.{names.experts}", spec, intermediate_size, routing.num_experts, names)
-        )
+        _check_method(config, prefix)
+        if make_experts is None:
+            made = _plain_experts(
+                config, f"{prefix}.{names.experts}", spec, intermediate_size, routing.num_experts, names
+            )
+        else:
+            made = make_experts(config, f"{prefix}.{names.experts}", spec)
+        self.experts = nn.ParameterDict(made)
         norms = AddNormNeeds(dtype=config.dtype_name, norm=norm.spec, tp_size=parallel.size)
         self.add_norm: AddNorm = config.ops.bind(
             "add_norm", norms, AddNormTensors(norm.weight, None, config.all_reduce(hidden_size))
         )
         needs = MoeNeeds(
-            dtype=config.dtype_name, routing=routing, experts=spec, max_num_tokens=config.max_num_batched_tokens
-        )
-        tensors = MoeTensors(self.router, dict(self.experts.items()), correction=self.correction)
+            dtype=config.dtype_name, routing=routing, experts=spec, max_num_tokens=config.max_num_batched_tokens,
+            has_router_bias=has_bias,
+        )  # fmt: skip
+        tensors = MoeTensors(self.router, dict(self.experts.items()), self.router_bias, self.correction)
         self.moe: Moe = config.ops.bind("moe", needs, tensors)
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -134,10 +156,7 @@ class SparseMoe(nn.Module):
         return result, residual
 
 
-def _plain_experts(
-    config: BuildConfig, prefix: str, spec: ExpertsSpec, intermediate_size: int, num_experts: int, names: ExpertNames
-) -> dict[str, nn.Parameter]:
-    """Experts in the model's dtype, each matrix from a checkpoint tensor of its own: this rank's rows of gate and up, columns of down."""
+def _check_method(config: BuildConfig, prefix: str) -> None:
     if not isinstance(config.quantization, PlainWeights):
         raise ConfigError(
             f"quantization is {config.quantization.name!r}, and {prefix} has experts, which this version keeps in the model's "
@@ -145,6 +164,12 @@ def _plain_experts(
         )
     if config.adapters is not None:
         config.adapters.refuse(prefix, "it belongs to a layer of experts")
+
+
+def _plain_experts(
+    config: BuildConfig, prefix: str, spec: ExpertsSpec, intermediate_size: int, num_experts: int, names: ExpertNames
+) -> dict[str, nn.Parameter]:
+    """Experts in the model's dtype, each matrix from a checkpoint tensor of its own: this rank's rows of gate and up, columns of down."""
     hidden, width = spec.hidden_size, spec.intermediate_size
     first = config.parallel.rank * width
     gate_up = _parameter(config, num_experts, 2 * width, hidden)
@@ -171,6 +196,8 @@ def _parameter(config: BuildConfig, *shape: int, dtype: torch.dtype | None = Non
 
 
 def _activation(name: str) -> str:
+    if name == "swiglu_oai":
+        return name
     if name not in ACTIVATION_NAMES:
         raise ConfigError(f"hidden_act is {name!r}; gated layers have {', '.join(ACTIVATION_NAMES)}.")
     return ACTIVATION_NAMES[name]

@@ -92,6 +92,23 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeForCausalLM",
         {**_EXPERTS, **_SHARED, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "swiglu_limit": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
     "deepseek_v2_moe": (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
@@ -163,6 +180,7 @@ def _randomize(model: Any) -> None:
     import torch
 
     is_gemma = "Gemma" in type(model).__name__  # norms multiply by 1 + w, embeddings by sqrt(hidden_size)
+    is_gpt_oss = "GptOss" in type(model).__name__
     embed_scale = model.config.hidden_size**0.5 if is_gemma else 1.0
     gains = {
         "o_proj.weight": 3.0,
@@ -182,8 +200,10 @@ def _randomize(model: Any) -> None:
             elif "embed_tokens" in name or "lm_head" in name:
                 weight.normal_(0.0, 0.5 / embed_scale)
             else:
+                # Stacked experts of gpt-oss have their inputs in the axis before the last.
+                fan_in = weight.shape[1] if weight.dim() == 3 and is_gpt_oss else weight.shape[-1]
                 gain = next((gain for suffix, gain in gains.items() if name.endswith(suffix)), 1.0)
-                weight.normal_(0.0, gain / weight.shape[-1] ** 0.5)
+                weight.normal_(0.0, gain / fan_in**0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)

@@ -36,7 +36,8 @@ class LlamaDecoderLayer(nn.Module):
         self.attn = AttentionLayer(
             self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim,
             rope=get_rope(config, head_dim), sliding_window=self.sliding_window(index, config),
-            q_norm=self.q_norm, k_norm=self.k_norm, config=config, prefix=f"{attention}.attn",
+            q_norm=self.q_norm, k_norm=self.k_norm, sinks=self.sinks(config, attention), config=config,
+            prefix=f"{attention}.attn",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             num_heads * head_dim,
@@ -64,6 +65,10 @@ class LlamaDecoderLayer(nn.Module):
         return bool(config.hf.get("attention_bias"))
 
     def sliding_window(self, index: int, config: BuildConfig) -> int | None:
+        return None
+
+    def sinks(self, config: BuildConfig, prefix: str) -> Tensor | None:
+        """Logits [num_heads] of a key without a value, of this rank's heads (`self.qkv_proj.num_heads`)."""
         return None
 
     def make_mlp(self, index: int, config: BuildConfig, prefix: str) -> None:

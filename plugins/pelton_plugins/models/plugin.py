@@ -27,6 +27,12 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2's attention with experts, one of them taken by every token"),
         _entry("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3's attention with experts"),
         _entry("glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5: dense layers, then experts chosen by groups"),
+        ModelEntry(
+            name="gpt_oss",
+            load="pelton_plugins.models.gpt_oss:GptOssForCausalLM",
+            architectures=("GptOssForCausalLM",),
+            doc="gpt-oss: attention with sinks, experts with biases",
+        ),
         _entry("gemma3", "Gemma3ForCausalLM", "Gemma 3, text: local and global layers, norms around each sub-layer"),
         _entry("gemma4", "Gemma4ForCausalLM", "Gemma 4, text, dense: the last layers read the cache of earlier ones"),
         *_encoders("bert", "BERT, MiniLM", "Bert"),

@@ -23,6 +23,8 @@ def pelton_quantization_methods() -> Sequence[Entry]:
               doc="e4m3 weights and inputs, rounded while they load, or of a checkpoint that says 'fp8'"),
         Entry(name="compressed-tensors", load=f"{_PACKAGE}.compressed_tensors:CompressedTensors",
               doc="compressed-tensors checkpoints in 8-bit floating point"),
+        Entry(name="mxfp4", load=f"{_PACKAGE}.mxfp4:Mxfp4Weights", 
+              doc="gpt-oss checkpoints: experts in four bits, decoded while they load"),
         Entry(name="fbgemm_fp8", load=f"{_PACKAGE}.fbgemm:FBGEMMWeights", doc="FBGEMM's checkpoints: a scale for each row"),
     ]  # fmt: skip
 

@@ -304,7 +304,10 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(model, fake_flags, tmp_pa
     [
         (["--rows", "batch33"], "--rows has 'batch33'; the rows are latency1, ttft, batch32,"),
         (["--repeats", "0"], "repeats is 0; use at least 1."),
-        (["--models", "gpt5"], "--models has 'gpt5'; use qwen3-0.6b, llama3.1-8b, or a folder with a config.json."),
+        (
+            ["--models", "gpt5"],
+            "--models has 'gpt5'; use qwen3-0.6b, llama3.1-8b, qwen3-30b-a3b, or a folder with a config.json.",
+        ),
         (["--model", "x"], "The table's models are named by --models"),
         (["--results", "bad.json"], "--results bad.json holds no results of this command"),
     ],

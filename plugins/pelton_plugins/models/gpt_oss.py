@@ -1,0 +1,149 @@
+"""gpt-oss: attention with sinks, windows on every other layer, and experts with biases, in four bits in the released checkpoints.
+
+Experts of a checkpoint in mxfp4 are decoded into the model's dtype while they load: OCP Microscaling Formats 1.0, section 5.2.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from pelton.errors import ConfigError
+from pelton.layers.linear import split_heads
+from pelton.layers.moe import ExpertNames, SparseMoe
+from pelton.model.build import BuildConfig, HFConfig
+from pelton.ops.moe import ExpertsSpec, RoutingSpec
+from pelton_plugins.models.moe import MoeDecoderLayer, MoeForCausalLM, num_experts
+from pelton_plugins.models.qwen2 import window_of_layer
+
+if TYPE_CHECKING:
+    from pelton.model.loading import LazyWeight
+
+_NAMES = ExpertNames(router="router")
+_ALPHA = 1.702
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BLOCK = 32  # numbers with one scale
+_BIAS = 127  # of a scale's exponent
+
+
+class GptOssDecoderLayer(MoeDecoderLayer):
+    def sliding_window(self, index: int, config: BuildConfig) -> int | None:
+        return window_of_layer(index, config)
+
+    def sinks(self, config: BuildConfig, prefix: str) -> Tensor:
+        total = config.hf.num_attention_heads
+        first, last = split_heads(total, config.parallel.rank, config.parallel.size, "num_attention_heads")
+        self.attention_sinks = nn.Parameter(config.empty(last - first), requires_grad=False)
+        config.weights.expect(f"{prefix}.sinks", (total,), self.attention_sinks, dim=0, start=first, stop=last)
+        return self.attention_sinks
+
+    def make_experts(self, config: BuildConfig, prefix: str) -> SparseMoe:
+        hf = config.hf
+        if hf.get("swiglu_alpha", _ALPHA) != _ALPHA:
+            raise ConfigError(f"swiglu_alpha is {hf.swiglu_alpha}; this model has {_ALPHA}. Use another checkpoint.")
+        count = num_experts(hf)
+        return SparseMoe(
+            hf.hidden_size, hf.intermediate_size, activation="swiglu_oai", limit=hf.get("swiglu_limit", 7.0), has_bias=True,
+            routing=RoutingSpec(num_experts=count, top_k=hf.num_experts_per_tok), norm=self.post_attention_layernorm,
+            config=config, prefix=prefix, names=_NAMES, make_experts=_experts,
+        )  # fmt: skip
+
+
+class GptOssForCausalLM(MoeForCausalLM):
+    layer_class = GptOssDecoderLayer
+
+
+def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, nn.Parameter]:
+    """Tensors of all experts together, gate and up in turns."""
+    hf, parallel = config.hf, config.parallel
+    count, hidden, whole, width = num_experts(hf), spec.hidden_size, hf.intermediate_size, spec.intermediate_size
+    first = parallel.rank * width
+    shapes = {
+        "gate_up": (count, 2 * width, hidden), "down": (count, hidden, width),
+        "gate_up_bias": (count, 2 * width), "down_bias": (count, hidden),
+    }  # fmt: skip
+    tensors = {name: nn.Parameter(config.empty(*shape), requires_grad=False) for name, shape in shapes.items()}
+    gate_up, down = tensors["gate_up"].data, tensors["down"].data
+    expect, pieces = config.weights.expect, {"first": first, "width": width}
+    if _is_mxfp4(hf):
+        for name, rows, columns, target, put in (
+            ("gate_up_proj", 2 * whole, hidden, gate_up, partial(_put_gate_up, **pieces)),
+            ("down_proj", hidden, whole, down, partial(_put_down, **pieces)),
+        ):
+            halves = _Mxfp4Halves(put)
+            blocks = columns // _BLOCK
+            expect(f"{prefix}.{name}_blocks", (count, rows, blocks, _BLOCK // 2), target, fill=halves.take_blocks)
+            expect(f"{prefix}.{name}_scales", (count, rows, blocks), target, fill=halves.take_scales)
+    else:
+        expect(f"{prefix}.gate_up_proj", (count, hidden, 2 * whole), gate_up, fill=partial(_fill_gate_up, **pieces))
+        expect(f"{prefix}.down_proj", (count, whole, hidden), down, fill=partial(_fill_down, **pieces))
+    bias = tensors["gate_up_bias"].data
+    expect(f"{prefix}.gate_up_proj_bias", (count, 2 * whole), bias, fill=partial(_fill_gate_up_bias, **pieces))
+    holds_bias = parallel.rank == 0  # sums over ranks have it once
+    tensors["down_bias"].data.zero_()
+    expect(f"{prefix}.down_proj_bias", (count, hidden), tensors["down_bias"].data if holds_bias else None)
+    return tensors
+
+
+def _is_mxfp4(hf: HFConfig) -> bool:
+    return (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+
+
+def _put_gate_up(rows: Tensor, target: Tensor, *, first: int, width: int) -> None:
+    """rows [2 I of all ranks, ...], gate and up in turns -> target [2 width, ...], gate first."""
+    target[:width] = rows[0::2][first : first + width]
+    target[width:] = rows[1::2][first : first + width]
+
+
+def _put_down(rows: Tensor, target: Tensor, *, first: int, width: int) -> None:
+    target.copy_(rows[:, first : first + width])
+
+
+def _fill_gate_up(weight: LazyWeight, target: Tensor, *, first: int, width: int) -> None:
+    for index, one in enumerate(target):
+        _put_gate_up(weight.read(0, index, index + 1)[0].t(), one, first=first, width=width)
+
+
+def _fill_down(weight: LazyWeight, target: Tensor, *, first: int, width: int) -> None:
+    for index, one in enumerate(target):
+        _put_down(weight.read(0, index, index + 1)[0].t(), one, first=first, width=width)
+
+
+def _fill_gate_up_bias(weight: LazyWeight, target: Tensor, *, first: int, width: int) -> None:
+    for one, row in zip(target, weight.read(), strict=True):
+        _put_gate_up(row, one, first=first, width=width)
+
+
+class _Mxfp4Halves:
+    """A matrix of each expert, which comes as two tensors in any order: blocks [E, rows, blocks, 16] uint8, of which each byte
+    holds two numbers, the lower four bits first, and scales [E, rows, blocks] uint8, exponents of two."""
+
+    def __init__(self, put: partial[None]) -> None:
+        self._put = put
+        self._blocks: Tensor | None = None
+        self._scales: Tensor | None = None
+
+    def take_blocks(self, weight: LazyWeight, target: Tensor) -> None:
+        self._blocks = weight.read().to(torch.uint8)
+        self._decode(target)
+
+    def take_scales(self, weight: LazyWeight, target: Tensor) -> None:
+        self._scales = weight.read().to(torch.uint8)
+        self._decode(target)
+
+    def _decode(self, target: Tensor) -> None:
+        if self._blocks is None or self._scales is None:
+            return
+        for blocks, scales, one in zip(self._blocks, self._scales, target, strict=True):
+            self._put(decode_mxfp4(blocks, scales, target.dtype).to(target.device), one)
+        self._blocks = self._scales = None
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """blocks [rows, n, 16] uint8, scales [rows, n] uint8 -> [rows, 32 n]"""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype)
+    numbers = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1).flatten(-2)
+    return torch.ldexp(numbers, (scales.to(torch.int32) - _BIAS).unsqueeze(-1)).flatten(-2).to(dtype)
