@@ -7,6 +7,7 @@ that a captured step serves whatever is chosen; a tile that no expert has ends a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops import moe_kernels as kernels
 from pelton_backends.triton.ops.gemv import DTYPES, inner_contiguous
 from pelton_backends.triton.ops.pieces import ACTIVATIONS
-from pelton_backends.triton.runtime import INTERPRETED, has_pdl, launch_options
+from pelton_backends.triton.runtime import has_pdl, launch_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,17 @@ _down = Launcher(kernels.down_kernel)
 _combine = Launcher(kernels.combine_kernel)
 _few_gate_up = Launcher(kernels.few_gate_up_kernel)
 _few_down = Launcher(kernels.few_down_kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Columns of a program in the first product (of gate, and as many of up) and in the second, and numbers of a sum at a time."""
+
+    gate_columns: int
+    down_columns: int
+    inner: int
+    warps: int
+    stages: int
 
 
 class TritonMoe:
@@ -95,7 +107,7 @@ class _BoundMoe:
     def _logits(self, x: Tensor) -> Tensor:
         """[T, E] float32"""
         router = self._tensors.router
-        if x.dtype == torch.float32 or self._is_wide or INTERPRETED:
+        if x.dtype == torch.float32 or self._is_wide or x.device.type != "cuda":
             return torch.mm(x.float(), router.float().t())
         return torch.mm(x, router.t(), out_dtype=torch.float32)
 
@@ -119,17 +131,17 @@ class _BoundMoe:
         inner = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
         out = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
         sizes = {"E": self._num_experts, "H": hidden, "SIZE": size, "K": self._top_k}
-        gate = {**sizes, "R": 4, "BK": min(triton.next_power_of_2(hidden), 1024), **self._activation, **self._common}
+        gate = {**sizes, "R": 2, "BK": min(triton.next_power_of_2(hidden), 1024), **self._activation, **self._common}
         _few_gate_up(
-            self._key(x, *gate.values()), (triton.cdiv(size, 4), num_pairs),
+            self._key(x, *gate.values()), (triton.cdiv(size, 2), num_pairs),
             (x, weights["gate_up"], weights.get("gate_up_bias"), experts, shares, inner, x.stride(0)),
             gate, num_warps=4, **self._options,
         )  # fmt: skip
-        down = {**sizes, "R": 4, "BK": min(triton.next_power_of_2(size), 1024), **self._common}
+        down = {**sizes, "R": 2, "BK": min(triton.next_power_of_2(size), 512), **self._common}
         _few_down(
-            self._key(x, *down.values()), (triton.cdiv(hidden, 4), x.shape[0]),
+            self._key(x, *down.values()), (triton.cdiv(hidden, 2), x.shape[0]),
             (inner, weights["down"], weights.get("down_bias"), experts, shares, out),
-            down, num_warps=4, **self._options,
+            down, num_warps=2, **self._options,
         )  # fmt: skip
         return out
 
@@ -140,36 +152,46 @@ class _BoundMoe:
         num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_rows) + self._num_experts)
         order, tiles = self._ordered(experts, block_rows, num_tiles)
         inner = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
-        is_small = block_rows <= 32
+        tile = self._tile(block_rows, x.element_size())
         gate = {
-            "H": hidden, "SIZE": size, "K": top_k, "BM": block_rows, "BN": 32 if is_small else 64, "BK": 128 if is_small else 64,
+            "H": hidden, "SIZE": size, "K": top_k, "BM": block_rows, "BN": tile.gate_columns, "BK": tile.inner,
             **self._activation, **self._common,
         }  # fmt: skip
         _gate_up(
-            self._key(x, *gate.values()), (triton.cdiv(size, gate["BN"]), num_tiles),
+            self._key(x, *gate.values()), (triton.cdiv(size, tile.gate_columns), num_tiles),
             (x, weights["gate_up"], weights.get("gate_up_bias"), shares, inner, order, *tiles, x.stride(0)),
-            gate, num_warps=4 if block_rows < 128 else 8, num_stages=4, **self._options,
+            gate, num_warps=tile.warps, num_stages=tile.stages, **self._options,
         )  # fmt: skip
         # Few sums stay as they are computed; of many, two bytes each are enough to write and to read.
         dtype = torch.float32 if num_tokens <= 512 else x.dtype
         pairs = torch.empty((num_pairs, hidden), dtype=dtype, device=x.device)
         down = {
-            "H": hidden, "SIZE": size, "BM": block_rows, "BN": 64 if is_small else 128, "BK": 128 if is_small else 64,
-            **self._common,
+            "H": hidden, "SIZE": size, "BM": block_rows, "BN": tile.down_columns, "BK": tile.inner, **self._common,
         }  # fmt: skip
         _down(
-            self._key(x, dtype, *down.values()), (triton.cdiv(hidden, down["BN"]), num_tiles),
+            self._key(x, dtype, *down.values()), (triton.cdiv(hidden, tile.down_columns), num_tiles),
             (inner, weights["down"], weights.get("down_bias"), shares, pairs, order, *tiles),
-            down, num_warps=4 if block_rows < 128 else 8, num_stages=4, **self._options,
+            down, num_warps=tile.warps, num_stages=tile.stages, **self._options,
         )  # fmt: skip
         out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
         block = min(triton.next_power_of_2(hidden), 1024)
         _combine(
-            self._key(x, dtype), (num_tokens, triton.cdiv(hidden, block)), (pairs, experts, out),
+            self._key(x, dtype, self._num_experts, top_k), (num_tokens, triton.cdiv(hidden, block)), (pairs, experts, out),
             {"H": hidden, "E": self._num_experts, "K": top_k, "BLOCK": block, "PDL": self._pdl},
             num_warps=4, **self._options,
         )  # fmt: skip
         return out
+
+    @staticmethod
+    def _tile(block_rows: int, element_size: int) -> _Tile:
+        """As measured on an H200 with Qwen3-30B-A3B's experts: 8,192 tokens take 1.25 ms, with half as many columns 1.58 ms."""
+        if element_size == 4:
+            return _Tile(32, 64, 32, warps=4, stages=2)
+        if block_rows <= 32:
+            return _Tile(32, 64, 128, warps=4, stages=4)
+        if block_rows < 128:
+            return _Tile(64, 128, 64, warps=4, stages=4)
+        return _Tile(128, 256, 64, warps=8, stages=3)
 
     def _tile_rows(self, num_pairs: int) -> int:
         """Of a tile: about an expert's pairs, where they spread evenly."""
@@ -181,15 +203,14 @@ class _BoundMoe:
         """Pairs by expert [P] int32; of each tile its expert, and its places [start, stop) in them, int32."""
         num_pairs = experts.numel()
         order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
-        tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device).unbind()
-        block = min(max(triton.next_power_of_2(num_pairs), 128), 4096)
+        # Rows of whole 16 bytes, and one of two lengths: the kernel is compiled for few kinds of arguments.
+        tiles = torch.empty((3, triton.cdiv(num_tiles, 4) * 4), dtype=torch.int32, device=experts.device).unbind()
         constants = {
-            "E": self._num_experts, "EB": triton.next_power_of_2(self._num_experts + 1), "BM": block_rows, "BLOCK": block,
-            "PDL": self._pdl,
+            "E": self._num_experts, "EB": triton.next_power_of_2(self._num_experts + 1), "BM": block_rows,
+            "BLOCK": 256 if num_pairs <= 256 else 4096, "PDL": self._pdl,
         }  # fmt: skip
-        numbers = tuple((n == 1, n % 16 == 0) for n in (num_pairs, num_tiles))
         _order(
-            (experts.device, numbers, alignment(*tiles), *constants.values()), (self._num_experts,),
-            (experts, order, *tiles, num_pairs, num_tiles), constants, num_warps=min(max(block // 256, 1), 8), **self._options,
+            (experts.device, *constants.values()), (self._num_experts,),
+            (experts, order, *tiles, num_pairs, num_tiles), constants, num_warps=1 if num_pairs <= 256 else 8, **self._options,
         )  # fmt: skip
         return order, (tiles[0], tiles[1], tiles[2])

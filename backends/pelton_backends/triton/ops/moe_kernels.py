@@ -78,7 +78,7 @@ def route_kernel(
         tl.atomic_add(load_ptr + experts, (experts < E).to(tl.int64), mask=(column < K) & (experts < E))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def order_kernel(
     expert_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, num_pairs, num_tiles,
     E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -122,8 +122,10 @@ def _gated(gate, up, LIMIT: tl.constexpr, ACTIVATION: tl.constexpr, dtype: tl.co
         if LIMIT is not None:
             gate = tl.minimum(gate, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        return (gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)).to(dtype)
-    return activated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
+        result = (gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)).to(dtype)
+    else:
+        result = activated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
+    return result
 
 
 @triton.jit
