@@ -92,4 +92,4 @@ def test_bfloat16_stays_near_float32(checkpoint, reference, make_driver, token_i
     assert got.dtype == torch.float32
     near = torch.nn.functional.cosine_similarity(got, want, dim=-1) > 0.97
     # A row of a model with experts is another one where rounding chooses another expert.
-    assert near.float().mean() >= 0.9 if hasattr(reference.config, "num_experts_per_tok") else near.all()
+    assert near.float().mean() >= 0.8 if hasattr(reference.config, "num_experts_per_tok") else near.all()
