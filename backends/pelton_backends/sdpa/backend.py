@@ -201,11 +201,11 @@ def attend(
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=scale)
     if mask is None:
         mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
-    scores = (query @ keys.transpose(-1, -2)).float() * scale
+    scores = (query.float() @ keys.float().transpose(-1, -2)) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[-2]]
-    return weights.to(query.dtype) @ values
+    return (weights @ values.float()).to(query.dtype)

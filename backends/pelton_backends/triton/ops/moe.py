@@ -194,7 +194,7 @@ class _BoundMoe:
         return _Tile(128, 256, 64, warps=8, stages=3)
 
     def _tile_rows(self, num_pairs: int) -> int:
-        """Of a tile: about an expert's pairs, where they spread evenly."""
+        """Rows of a tile: about an expert's pairs, where they spread evenly."""
         return min(max(triton.next_power_of_2(num_pairs // self._num_experts), 16), 128)
 
     def _ordered(
