@@ -31,6 +31,8 @@ class Grammar(ABC):
 
     filler: MaskFiller | None = None
     """Grammars of one filler get their masks together."""
+    is_slow: bool = False
+    """Its masks may take longer than a step: they are made apart, on a thread, and the request samples when they are there."""
 
     @abstractmethod
     def accept(self, token_ids: Sequence[int]) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pelton.errors import EngineError
 from pelton.messages.outputs import FinishReason
 from pelton.messages.step import GrammarMasks
+from pelton.scheduler.request import RequestStatus
 from pelton.structured.interface import Grammar, MaskFiller
 from pelton_plugins.scheduler.request import RequestState
 from pelton_plugins.scheduler.step import OpenStep
@@ -17,6 +22,12 @@ if TYPE_CHECKING:
 
 _ANY = -1
 """A word of a mask that allows its 32 tokens."""
+_LATE_S = 2e-3
+"""A step waits so long for the masks of a grammar that is slow."""
+_NUM_THREADS = 2
+"""For masks of slow grammars."""
+_SHORT_TOKENS = 64
+"""Known tokens of a request that is computed again without a thought."""
 _NEAR_TOKENS = 4
 """Tokens of a prompt behind the end of reasoning that leave it ended: templates add line breaks."""
 
@@ -72,11 +83,13 @@ def is_compiled(request: RequestState) -> bool:
         if not request.grammar_job.done():
             return False
         grammar = request.grammar_job.result()
+        request.grammar_job = None
+        if request.grammar is not None:  # a mask that was late: it is there
+            return True
         constraint = request.request.sampling_params.structured_outputs
         if constraint is not None and isinstance(constraint.reasoning_end, list):
             grammar = AfterReasoning(grammar, constraint.reasoning_end, request.request.prompt_token_ids)
         request.grammar = grammar
-        request.grammar_job = None
     return True
 
 
@@ -87,16 +100,21 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
     output = step.output
     num_masks = [1 + (output.num_draft[row] if output.num_draft else 0) for row in output.grammar_rows]
     bitmask: Any = np.full((sum(num_masks), (vocab_size + 31) // 32), _ANY, dtype="<i4")
-    place, by_filler = 0, dict[MaskFiller | None, list[_Row]]()
+    place, by_filler, apart = 0, dict[MaskFiller | None, list[_Row]](), list[tuple[_Row, Future[Any]]]()
+    started = time.perf_counter()
     for row, count in zip(output.grammar_rows, num_masks, strict=True):
         request = step.requests[row]
         if not request.is_finished and output.step_id > request.discard_through_step:
             made = _masked(request, place, count)
-            if made is not None:
+            if made is not None and made[0].is_slow:
+                apart.append(((*made, request), _threads().submit(_make_apart, *made[::2], bitmask.shape[1])))
+            elif made is not None:
                 by_filler.setdefault(made[0].filler, []).append((*made, request))
         place += count  # all tokens are allowed where nobody looks at what is sampled
     for filler, rows in by_filler.items():
         _fill(filler, rows, bitmask, table)
+    for row, job in apart:
+        _take_apart(row, job, bitmask, table, output.step_id, started + _LATE_S)
     view: Any = bitmask.data.cast("B")  # no copy: it crosses to other processes as bytes do
     return GrammarMasks(step_id=output.step_id, bitmask=view, num_masks=num_masks)
 
@@ -124,18 +142,56 @@ def _fill(filler: MaskFiller | None, rows: list[_Row], bitmask: Any, table: Requ
     for grammar, place, drafts, request in rows:
         masks = bitmask[place : place + len(drafts) + 1]
         try:
-            for position in range(len(drafts) + 1):
-                if position and grammar.validate(drafts[:position]) < position:
-                    break
-                grammar.fill_bitmask(memoryview(masks[position]).cast("B"), drafts[:position])
+            _fill_row(grammar, drafts, masks)
         except Exception as error:
             masks.fill(_ANY)
             table.fail(request, error, "making the grammar mask of")
 
 
+def _fill_row(grammar: Grammar, drafts: Sequence[int], masks: Any) -> None:
+    for position in range(len(drafts) + 1):
+        if position and grammar.validate(drafts[:position]) < position:
+            break
+        grammar.fill_bitmask(masks[position].data.cast("B"), drafts[:position])
+
+
 def goes_on(request: RequestState, tokens: list[int]) -> bool:
     """Take in a token that is no end, where nothing else has to be asked; False, and nothing done, where `advance` has to."""
     return bool(request.eos_ids) and len(request.token_ids) + 1 >= request.min_tokens and request.grammar.accept(tokens)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pelton-masks")
+
+
+def _make_apart(grammar: Grammar, drafts: Sequence[int], num_words: int) -> Any:
+    """The masks of a row, on a thread of its own."""
+    import numpy as np
+
+    masks = np.full((1 + len(drafts), num_words), _ANY, dtype="<i4")
+    _fill_row(grammar, drafts, masks)
+    return masks
+
+
+def _take_apart(row: _Row, job: Future[Any], bitmask: Any, table: RequestTable, step_id: int, deadline: float) -> None:
+    """Enter masks that are made apart. Where they are late, what the row samples now is discarded and it leaves the running: it
+    comes back, with its blocks from the prefix cache, when they are there. The second time it is waited for."""
+    _, place, drafts, request = row
+    is_cached = len(request.block_hashes) > 0 or len(request.token_ids) < _SHORT_TOKENS
+    may_be_late = (
+        request.status is RequestStatus.RUNNING and request.late_mask_at != len(request.token_ids) and is_cached
+    )
+    try:
+        timeout_s = max(deadline - time.perf_counter(), 0.0) if may_be_late else None
+        bitmask[place : place + 1 + len(drafts)] = job.result(timeout_s)
+    except FutureTimeoutError:
+        request.late_mask_at = len(request.token_ids)
+        request.grammar_job = job
+        request.discard_through_step = step_id
+        table.preempt(request)
+    except Exception as error:
+        table.fail(request, error, "making the grammar mask of")
 
 
 def advance(request: RequestState, tokens: list[int], reason: FinishReason | None) -> FinishReason | None:

@@ -42,6 +42,7 @@ class RequestState:
         "is_remote_ready",
         "kv_transfer_params",
         "last_step_id",
+        "late_mask_at",
         "max_total_tokens",
         "min_tokens",
         "next_event_len",
@@ -128,7 +129,8 @@ class RequestState:
         self.events: list[EngineEvent] = []
         self.prompt_logprobs: list[PackedLogprobs] = []  # collected so far, until sent
         self.grammar: Any = None  # a `structured.interface.Grammar` once compiled
-        self.grammar_job: Any = None  # the future that compiles it
+        self.grammar_job: Any = None  # the future that compiles it, or makes a mask that is late
+        self.late_mask_at = -1  # known tokens when its mask was late last
         self.connector_tokens = 0  # arriving from a KV connector
         self.is_remote_ready = False
         self.restarts = False  # what it receives is of no use any more

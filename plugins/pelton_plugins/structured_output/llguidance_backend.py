@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from pelton_plugins.structured_output.vocabulary import Vocabulary
 
 _MAX_CACHED = 512
 """Compiled constraints that are kept, the last used ones."""
+_SLOW_S = 2e-3
+"""CPU time of a first mask, made again, of a grammar whose masks are made apart from the others'."""
 _LIMITS: dict[str, int] = {
     "initial_lexer_fuel": 2_000_000,  # to build the lexer: 50,000 a millisecond
     "step_lexer_fuel": 200_000,  # of a mask: 14,000 a millisecond
@@ -138,33 +141,39 @@ class LLGuidanceBackend(StructuredOutputBackend):
         )
         self._limits = llguidance._lib.LLParserLimits(**_LIMITS)
         self._filler = BatchFiller(self.settings.grammar_threads or min(max((os.cpu_count() or 2) // 2, 1), 8))
-        self._made: OrderedDict[bytes, Any] = OrderedDict()  # matchers in their first state
+        self._made: OrderedDict[bytes, tuple[Any, bool]] = OrderedDict()  # (matcher in its first state, is slow)
         self._lock = threading.Lock()
         self.num_compiled = 0
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         key = cache_key(params)
         with self._lock:
-            matcher = self._made.get(key)
-            if matcher is not None:
+            found = self._made.get(key)
+            if found is not None:
                 self._made.move_to_end(key)
-        if matcher is None:
-            matcher = self._compile(params)
+        if found is None:
+            found = self._compile(params)
             with self._lock:
                 self.num_compiled += 1
-                self._made[key] = matcher
+                self._made[key] = found
                 if len(self._made) > _MAX_CACHED:
                     self._made.popitem(last=False)
-        return LLGrammar(matcher.deep_copy(), self._filler)
+        grammar = LLGrammar(found[0].deep_copy(), self._filler)
+        grammar.is_slow = found[1]
+        return grammar
 
-    def _compile(self, params: StructuredOutputsParams) -> Any:
+    def _compile(self, params: StructuredOutputsParams) -> tuple[Any, bool]:
+        is_slow = False
         source = self._sources.make(params)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask takes longest: the requests' copies have it
+            started = time.thread_time()
+            matcher.compute_bitmask()
+            is_slow = time.thread_time() - started > _SLOW_S
         if matcher.is_error():
             raise refusal(params, matcher.get_error())
-        return matcher
+        return matcher, is_slow
 
 
 def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
