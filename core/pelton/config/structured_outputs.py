@@ -19,7 +19,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
     grammar_compile_timeout_s: float = 5.0
     """Longest compilation of one constraint; one that takes longer is refused."""
     grammar_threads: int | None = None
-    """Threads that make token masks; half of the cores, at most 8, when unset."""
+    """Threads that make token masks; half of a few cores and most of many, up to 16, when unset."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.grammar_compile_timeout_s <= 600.0:

@@ -341,8 +341,8 @@ class EngineCore:
             self._fail_step(output, error, outputs)
         self._has_news = True
         self._host_s["update"] += time.perf_counter() - waited
-        if self._awaits_masks:
-            self._bring_masks(outputs)
+        if self._awaits_masks and self._bring_masks(outputs):
+            self._launch(outputs)  # now: it may not wait until these outputs have been told
 
     def _fail_step(self, output: SchedulerOutput, error: Exception, outputs: list[EngineOutput]) -> None:
         """The step's requests end with an error and the engine goes on, unless the executor is dead."""
