@@ -113,8 +113,8 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
         place += count  # all tokens are allowed where nobody looks at what is sampled
     for filler, rows in by_filler.items():
         _fill(filler, rows, bitmask, table)
-    for row, job in apart:
-        _take_apart(row, job, bitmask, table, output.step_id, started + _LATE_S)
+    for masked, job in apart:
+        _take_apart(masked, job, bitmask, table, output.step_id, started + _LATE_S)
     view: Any = bitmask.data.cast("B")  # no copy: it crosses to other processes as bytes do
     return GrammarMasks(step_id=output.step_id, bitmask=view, num_masks=num_masks)
 
