@@ -59,24 +59,20 @@ def angles_of(cos_sin, position, dim, ROTARY_DIM: tl.constexpr):
 @triton.jit
 def load_rows(
     heads,  # [R] pointers
-    positions,
-    rows,  # [R] of positions
-    cos_sin,
     is_loaded,
     FUSED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
 ):
-    """Heads [R, D] and, fused, the same with partners, and their angles."""
+    """Heads [R, D] and, fused, the same with partners."""
     dim = tl.arange(0, PADDED_DIM)
     mask = (dim < HEAD_DIM)[None, :] & is_loaded
     x = tl.load(heads[:, None] + dim[None, :], mask=mask, other=0.0)
-    other, cos, sin = x, x, x
+    other = x
     if FUSED and ROTARY_DIM > 0:
         other = tl.load(heads[:, None] + partner_of(dim, ROTARY_DIM)[None, :], mask=mask, other=0.0)
-        cos, sin = angles_of(cos_sin, tl.load(positions + rows, cache_modifier=".cg"), dim, ROTARY_DIM)
-    return x, other, cos, sin
+    return x, other
 
 
 @triton.jit
@@ -215,6 +211,23 @@ def drafts_kernel(
     last_token = tl.maximum(query_len - 1, 0)
     token = tl.minimum(member // GROUP, last_token)
     position = seq_len - query_len + token
+    rows = first_token + token.to(tl.int64)
+    cos, sin, new_cos, new_sin = q_norm, q_norm, q_norm, q_norm
+    if FUSED:
+        AGAIN: tl.constexpr = (
+            16 // NEW if NEW < 16 else 1
+        )  # a tensor core's tile has 16 keys: they are there over and over
+        own, again = tl.arange(0, NEW), tl.arange(0, AGAIN * NEW)
+        own_rows = first_token + tl.minimum(own, last_token).to(tl.int64)
+        new_rows = first_token + tl.minimum(again, last_token).to(tl.int64)
+        is_busy = is_idle == 0
+        key_slot = tl.load(slot_mapping + own_rows, mask=is_busy & (own_rows >= 0), other=-1, cache_modifier=".cg")
+        value_slot = tl.load(slot_mapping + new_rows, mask=is_busy & (new_rows >= 0), other=-1, cache_modifier=".cg")
+        if ROTARY_DIM > 0:
+            row_position = tl.load(positions + rows, mask=is_busy & (rows >= 0), other=0, cache_modifier=".cg")
+            cos, sin = angles_of(cos_sin, row_position, dim, ROTARY_DIM)
+            new_position = tl.load(positions + own_rows, mask=is_busy & (own_rows >= 0), other=0, cache_modifier=".cg")
+            new_cos, new_sin = angles_of(cos_sin, new_position, dim, ROTARY_DIM)
     if IS_EARLY:
         next_block = blocks_of(table, place + num_splits * N, stride_table, BLOCK_SIZE)
         is_key = (place >= first_key) & (place < last_key)
@@ -224,32 +237,22 @@ def drafts_kernel(
         wait_for_inputs(PDL)
         if is_idle:
             return
-    rows = first_token + token.to(tl.int64)
-    x, other, cos, sin = load_rows(
-        query + rows * stride_query + (head * GROUP + member % GROUP) * HEAD_DIM, positions, rows, cos_sin, True, FUSED,
-        HEAD_DIM, PADDED_DIM, ROTARY_DIM,
+    x, other = load_rows(
+        query + rows * stride_query + (head * GROUP + member % GROUP) * HEAD_DIM, True, FUSED, HEAD_DIM, PADDED_DIM,
+        ROTARY_DIM,
     )  # fmt: skip
     top = tl.full([M], NOTHING, tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([PADDED_DIM, M], tl.float32)
     if FUSED:
-        AGAIN: tl.constexpr = (
-            16 // NEW if NEW < 16 else 1
-        )  # a tensor core's tile has 16 keys: they are there over and over
-        own, again = tl.arange(0, NEW), tl.arange(0, AGAIN * NEW)
-        own_rows = first_token + tl.minimum(own, last_token).to(tl.int64)
-        new_rows = first_token + tl.minimum(again, last_token).to(tl.int64)
         is_new = (again < query_len) & (split == 0)
         is_number = is_new[None, :] & (dim < HEAD_DIM)[:, None]
         new_heads = query + (NUM_KV_HEADS * GROUP + head) * HEAD_DIM
-        new_key, new_other, new_cos, new_sin = load_rows(
-            new_heads + own_rows * stride_query, positions, own_rows, cos_sin, split == 0, FUSED, HEAD_DIM, PADDED_DIM,
-            ROTARY_DIM,
-        )  # fmt: skip
+        new_key, new_other = load_rows(
+            new_heads + own_rows * stride_query, split == 0, FUSED, HEAD_DIM, PADDED_DIM, ROTARY_DIM
+        )
         new_values = new_heads + NUM_KV_HEADS * HEAD_DIM + new_rows * stride_query
         new_value = tl.load(new_values[None, :] + dim[:, None], mask=is_number, other=0.0)
-        key_slot = tl.load(slot_mapping + own_rows, cache_modifier=".cg")
-        value_slot = tl.load(slot_mapping + new_rows, cache_modifier=".cg")
         x = norm_rope(x, other, cos, sin, q_own, q_partners, EPS, UNIT_OFFSET, HEAD_DIM, ROTARY_DIM)
     tile = tl.trans(x)
     if FUSED:  # noqa: SIM102 a constant condition leaves the other out
