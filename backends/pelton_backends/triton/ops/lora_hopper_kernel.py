@@ -222,8 +222,10 @@ def adapted_kernel(
 
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
         total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
-        # Until the buffers have all that is left of the weight, and then the rest.
-        BEFORE: gl.constexpr = NUM_STEPS - STAGES + 2 if STAGES > 2 else NUM_STEPS
+        # A x is looked for while weights are on their way: halfway where it was begun early, else when all of them are.
+        LATE: gl.constexpr = NUM_STEPS - STAGES + 2 if STAGES > 2 else NUM_STEPS
+        IS_SOON: gl.constexpr = NUM_STEPS >= 2 * ((K + C * SHARES - 1) // (C * SHARES))
+        BEFORE: gl.constexpr = NUM_STEPS * 5 // 8 if IS_SOON and NUM_STEPS * 5 // 8 < LATE else LATE
         for half in gl.static_range(2):
             for step in range(0 if half == 0 else BEFORE, BEFORE if half == 0 else NUM_STEPS):
                 stage = step % STAGES
