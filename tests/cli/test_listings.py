@@ -31,7 +31,7 @@ def test_plugins_lists_what_is_loaded_from_where_and_what_it_offers(capsys):
         for entry in listing["scheduler"]["entries"]
         if entry["hook"] == "pelton_scheduling_policies"
     }
-    assert policies == {"fcfs": "chosen", "priority": "offered"}
+    assert policies == {"fair": "offered", "fcfs": "chosen", "priority": "offered"}
 
 
 def test_plugins_says_the_same_to_people(capsys):

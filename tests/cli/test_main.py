@@ -92,7 +92,7 @@ def test_version(argv, capsys):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["serv"], "error: Unknown command 'serv'. Did you mean 'serve'? Commands: backends, bench, chat,"),
+        (["serv"], "error: Unknown command 'serv'. Did you mean 'serve'? Commands: backends, bench, chaos, chat,"),
         (["--hlep"], "error: Unknown flag '--hlep'."),
         (["plugins", "--chek"], "error: Unknown flag --chek. Did you mean '--check'?"),
         (["version", "now"], "error: pelton version takes no arguments; got 'now'."),

@@ -38,22 +38,22 @@ class FairSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         if self.weight <= 0:
-            raise ConfigError(f"plugin_config.fair.weight is {self.weight}; use a number above 0, such as 1.0.")
+            raise ConfigError(f"plugin_config.even.weight is {self.weight}; use a number above 0, such as 1.0.")
 
 
 class Policy(FCFSPolicy):
     weights: ClassVar[list[float]] = []
 
     def configure(self, config):
-        self.weights.append(read_settings(config, "fair", FairSettings).weight)
+        self.weights.append(read_settings(config, "even", FairSettings).weight)
 
 
 class Scheduler(DefaultScheduler):
     def __init__(self, context):
         super().__init__(context)
-        assert read_settings(context.engine_config, "fair", FairSettings).weight == 2.5
-        self._steps_made = context.metrics.counter("fair_steps", "Steps that were made.", ["tenant"])
-        context.metrics.gauge("fair_weight", "The weight.").set(2.5)
+        assert read_settings(context.engine_config, "even", FairSettings).weight == 2.5
+        self._steps_made = context.metrics.counter("even_steps", "Steps that were made.", ["tenant"])
+        context.metrics.gauge("even_weight", "The weight.").set(2.5)
 
     def schedule(self):
         output = super().schedule()
@@ -67,15 +67,15 @@ class FairPlugin:
 
     @hookimpl
     def pelton_settings(self):
-        return [SettingsEntry(name="fair", load=f"{HERE}:FairSettings")]
+        return [SettingsEntry(name="even", load=f"{HERE}:FairSettings")]
 
     @hookimpl
     def pelton_schedulers(self):
-        return [Entry(name="fair", load=f"{HERE}:Scheduler")]
+        return [Entry(name="even", load=f"{HERE}:Scheduler")]
 
     @hookimpl
     def pelton_scheduling_policies(self):
-        return [Entry(name="fair", load=f"{HERE}:Policy")]
+        return [Entry(name="even", load=f"{HERE}:Policy")]
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def plugins(monkeypatch) -> Plugins:
         setattr(module, thing.__name__, thing)
     monkeypatch.setitem(sys.modules, HERE, module)
     loaded = load_plugins(only=[])
-    register(loaded.manager, FairPlugin(), "fair", "test")
-    loaded.loaded.append(LoadedPlugin("fair", "test", "1.0", HERE, ["pelton_settings"]))
+    register(loaded.manager, FairPlugin(), "even", "test")
+    loaded.loaded.append(LoadedPlugin("even", "test", "1.0", HERE, ["pelton_settings"]))
     return loaded
 
 
@@ -94,7 +94,7 @@ def from_flags(tmp_path, settings):
     argv = []
     for name, value in settings.items():
         argv += [
-            f"--plugin-config.fair.{name}",
+            f"--plugin-config.even.{name}",
             value if isinstance(value, str) else msgspec.json.encode(value).decode(),
         ]
     return parse_flags(argv, environ={}).config
@@ -102,26 +102,26 @@ def from_flags(tmp_path, settings):
 
 def from_file(tmp_path, settings):
     path = tmp_path / "settings.json"
-    path.write_bytes(msgspec.json.encode({"plugin_config": {"fair": settings}}))
+    path.write_bytes(msgspec.json.encode({"plugin_config": {"even": settings}}))
     return parse_flags(["--config", str(path)], environ={}).config
 
 
 def from_yaml(tmp_path, settings):
     path = tmp_path / "settings.yaml"
-    path.write_bytes(msgspec.yaml.encode({"plugin_config": {"fair": settings}}))
+    path.write_bytes(msgspec.yaml.encode({"plugin_config": {"even": settings}}))
     return parse_flags(["--config", str(path)], environ={}).config
 
 
 def from_sdk(tmp_path, settings):
-    return EngineConfig.from_flat(plugin_config={"fair": settings})
+    return EngineConfig.from_flat(plugin_config={"even": settings})
 
 
 @pytest.mark.parametrize("make", [from_flags, from_file, from_yaml, from_sdk])
 def test_settings_arrive_as_the_plugins_struct(plugins, tmp_path, make):
     config = make(tmp_path, {"weight": 2.5, "tenants": ["a", "b"], "mode": "strict"})
     check_plugin_settings(config, plugins)
-    assert read_settings(config, "fair", FairSettings) == FairSettings(weight=2.5, tenants=["a", "b"], mode="strict")
-    assert read_settings(EngineConfig(), "fair", FairSettings) == FairSettings()
+    assert read_settings(config, "even", FairSettings) == FairSettings(weight=2.5, tenants=["a", "b"], mode="strict")
+    assert read_settings(EngineConfig(), "even", FairSettings) == FairSettings()
 
 
 @pytest.mark.parametrize("make", [from_flags, from_file, from_sdk])
@@ -130,11 +130,11 @@ def test_settings_arrive_as_the_plugins_struct(plugins, tmp_path, make):
     [
         (
             {"weight": "heavy"},
-            r"plugin_config\.fair\.weight is 'heavy': Expected `float`, got `str`\. Example: 1\.0\.",
+            r"plugin_config\.even\.weight is 'heavy': Expected `float`, got `str`\. Example: 1\.0\.",
         ),
-        ({"wieght": 2}, r"Unknown setting plugin_config\.fair\.wieght\. Did you mean 'weight'\?"),
-        ({"weight": -1}, r"plugin_config\.fair\.weight is -1.*; use a number above 0"),
-        ({"tenants": 3}, r"plugin_config\.fair\.tenants is 3: Expected `array`"),
+        ({"wieght": 2}, r"Unknown setting plugin_config\.even\.wieght\. Did you mean 'weight'\?"),
+        ({"weight": -1}, r"plugin_config\.even\.weight is -1.*; use a number above 0"),
+        ({"tenants": 3}, r"plugin_config\.even\.tenants is 3: Expected `array`"),
     ],
 )
 def test_a_wrong_setting_stops_the_start_with_its_name_and_value(plugins, tmp_path, make, settings, message):
@@ -144,8 +144,8 @@ def test_a_wrong_setting_stops_the_start_with_its_name_and_value(plugins, tmp_pa
 
 
 def test_settings_of_nobody_are_refused(plugins):
-    with pytest.raises(ConfigError, match=r"plugin_config has 'fare'.*Did you mean 'fair'\?"):
-        check_plugin_settings(EngineConfig.from_flat(plugin_config={"fare": {}}), plugins)
+    with pytest.raises(ConfigError, match=r"plugin_config has 'evne'.*Did you mean 'even'\?"):
+        check_plugin_settings(EngineConfig.from_flat(plugin_config={"evne": {}}), plugins)
 
 
 class _Required(msgspec.Struct):
@@ -154,7 +154,7 @@ class _Required(msgspec.Struct):
 
 @pytest.mark.parametrize(
     "what, message",
-    [(dict, r"Settings 'fair' \(.* is <class 'dict'>; settings are a class made from msgspec\.Struct"),
+    [(dict, r"Settings 'even' \(.* is <class 'dict'>; settings are a class made from msgspec\.Struct"),
      (_Required, r"has no default for path; each field needs one")],
 )  # fmt: skip
 def test_a_plugin_whose_settings_are_no_struct_is_named(plugins, monkeypatch, what, message):
@@ -164,12 +164,12 @@ def test_a_plugin_whose_settings_are_no_struct_is_named(plugins, monkeypatch, wh
 
 
 def test_pelton_plugins_shows_settings_with_default_and_text(plugins):
-    (record,) = (record for record in describe(plugins) if record["name"] == "fair")
+    (record,) = (record for record in describe(plugins) if record["name"] == "even")
     (entry,) = (entry for entry in record["entries"] if entry["hook"] == "pelton_settings")
-    assert entry["settings"]["plugin_config.fair.weight"] == {"default": 1.0, "doc": "Share of a tenant."} or (
-        entry["settings"]["plugin_config.fair.weight"]["default"] == 1.0
+    assert entry["settings"]["plugin_config.even.weight"] == {"default": 1.0, "doc": "Share of a tenant."} or (
+        entry["settings"]["plugin_config.even.weight"]["default"] == 1.0
     )
-    assert "--plugin-config.fair.mode (default 'plain')" in _as_text([record])
+    assert "--plugin-config.even.mode (default 'plain')" in _as_text([record])
     assert "--plugin-config.native.isa (default None)  Instruction set" in _as_text(describe(plugins))
 
 
@@ -177,19 +177,19 @@ def test_pelton_plugins_shows_settings_with_default_and_text(plugins):
 def test_settings_and_counters_of_a_plugin_in_the_engine(plugins, tmp_path, engine_process):
     path = make_tiny_checkpoint(tmp_path / "model", "llama")
     Policy.weights.clear()
-    options = {"scheduler": "fair", "scheduling_policy": "fair", "plugin_config": {"fair": {"weight": 2.5}}}
+    options = {"scheduler": "even", "scheduling_policy": "even", "plugin_config": {"even": {"weight": 2.5}}}
     with LLM(model=str(path), plugins=plugins, max_model_len=64, kv_cache_memory_bytes=2**20, **options) as llm:
         llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
         text = render_text(llm.get_metrics())
     assert Policy.weights == [2.5]
-    lines = [line for line in text.splitlines() if "fair_" in line]
+    lines = [line for line in text.splitlines() if "even_" in line]
     assert lines[:2] == [
-        "# HELP pelton_fair_steps_total Steps that were made.",
-        "# TYPE pelton_fair_steps_total counter",
+        "# HELP pelton_even_steps_total Steps that were made.",
+        "# TYPE pelton_even_steps_total counter",
     ]
-    assert lines[2].startswith(f'pelton_fair_steps_total{{engine="0",model_name="{path}",tenant="a"}} ')
+    assert lines[2].startswith(f'pelton_even_steps_total{{engine="0",model_name="{path}",tenant="a"}} ')
     assert float(lines[2].split()[-1]) >= 5
-    assert lines[-1].endswith(" 2.5") and lines[-1].startswith("pelton_fair_weight{")
+    assert lines[-1].endswith(" 2.5") and lines[-1].startswith("pelton_even_weight{")
 
 
 # The registry, and the front end's totals.

@@ -267,7 +267,7 @@ def test_two_entries_of_one_name_and_priority_are_an_error(install):
 
 
 def test_a_name_that_no_entry_has_lists_those_there_are():
-    with pytest.raises(ConfigError, match=r"scheduling_policy is 'lifo'; available: fcfs, priority\."):
+    with pytest.raises(ConfigError, match=r"scheduling_policy is 'lifo'; available: fair, fcfs, priority\."):
         load_plugins(only=[]).find("pelton_scheduling_policies", "lifo", setting="scheduling_policy")
 
 

@@ -38,6 +38,7 @@ BAD: dict[str, list[Any]] = {
     "structured_outputs": [{"json": "{}"}, "x"],
     "guided_decoding": [{"json": "{}"}, "x"],
     "extra_args": [[1], "x"],
+    "logits_processor_args": [[1], "x"],
 }
 
 

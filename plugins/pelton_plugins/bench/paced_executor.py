@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
 from pelton.config.plugin_settings import read_settings
-from pelton.errors import ConfigError
 from pelton.executor.interface import ExecutorContext, StepHandle
 from pelton.messages.report import DeviceReport
 from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton_plugins.bench.null_executor import NullExecutor
-
-SETTINGS = "paced_executor"
-
-
-class PacedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pace of the executor `paced`."""
-
-    step_s: float = 0.0
-    """Seconds between the results of two steps, at least."""
-
-    def __post_init__(self) -> None:
-        if self.step_s < 0:
-            raise ConfigError(f"step_s is {self.step_s}; use 0 or more seconds.")
+from pelton_plugins.bench.paced_settings import SETTINGS, PacedSettings
 
 
 class _Due(StepHandle):

@@ -56,7 +56,7 @@ def pelton_settings() -> Sequence[SettingsEntry]:
     return [
         SettingsEntry(
             name="paced_executor",
-            load="pelton_plugins.bench.paced_executor:PacedSettings",
+            load="pelton_plugins.bench.paced_settings:PacedSettings",
             doc="pace of the executor without a device",
         )
     ]

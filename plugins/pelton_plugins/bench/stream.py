@@ -30,7 +30,7 @@ from pelton.config.flags import parse_flags
 from pelton.errors import EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.metrics import summary
-from pelton_plugins.bench.paced_executor import SETTINGS
+from pelton_plugins.bench.paced_settings import SETTINGS
 from pelton_plugins.bench.record import circumstances, number, write_json
 
 CLIENT = "pelton_plugins.bench.stream_client"

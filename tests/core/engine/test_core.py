@@ -392,7 +392,7 @@ def test_sizes_come_from_the_platform_when_unset(make_core, monkeypatch):
     "settings, message",
     [
         pytest.param(
-            {"scheduling_policy": "lifo"}, "scheduling_policy is 'lifo'; available: fcfs, priority", id="policy"
+            {"scheduling_policy": "lifo"}, "scheduling_policy is 'lifo'; available: fair, fcfs, priority", id="policy"
         ),
         pytest.param({"scheduler": "mine"}, "scheduler is 'mine'; available: default", id="scheduler"),
         pytest.param({"num_gpu_blocks_override": 5}, "max_model_len", id="pool"),

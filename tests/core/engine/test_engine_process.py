@@ -268,9 +268,11 @@ def test_an_output_that_is_too_large_to_be_sent_ends_its_request_only(monkeypatc
     core = EngineCore(config, model, plugins, executor=FakeExecutor(config, model, plugins))
 
     class Wire:
-        def send(self, message: protocol.ToFrontEnd) -> None:
+        def send(self, message: protocol.ToFrontEnd, client_index: int = 0) -> None:
             protocol.encode(message)
             told.append(message)
+
+        send_all = send
 
     engine = process.EngineProcess(Wire(), parent_pid=0, hang_dump_s=60.0)  # type: ignore[arg-type]
     core.add_request(make_request("small", [1, 2, 3], 5))
