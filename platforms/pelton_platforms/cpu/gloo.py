@@ -6,6 +6,8 @@ file.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,12 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of a dtype are computed in, where not in itself."""
 
 
+def _shut_down(reference: weakref.ref[GlooCommunicator]) -> None:
+    communicator = reference()
+    if communicator is not None:
+        communicator.shutdown()
+
+
 class GlooCommunicator(Communicator):
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
@@ -35,6 +43,8 @@ class GlooCommunicator(Communicator):
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
             options._timeout = self._timeout
             self._group = dist.ProcessGroupGloo(store, context.rank, context.size, options)
+        # A group that is there when the process ends takes it down: its threads still run.
+        atexit.register(_shut_down, weakref.ref(self))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         wide = tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
