@@ -114,20 +114,20 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton.config.flag_table import make_flags
-    from pelton_plugins.bench.busy import BusyArguments
-    from pelton_plugins.bench.chain import ChainArguments
-    from pelton_plugins.bench.chaos import ChaosArguments
-    from pelton_plugins.bench.cpu_table import CpuTableArguments
-    from pelton_plugins.bench.embed import EmbedArguments
-    from pelton_plugins.bench.host import HostArguments
+    from pelton_plugins.bench.cpu.busy import BusyArguments
+    from pelton_plugins.bench.cpu.table import CpuTableArguments
+    from pelton_plugins.bench.embed.command import EmbedArguments
+    from pelton_plugins.bench.host.command import HostArguments
     from pelton_plugins.bench.latency import LatencyArguments
     from pelton_plugins.bench.load import LoadArguments
     from pelton_plugins.bench.lora import LoraArguments
     from pelton_plugins.bench.serve import ServeArguments
-    from pelton_plugins.bench.soak import SoakArguments
+    from pelton_plugins.bench.soak.chaos import ChaosArguments
+    from pelton_plugins.bench.soak.command import SoakArguments
     from pelton_plugins.bench.speculation import SpeculationArguments
-    from pelton_plugins.bench.stream import StreamArguments
-    from pelton_plugins.bench.table import TableArguments
+    from pelton_plugins.bench.stream.command import StreamArguments
+    from pelton_plugins.bench.table.chain import ChainArguments
+    from pelton_plugins.bench.table.command import TableArguments
     from pelton_plugins.bench.throughput import ThroughputArguments
     from pelton_plugins.commands.chat import ChatArguments
     from pelton_plugins.commands.generate import GenerateArguments
@@ -172,9 +172,9 @@ def test_flags_and_modules_that_a_page_names_exist(page):
 
 
 def test_the_performance_page_has_every_measurement_and_what_the_table_aims_at():
-    from pelton_plugins.bench import peers
     from pelton_plugins.bench.command import MEASUREMENTS
-    from pelton_plugins.bench.table import WORKLOADS
+    from pelton_plugins.bench.table import peers
+    from pelton_plugins.bench.table.command import WORKLOADS
 
     text = (ROOT / "docs/performance.md").read_text()
     for name in MEASUREMENTS:

@@ -122,7 +122,9 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 def implementations(family: str) -> dict[type, tuple[Any, Any]]:
     """By the base's needs: the product with adapters, and the base op whose bits rows without one have. gemv or hopper."""
-    from pelton_backends.triton.ops import gemv, lora_gemv, lora_hopper, small_batch
+    from pelton_backends.triton.ops.linear import gemv, small_batch
+    from pelton_backends.triton.ops.lora import gemv as lora_gemv
+    from pelton_backends.triton.ops.lora import hopper as lora_hopper
 
     if family == "gemv":
         return {

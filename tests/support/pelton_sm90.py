@@ -46,22 +46,15 @@ from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_at
 from pelton_backends.triton.attention.decode_shares import LaunchShape, PartBuffers, deal_rows
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
-from pelton_backends.triton.ops import (
-    fp8,
-    gemv,
-    hopper_split_k,
-    large_batch,
-    lora,
-    lora_gemv,
-    lora_hopper,
-    lora_shrink,
-    sampling,
-    sampling_logprobs,
-    small_batch,
-    speculation,
-    split_k,
-)
+from pelton_backends.triton.ops.linear import fp8, gemv, hopper_split_k, large_batch, small_batch, split_k
+from pelton_backends.triton.ops.lora import gemv as lora_gemv
+from pelton_backends.triton.ops.lora import hopper as lora_hopper
+from pelton_backends.triton.ops.lora import linear as lora
+from pelton_backends.triton.ops.lora import shrink as lora_shrink
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
+from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
+from pelton_backends.triton.ops.sampling import sample as sampling
+from pelton_backends.triton.ops.sampling import speculation
 from pelton_platforms.device.steps.batch_state import BatchState
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 8, 128, 16, 2

@@ -8,22 +8,38 @@ from collections.abc import Callable
 from pelton.config.engine import did_you_mean
 from pelton.errors import ConfigError
 
+# name: (module of this folder, what it measures)
 MEASUREMENTS = {
-    "latency": "time of one batch of equal requests, from the first to the last token",
-    "throughput": "many requests at once: requests and tokens a second",
-    "serve": "requests that arrive at random at a server: TTFT, TPOT, ITL, E2E, goodput",
-    "stream": "many clients that stream at once: chunks a second, time between chunks",
-    "load": "minutes of load with random aborts: leaks, errors, memory, drift of the inter-token latency",
-    "soak": "minutes of random valid requests from many clients: wrong answers, leaks, growth, streams that stand still",
-    "table": "the workloads that Pelton is compared by, with other engines' figures and the device's floor",
-    "cpu-table": "the demo model on CPU cores: the rows that Pelton is compared by, beside other engines, also in one run",
-    "embed": "texts a second through an embedding model, beside other engines in one run",
-    "busy": "speed of decoding alone, beside programs that use the same cores, and beside a second engine",
-    "speculation": "decoding with drafts, all of them right and none, against decoding without",
-    "structured": "JSON schemas of a file: those that pass, time to compile one and to make a mask, what masks add to a step",
-    "lora": "decoding with adapters, against the same requests without",
-    "host": "host time of a step by stage, with many running requests",
-    "chain": "kernels of a decode step, in a captured chain, against the device's floor",
+    "latency": ("latency", "time of one batch of equal requests, from the first to the last token"),
+    "throughput": ("throughput", "many requests at once: requests and tokens a second"),
+    "serve": ("serve", "requests that arrive at random at a server: TTFT, TPOT, ITL, E2E, goodput"),
+    "stream": ("stream.command", "many clients that stream at once: chunks a second, time between chunks"),
+    "load": ("load", "minutes of load with random aborts: leaks, errors, memory, drift of the inter-token latency"),
+    "soak": (
+        "soak.command",
+        "minutes of random valid requests from many clients: wrong answers, leaks, growth, streams that stand still",
+    ),
+    "table": (
+        "table.command",
+        "the workloads that Pelton is compared by, with other engines' figures and the device's floor",
+    ),
+    "cpu-table": (
+        "cpu.table",
+        "the demo model on CPU cores: the rows that Pelton is compared by, beside other engines, also in one run",
+    ),
+    "embed": ("embed.command", "texts a second through an embedding model, beside other engines in one run"),
+    "busy": (
+        "cpu.busy",
+        "speed of decoding alone, beside programs that use the same cores, and beside a second engine",
+    ),
+    "speculation": ("speculation", "decoding with drafts, all of them right and none, against decoding without"),
+    "structured": (
+        "structured.command",
+        "JSON schemas of a file: those that pass, time to compile one and to make a mask, what masks add to a step",
+    ),
+    "lora": ("lora", "decoding with adapters, against the same requests without"),
+    "host": ("host.command", "host time of a step by stage, with many running requests"),
+    "chain": ("table.chain", "kernels of a decode step, in a captured chain, against the device's floor"),
 }
 
 
@@ -36,7 +52,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"Unknown measurement {name!r}.{did_you_mean(name, MEASUREMENTS)} There are {', '.join(MEASUREMENTS)}."
         )
-    measure: Callable[[list[str]], int] = importlib.import_module(f"pelton_plugins.bench.{name.replace('-', '_')}").run
+    measure: Callable[[list[str]], int] = importlib.import_module(f"pelton_plugins.bench.{MEASUREMENTS[name][0]}").run
     return measure(rest)
 
 
@@ -46,7 +62,7 @@ def help_text() -> str:
         [
             "usage: pelton bench MEASUREMENT [flags]",
             "",
-            *(f"  {name.ljust(width)}  {what}" for name, what in MEASUREMENTS.items()),
+            *(f"  {name.ljust(width)}  {what}" for name, (_, what) in MEASUREMENTS.items()),
             "",
             "pelton bench MEASUREMENT --help lists its flags. What they mean: docs/performance.md.",
         ]

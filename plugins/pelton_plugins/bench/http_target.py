@@ -17,7 +17,7 @@ import msgspec
 from pelton import __version__, env
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.metrics import RequestTimes
-from pelton_plugins.bench.targets import Target, TargetState
+from pelton_plugins.bench.table.targets import Target, TargetState
 
 CONNECT_TIMEOUT_S = 30.0
 MAX_LINE_BYTES = 2**24  # a whole answer with logprobs of a long prompt is one line

@@ -28,7 +28,7 @@ from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.http_target import HttpTarget
 from pelton_plugins.bench.metrics import LogHistogram, RequestTimes
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
-from pelton_plugins.bench.targets import EngineTarget, Target, TargetState
+from pelton_plugins.bench.table.targets import EngineTarget, Target, TargetState
 from pelton_plugins.bench.workloads import random_requests
 
 MIB = 2**20

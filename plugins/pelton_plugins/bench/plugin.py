@@ -15,7 +15,7 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
     return [
         CommandEntry(
             name="chaos",
-            load="pelton_plugins.bench.chaos:run",
+            load="pelton_plugins.bench.soak.chaos:run",
             help="kill and stop the processes of a server while clients use it",
             doc="pelton chaos [--duration-s S] [--clients N]",
         ),
@@ -33,7 +33,7 @@ def pelton_model_loaders() -> Sequence[LoaderEntry]:
     return [
         LoaderEntry(
             name="cycle",
-            load="pelton_plugins.bench.cycle_loader:CycleLoader",
+            load="pelton_plugins.bench.host.cycle_loader:CycleLoader",
             doc="random weights whose texts go round, or never repeat",
         )
     ]
@@ -44,7 +44,7 @@ def pelton_executors() -> Sequence[Entry]:
     return [
         Entry(
             name="paced",
-            load="pelton_plugins.bench.paced_executor:PacedExecutor",
+            load="pelton_plugins.bench.host.paced_executor:PacedExecutor",
             priority=-1,
             doc="no device: a token for every row at a set pace, for measurements",
         )
@@ -56,7 +56,7 @@ def pelton_settings() -> Sequence[SettingsEntry]:
     return [
         SettingsEntry(
             name="paced_executor",
-            load="pelton_plugins.bench.paced_settings:PacedSettings",
+            load="pelton_plugins.bench.host.paced_settings:PacedSettings",
             doc="pace of the executor without a device",
         )
     ]

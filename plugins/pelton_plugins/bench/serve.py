@@ -24,7 +24,7 @@ from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.http_target import HttpTarget
 from pelton_plugins.bench.metrics import RequestTimes, read_slos, summary
 from pelton_plugins.bench.record import circumstances, number, write_json
-from pelton_plugins.bench.targets import Target
+from pelton_plugins.bench.table.targets import Target
 from pelton_plugins.bench.workloads import synthetic_requests
 
 MIN_VOCAB_SIZE = 11  # prompts are made of token ids from 10 on

@@ -25,7 +25,7 @@ from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
-from pelton_plugins.bench.shapes import DENSE, SHAPES, write_shape
+from pelton_plugins.bench.table.shapes import DENSE, SHAPES, write_shape
 
 CASES = ("repeats", "never repeats", "misleads")
 MOST_COST, LEAST_SPEEDUP, MOST_LOSS = 1.25, 2.5, 0.05
@@ -154,7 +154,7 @@ def _reached(name: str, count: int, speedup: float, cost: float) -> str:
 def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A line for each case and number of rows."""
     from pelton import LLM
-    from pelton_plugins.bench.cycle_loader import num_round_tokens
+    from pelton_plugins.bench.host.cycle_loader import num_round_tokens
     from pelton_plugins.bench.offline import greedy
 
     arguments = msgspec.convert(job["arguments"], SpeculationArguments)

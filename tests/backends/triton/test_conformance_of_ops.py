@@ -7,7 +7,8 @@ import torch
 
 from pelton.ops.interface import FUSED_OPS, InputRounding, LinearSpec, LinearWeights
 from pelton.testing.ops import OpConformance, op_cases
-from pelton_backends.triton.ops import embed, fp8, gemv, large_batch, logits, small_batch
+from pelton_backends.triton.ops import embed, logits
+from pelton_backends.triton.ops.linear import fp8, gemv, large_batch, small_batch
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 from pelton_plugins.quantization.reference import Fp8LinearReference
 

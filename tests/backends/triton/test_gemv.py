@@ -8,8 +8,8 @@ import pelton_linear_oracle as oracle
 import pytest
 import torch
 
-from pelton_backends.triton.ops import gemv
-from pelton_backends.triton.ops.gemv import GemvAddNormGatedLinear, GemvAddNormLinear, GemvLinear, choose_tile
+from pelton_backends.triton.ops.linear import gemv
+from pelton_backends.triton.ops.linear.gemv import GemvAddNormGatedLinear, GemvAddNormLinear, GemvLinear, choose_tile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEAMS = {

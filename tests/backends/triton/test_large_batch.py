@@ -11,8 +11,8 @@ from pelton.errors import ConfigError
 from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
 from pelton.ops.reference import ReferenceAddNormGatedLinear, ReferenceAddNormLinear
 from pelton.ops.selector import OpSelector
-from pelton_backends.triton.ops.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
-from pelton_backends.triton.ops.large_batch import (
+from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
+from pelton_backends.triton.ops.linear.large_batch import (
     MAX_HIDDEN_SIZE,
     LargeBatchAddNormGatedLinear,
     LargeBatchAddNormLinear,

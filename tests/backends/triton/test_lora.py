@@ -6,7 +6,7 @@ import pytest
 import torch
 from pelton_lora_op import SHAPES, check_lora, make_lora_case
 
-from pelton_backends.triton.ops.lora import TritonLora
+from pelton_backends.triton.ops.lora.linear import TritonLora
 
 
 @pytest.mark.covering(1)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from pelton_adapted import CASES, TOLERANCE, AdaptedCase, check_adapted
 
-from pelton_backends.triton.ops import lora_gemv, lora_shrink
+from pelton_backends.triton.ops.lora import gemv as lora_gemv
+from pelton_backends.triton.ops.lora import shrink as lora_shrink
 
 INTERPRETED_BFLOAT16 = 0.1  # the interpreter cuts bits off instead of rounding
 

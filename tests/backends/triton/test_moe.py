@@ -9,7 +9,7 @@ import torch
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
 from pelton.ops.reference_moe import ReferenceMoe
-from pelton_backends.triton.ops.moe import FEW_PAIRS, TritonMoe
+from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 
 H, WIDTH = 72, 40
 ROUTINGS = {

@@ -24,7 +24,7 @@ INF = float("inf")
 def small_pieces(monkeypatch, device):
     """In the interpreter a row has few tokens: smaller chunks and less room, so that all paths are taken all the same."""
     if device.type == "cpu":
-        from pelton_backends.triton.ops import sampling
+        from pelton_backends.triton.ops.sampling import sample as sampling
 
         sizes = {
             "_GREEDY_CHUNK": 512,
@@ -48,7 +48,7 @@ def make_state(device, *sizes: int, **options: int) -> BatchState:
 
 
 def bind(state: BatchState, implementation=None, **options):
-    from pelton_backends.triton.ops.sampling import TritonSample
+    from pelton_backends.triton.ops.sampling.sample import TritonSample
 
     return pelton_sampling.bind(state, implementation or TritonSample, **options)
 
@@ -194,7 +194,7 @@ def test_choices_equal_the_reference(device, is_small, scale, seed):
 
 def test_a_large_top_k_beside_what_min_p_drops(device, monkeypatch):
     """Fewer tokens are left for the last cut than were counted before: rows must not see what others left in its memory."""
-    monkeypatch.setattr("pelton_backends.triton.ops.sampling._SPARE", 4096)
+    monkeypatch.setattr("pelton_backends.triton.ops.sampling.sample._SPARE", 4096)
     vocab, num_rows, generator = 9001, at_size(device, 5, 16), torch.Generator().manual_seed(0)
     order = torch.randperm(vocab, generator=generator)
     logits = torch.full((vocab,), -30.0)  # dropped by min_p
@@ -215,7 +215,7 @@ def test_a_large_top_k_beside_what_min_p_drops(device, monkeypatch):
 ])  # fmt: skip
 def test_a_flat_nucleus_is_found_by_many_programs(device, monkeypatch, kind, is_settled):
     """And left to the kernel for all cases where they cannot."""
-    monkeypatch.setattr("pelton_backends.triton.ops.sampling._SPARE", at_size(device, 256, 8192))
+    monkeypatch.setattr("pelton_backends.triton.ops.sampling.sample._SPARE", at_size(device, 256, 8192))
     vocab, num_rows = at_size(device, 2_999, 60_001), 4
     state = make_state(device, vocab, num_rows, num_side_slots=1)
     for slot, top_p in enumerate((0.9, 0.5, 0.99, 1.0)):
@@ -488,7 +488,7 @@ def test_a_row_gets_as_many_logprobs_as_it_asked_for(device):
 
 @pytest.mark.parametrize("vocab, num", [(1500, 5), (33, 20), (1, 0)])
 def test_logprobs_of_prompts_equal_the_reference(device, vocab, num):
-    from pelton_backends.triton.ops.sampling_logprobs import TritonLogprobs
+    from pelton_backends.triton.ops.sampling.logprobs import TritonLogprobs
 
     generator = torch.Generator().manual_seed(vocab)
     logits, tokens = torch.randn(7, vocab, generator=generator), torch.randint(0, vocab, (7,), generator=generator)

@@ -8,17 +8,17 @@ import torch
 import triton
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case
 
-from pelton_backends.triton.ops import small_batch, split_k
-from pelton_backends.triton.ops.hopper_mid_batch import MidBatchProduct, MidBatchTiling, choose_mid_batch_tiling
-from pelton_backends.triton.ops.hopper_split_k import HopperProduct, HopperTiling, choose_hopper_tiling
-from pelton_backends.triton.ops.small_batch import (
+from pelton_backends.triton.ops.linear import small_batch, split_k
+from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct, MidBatchTiling, choose_mid_batch_tiling
+from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, HopperTiling, choose_hopper_tiling
+from pelton_backends.triton.ops.linear.small_batch import (
     MAX_TOKENS,
     MIN_TOKENS,
     SmallBatchAddNormGatedLinear,
     SmallBatchAddNormLinear,
     SmallBatchLinear,
 )
-from pelton_backends.triton.ops.split_k import Tiling, multiply
+from pelton_backends.triton.ops.linear.split_k import Tiling, multiply
 
 DTYPES = (torch.float16, torch.bfloat16)
 

@@ -18,8 +18,8 @@ from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, Verif
 from pelton_backends.triton.attention.decode import NewTokens, NormRope
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.attention.decode_shares import LaunchShape, deal_rows
-from pelton_backends.triton.ops import speculation
-from pelton_backends.triton.ops.speculation import TritonLookupDrafts, TritonVerify
+from pelton_backends.triton.ops.sampling import speculation
+from pelton_backends.triton.ops.sampling.speculation import TritonLookupDrafts, TritonVerify
 from pelton_backends.triton.runtime import num_sms
 from pelton_platforms.device.steps.batch_state import BatchState
 

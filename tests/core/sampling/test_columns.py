@@ -69,8 +69,8 @@ def test_a_parameter_with_kernels_on_every_device_touches_eight_files():
     assert [name for name in files_that_name("min_p") if name not in FURTHER_PROTOCOLS] == [
         "backends/pelton_backends/native/csrc/sampling.c",
         "backends/pelton_backends/native/csrc/sampling.h",
-        "backends/pelton_backends/triton/ops/sampling_rows.py",
-        "backends/pelton_backends/triton/ops/sampling_wide.py",
+        "backends/pelton_backends/triton/ops/sampling/rows.py",
+        "backends/pelton_backends/triton/ops/sampling/wide.py",
         "core/pelton/sampling/columns.py",
         "core/pelton/sampling/filters.py",
         "core/pelton/sampling_params.py",

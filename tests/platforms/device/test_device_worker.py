@@ -30,7 +30,7 @@ from pelton_platforms.device.graphs.capture_plan import CaptureQueue
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.graphs.graph_setup import choose_mode, max_piecewise_tokens, use_graphs
 from pelton_platforms.device.memory import ATTENTION_BYTES, StepMemory
-from pelton_plugins.bench.shapes import write_shape
+from pelton_plugins.bench.table.shapes import write_shape
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73)), [11, 12] * 9]
 COUNT = 24

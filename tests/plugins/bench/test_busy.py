@@ -12,8 +12,8 @@ import pytest
 
 from pelton.cli.main import main
 from pelton.errors import EngineError
-from pelton_plugins.bench import busy
-from pelton_plugins.bench.busy import BusyArguments, Engine
+from pelton_plugins.bench.cpu import busy
+from pelton_plugins.bench.cpu.busy import BusyArguments, Engine
 
 TINY = ["--num-seqs", "2", "--input-len", "4", "--output-len", "3", "--seconds", "0.05", "--rounds", "2"]
 SITUATIONS = ["alone", "beside one busy loop", "beside two", "two engines, the one", "two engines, the other"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pelton_plugins.bench.chaos import ChaosArguments, torment
-from pelton_plugins.bench.chaos_client import judge
+from pelton_plugins.bench.soak.chaos import ChaosArguments, torment
+from pelton_plugins.bench.soak.chaos_client import judge
 
 STREAM = {"stream": True, "max_tokens": 2}
 WHOLE = {"stream": False, "max_tokens": 2}

@@ -16,10 +16,13 @@ import pytest
 
 from pelton.cli.main import main
 from pelton.errors import ConfigError, EngineError
-from pelton_plugins.bench import cpu_driver, cpu_run, cpu_sets, cpu_table
-from pelton_plugins.bench.cpu_engines import Driver, Engine, bound_to, find_peer, free_port, serving, usable_cores
-from pelton_plugins.bench.cpu_peers import RECORDED, ROWS, TARGETS, VERSIONS
-from pelton_plugins.bench.cpu_render import render
+from pelton_plugins.bench.cpu import driver as cpu_driver
+from pelton_plugins.bench.cpu import run as cpu_run
+from pelton_plugins.bench.cpu import sets as cpu_sets
+from pelton_plugins.bench.cpu import table as cpu_table
+from pelton_plugins.bench.cpu.engines import Driver, Engine, bound_to, find_peer, free_port, serving, usable_cores
+from pelton_plugins.bench.cpu.peers import RECORDED, ROWS, TARGETS, VERSIONS
+from pelton_plugins.bench.cpu.render import render
 
 NAMES = "latency, ttft, batch16, throughput, prefix, serve, start, first-start, memory"
 

@@ -10,7 +10,8 @@ import pytest
 from pelton.cli.main import main
 from pelton.errors import ConfigError
 from pelton.testing.models import make_tiny_checkpoint
-from pelton_plugins.bench import embed, embed_client
+from pelton_plugins.bench.embed import client as embed_client
+from pelton_plugins.bench.embed import command as embed
 
 JOB = embed_client.Job(
     host="127.0.0.1", port=80, path="/v1/embeddings", headers="", model="m", length=8, batch_size=3, connections=1, vocab_size=50,

@@ -22,7 +22,7 @@ from pelton_plugins.bench.load import LoadArguments, measure
 from pelton_plugins.bench.load import render as render_load
 from pelton_plugins.bench.metrics import RequestTimes
 from pelton_plugins.bench.serve import send
-from pelton_plugins.bench.targets import Target, TargetState
+from pelton_plugins.bench.table.targets import Target, TargetState
 
 
 def read(path):

@@ -12,10 +12,10 @@ from pelton_http import Answers, answering
 
 from pelton.cli.main import main
 from pelton.testing import fake_engine
-from pelton_plugins.bench import soak
 from pelton_plugins.bench.memory import ProcessState, family_states
-from pelton_plugins.bench.soak_client import SoakClient
-from pelton_plugins.bench.soak_requests import Request, Source, wrong_answer
+from pelton_plugins.bench.soak import command as soak
+from pelton_plugins.bench.soak.client import SoakClient
+from pelton_plugins.bench.soak.requests import Request, Source, wrong_answer
 
 FIELDS = {
     "prompt", "messages", "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",

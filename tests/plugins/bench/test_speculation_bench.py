@@ -10,7 +10,7 @@ import pytest
 from pelton import LLM, SamplingParams
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.bench import speculation
-from pelton_plugins.bench.cycle_loader import following
+from pelton_plugins.bench.host.cycle_loader import following
 
 VOCAB = 256
 SETTINGS = {

@@ -9,7 +9,7 @@ import pytest
 
 from pelton.errors import ConfigError
 from pelton.testing.models import make_tiny_checkpoint
-from pelton_plugins.bench import structured
+from pelton_plugins.bench.structured import command as structured
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]}
 

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from pelton.cli.main import main
-from pelton_plugins.bench import long_context, offline, peers, sampling_rows, table
-from pelton_plugins.bench.measure import measure_row, measure_rows
+from pelton_plugins.bench import offline
 from pelton_plugins.bench.offline import greedy
 from pelton_plugins.bench.record import number
-from pelton_plugins.bench.shapes import DENSE, SHAPES, write_shape
-from pelton_plugins.bench.table import SAMPLING, WORKLOADS, has_aim, merge, render, workloads_of
+from pelton_plugins.bench.table import command as table
+from pelton_plugins.bench.table import long_context, peers, sampling_rows
+from pelton_plugins.bench.table.command import SAMPLING, WORKLOADS, has_aim, merge, render, workloads_of
+from pelton_plugins.bench.table.measure import measure_row, measure_rows
+from pelton_plugins.bench.table.shapes import DENSE, SHAPES, write_shape
 from pelton_plugins.bench.workloads import Workload, table_workloads
 
 RESULTS = {

@@ -14,8 +14,14 @@ import triton.language as tl
 
 from pelton.ops.interface import AddNormLogits, AddNormLogitsNeeds, AddNormLogitsTensors
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.ops.gemv import DTYPES, HANDLES, inner_contiguous, padded_rows, tiles_by_rows
-from pelton_backends.triton.ops.gemv_kernels import add_norm_logits_kernel, added, load_rows, normed_rows, store_rows
+from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES, inner_contiguous, padded_rows, tiles_by_rows
+from pelton_backends.triton.ops.linear.gemv_kernels import (
+    add_norm_logits_kernel,
+    added,
+    load_rows,
+    normed_rows,
+    store_rows,
+)
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:

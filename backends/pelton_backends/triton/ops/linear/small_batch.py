@@ -1,0 +1,131 @@
+"""The linear seams for few rows, while a product costs little more than reading its weights.
+
+`gemv` comes before these where it serves the number of rows, `large_batch` behind them. Which kernel multiplies goes by the
+number of rows and the size of the matrix, as measured on an H200: the same call always takes the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from pelton.ops.interface import (
+    AddNormGatedLinear,
+    AddNormGatedLinearNeeds,
+    AddNormGatedLinearTensors,
+    AddNormLinear,
+    AddNormLinearNeeds,
+    AddNormLinearTensors,
+    Linear,
+    LinearNeeds,
+    LinearTensors,
+    LinearWeights,
+)
+from pelton_backends.triton.ops.linear.gemv import HANDLES
+from pelton_backends.triton.ops.linear.hopper_mid_batch import SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
+from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
+from pelton_backends.triton.ops.linear.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
+from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
+from pelton_backends.triton.ops.pieces import ACTIVATIONS, empty_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MIN_TOKENS = 1
+MAX_TOKENS = 256
+MAX_TOKENS_OF_LARGE = 128
+DTYPES = ("bfloat16", "float16")
+
+
+def refusals(needs: Any) -> list[str]:
+    reasons = []
+    if needs.dtype not in DTYPES:
+        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}: tensor cores would round float32's inputs")
+    if needs.linear.weight_format != "plain":
+        reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
+    if getattr(needs, "tp_size", 1) > 1:
+        reasons.append(f"tp_size {needs.tp_size}: the sum over ranks is not fused")
+    if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:
+        reasons.append(f"hidden size {needs.norm.size}, at most {MAX_HIDDEN_SIZE}")
+    if hasattr(needs, "activation") and needs.activation not in ACTIVATIONS:
+        reasons.append(f"activation {needs.activation!r}")
+    return reasons
+
+
+def _token_range(needs: Any) -> tuple[int, int | None]:
+    return MIN_TOKENS, MAX_TOKENS
+
+
+def prefers_library(num_tokens: int, weight: Tensor) -> bool:
+    """Where cuBLAS, with an activation and `gated` behind it, was faster on an H200 than `HopperProduct`."""
+    return num_tokens > MAX_TOKENS_OF_LARGE and weight.numel() > SMALL_MATRIX
+
+
+def product_of(weights: LinearWeights, activation: str | None = None) -> Callable[[Tensor], Tensor]:
+    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
+    weight, bias = weights.tensors["weight"], weights.bias
+    sizes = (*weight.shape, activation is not None)
+    # One a weight tile and block of tokens, for the last of its parts to be known; zeros whenever no kernel runs.
+    num_counters = triton.cdiv(weight.shape[0], SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16)
+    counters = torch.zeros(num_counters, dtype=torch.int32, device=weight.device)
+    is_for_hopper = can_multiply(weight)
+    few = HopperProduct(weight, bias, activation, counters)
+    more = MidBatchProduct(weight, bias, activation, counters)
+
+    def product(x: Tensor) -> Tensor:
+        is_readable = is_for_hopper and few.takes(x)
+        tiling = choose_mid_batch_tiling(x.shape[0], *sizes) if is_readable else None
+        if tiling is not None:
+            return more(x, tiling)
+        if prefers_library(x.shape[0], weight):
+            out = empty_rows(x.shape[0], weight.shape[0], x)
+            rows = torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+            return rows if activation is None else gated(rows, activation)
+        return few(x) if is_readable else multiply(x, weight, bias, activation, counters)
+
+    return product
+
+
+class SmallBatchLinear:
+    handles = HANDLES
+    unsupported = staticmethod(refusals)
+    token_range = staticmethod(_token_range)
+
+    @staticmethod
+    def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
+        return product_of(tensors.linear)
+
+
+class SmallBatchAddNormLinear:
+    handles = HANDLES
+    unsupported = staticmethod(refusals)
+    token_range = staticmethod(_token_range)
+
+    @staticmethod
+    def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
+        product = product_of(tensors.linear)
+
+        def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            return product(rows), residual
+
+        return add_norm_linear
+
+
+class SmallBatchAddNormGatedLinear:
+    handles = HANDLES
+    unsupported = staticmethod(refusals)
+    token_range = staticmethod(_token_range)
+
+    @staticmethod
+    def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
+        product = product_of(tensors.linear, needs.activation)
+
+        def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            return product(rows), residual
+
+        return add_norm_gated_linear
