@@ -35,7 +35,7 @@ MEASUREMENTS = {
     "speculation": ("speculation", "decoding with drafts, all of them right and none, against decoding without"),
     "structured": (
         "structured.command",
-        "JSON schemas of a file: those that pass, time to compile one and to make a mask, what masks add to a step",
+        "JSON schemas of a file: those that pass, compile and mask times, what masks add to a step",
     ),
     "lora": ("lora", "decoding with adapters, against the same requests without"),
     "host": ("host.command", "host time of a step by stage, with many running requests"),
