@@ -21,7 +21,7 @@ def test_plugins_lists_what_is_loaded_from_where_and_what_it_offers(capsys):
     assert list(listing) == [plugin.name for plugin in [*plugins.loaded, *plugins.left_out]]
     core = listing["core"]
     assert (core["distribution"], core["module"], core["loaded"]) == ("pelton", "pelton.builtin", True)
-    assert "pelton_ops" in core["hooks"]
+    assert "pelton_fused_ops" in core["hooks"]
     schedulers = [entry for entry in listing["scheduler"]["entries"] if entry["hook"] == "pelton_schedulers"]
     assert schedulers[0]["name"] == "default" and schedulers[0]["status"] == "chosen"
     cpu = [entry for entry in listing["cpu"]["entries"] if entry["hook"] == "pelton_platforms"]

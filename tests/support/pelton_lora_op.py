@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pelton.lora.op import LoraNeeds, LoraTensors
-from pelton.lora.reference import ReferenceLora
 from pelton.lora.rows import AdapterRows
 from pelton.ops.interface import NormSpec
+from pelton_backends.reference.lora import ReferenceLora
 
 NUM_SLOTS = 3
 

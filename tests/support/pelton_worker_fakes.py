@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from pelton.builtin import pelton_ops
+from pelton.builtin import pelton_fused_ops
 from pelton.config import EngineConfig
 from pelton.kv_cache.planner import plan_kv_cache
 from pelton.messages.step import ModelOutput, NewRequest, SchedulerOutput
@@ -22,6 +22,7 @@ from pelton.ops.selector import OpSelector
 from pelton.platform.select import select_platform
 from pelton.plugins import load_plugins
 from pelton.sampling_params import SamplingParams
+from pelton.testing.plugins import references
 from pelton.worker.inputs import InputBuffers
 from pelton.worker.interface import WorkerContext
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
@@ -133,7 +134,7 @@ def make_runner(
     model = ContextModel([layer.views[0][:, :, 0, 0] for layer in layers], block_sizes)
     model.caches = [_Flat(layer.views[0]) for layer in layers]  # type: ignore[misc]
     buffers = InputBuffers(state, max_num_tokens=max_num_tokens, kernel_block_sizes=kernel)
-    ops = StepOps(OpSelector(pelton_ops()), state, buffers)
+    ops = StepOps(OpSelector(references(), pelton_fused_ops()), state, buffers)
     backends = [PassBackend(group) for group in range(len(block_sizes))]
     return ModelRunner(model, state, buffers, backends, KVPool(num_blocks, layers), ops)  # type: ignore[arg-type]
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pelton.errors import EngineError
-from pelton.lora.composed import without_activation
 from pelton.lora.op import AdaptedNeeds, AdaptedTensors, LoraNeeds, LoraTensors
 from pelton_backends.native import library
 from pelton_backends.native.library import ACTIVATIONS, DTYPES, NO_ACTIVATION
 from pelton_backends.native.linear import NativeAddNormLinear
 from pelton_backends.native.linear_ops import HANDLES
+from pelton_backends.reference.composed_lora import without_activation
 
 if TYPE_CHECKING:
     from torch import Tensor

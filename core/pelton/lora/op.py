@@ -82,16 +82,8 @@ class AdaptedTensors:
         return self.base.linear
 
 
-LORA = FusedOp(name="lora", needs=LoraNeeds, tensors=LoraTensors, reference="pelton.lora.reference:ReferenceLora")
+LORA = FusedOp(name="lora", needs=LoraNeeds, tensors=LoraTensors)
 # Called as the base op is. Rows without an adapter have the base op's numbers, to the bit where both take the same kernel.
-LORA_LINEAR = FusedOp(
-    name="lora_linear", needs=AdaptedNeeds, tensors=AdaptedTensors, reference="pelton.lora.composed:ComposedLinear"
-)
-LORA_ADD_NORM_LINEAR = FusedOp(
-    name="lora_add_norm_linear", needs=AdaptedNeeds, tensors=AdaptedTensors,
-    reference="pelton.lora.composed:ComposedAddNormLinear",
-)  # fmt: skip
-LORA_ADD_NORM_GATED_LINEAR = FusedOp(
-    name="lora_add_norm_gated_linear", needs=AdaptedNeeds, tensors=AdaptedTensors,
-    reference="pelton.lora.composed:ComposedAddNormGatedLinear",
-)  # fmt: skip
+LORA_LINEAR = FusedOp(name="lora_linear", needs=AdaptedNeeds, tensors=AdaptedTensors)
+LORA_ADD_NORM_LINEAR = FusedOp(name="lora_add_norm_linear", needs=AdaptedNeeds, tensors=AdaptedTensors)
+LORA_ADD_NORM_GATED_LINEAR = FusedOp(name="lora_add_norm_gated_linear", needs=AdaptedNeeds, tensors=AdaptedTensors)

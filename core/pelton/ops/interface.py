@@ -72,7 +72,8 @@ class FusedOp:
     """A frozen dataclass; fields made by `optional` are refused by implementations that do not name them."""
     tensors: type
     reference: str | None = None
-    """"module:attribute" of the implementation that serves all needs on every device, and that others are tested against."""
+    """"module:attribute" of the implementation that serves all needs on every device, and that others are tested against. None: an
+    entry of `pelton_ops` called `reference.<name>` is, as for core's own."""
 
 
 def optional(default: T) -> T:
@@ -401,9 +402,9 @@ class Sample(Protocol):
         """Sample, write `result`, advance the state: all on the device, made for capture.
 
         logits [n, V] float32, may be overwritten; slots [n] int64, distinct but for padding; result [n, 2] int32, written:
-        (token id, error code of `pelton.sampling.sampler`). A row whose slot is `state.padding_slot` does nothing and gets 0, 0.
+        (token id, code of `pelton.sampling.error_codes`). A row whose slot is `state.padding_slot` does nothing and gets 0, 0.
         The token's position is p = num_computed_tokens[slot] + 1, its random number `uniform(seeds[slot], p)`; logits
-        become tokens as `pelton.sampling.sampler.sample` says, side tables of rows with `state.side_slots` >= 0 included
+        become tokens as the entry `reference.sample` has it, side tables of rows with `state.side_slots` >= 0 included
         (variant full). Then token_ids[slot, min(p, max_model_len)] = token, num_computed_tokens[slot] += 1, and a side
         row's output counts take the token; a row with an error advances too.
         Where rows had more than one token scheduled, add the others to `num_computed_tokens` first.
@@ -467,45 +468,24 @@ class PrepareInputs(Protocol):
 
 # All of them.
 
-_REFERENCE, _STEP = "pelton.ops.reference:Reference", "pelton.worker.reference_step:Reference"
-_SPECULATION = "pelton.ops.reference_speculation:Reference"
-
 FUSED_OPS = {
     op.name: op
     for op in (
-        FusedOp(name="embed", needs=EmbedNeeds, tensors=EmbedTensors, reference=f"{_REFERENCE}Embed"),
-        FusedOp(name="add_norm", needs=AddNormNeeds, tensors=AddNormTensors, reference=f"{_REFERENCE}AddNorm"),
-        FusedOp(name="linear", needs=LinearNeeds, tensors=LinearTensors, reference=f"{_REFERENCE}Linear"),
-        FusedOp(name="gated", needs=GatedNeeds, tensors=GatedTensors, reference=f"{_REFERENCE}Gated"),
-        FusedOp(
-            name="add_norm_linear", needs=AddNormLinearNeeds, tensors=AddNormLinearTensors,
-            reference=f"{_REFERENCE}AddNormLinear",
-        ),
-        FusedOp(
-            name="add_norm_gated_linear", needs=AddNormGatedLinearNeeds, tensors=AddNormGatedLinearTensors,
-            reference=f"{_REFERENCE}AddNormGatedLinear",
-        ),
-        FusedOp(
-            name="add_norm_logits", needs=AddNormLogitsNeeds, tensors=AddNormLogitsTensors,
-            reference=f"{_REFERENCE}AddNormLogits",
-        ),
-        FusedOp(
-            name="qk_norm_rope_write_kv", needs=QkNormRopeWriteKvNeeds, tensors=QkNormRopeWriteKvTensors,
-            reference=f"{_REFERENCE}QkNormRopeWriteKv",
-        ),
-        FusedOp(name="all_reduce", needs=AllReduceNeeds, tensors=AllReduceTensors, reference=f"{_REFERENCE}AllReduce"),
-        FusedOp(
-            name="prepare_inputs", needs=PrepareInputsNeeds, tensors=PrepareInputsTensors,
-            reference=f"{_STEP}PrepareInputs",
-        ),
-        FusedOp(name="sample", needs=SampleNeeds, tensors=SampleTensors, reference=f"{_STEP}Sample"),
-        FusedOp(name="logprobs", needs=LogprobsNeeds, tensors=LogprobsTensors, reference=f"{_STEP}Logprobs"),
-        FusedOp(
-            name="lookup_drafts", needs=LookupDraftsNeeds, tensors=LookupDraftsTensors,
-            reference=f"{_SPECULATION}LookupDrafts",
-        ),
-        FusedOp(name="verify", needs=VerifyNeeds, tensors=VerifyTensors, reference=f"{_SPECULATION}Verify"),
+        FusedOp(name="embed", needs=EmbedNeeds, tensors=EmbedTensors),
+        FusedOp(name="add_norm", needs=AddNormNeeds, tensors=AddNormTensors),
+        FusedOp(name="linear", needs=LinearNeeds, tensors=LinearTensors),
+        FusedOp(name="gated", needs=GatedNeeds, tensors=GatedTensors),
+        FusedOp(name="add_norm_linear", needs=AddNormLinearNeeds, tensors=AddNormLinearTensors),
+        FusedOp(name="add_norm_gated_linear", needs=AddNormGatedLinearNeeds, tensors=AddNormGatedLinearTensors),
+        FusedOp(name="add_norm_logits", needs=AddNormLogitsNeeds, tensors=AddNormLogitsTensors),
+        FusedOp(name="qk_norm_rope_write_kv", needs=QkNormRopeWriteKvNeeds, tensors=QkNormRopeWriteKvTensors),
+        FusedOp(name="all_reduce", needs=AllReduceNeeds, tensors=AllReduceTensors),
+        FusedOp(name="prepare_inputs", needs=PrepareInputsNeeds, tensors=PrepareInputsTensors),
+        FusedOp(name="sample", needs=SampleNeeds, tensors=SampleTensors),
+        FusedOp(name="logprobs", needs=LogprobsNeeds, tensors=LogprobsTensors),
+        FusedOp(name="lookup_drafts", needs=LookupDraftsNeeds, tensors=LookupDraftsTensors),
+        FusedOp(name="verify", needs=VerifyNeeds, tensors=VerifyTensors),
     )
-}  # fmt: skip
+}
 SEAMS = tuple(FUSED_OPS)
 """The old name, kept for plugins."""

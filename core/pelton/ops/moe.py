@@ -77,4 +77,4 @@ class Moe(Protocol):
         ...
 
 
-MOE = FusedOp(name="moe", needs=MoeNeeds, tensors=MoeTensors, reference="pelton.ops.reference_moe:ReferenceMoe")
+MOE = FusedOp(name="moe", needs=MoeNeeds, tensors=MoeTensors)

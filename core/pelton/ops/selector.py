@@ -129,9 +129,7 @@ class OpSelector:
 
 
 def _is_recordable(implementation: OpImplementation) -> bool:
-    module = str(getattr(implementation, "__module__", None) or getattr(implementation, "__name__", ""))
-    is_reference = module.startswith("pelton.")  # torch's ops only
-    return bool(getattr(implementation, "is_recordable", is_reference))
+    return bool(getattr(implementation, "is_recordable", False))
 
 
 def reasons_against(implementation: Any, needs: Any) -> list[str]:

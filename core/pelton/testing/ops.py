@@ -39,6 +39,7 @@ from pelton.ops.interface import (
     OpImplementation,
 )
 from pelton.ops.selector import reasons_against
+from pelton.testing.plugins import references
 
 TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 5e-3}
 """Absolute and relative; numbers are of size 1."""
@@ -72,9 +73,14 @@ class OpConformance:
         return op_cases(self.op.name, self.dtype, self.device)
 
     def reference(self) -> OpImplementation:
-        assert self.op.reference is not None, f"op {self.op.name} has no reference: override `reference`"
-        found: OpImplementation = Entry(name=self.op.name, load=self.op.reference).resolve()
-        return found
+        """The op's own reference, or for core's ops the entry `reference.<name>`."""
+        if self.op.reference is not None:
+            found: OpImplementation = Entry(name=self.op.name, load=self.op.reference).resolve()
+            return found
+        entry = next((entry for entry in references(self.device) if entry.op == self.op.name), None)
+        assert entry is not None, f"op {self.op.name} has no reference: override `reference`"
+        served: OpImplementation = entry.resolve()
+        return served
 
     def tolerance(self) -> float:
         return TOLERANCES[self.dtype]

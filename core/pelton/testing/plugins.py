@@ -9,14 +9,32 @@ from typing import Any
 import pluggy
 
 from pelton import builtin, hookspecs
+from pelton.entries import OpEntry
 from pelton.plugins import Plugins, load_plugins, register
 
 
+def references(device_type: str = "cpu") -> list[OpEntry]:
+    """Return the torch references of core's fused ops: entries of `pelton_ops`."""
+    offered: list[OpEntry] = load_plugins(only=[]).entries("pelton_ops", device_type=device_type)
+    return [entry for entry in offered if entry.name == f"reference.{entry.op}"]
+
+
+class _References:
+    """A plugin that offers the references alone."""
+
+    PELTON_API = builtin.PELTON_API
+
+    @staticmethod
+    @hookspecs.hookimpl
+    def pelton_ops(device_type: str) -> list[OpEntry]:
+        return references(device_type)
+
+
 def plugins_of(*modules: ModuleType | object) -> Plugins:
-    """Core's own plugin and `modules`, checked as at start-up."""
+    """Core's own plugin, the torch references of its ops, and `modules`, checked as at start-up."""
     manager = pluggy.PluginManager("pelton")
     manager.add_hookspecs(hookspecs)
-    for index, module in enumerate((builtin, *modules)):
+    for index, module in enumerate((builtin, _References(), *modules)):
         register(manager, module, getattr(module, "__name__", f"test{index}"), "test")
     return Plugins(manager, [])
 

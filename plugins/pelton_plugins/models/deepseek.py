@@ -11,12 +11,12 @@ from pelton.errors import ConfigError
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, RowParallelLinear
-from pelton.layers.moe import SparseMoe
 from pelton.layers.norm import RMSNorm
 from pelton.layers.normed import NormedLinear, head_shard, whole_shard
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
 from pelton.ops.moe import RoutingSpec
+from pelton_plugins.models.experts import SparseMoe
 from pelton_plugins.models.latent_attention import MLALayer
 from pelton_plugins.models.mla import HeadsLinear, LatentUp
 from pelton_plugins.models.moe import grouped_routing, num_experts, shared_experts

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pelton.layers.moe import SparseMoe
 from pelton.layers.norm import RMSNorm
 from pelton.model.build import BuildConfig, HFConfig
+from pelton_plugins.models.experts import SparseMoe
 from pelton_plugins.models.moe import MoeDecoderLayer, MoeForCausalLM, grouped_routing, shared_experts
 from pelton_plugins.models.qwen3 import head_norms
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from pelton.errors import ConfigError
 from pelton.layers.linear import split_heads
-from pelton.layers.moe import ExpertNames, SparseMoe
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.ops.moe import ExpertsSpec, RoutingSpec
+from pelton_plugins.models.experts import ExpertNames, SparseMoe
 from pelton_plugins.models.moe import MoeDecoderLayer, MoeForCausalLM, num_experts
 from pelton_plugins.models.qwen2 import window_of_layer
 

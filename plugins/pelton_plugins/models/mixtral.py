@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pelton.layers.moe import ExpertNames, SparseMoe
 from pelton.model.build import BuildConfig
 from pelton.ops.moe import RoutingSpec
+from pelton_plugins.models.experts import ExpertNames, SparseMoe
 from pelton_plugins.models.moe import MoeDecoderLayer, MoeForCausalLM, num_experts
 
 _NAMES = ExpertNames(gate="w1", up="w3", down="w2")

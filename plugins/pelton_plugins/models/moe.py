@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from pelton.attention.metadata import ForwardBatch
-from pelton.layers.moe import GatedMLP, SparseMoe
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.ops.moe import RoutingSpec
+from pelton_plugins.models.experts import GatedMLP, SparseMoe
 from pelton_plugins.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pelton.layers.moe import GatedMLP, SparseMoe
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.ops.moe import RoutingSpec
+from pelton_plugins.models.experts import GatedMLP, SparseMoe
 from pelton_plugins.models.moe import MoeDecoderLayer, MoeForCausalLM, num_experts
 from pelton_plugins.models.qwen2 import window_of_layer
 

@@ -18,7 +18,6 @@ from pelton.ops.interface import (
     LinearWeights,
     NormSpec,
 )
-from pelton.ops.reference import ReferenceAddNormLogits, ReferenceEmbed
 from pelton.ops.selector import pack_weights
 from pelton_backends.native.embed import NativeEmbed
 from pelton_backends.native.linear import (
@@ -26,6 +25,7 @@ from pelton_backends.native.linear import (
     NativeAddNormLogits,
     NativeLinear,
 )
+from pelton_backends.reference.ops import ReferenceAddNormLogits, ReferenceEmbed
 
 pytestmark = pytest.mark.covering(3)
 

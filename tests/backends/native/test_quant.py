@@ -19,13 +19,13 @@ from pelton.ops.interface import (
     NormSpec,
 )
 from pelton.ops.packed_blocks import KINDS, dense, pack, panels_shape, quantize, weight_format
-from pelton.ops.reference import ReferenceAddNormLogits, ReferenceEmbed
 from pelton_backends.native.quant import (
     QuantAddNormLinear,
     QuantAddNormLogits,
     QuantEmbedding,
     QuantLinear,
 )
+from pelton_backends.reference.ops import ReferenceAddNormLogits, ReferenceEmbed
 
 pytestmark = pytest.mark.covering(3)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
-from pelton.ops.reference import ReferenceQkNormRopeWriteKv
 from pelton_backends.native.rope import NativeQkNormRopeWriteKv
+from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
 
 pytestmark = pytest.mark.covering(3)
 

@@ -12,11 +12,11 @@ from pelton_sampling import add, assert_same_state, copy_of, make_state, random_
 from pelton_sampling import bind as bind_op
 
 from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds
+from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
 from pelton.sampling.random import uniform
-from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK
-from pelton.worker.reference_step import ReferenceSample
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
+from pelton_platforms.device.steps.reference_step import ReferenceSample
 
 INF = math.inf
 

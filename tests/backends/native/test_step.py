@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from pelton.ops.interface import PrepareInputsNeeds, PrepareInputsTensors, SampleNeeds, SampleTensors
-from pelton.sampling.sampler import NOT_FINITE, OK
+from pelton.sampling.error_codes import NOT_FINITE, OK
 from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
-from pelton.worker.reference_step import ReferenceSample
 from pelton_backends.native.sampling import NativeSample
 from pelton_backends.native.step import NativePrepareInputs
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.reference_step import ReferenceSample
 
 SEQS, MAX_LEN = 10, 40
 STALE = -99

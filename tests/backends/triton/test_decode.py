@@ -14,7 +14,7 @@ from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
-from pelton.ops.reference import ReferenceQkNormRopeWriteKv
+from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
 from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention
 from pelton_backends.triton.attention.decode_shares import (
     LaunchShape,

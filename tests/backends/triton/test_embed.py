@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pelton.ops.interface import EmbedNeeds, EmbedTensors
-from pelton.ops.reference import ReferenceEmbed
+from pelton_backends.reference.ops import ReferenceEmbed
 from pelton_backends.triton.ops.embed import TritonEmbed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

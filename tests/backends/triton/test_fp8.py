@@ -9,7 +9,12 @@ import torch
 from pelton_linear_oracle import Case, make_case
 
 from pelton.ops.interface import InputRounding, LinearWeights
-from pelton.ops.reference import ReferenceAddNorm, ReferenceAddNormGatedLinear, ReferenceAddNormLinear, ReferenceGated
+from pelton_backends.reference.ops import (
+    ReferenceAddNorm,
+    ReferenceAddNormGatedLinear,
+    ReferenceAddNormLinear,
+    ReferenceGated,
+)
 from pelton_backends.triton.ops.linear import fp8, hopper_split_k
 from pelton_backends.triton.ops.linear.fp8 import Fp8AddNormGatedLinear, Fp8AddNormLinear, Fp8Linear
 from pelton_plugins.quantization.numbers import round_rows, row_scales

@@ -9,8 +9,8 @@ from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case, rm
 from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
 from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
-from pelton.ops.reference import ReferenceAddNormGatedLinear, ReferenceAddNormLinear
 from pelton.ops.selector import OpSelector
+from pelton_backends.reference.ops import ReferenceAddNormGatedLinear, ReferenceAddNormLinear
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.large_batch import (
     MAX_HIDDEN_SIZE,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
-from pelton.ops.reference_moe import ReferenceMoe
+from pelton_backends.reference.moe import ReferenceMoe
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 
 H, WIDTH = 72, 40

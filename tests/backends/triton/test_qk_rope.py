@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
-from pelton.ops.reference import ReferenceQkNormRopeWriteKv
+from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -12,9 +12,9 @@ from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
-from pelton.ops.reference import ReferenceQkNormRopeWriteKv
-from pelton.ops.reference_speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
+from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
+from pelton_backends.reference.speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton_backends.triton.attention.decode import NewTokens, NormRope
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.attention.decode_shares import LaunchShape, deal_rows

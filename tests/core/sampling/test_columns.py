@@ -72,8 +72,8 @@ def test_a_parameter_with_kernels_on_every_device_touches_eight_files():
         "backends/pelton_backends/triton/ops/sampling/rows.py",
         "backends/pelton_backends/triton/ops/sampling/wide.py",
         "core/pelton/sampling/columns.py",
-        "core/pelton/sampling/filters.py",
         "core/pelton/sampling_params.py",
+        "platforms/pelton_platforms/device/sampling/filters.py",
         "plugins/pelton_plugins/server/protocol.py",
     ]
 

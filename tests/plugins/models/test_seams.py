@@ -10,10 +10,10 @@ import pelton_backends.sdpa.plugin
 import pelton_plugins.models.plugin
 from pelton.entries import BackendEntry, OpEntry
 from pelton.hookspecs import hookimpl
-from pelton.ops import reference
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.testing.plugins import plugins_of
+from pelton_backends.reference import ops as reference
 from pelton_backends.sdpa.backend import SDPAAttention, SDPABackend
 
 MODULE = "test_seams_kernels"

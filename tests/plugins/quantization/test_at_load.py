@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
 from pelton.ops.packed_blocks import KINDS, dequantize, pack, panels_shape, quantize
 from pelton.ops.selector import OpSelector
@@ -19,9 +20,9 @@ PROMPT = [5, 9, 200, 31, 77, 4, 18]
 
 
 def reference_only():
-    """Core's own ops: those of every device."""
+    """The torch references alone."""
     entries = load_plugins(only=[]).entries("pelton_ops", device_type="cpu")
-    return OpSelector([entry for entry in entries if entry.name.startswith("reference.")])
+    return OpSelector([entry for entry in entries if entry.name.startswith("reference.")], pelton_fused_ops())
 
 
 def driver(path, method=None, **fields):

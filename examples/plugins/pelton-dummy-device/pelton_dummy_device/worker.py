@@ -20,11 +20,12 @@ from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, Schedule
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
 from pelton.sampling.columns import columns_of
+from pelton.sampling.error_codes import ERROR_MESSAGES, OK
 from pelton.sampling.logprobs import gather_logprobs
-from pelton.sampling.metadata import SamplingMetadata
-from pelton.sampling.sampler import ERROR_MESSAGES, OK, sample, unpack_bitmask
 from pelton.sampling_params import SamplingParams
 from pelton.worker.interface import Worker
+from pelton_platforms.device.sampling.metadata import SamplingMetadata
+from pelton_platforms.device.sampling.sampler import sample, unpack_bitmask
 
 
 @dataclass(slots=True)

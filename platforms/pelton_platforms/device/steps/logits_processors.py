@@ -12,7 +12,7 @@ from torch import Tensor
 from pelton import logging
 from pelton.logits_processors.interface import LogitsProcessor, LogitsProcessorContext, LogitsRequest, LogitsRows
 from pelton.plugins import make
-from pelton.sampling.sampler import OK, PROCESSED_WRONG
+from pelton.sampling.error_codes import OK, PROCESSED_WRONG
 
 if TYPE_CHECKING:
     from pelton.messages.step import NewRequest

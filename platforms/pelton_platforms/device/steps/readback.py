@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pelton.messages.request import TensorData
 from pelton.messages.step import ModelOutput, SchedulerOutput
+from pelton.sampling.error_codes import ERROR_MESSAGES, NOT_FINITE
 from pelton.sampling.logprobs import HostLogprobs
-from pelton.sampling.sampler import ERROR_MESSAGES, NOT_FINITE
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
 from pelton.worker.batch_state import NO_LOGPROBS
 from pelton.worker.pending import PendingOutput

@@ -25,8 +25,8 @@ from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import FULL, GREEDY, Variant
 from pelton.worker.inputs import InputBuffers, StepShape, uncached_metadata
-from pelton.worker.reference_step import ReferencePrepareInputs
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.reference_step import ReferencePrepareInputs
 from pelton_platforms.device.steps.step_adapters import StepAdapters
 from pelton_platforms.device.steps.step_drafts import StepDrafts
 

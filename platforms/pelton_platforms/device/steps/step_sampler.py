@@ -18,11 +18,11 @@ from pelton.messages.step import GrammarMasks, SchedulerOutput
 from pelton.model.interface import CausalLM
 from pelton.sampling.columns import active_columns
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors, gather_logprobs
-from pelton.sampling.metadata import SamplingMetadata, SideRows
-from pelton.sampling.sampler import sample, unpack_bitmask
 from pelton.sampling.tails import Logits, Tail
 from pelton.worker.batch_state import NO_LOGPROBS
 from pelton.worker.inputs import InputBuffers
+from pelton_platforms.device.sampling.metadata import SamplingMetadata, SideRows
+from pelton_platforms.device.sampling.sampler import sample, unpack_bitmask
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.staging import StagingRing, mask_column, mask_words
 from pelton_platforms.device.steps.step_ops import PROMPT_LOGPROB_ROWS, StepOps

@@ -11,13 +11,14 @@ import torch
 from pelton_worker_fakes import Driver, Running, is_captured, make_runner, oracle_greedy
 
 from pelton.attention.metadata import NO_CACHE
-from pelton.builtin import pelton_ops
+from pelton.builtin import pelton_fused_ops
 from pelton.config import CUDAGraphMode
 from pelton.messages.request import AdapterRef, PoolingParams
 from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.model.interface import PooledRows, PoolingModel
 from pelton.ops.selector import OpSelector
 from pelton.testing.graphs import FakeGraphRecorder
+from pelton.testing.plugins import references
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 from pelton_platforms.device.kv_pool import KVPool
@@ -79,7 +80,7 @@ def pooling_driver(mode: CUDAGraphMode) -> Driver:
         max_num_seqs=8, max_model_len=64, vocab_size=VOCAB, block_sizes=(), num_side_slots=0, device=torch.device("cpu")
     )
     buffers = InputBuffers(state, max_num_tokens=64)
-    ops = StepOps(OpSelector(pelton_ops()), state, buffers)
+    ops = StepOps(OpSelector(references(), pelton_fused_ops()), state, buffers)
     runner = ModelRunner(model, state, buffers, [UncachedBackend()], KVPool(1, []), ops)  # type: ignore[arg-type, list-item]
     if mode is not CUDAGraphMode.NONE:
         runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), FakeGraphRecorder())

@@ -18,7 +18,7 @@ LOWEST_KEY = tl.constexpr(-2147483648)  # below every float's key
 MINUS_INF_KEY = tl.constexpr(-2139095041)
 INF_KEY = tl.constexpr(2139095040)
 
-OK = tl.constexpr(0)  # as in pelton.sampling.sampler
+OK = tl.constexpr(0)  # as in pelton_platforms.device.sampling.sampler
 NOT_FINITE = tl.constexpr(1)
 NOTHING_ALLOWED = tl.constexpr(2)
 

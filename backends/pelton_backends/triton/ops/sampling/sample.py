@@ -1,7 +1,7 @@
 """The `sample` seam in Triton: logits to tokens, and the state one token on; made for capture.
 
-Math   `pelton.sampling.sampler.sample` and `BatchState.advance`, for rows by slot; see `Sample` in pelton.ops.interface.
-       Filters as in pelton.sampling.filters, in its order, ties with the last kept token kept.
+Math   `pelton_platforms.device.sampling.sampler.sample` and `BatchState.advance`, for rows by slot; see `Sample` in pelton.ops.interface.
+       Filters as in pelton_platforms.device.sampling.filters, in its order, ties with the last kept token kept.
 Paper  Holtzman et al., The Curious Case of Neural Text Degeneration, ICLR 2020 (arXiv:1904.09751): top_p.
 
 n rows, V tokens, S slots

@@ -1,7 +1,7 @@
 """Side tables, as tokens are chosen: sets of tokens, bad words, min_tokens, bias, penalties.
 
-Math   `pelton.sampling.penalties` in its order: float32, rounded where torch rounds, so that the changed logits are equal to
-       the bit. Part of `sampling_rows.scan_kernel`'s one pass over the logits, after the grammar's mask.
+Math   `pelton_platforms.device.sampling.penalties` in its order: float32, rounded where torch rounds, so that the changed logits are
+       equal to the bit. Part of `sampling_rows.scan_kernel`'s one pass over the logits, after the grammar's mask.
 
 Z side slots, V tokens, W bad words of at most L tokens before their last; tables [Z, V], [Z, W, L]. Read only in groups of 32
 tokens of which some is concerned (`SideTables.touched`): 4 B a token for a bias, 5 for penalties, 1 for a set.

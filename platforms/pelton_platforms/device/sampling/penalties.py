@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pelton.sampling.metadata import SideRows
+from pelton_platforms.device.sampling.metadata import SideRows
 
 
 def apply_side_tables(logits: Tensor, side: SideRows) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pelton.builtin import pelton_ops
+from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
 from pelton.ops import reference
 from pelton.ops.interface import (
@@ -24,18 +24,17 @@ from pelton.ops.interface import (
     QkNormRopeWriteKvNeeds,
     QkNormRopeWriteKvTensors,
 )
-from pelton.ops.reference import (
+from pelton.ops.reference import rms_norm, rotate, write_kv
+from pelton.ops.selector import OpSelector
+from pelton.testing.plugins import references
+from pelton_backends.reference.ops import (
     ReferenceAddNormGatedLinear,
     ReferenceAddNormLinear,
     ReferenceAddNormLogits,
     ReferenceEmbed,
     ReferenceLinear,
     ReferenceQkNormRopeWriteKv,
-    rms_norm,
-    rotate,
-    write_kv,
 )
-from pelton.ops.selector import OpSelector
 
 H, OUT = 8, 6
 
@@ -146,7 +145,9 @@ def test_add_norm_gated_linear_refuses_an_activation_it_does_not_have():
         activation="relu2",
     )
     with pytest.raises(ConfigError, match=r"No op for 'gated' fits .*activation 'relu2'"):
-        OpSelector(pelton_ops()).bind("add_norm_gated_linear", needs, AddNormGatedLinearTensors(torch.ones(H), None))
+        OpSelector(references(), pelton_fused_ops()).bind(
+            "add_norm_gated_linear", needs, AddNormGatedLinearTensors(torch.ones(H), None)
+        )
 
 
 def test_references_refuse_a_weight_format_that_they_do_not_know():

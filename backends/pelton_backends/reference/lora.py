@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceLora:
+    is_recordable = True
     handles = frozenset(["norm", "activation", "unit_offset"])
 
     @staticmethod

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
-from pelton.ops.reference_moe import ReferenceMoe, route
+from pelton_backends.reference.moe import ReferenceMoe, route
 
 E, H, WIDTH, T = 8, 12, 10, 6
 

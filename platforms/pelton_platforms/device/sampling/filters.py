@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pelton.sampling.metadata import SamplingMetadata
+    from pelton_platforms.device.sampling.metadata import SamplingMetadata
 
 _NUM_CANDIDATES = 512  # most nuclei are smaller; looked at first where the host may look
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class ReferenceLookupDrafts:
+    is_recordable = True
+
     @staticmethod
     def unsupported(needs: LookupDraftsNeeds) -> list[str]:
         return []
@@ -52,6 +54,8 @@ class ReferenceLookupDrafts:
 
 
 class ReferenceVerify:
+    is_recordable = True
+
     @staticmethod
     def unsupported(needs: VerifyNeeds) -> list[str]:
         return []

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pelton.ops.reference_speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
+from pelton_backends.reference.speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_plugins.speculative.ngram import propose
 

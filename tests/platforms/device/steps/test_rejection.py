@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from pelton.builtin import pelton_ops
+from pelton.builtin import pelton_fused_ops
 from pelton.messages.step import NewRequest
 from pelton.ops.selector import OpSelector
 from pelton.sampling.tails import FULL
 from pelton.sampling_params import SamplingParams
+from pelton.testing.plugins import references
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.rejection import rejection, residual, speculate
 from pelton_platforms.device.steps.step_drafts import StepDrafts
@@ -80,7 +81,7 @@ def test_verified_steps_sample_by_the_law() -> None:
         kept = torch.where(row >= row.topk(5).values[-1], row / 0.8, -torch.inf)
         laws.append(kept.softmax(-1).double().numpy())
     result = torch.zeros(num_rows, 6, dtype=torch.int32)
-    step = StepDrafts(OpSelector(pelton_ops()), state, 2, None)
+    step = StepDrafts(OpSelector(references(), pelton_fused_ops()), state, 2, None)
     slots = torch.arange(num_rows)
     step.verify(FULL, logits.repeat(num_rows, 1), slots, torch.full((num_rows,), 2), result)
     rows = result.numpy()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pelton.messages.step import NewRequest
-from pelton.sampling.metadata import SideRows
-from pelton.sampling.penalties import apply_side_tables
 from pelton.sampling_params import SamplingParams
+from pelton_platforms.device.sampling.metadata import SideRows
+from pelton_platforms.device.sampling.penalties import apply_side_tables
 from pelton_platforms.device.steps.side_tables import SideTables
 
 VOCAB, NUM_SIDE_SLOTS, WIDTH = 30, 6, 40

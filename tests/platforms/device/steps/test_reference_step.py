@@ -9,14 +9,15 @@ import torch
 
 from pelton.messages.step import NewRequest
 from pelton.ops.interface import PrepareInputsNeeds, PrepareInputsTensors, SampleNeeds, SampleTensors
+from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
-from pelton.sampling.metadata import SamplingMetadata
-from pelton.sampling.penalties import apply_side_tables
-from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, sample
 from pelton.sampling_params import SamplingParams
 from pelton.worker.inputs import InputBuffers, StepShape
-from pelton.worker.reference_step import ReferencePrepareInputs, ReferenceSample
+from pelton_platforms.device.sampling.metadata import SamplingMetadata
+from pelton_platforms.device.sampling.penalties import apply_side_tables
+from pelton_platforms.device.sampling.sampler import sample
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.reference_step import ReferencePrepareInputs, ReferenceSample
 
 VOCAB, NUM_SEQS, MAX_LEN = 70, 8, 40
 
@@ -166,7 +167,7 @@ def test_a_batch_is_its_rows_alone(seed):
 
 
 def _apply_side(state: BatchState, logits: torch.Tensor, slot: int, position: int) -> None:
-    from pelton.sampling.metadata import SideRows
+    from pelton_platforms.device.sampling.metadata import SideRows
 
     at = torch.tensor([slot])
     side = SideRows(

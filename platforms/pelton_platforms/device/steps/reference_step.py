@@ -21,9 +21,9 @@ from pelton.ops.interface import (
     SampleTensors,
 )
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
-from pelton.sampling.metadata import SamplingMetadata, SideRows
-from pelton.sampling.sampler import sample, unpack_bitmask
 from pelton.worker.inputs import prepare_inputs
+from pelton_platforms.device.sampling.metadata import SamplingMetadata, SideRows
+from pelton_platforms.device.sampling.sampler import sample, unpack_bitmask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 class ReferencePrepareInputs:
+    is_recordable = True
+
     @staticmethod
     def unsupported(needs: PrepareInputsNeeds) -> list[str]:
         return []
@@ -48,6 +50,8 @@ class ReferencePrepareInputs:
 
 class ReferenceSample:
     """Every filter and every side table is looked at in the full variant: which of them a row uses is not known here."""
+
+    is_recordable = True
 
     @staticmethod
     def unsupported(needs: SampleNeeds) -> list[str]:
@@ -82,6 +86,8 @@ class ReferenceSample:
 
 
 class ReferenceLogprobs:
+    is_recordable = True
+
     @staticmethod
     def unsupported(needs: LogprobsNeeds) -> list[str]:
         return []

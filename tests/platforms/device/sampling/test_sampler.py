@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from pelton.sampling.columns import columns_of
-from pelton.sampling.filters import (
+from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
+from pelton.sampling.random import random_bits, uniform
+from pelton.sampling_params import SamplingParams
+from pelton_platforms.device.sampling.filters import (
     _threshold_by_bisection,
     filtered_probs,
     keep_min_p,
@@ -17,10 +20,8 @@ from pelton.sampling.filters import (
     keep_top_p,
     nucleus_threshold,
 )
-from pelton.sampling.metadata import SamplingMetadata
-from pelton.sampling.random import random_bits, uniform
-from pelton.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, pick, sample, unpack_bitmask
-from pelton.sampling_params import SamplingParams
+from pelton_platforms.device.sampling.metadata import SamplingMetadata
+from pelton_platforms.device.sampling.sampler import pick, sample, unpack_bitmask
 
 VOCAB = 50
 

@@ -12,17 +12,11 @@ import torch
 from torch import Tensor
 
 from pelton.sampling.columns import RANDOM
-from pelton.sampling.filters import filtered_probs
-from pelton.sampling.metadata import SamplingMetadata
-from pelton.sampling.penalties import apply_side_tables
+from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling.random import uniform
-
-OK, NOT_FINITE, NOTHING_ALLOWED, PROCESSED_WRONG = 0, 1, 2, 3
-ERROR_MESSAGES = {
-    NOT_FINITE: "The model's logits for this request are not finite (NaN or infinity).",
-    NOTHING_ALLOWED: "No token may follow: the request's masks (allowed ids, bad words, bias, grammar) forbid all of them.",
-    PROCESSED_WRONG: "A logits processor of this request left NaN or infinity in its logits.",
-}
+from pelton_platforms.device.sampling.filters import filtered_probs
+from pelton_platforms.device.sampling.metadata import SamplingMetadata
+from pelton_platforms.device.sampling.penalties import apply_side_tables
 
 
 def sample(

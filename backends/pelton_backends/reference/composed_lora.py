@@ -20,6 +20,8 @@ Bind = Callable[[str, Any, Any], Callable[..., Any]]
 
 
 class _Composed:
+    is_recordable = True
+
     @staticmethod
     def unsupported(needs: AdaptedNeeds) -> list[str]:
         return []

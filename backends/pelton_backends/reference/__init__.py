@@ -1,0 +1,1 @@
+"""The fused ops in plain torch: what serves where no kernel fits, and what kernels are tested against."""
