@@ -14,26 +14,33 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-MODULES = {
+_FOLDERS = {
+    ("pelton", "pelton.utils"): "cache_folder garbage large_pages",
+    ("pelton.graphs", "pelton_platforms.device.graphs"): "call_graph captures dispatcher modes",
+    ("pelton.kv_cache", "pelton_plugins.kv_cache"): "block_pool coordinator manager single_type",
+    ("pelton.layers", "pelton_plugins.models"): "encoder_attention latent_attention mla normed",
+    ("pelton.sampling", "pelton_platforms.device.sampling"): "filters metadata penalties sampler",
+    ("pelton.scheduler", "pelton_plugins.scheduler"): (
+        "adapters admission allocations common_prefix deadlines drafts grammars invalid_blocks kv_transfers "
+        "preemption request_checks request_table running scheduler slots step step_results"
+    ),
+    (
+        "pelton.worker",
+        "pelton_platforms.device",
+    ): "first_start kv_pool load_weights loaded make_runner memory speed warm_up worker",
+    ("pelton.worker", "pelton_platforms.device.graphs"): "capture_plan graph_columns graph_runner graph_setup",
+    ("pelton.worker", "pelton_platforms.device.steps"): (
+        "drafts model_runner readback reference_step staging step_adapters step_drafts step_ops step_plan "
+        "step_program step_sampler step_tails"
+    ),
+}
+"""(old package, new package): the modules that have moved from one to the other under their own names."""
+MODULES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _FOLDERS.items() for name in names.split()} | {
     "pelton.attention.layer": "pelton.layers.attention",
     "pelton.attention.mla": "pelton_plugins.models.latent_attention",
-    "pelton.cache_folder": "pelton.utils.cache_folder",
     "pelton.engine.messages": "pelton.messages.outputs",
     "pelton.executor.in_process": "pelton_plugins.executors.in_process",
-    "pelton.garbage": "pelton.utils.garbage",
-    "pelton.graphs.call_graph": "pelton_platforms.device.graphs.call_graph",
-    "pelton.graphs.captures": "pelton_platforms.device.graphs.captures",
-    "pelton.graphs.dispatcher": "pelton_platforms.device.graphs.dispatcher",
-    "pelton.graphs.modes": "pelton_platforms.device.graphs.modes",
     "pelton.graphs.tape": "pelton_platforms.device.graphs.call_graph",
-    "pelton.kv_cache.block_pool": "pelton_plugins.kv_cache.block_pool",
-    "pelton.kv_cache.coordinator": "pelton_plugins.kv_cache.coordinator",
-    "pelton.kv_cache.manager": "pelton_plugins.kv_cache.manager",
-    "pelton.kv_cache.single_type": "pelton_plugins.kv_cache.single_type",
-    "pelton.large_pages": "pelton.utils.large_pages",
-    "pelton.layers.encoder_attention": "pelton_plugins.models.encoder_attention",
-    "pelton.layers.latent_attention": "pelton_plugins.models.latent_attention",
-    "pelton.layers.mla": "pelton_plugins.models.mla",
     "pelton.layers.moe": "pelton_plugins.models.experts",
     "pelton.lora.composed": "pelton_backends.reference.composed_lora",
     "pelton.lora.reference": "pelton_backends.reference.lora",
@@ -43,57 +50,12 @@ MODULES = {
     "pelton.ops.reference_step": "pelton_platforms.device.steps.reference_step",
     "pelton.quantization.blocks": "pelton.ops.packed_blocks",
     "pelton.request": "pelton.messages.request",
-    "pelton.sampling.filters": "pelton_platforms.device.sampling.filters",
-    "pelton.sampling.metadata": "pelton_platforms.device.sampling.metadata",
-    "pelton.sampling.penalties": "pelton_platforms.device.sampling.penalties",
-    "pelton.sampling.sampler": "pelton_platforms.device.sampling.sampler",
-    "pelton.scheduler.adapters": "pelton_plugins.scheduler.adapters",
-    "pelton.scheduler.admission": "pelton_plugins.scheduler.admission",
-    "pelton.scheduler.allocations": "pelton_plugins.scheduler.allocations",
-    "pelton.scheduler.common_prefix": "pelton_plugins.scheduler.common_prefix",
-    "pelton.scheduler.deadlines": "pelton_plugins.scheduler.deadlines",
-    "pelton.scheduler.drafts": "pelton_plugins.scheduler.drafts",
-    "pelton.scheduler.grammars": "pelton_plugins.scheduler.grammars",
-    "pelton.scheduler.invalid_blocks": "pelton_plugins.scheduler.invalid_blocks",
-    "pelton.scheduler.kv_transfers": "pelton_plugins.scheduler.kv_transfers",
     "pelton.scheduler.output": "pelton.messages.step",
-    "pelton.scheduler.preemption": "pelton_plugins.scheduler.preemption",
-    "pelton.scheduler.request_checks": "pelton_plugins.scheduler.request_checks",
-    "pelton.scheduler.request_table": "pelton_plugins.scheduler.request_table",
-    "pelton.scheduler.running": "pelton_plugins.scheduler.running",
-    "pelton.scheduler.scheduler": "pelton_plugins.scheduler.scheduler",
-    "pelton.scheduler.slots": "pelton_plugins.scheduler.slots",
-    "pelton.scheduler.step": "pelton_plugins.scheduler.step",
-    "pelton.scheduler.step_results": "pelton_plugins.scheduler.step_results",
     "pelton.spec_decode.rejection": "pelton_platforms.device.steps.rejection",
     "pelton.utils.staging": "pelton_platforms.device.steps.staging",
-    "pelton.worker.capture_plan": "pelton_platforms.device.graphs.capture_plan",
-    "pelton.worker.drafts": "pelton_platforms.device.steps.drafts",
-    "pelton.worker.first_start": "pelton_platforms.device.first_start",
-    "pelton.worker.graph_columns": "pelton_platforms.device.graphs.graph_columns",
-    "pelton.worker.graph_runner": "pelton_platforms.device.graphs.graph_runner",
-    "pelton.worker.graph_setup": "pelton_platforms.device.graphs.graph_setup",
-    "pelton.worker.kv_pool": "pelton_platforms.device.kv_pool",
-    "pelton.worker.load_weights": "pelton_platforms.device.load_weights",
-    "pelton.worker.loaded": "pelton_platforms.device.loaded",
-    "pelton.worker.make_runner": "pelton_platforms.device.make_runner",
-    "pelton.worker.memory": "pelton_platforms.device.memory",
-    "pelton.worker.model_runner": "pelton_platforms.device.steps.model_runner",
-    "pelton.worker.readback": "pelton_platforms.device.steps.readback",
-    "pelton.worker.reference_step": "pelton_platforms.device.steps.reference_step",
-    "pelton.worker.speed": "pelton_platforms.device.speed",
-    "pelton.worker.staging": "pelton_platforms.device.steps.staging",
-    "pelton.worker.step_adapters": "pelton_platforms.device.steps.step_adapters",
-    "pelton.worker.step_drafts": "pelton_platforms.device.steps.step_drafts",
-    "pelton.worker.step_ops": "pelton_platforms.device.steps.step_ops",
-    "pelton.worker.step_plan": "pelton_platforms.device.steps.step_plan",
-    "pelton.worker.step_program": "pelton_platforms.device.steps.step_program",
-    "pelton.worker.step_sampler": "pelton_platforms.device.steps.step_sampler",
-    "pelton.worker.step_tails": "pelton_platforms.device.steps.step_tails",
-    "pelton.worker.warm_up": "pelton_platforms.device.warm_up",
-    "pelton.worker.worker": "pelton_platforms.device.worker",
 }
 """Old name to new: of other trees only the names, which nothing here imports before it is asked for."""
+_OPS = "AddNorm AddNormGatedLinear AddNormLinear AddNormLogits AllReduce Embed Gated Linear QkNormRopeWriteKv"
 NAMES = {
     "pelton.layers.encoder": {
         name: f"pelton_plugins.models.encoder_layers.{name}" for name in ("LayerNorm", "Table", "activation")
@@ -103,20 +65,10 @@ NAMES = {
         "QuantizationMethod": "pelton.quantization.interface.QuantizationMethod",
         "make_bias": "pelton.quantization.plain.make_bias",
     },
-    "pelton.ops.reference": {
-        name: f"pelton_backends.reference.ops.{name}"
-        for name in (
-            "ReferenceAddNorm",
-            "ReferenceAddNormGatedLinear",
-            "ReferenceAddNormLinear",
-            "ReferenceAddNormLogits",
-            "ReferenceAllReduce",
-            "ReferenceEmbed",
-            "ReferenceGated",
-            "ReferenceLinear",
-            "ReferenceQkNormRopeWriteKv",
-        )
+    "pelton.lora.peft": {
+        name: f"pelton_platforms.device.peft_tensors.{name}" for name in ("read_tensors", "split_name")
     },
+    "pelton.ops.reference": {f"Reference{op}": f"pelton_backends.reference.ops.Reference{op}" for op in _OPS.split()},
     "pelton.sampling.side_tables": {"SideTables": "pelton_platforms.device.steps.side_tables.SideTables"},
     "pelton.scheduler.gates": {
         "AdapterGate": "pelton_plugins.scheduler.gates.AdapterGate",
@@ -131,6 +83,7 @@ NAMES = {
         "PriorityPolicy": "pelton_plugins.scheduler.policies.PriorityPolicy",
         "RequestQueue": "pelton_plugins.scheduler.queue.RequestQueue",
     },
+    "pelton.worker.inputs": {"prepare_inputs": "pelton_platforms.device.steps.reference_step.prepare_inputs"},
     "pelton.worker.batch_state": {
         "BatchState": "pelton_platforms.device.steps.batch_state.BatchState",
         "HostColumns": "pelton_platforms.device.steps.batch_state.HostColumns",

@@ -11,7 +11,7 @@ pages differ ride along with a group of their kind, in buffers that the other gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pelton.errors import ConfigError
@@ -172,16 +172,6 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
             layer_names = tuple(names[start : start + size])
             groups.append(KVCacheGroup(layer_names, spec, num_padding_layers=size - len(layer_names)))
     return tuple(groups)
-
-
-def bytes_per_block(specs: Iterable[KVCacheSpec]) -> int:
-    """Bytes of one block over all these layers: 2 x block_size x kv_heads x head_dim x dtype bytes, summed."""
-    return sum(spec.page_size_bytes for spec in specs)
-
-
-def bytes_per_token(specs: Iterable[KVCacheSpec]) -> int:
-    """Bytes of one token over all these layers; states of fixed size have none."""
-    return sum(spec.page_size_bytes // spec.block_size for spec in specs if not spec.has_fixed_page)
 
 
 def _with_page(spec: KVCacheSpec, page_size_bytes: int) -> KVCacheSpec:

@@ -1,49 +1,23 @@
-"""The layers that take adapters, and the memory of their low-rank matrices.
+"""Interface between a model's layers and the adapters of its worker: a layer registers its product, and calls it with adapters in it.
 
-A layer registers when it is made; memory is allocated when all have. Each slot's matrices lie one behind the other, so that
-an adapter comes to its slot in one copy, and every layer sees its part of all slots at an address that never changes.
+The memory of the low-rank matrices is the worker's.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
-from pelton.errors import ConfigError
-from pelton.lora.op import AdaptedNeeds, AdaptedTensors, Lora, LoraNeeds, LoraTensors
+from pelton.lora.op import Lora, LoraNeeds
 from pelton.lora.rows import AdapterRows
 
 if TYPE_CHECKING:
-    from pelton.config import LoRAConfig
+    from torch import Tensor
+
     from pelton.layers.norm import RMSNorm
     from pelton.model.build import BuildConfig
     from pelton.quantization.interface import LinearShard
-
-_LEAST_RANK = 16  # of a matrix that tensor cores multiply
-_ALIGNMENT = 64  # numbers: every matrix starts at a multiple of 128 bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterPart:
-    """One matrix of the checkpoint, and where its A and B lie in a slot."""
-
-    shard: LinearShard
-    a_start: int  # of [R, columns]
-    b_start: int
-    b_strides: tuple[int, int]  # of [R, rows]
-
-    @property
-    def num_rows(self) -> int:
-        return self.shard.rows[1] - self.shard.rows[0]
-
-    @property
-    def num_cols(self) -> int:
-        return self.shard.cols[1] - self.shard.cols[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +54,8 @@ def _no_memory(*args: Any) -> Any:
     raise AssertionError("adapters have no memory yet")
 
 
-class AdapterLayers:
-    """Those of one worker."""
-
-    def __init__(self, config: LoRAConfig, rows: AdapterRows) -> None:
-        self.rows = rows
-        self.num_slots, self.max_rank = config.max_loras, config.max_lora_rank
-        self.rank = max(1 << (config.max_lora_rank - 1).bit_length(), _LEAST_RANK)
-        self.parts: dict[str, AdapterPart] = {}
-        """By the name of the matrix in the checkpoint, without ".weight"."""
-        self.refused: dict[str, str] = {}
-        """Matrices that take none, and why."""
-        self.slots: Tensor | None = None  # [S, numbers of a slot]
-        self._layers: list[AdapterLayer] = []
-        self._size = 0
+class AdapterLayers(Protocol):
+    """The layers of one worker that take adapters (`BuildConfig.adapters`)."""
 
     def add(
         self,
@@ -104,76 +66,10 @@ class AdapterLayers:
         activation: str | None = None,
         base: BaseProduct | None = None,
     ) -> AdapterLayer:
-        """A layer of `shards`, which lie below each other. Without `base` it is called behind the product (`AdapterLayer.__call__`)."""
-        num_cols = shards[0].cols[1] - shards[0].cols[0]
-        sizes = tuple(shard.rows[1] - shard.rows[0] for shard in shards)
-        needs = LoraNeeds(
-            dtype=build.dtype_name, in_features=num_cols, parts=sizes, rank=self.rank, num_slots=self.num_slots,
-            norm=None if norm is None else norm.spec, activation=activation,
-        )  # fmt: skip
-        layer = AdapterLayer(needs, None if norm is None else norm.weight, self.rows, base)
-        layer.a_start = self._reserve(len(shards) * self.rank * num_cols)
-        layer.b_start = self._reserve(sum(sizes) * self.rank)
-        row, strides = 0, self._b_strides(build, sum(sizes))
-        for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
-            a_start = layer.a_start + index * self.rank * num_cols
-            self.parts[shard.name] = AdapterPart(shard, a_start, layer.b_start + row * strides[1], strides)
-            row += size
-        self._layers.append(layer)
-        return layer
+        """Register a product of `shards`, which lie below each other. Without `base` the layer calls it behind its own product
+        (`AdapterLayer.__call__`)."""
+        ...
 
     def refuse(self, name: str, why: str) -> None:
         """Say why the matrix `name` takes no adapter."""
-        self.refused[name] = why
-
-    @property
-    def size(self) -> int:
-        """Numbers of one slot."""
-        return self._size
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self.slots is None else self.slots.numel() * self.slots.element_size()
-
-    @property
-    def target_modules(self) -> list[str]:
-        """Last parts of the names, as adapter_config.json has them."""
-        return sorted({name.rpartition(".")[2] for name in self.parts})
-
-    def allocate(self, build: BuildConfig) -> None:
-        """Once, when the model is built. Raises `ConfigError` where it has no layer that takes adapters, or no memory."""
-        if not self._layers:
-            raise ConfigError("enable_lora is set, and no layer of this model takes adapters. Leave it out.")
-        shape = (self.num_slots, self._size)
-        try:
-            self.slots = torch.zeros(shape, dtype=build.dtype, device=build.device)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"Adapters of rank {self.rank} take {self._size * build.dtype.itemsize} bytes each, and max_loras is "
-                f"{self.num_slots}: so much memory is not left. Set max_loras or max_lora_rank lower."
-            ) from error
-        for layer in self._layers:
-            needs = layer.needs
-            columns = sum(needs.parts)
-            a = self._view(layer.a_start, len(needs.parts) * self.rank, needs.in_features, (needs.in_features, 1))
-            b = self._view(layer.b_start, self.rank, columns, self._b_strides(build, columns))
-            tensors, base = LoraTensors(a, b, self.rows, layer.norm), layer.base
-            if base is None:
-                bind: Callable[..., Lora] = build.ops.bind
-                layer.call = bind("lora", needs, tensors)
-            else:
-                adapted = AdaptedNeeds(base=base.needs, adapter=needs)
-                layer.product = build.ops.bind(f"lora_{base.op}", adapted, AdaptedTensors(base.tensors, tensors))
-
-    def _b_strides(self, build: BuildConfig, columns: int) -> tuple[int, int]:
-        """On a CPU neighbouring columns are lanes; elsewhere a program takes all ranks of some columns."""
-        return (columns, 1) if build.device.type == "cpu" else (1, self.rank)
-
-    def _view(self, start: int, rows: int, cols: int, strides: tuple[int, int]) -> Tensor:
-        assert self.slots is not None
-        return self.slots.as_strided((self.num_slots, rows, cols), (self._size, *strides), start)
-
-    def _reserve(self, count: int) -> int:
-        start = self._size
-        self._size += math.ceil(count / _ALIGNMENT) * _ALIGNMENT
-        return start
+        ...

@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: adapter_config.json, and adapter_model.safetensors or adapter_model.bin.
+"""adapter_config.json as PEFT saves it: what the matrices beside it mean. Front ends and workers read it, and no tensor.
 
 Whatever this reader does not understand is an error that names it. Nothing of an adapter is left out in silence.
 """
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pelton import moved
 from pelton.errors import AdapterNotFoundError, AdapterRankError, InvalidAdapterError
 
-if TYPE_CHECKING:
-    from torch import Tensor
+if not TYPE_CHECKING:
+    __getattr__ = moved.names_of(__name__)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHT_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 _MAX_CONFIG_BYTES = 1 << 20
-_PREFIX = "base_model.model."
 _FEATURES = {
     "use_dora": "DoRA scales the columns of the merged weights",
     "use_qalora": "QA-LoRA pools the inputs",
@@ -79,9 +79,9 @@ def read_config(folder: str | os.PathLike[str], *, max_rank: int, name: str = ""
             raise ValueError(f"it is larger than {_MAX_CONFIG_BYTES} bytes")
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise _invalid(shown, f"{CONFIG_NAME} cannot be read as JSON: {error}") from None
+        raise invalid_adapter(shown, f"{CONFIG_NAME} cannot be read as JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise _invalid(shown, f"{CONFIG_NAME} is a {type(fields).__name__}, not an object")
+        raise invalid_adapter(shown, f"{CONFIG_NAME} is a {type(fields).__name__}, not an object")
     config = check_config(fields, shown)
     if config.largest_rank > max_rank:
         raise AdapterRankError(
@@ -95,28 +95,28 @@ def read_config(folder: str | os.PathLike[str], *, max_rank: int, name: str = ""
 def check_config(fields: Mapping[str, Any], shown: str) -> PeftConfig:
     """The content of adapter_config.json, checked. Raises `InvalidAdapterError`."""
     if fields.get("peft_type") != "LORA":
-        raise _invalid(shown, f"peft_type is {fields.get('peft_type')!r}; only 'LORA' is served")
+        raise invalid_adapter(shown, f"peft_type is {fields.get('peft_type')!r}; only 'LORA' is served")
     rank, alpha = fields.get("r"), fields.get("lora_alpha", 8)
     if type(rank) is not int or rank < 1:
-        raise _invalid(shown, f"r is {rank!r}; it must be a positive integer")
+        raise invalid_adapter(shown, f"r is {rank!r}; it must be a positive integer")
     if not _is_number(alpha):
-        raise _invalid(shown, f"lora_alpha is {alpha!r}; it must be a number")
+        raise invalid_adapter(shown, f"lora_alpha is {alpha!r}; it must be a number")
     if fields.get("bias", "none") != "none":
-        raise _invalid(shown, f"bias is {fields['bias']!r}: biases are not served. Train it with bias 'none'")
+        raise invalid_adapter(shown, f"bias is {fields['bias']!r}: biases are not served. Train it with bias 'none'")
     if fields.get("lora_bias"):
-        raise _invalid(shown, "lora_bias is set: biases of the matrices are not served. Train it without")
+        raise invalid_adapter(shown, "lora_bias is set: biases of the matrices are not served. Train it without")
     if fields.get("modules_to_save"):
         saved = ", ".join(map(str, fields["modules_to_save"]))
-        raise _invalid(
+        raise invalid_adapter(
             shown, f"modules_to_save is {saved}: whole modules are not served. Merge them into the base model"
         )
     for field, what in _FEATURES.items():
         if fields.get(field):
-            raise _invalid(
+            raise invalid_adapter(
                 shown, f"{field} is set ({what}), which is not served. Merge the adapter into the base model"
             )
     if fields.get("init_lora_weights", True) not in _KEEPS_BASE:
-        raise _invalid(
+        raise invalid_adapter(
             shown, f"init_lora_weights is {fields['init_lora_weights']!r}, which changes the base model. Convert the adapter "
             "when it is saved (path_initial_model_for_weight_conversion)",
         )  # fmt: skip
@@ -124,7 +124,7 @@ def check_config(fields: Mapping[str, Any], shown: str) -> PeftConfig:
     if not (isinstance(targets, str) and targets) and not (
         isinstance(targets, list) and targets and all(isinstance(one, str) and one for one in targets)
     ):
-        raise _invalid(
+        raise invalid_adapter(
             shown, f"target_modules is {targets!r}; it must be a list of names, such as ['q_proj', 'v_proj']"
         )
     patterns = {}
@@ -134,7 +134,7 @@ def check_config(fields: Mapping[str, Any], shown: str) -> PeftConfig:
             (type(value) is int and value > 0) if kind is int else _is_number(value) for value in pattern.values()
         )
         if not is_right:
-            raise _invalid(shown, f"{field} is {pattern!r}; it must be a map from names to numbers")
+            raise invalid_adapter(shown, f"{field} is {pattern!r}; it must be a map from names to numbers")
         for key in pattern:
             _compile(key, field, shown)
         patterns[field] = pattern
@@ -152,55 +152,9 @@ def check_targets(config: PeftConfig, known: Sequence[str], shown: str) -> None:
         return
     for target in config.target_modules:
         if target.rpartition(".")[2] not in known:
-            raise _invalid(
+            raise invalid_adapter(
                 shown, f"target_modules has {target!r}, which this model has no layer for; there are {', '.join(known)}"
             )
-
-
-def read_tensors(folder: str | os.PathLike[str], shown: str) -> dict[str, Tensor]:
-    """All tensors by name. Raises `InvalidAdapterError`."""
-    safetensors, pickled = (Path(folder) / name for name in WEIGHT_NAMES)
-    if safetensors.is_file():
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(safetensors)
-        except (SafetensorError, OSError) as error:
-            raise _invalid(shown, f"{safetensors.name} cannot be read: {error}") from None
-    import torch
-
-    try:
-        found = torch.load(pickled, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle's, zip's and torch's own, by what is wrong with the file
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise _invalid(shown, f"{pickled.name} cannot be read as tensors alone: {why}") from None
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
-    ):
-        raise _invalid(shown, f"{pickled.name} holds something other than tensors by name")
-    return found
-
-
-def split_name(tensor_name: str, shown: str) -> tuple[str, str]:
-    """(matrix of the base model, "A" or "B") of a tensor's name. Raises `InvalidAdapterError` for anything else."""
-    name = tensor_name.removeprefix(_PREFIX)
-    for end, what in (
-        (".lora_embedding_A", "it adapts an embedding, which is not served"),
-        (".lora_embedding_B", "it adapts an embedding, which is not served"),
-        (".lora_magnitude_vector", "it belongs to DoRA, which is not served"),
-        (".bias", "biases are not served"),
-    ):
-        if name.removesuffix(".weight").endswith(end):
-            raise _invalid(shown, f"tensor {tensor_name!r} is not used: {what}")
-    for letter in "AB":
-        for end in (f".lora_{letter}.weight", f".lora_{letter}.default.weight"):
-            if name.endswith(end):
-                return name.removesuffix(end), letter
-    raise _invalid(
-        shown, f"tensor {tensor_name!r} is neither lora_A nor lora_B of a layer; names are like "
-        f"'{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight'",
-    )  # fmt: skip
 
 
 def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -216,12 +170,13 @@ def _compile(key: str, field: str, shown: str) -> None:
             raise re.error("it repeats too much")
         re.compile(rf"(.*\.)?({key})$")
     except re.error as error:
-        raise _invalid(shown, f"{field} has {key!r}, which is no name of a module: {error}") from None
+        raise invalid_adapter(shown, f"{field} has {key!r}, which is no name of a module: {error}") from None
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _invalid(shown: str, why: str) -> InvalidAdapterError:
+def invalid_adapter(shown: str, why: str) -> InvalidAdapterError:
+    """Make the error of an adapter that cannot be served; shown: its name or folder."""
     return InvalidAdapterError(f"Invalid adapter configuration: {why} (adapter {shown!r}).", param="model")

@@ -178,19 +178,8 @@ def make_build_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         parallel=parallel or ParallelContext(),
-        adapters=_adapters(config, device, max_num_batched_tokens),
         quantization=_quantization(config, model, plugins),
     )
-
-
-def _adapters(config: EngineConfig, device: torch.device, max_num_tokens: int) -> AdapterLayers | None:
-    if not config.lora.enable_lora:
-        return None
-    from pelton.lora.layers import AdapterLayers
-    from pelton.lora.rows import AdapterRows
-
-    rows = AdapterRows(max_num_tokens=max_num_tokens, num_slots=config.lora.max_loras, device=device)
-    return AdapterLayers(config.lora, rows)
 
 
 def _quantization(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> QuantizationMethod:

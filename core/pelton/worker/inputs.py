@@ -1,19 +1,21 @@
-"""One step's inputs from the batch state: ids, positions, slots and tables, into buffers at fixed addresses.
-
-All of it is torch ops over device state and the step's staged columns, nothing is read back: a captured graph could
-hold it. R = rows, T = tokens, both padded where the caller asks for it.
+"""One step's inputs: ids, positions, slots and tables, in buffers at fixed addresses, which the op `prepare_inputs` fills from the
+batch state. R = rows, T = tokens, both padded where the caller asks for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from pelton import moved
 from pelton.attention.metadata import CommonMetadata
 from pelton.worker.batch_state import BatchTensors
+
+if not TYPE_CHECKING:
+    __getattr__ = moved.names_of(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,58 +69,6 @@ class InputBuffers:
         self.no_blocks = torch.zeros(rows, 0, dtype=torch.int32, device=device)
         self.no_slots = torch.zeros(0, dtype=torch.int64, device=device)
         self.parts = [torch.arange(ratio, dtype=torch.int32, device=device) for ratio in self.blocks_per_block]
-
-
-def prepare_inputs(
-    state: BatchTensors, buffers: InputBuffers, slots: Tensor, num_scheduled: Tensor, shape: StepShape
-) -> list[CommonMetadata]:
-    """Fill the buffers; one `CommonMetadata` for each KV group, over views of them.
-
-    slots, num_scheduled [R] int64; padding rows have slot `state.padding_slot` and nothing scheduled.
-    """
-    num_rows, num_tokens = shape.num_padded_reqs, shape.num_padded_tokens
-    starts = buffers.query_start_loc[: num_rows + 1]
-    starts[1:] = num_scheduled.cumsum(0)
-    context = state.num_computed_tokens[slots]
-    is_row = num_scheduled > 0
-    seq_lens = buffers.seq_lens[:num_rows]
-    seq_lens.copy_(torch.where(is_row, context + num_scheduled, 0))
-
-    token = buffers.token_index[:num_tokens]
-    row = torch.searchsorted(starts[1:], token, right=True, out_int32=False)
-    is_token = row < num_rows  # tokens past the last row are padding
-    row = row.clamp(max=max(num_rows - 1, 0))
-    position = torch.where(is_token, context[row] + token - starts[row], 0)
-    slot = slots[row]
-    buffers.positions[:num_tokens] = position
-    known = state.token_ids[slot, position.clamp(max=state.max_model_len)]
-    buffers.input_ids[:num_tokens] = torch.where(is_token, known, 0)
-
-    return [
-        _group_metadata(state, buffers, group, slots, slot, position, is_token, shape)
-        for group in range(len(state.block_tables))
-    ]
-
-
-def _group_metadata(
-    state: BatchTensors,
-    buffers: InputBuffers,
-    group: int,
-    slots: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    is_token: Tensor,
-    shape: StepShape,
-) -> CommonMetadata:
-    common, block_size = common_metadata(state, buffers, group, shape), state.block_sizes[group]
-    table, ratio = state.block_tables[group], buffers.blocks_per_block[group]
-    block = table[slot, position // block_size].long()
-    common.slot_mapping.copy_(torch.where(is_token, block * block_size + position % block_size, -1))
-    blocks = table[slots, : common.block_table.shape[1] // ratio]
-    if ratio > 1:
-        blocks = (blocks.unsqueeze(-1) * ratio + buffers.parts[group]).flatten(1)
-    common.block_table.copy_(blocks)
-    return common
 
 
 def common_metadata(state: BatchTensors, buffers: InputBuffers, group: int, shape: StepShape) -> CommonMetadata:

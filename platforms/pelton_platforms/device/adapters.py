@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pelton.errors import EngineError, InvalidAdapterError
-from pelton.lora.layers import AdapterLayers, AdapterPart
-from pelton.lora.peft import PeftConfig, check_targets, read_config, read_tensors, split_name
+from pelton.lora.peft import PeftConfig, check_targets, read_config
+from pelton_platforms.device.adapter_memory import AdapterMemory, AdapterPart
+from pelton_platforms.device.peft_tensors import read_tensors, split_name
 
 if TYPE_CHECKING:
     from pelton.messages.request import AdapterRef
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class AdapterStore:
     """Adapters of one worker; what the steps ask of it is `pelton_platforms.device.steps.step_adapters.StepAdapters`."""
 
-    def __init__(self, layers: AdapterLayers) -> None:
+    def __init__(self, layers: AdapterMemory) -> None:
         self.layers = layers
         self._host: dict[int, Tensor] = {}  # by the number of the load
         self._slot_of: dict[int, int] = {}
@@ -84,16 +85,16 @@ class AdapterStore:
         return rows
 
 
-def make_adapters(build: BuildConfig) -> AdapterStore | None:
+def make_adapters(build: BuildConfig, memory: AdapterMemory | None) -> AdapterStore | None:
     """For a model that is built; None without `enable_lora`."""
-    if build.adapters is None:
+    if memory is None:
         return None
-    build.adapters.allocate(build)
-    return AdapterStore(build.adapters)
+    memory.allocate(build)
+    return AdapterStore(memory)
 
 
 def pack(
-    tensors: dict[str, Tensor], config: PeftConfig, layers: AdapterLayers, shown: str, dtype: torch.dtype
+    tensors: dict[str, Tensor], config: PeftConfig, layers: AdapterMemory, shown: str, dtype: torch.dtype
 ) -> Tensor:
     """An adapter as it lies in a slot: each matrix at its place, filled up with zeros, and zeros where it has none.
 
@@ -123,7 +124,7 @@ def pack(
     return memory
 
 
-def _part_of(name: str, layers: AdapterLayers, shown: str) -> AdapterPart:
+def _part_of(name: str, layers: AdapterMemory, shown: str) -> AdapterPart:
     part = layers.parts.get(name)
     if part is not None:
         return part

@@ -17,6 +17,7 @@ from pelton.model.interface import CausalLM
 from pelton.model.registry import build_model
 from pelton.worker.interface import Worker
 from pelton.worker.pending import PendingOutput
+from pelton_platforms.device.adapter_memory import make_adapter_memory
 from pelton_platforms.device.adapters import make_adapters
 from pelton_platforms.device.first_start import FirstStart
 from pelton_platforms.device.graphs.capture_plan import CaptureQueue, plan_captures
@@ -65,8 +66,9 @@ class DeviceWorker(Worker):
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_tokens,
                 capability=self.platform.capability(self.rank), parallel=self.parallel,
             )  # fmt: skip
+            self.build.adapters = memory = make_adapter_memory(self.config, self.device, self.max_num_tokens)
             self.model = build_model(self.build, self.model_info.architecture, self.plugins)
-            self.adapters = make_adapters(self.build)
+            self.adapters = make_adapters(self.build, memory)
             self.step_kernel = make_step_kernel(self)
         self._memory = StepMemory(self.loaded)
         self._first_start = FirstStart(self.loaded, self._memory, self.phase_s)

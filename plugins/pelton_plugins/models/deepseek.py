@@ -12,7 +12,6 @@ from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, RowParallelLinear
 from pelton.layers.norm import RMSNorm
-from pelton.layers.normed import NormedLinear, head_shard, whole_shard
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
 from pelton.ops.moe import RoutingSpec
@@ -20,6 +19,7 @@ from pelton_plugins.models.experts import SparseMoe
 from pelton_plugins.models.latent_attention import MLALayer
 from pelton_plugins.models.mla import HeadsLinear, LatentUp
 from pelton_plugins.models.moe import grouped_routing, num_experts, shared_experts
+from pelton_plugins.models.normed import NormedLinear, head_shard, whole_shard
 
 _LATENT_NORM_EPS = 1e-6  # config.json's rms_norm_eps is of the others
 

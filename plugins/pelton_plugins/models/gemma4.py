@@ -18,10 +18,10 @@ from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
-from pelton.layers.normed import NormedLinear, head_shard
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
 from pelton.ops.reference import ACTIVATIONS, rms_norm
+from pelton_plugins.models.normed import NormedLinear, head_shard
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pelton.layers.linear import ShardLinear
-from pelton.layers.normed import head_shard
+from pelton_plugins.models.normed import head_shard
 
 if TYPE_CHECKING:
     from pelton.model.build import BuildConfig

@@ -7,11 +7,11 @@ import torch
 
 from pelton.ops.interface import PrepareInputsNeeds, PrepareInputsTensors, SampleNeeds, SampleTensors
 from pelton.sampling.error_codes import NOT_FINITE, OK
-from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
+from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_backends.native.sampling import NativeSample
 from pelton_backends.native.step import NativePrepareInputs
 from pelton_platforms.device.steps.batch_state import BatchState
-from pelton_platforms.device.steps.reference_step import ReferenceSample
+from pelton_platforms.device.steps.reference_step import ReferenceSample, prepare_inputs
 
 SEQS, MAX_LEN = 10, 40
 STALE = -99

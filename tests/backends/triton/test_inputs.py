@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from pelton.ops.interface import PrepareInputsNeeds, PrepareInputsTensors
-from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
+from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.reference_step import prepare_inputs
 
 VOCAB = 50
 STALE = 77  # in the block-table buffers before a step: what is not written must not matter

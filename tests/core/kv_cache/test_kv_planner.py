@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pelton.errors import ConfigError
-from pelton.kv_cache.planner import bytes_per_block, bytes_per_token, plan_kv_cache, with_num_blocks
+from pelton.kv_cache.planner import plan_kv_cache, with_num_blocks
 from pelton.kv_cache.spec import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -173,7 +173,7 @@ def test_layers_that_keep_every_token_are_one_group_whatever_their_pages_hold(sp
     assert {tensor.shared_by: tensor.size_bytes for tensor in plan.tensors} == {
         (name,): 10 * spec.page_size_bytes for name, spec in specs.items()
     }
-    assert plan.bytes_per_block == bytes_per_block(specs.values())
+    assert plan.bytes_per_block == sum(spec.page_size_bytes for spec in specs.values())
     assert with_num_blocks(plan, 3).tensors[-1].size_bytes == 3 * list(specs.values())[-1].page_size_bytes
 
 
@@ -223,17 +223,11 @@ def test_the_pool_is_sized_by_the_bytes_there_are():
 
 
 def test_sizes_of_the_worked_example():
-    specs = [LLAMA_8B] * 32
-    assert bytes_per_token([LLAMA_8B]) == 4096
-    assert bytes_per_token(specs) == 128 * 2**10
-    assert bytes_per_block(specs) == 2 * 2**20
-    assert 2048 // 16 * bytes_per_block(specs) == 256 * 2**20
-    assert (
-        bytes_per_token(
-            [MambaSpec(block_size=1, state_bytes=64), MLASpec(block_size=16, latent_dim=576, dtype="bfloat16")]
-        )
-        == 1152
-    )
+    assert LLAMA_8B.page_size_bytes == 16 * 4096
+    plan = plan_kv_cache(layers(full=(32, LLAMA_8B)), 60 * GIB, max_model_len=2048)
+    assert plan.bytes_per_block == 2 * 2**20 == 16 * 128 * 2**10
+    assert MLASpec(block_size=16, latent_dim=576, dtype="bfloat16").page_size_bytes == 16 * 1152
+    assert MambaSpec(block_size=1, state_bytes=64).page_size_bytes == 64
 
 
 def test_a_context_that_does_not_fit_names_the_settings_and_what_would_fit():

@@ -16,7 +16,7 @@ R rows, T tokens, G KV groups
   num_computed_tokens       [S + 1]    int64
   query_start_loc, seq_lens [R + 1], [R] int32; input_ids, positions, slot_mapping [T] int64; written
 
-Integers only: equal to `pelton.worker.inputs.prepare_inputs` to the bit. Latency bound: the chain slots -> num_computed_tokens
+Integers only: equal to the op `reference.prepare_inputs` to the bit. Latency bound: the chain slots -> num_computed_tokens
 -> token and block is three dependent loads, so the first 512 blocks of a table are fetched beside the second of them.
 """
 

@@ -21,7 +21,7 @@ from pelton.ops.interface import (
     SampleTensors,
 )
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
-from pelton.worker.inputs import prepare_inputs
+from pelton.worker.inputs import common_metadata
 from pelton_platforms.device.sampling.metadata import SamplingMetadata, SideRows
 from pelton_platforms.device.sampling.sampler import sample, unpack_bitmask
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pelton.attention.metadata import CommonMetadata
     from pelton.worker.batch_state import BatchTensors
-    from pelton.worker.inputs import StepShape
+    from pelton.worker.inputs import InputBuffers, StepShape
 
 
 class ReferencePrepareInputs:
@@ -46,6 +46,58 @@ class ReferencePrepareInputs:
             return prepare_inputs(tensors.state, tensors.buffers, slots, num_scheduled, shape)
 
         return prepare
+
+
+def prepare_inputs(
+    state: BatchTensors, buffers: InputBuffers, slots: Tensor, num_scheduled: Tensor, shape: StepShape
+) -> list[CommonMetadata]:
+    """Fill the buffers; one `CommonMetadata` for each KV group, over views of them.
+
+    slots, num_scheduled [R] int64; padding rows have slot `state.padding_slot` and nothing scheduled.
+    """
+    num_rows, num_tokens = shape.num_padded_reqs, shape.num_padded_tokens
+    starts = buffers.query_start_loc[: num_rows + 1]
+    starts[1:] = num_scheduled.cumsum(0)
+    context = state.num_computed_tokens[slots]
+    is_row = num_scheduled > 0
+    seq_lens = buffers.seq_lens[:num_rows]
+    seq_lens.copy_(torch.where(is_row, context + num_scheduled, 0))
+
+    token = buffers.token_index[:num_tokens]
+    row = torch.searchsorted(starts[1:], token, right=True, out_int32=False)
+    is_token = row < num_rows  # tokens past the last row are padding
+    row = row.clamp(max=max(num_rows - 1, 0))
+    position = torch.where(is_token, context[row] + token - starts[row], 0)
+    slot = slots[row]
+    buffers.positions[:num_tokens] = position
+    known = state.token_ids[slot, position.clamp(max=state.max_model_len)]
+    buffers.input_ids[:num_tokens] = torch.where(is_token, known, 0)
+
+    return [
+        _group_metadata(state, buffers, group, slots, slot, position, is_token, shape)
+        for group in range(len(state.block_tables))
+    ]
+
+
+def _group_metadata(
+    state: BatchTensors,
+    buffers: InputBuffers,
+    group: int,
+    slots: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    is_token: Tensor,
+    shape: StepShape,
+) -> CommonMetadata:
+    common, block_size = common_metadata(state, buffers, group, shape), state.block_sizes[group]
+    table, ratio = state.block_tables[group], buffers.blocks_per_block[group]
+    block = table[slot, position // block_size].long()
+    common.slot_mapping.copy_(torch.where(is_token, block * block_size + position % block_size, -1))
+    blocks = table[slots, : common.block_table.shape[1] // ratio]
+    if ratio > 1:
+        blocks = (blocks.unsqueeze(-1) * ratio + buffers.parts[group]).flatten(1)
+    common.block_table.copy_(blocks)
+    return common
 
 
 class ReferenceSample:

@@ -8,8 +8,9 @@ import torch
 from pelton.kv_cache.hashing import pack_tokens
 from pelton.messages.step import NewRequest, SchedulerOutput
 from pelton.sampling_params import SamplingParams
-from pelton.worker.inputs import InputBuffers, StepShape, prepare_inputs
+from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.reference_step import prepare_inputs
 from pelton_platforms.device.steps.step_plan import plan_drafts, plan_step, ramp
 
 PROMPTS = [[1, 2, 3, 4, 5], [1, 6, 5, 7, 8, 9, 10], [1, 12, 13]]
