@@ -1,0 +1,254 @@
+"""Products with weights of 4 or 8 bits in groups of columns that share a scale and a zero point: formats "int4_grouped", "int8_grouped".
+
+One row streams the codes through a matrix-vector kernel, which norms it too. Up to `MAX_TOKENS` rows take a kernel that unpacks a tile
+of the weight in registers and multiplies on tensor cores; beyond that a part of the matrix at a time is dequantized into memory and
+cuBLAS multiplies it. The layout of codes and scales is in `grouped_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from pelton.ops.interface import (
+    AddNormGatedLinear,
+    AddNormGatedLinearNeeds,
+    AddNormGatedLinearTensors,
+    AddNormLinear,
+    AddNormLinearNeeds,
+    AddNormLinearTensors,
+    Linear,
+    LinearNeeds,
+    LinearTensors,
+    LinearWeights,
+)
+from pelton_backends.triton.launch import launch
+from pelton_backends.triton.ops.gemv import HANDLES, inner_contiguous
+from pelton_backends.triton.ops.grouped_kernels import (
+    dequantize_kernel,
+    many_rows_kernel,
+    one_row_add_norm_kernel,
+    one_row_kernel,
+)
+from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
+from pelton_backends.triton.ops.pieces import ACTIVATIONS
+from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+FORMATS = {"int4_grouped": 4, "int8_grouped": 8}
+DTYPES = ("bfloat16", "float16")
+MAX_TOKENS = 256
+BLOCK = 128  # columns
+NUMBERS_AT_ONCE = 2**25
+"""Of a matrix, dequantized for cuBLAS."""
+_SMALLEST_TILE = 64  # rows of a weight
+
+
+class RowTile(NamedTuple):
+    """What one program of a matrix-vector kernel computes, in the words of `grouped_kernels.py`."""
+
+    W: int
+    R: int
+    NUM: int
+    AHEAD: int
+
+
+def choose_row_tile(in_features: int, bits: int) -> RowTile:
+    quads = triton.cdiv(in_features, BLOCK) * bits
+    warps = min(max(triton.next_power_of_2(triton.cdiv(quads, 32)), 1), 8)
+    num = triton.cdiv(quads, warps * 32)
+    rows = 8 if num == 1 else 4
+    return RowTile(warps, rows, num, min(num, 4))
+
+
+class Tiling(NamedTuple):
+    """How `many_rows_kernel` cuts its work."""
+
+    tokens: int
+    rows: int
+    split: int
+    stages: int
+    num_warps: int
+
+
+@cache
+def choose_tiling(num_tokens: int, out_features: int, in_features: int, programs: int) -> Tiling:
+    """programs: multiprocessors of the device. Unpacking keeps all of them busy, so K is cut until there are two programs for each."""
+    tokens = min(max(triton.next_power_of_2(num_tokens), 16), 128)
+    rows = 128 if tokens == 128 else _SMALLEST_TILE
+    tiles = triton.cdiv(out_features, rows) * triton.cdiv(num_tokens, tokens)
+    blocks, split = triton.cdiv(in_features, BLOCK), 1
+    while tiles * split < 2 * programs and blocks >= 8 * split:
+        split *= 2
+    return Tiling(tokens, rows, split, 3 if tokens == 128 else 4, 8 if tokens == 128 else 4)
+
+
+class GroupedMatrix:
+    """One bound matrix."""
+
+    def __init__(self, weights: LinearWeights, dtype: str, activation: str | None = None) -> None:
+        spec = weights.spec
+        self.codes, self.scales, self.bias = weights.tensors["codes"], weights.tensors["scales"], weights.bias
+        self.order = weights.tensors.get("order")
+        self.activation, self.dtype = activation, getattr(torch, dtype)
+        self.out_features, self.in_features = spec.out_features, spec.in_features
+        self.num_columns = spec.out_features // (1 if activation is None else 2)
+        self.form = {
+            "K": spec.in_features, "G": spec.in_features // self.scales.shape[1], "B": FORMATS[spec.weight_format],
+        }  # fmt: skip
+        self.programs = num_sms(self.codes.device)
+        num_counters = triton.cdiv(spec.out_features, _SMALLEST_TILE // 2) * triton.cdiv(MAX_TOKENS, 16)
+        self.counters = torch.zeros(num_counters, dtype=torch.int32, device=self.codes.device)
+        pdl = has_pdl(self.codes.device)
+        self.launch_flags = {"PDL": pdl, **launch_options(pdl)}
+        self.row_tile = choose_row_tile(spec.in_features, self.form["B"])
+
+    def row_flags(self, tile: RowTile) -> dict[str, Any]:
+        return {"N": self.num_columns, **self.form, **tile._asdict(), "num_warps": tile.W, **self.launch_flags}
+
+    def num_row_programs(self, tile: RowTile) -> int:
+        return triton.cdiv(self.num_columns, tile.R if self.activation is None else tile.R // 2)
+
+    def multiply_one(self, x: Tensor) -> Tensor:
+        """x [1, K] -> [1, N], without an activation."""
+        out = torch.empty((1, self.num_columns), dtype=x.dtype, device=x.device)
+        launch(
+            one_row_kernel, (self.num_row_programs(self.row_tile),),
+            x, self.order, self.codes, self.scales, self.bias, out, **self.row_flags(self.row_tile),
+        )  # fmt: skip
+        return out
+
+    def __call__(self, x: Tensor, tiling: Tiling | None = None) -> Tensor:
+        """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
+        num_tokens = x.shape[0]
+        if num_tokens == 0:
+            return torch.empty((0, self.num_columns), dtype=x.dtype, device=x.device)
+        x = inner_contiguous(x) if self.order is None else x.index_select(1, self.order)
+        if num_tokens > MAX_TOKENS:
+            return self._by_library(x)
+        tiling = tiling or choose_tiling(num_tokens, self.out_features, self.in_features, self.programs)
+        num_tiles = triton.cdiv(self.num_columns, tiling.rows // (1 if self.activation is None else 2))
+        num_blocks = triton.cdiv(num_tokens, tiling.tokens)
+        partials = None
+        if tiling.split > 1:
+            shape = (num_tiles, num_blocks, tiling.split, tiling.rows, tiling.tokens)
+            partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+        out = torch.empty((num_tokens, self.num_columns), dtype=x.dtype, device=x.device)
+        launch(
+            many_rows_kernel, (num_tiles, tiling.split, num_blocks),
+            x, self.codes, self.scales, self.bias, out, partials, self.counters, num_tokens, x.stride(0),
+            N=self.out_features, **self.form, ACTIVATION=self.activation, M=tiling.tokens, R=tiling.rows,
+            SPLIT=tiling.split, STAGES=tiling.stages, num_warps=tiling.num_warps, **self.launch_flags,
+        )  # fmt: skip
+        return out
+
+    def _by_library(self, x: Tensor) -> Tensor:
+        out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, device=x.device)
+        step = max(NUMBERS_AT_ONCE // self.in_features // _SMALLEST_TILE, 1) * _SMALLEST_TILE
+        for first in range(0, self.out_features, step):
+            rows = slice(first, min(first + step, self.out_features))
+            weight = self.dequantized(rows, x.dtype)
+            if first == 0 and rows.stop == self.out_features:
+                out = F.linear(x, weight, self.bias)
+            else:
+                out[:, rows] = F.linear(x, weight, None if self.bias is None else self.bias[rows])
+        return out if self.activation is None else gated(out, self.activation)
+
+    def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Rows of the matrix in `dtype`, columns in the order of the codes."""
+        codes, scales = self.codes[rows], self.scales[rows]
+        weight = torch.empty((codes.shape[0], self.in_features), dtype=dtype, device=codes.device)
+        grid = (triton.cdiv(codes.shape[0], 32), triton.cdiv(self.in_features, BLOCK))
+        launch(
+            dequantize_kernel, grid, codes, scales, weight, N=codes.shape[0], **self.form, R=32, **self.launch_flags
+        )
+        return weight
+
+
+def _refusals(needs: Any) -> list[str]:
+    reasons, linear = [], needs.linear
+    if linear.weight_format not in FORMATS:
+        reasons.append(f"weight format {linear.weight_format!r}, only {', '.join(FORMATS)}")
+    if needs.dtype not in DTYPES:
+        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+    if getattr(needs, "tp_size", 1) > 1:
+        reasons.append(f"tp_size {needs.tp_size}: the sum over ranks is `add_norm`'s")
+    if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:
+        reasons.append(f"hidden size {needs.norm.size}, at most {MAX_HIDDEN_SIZE}")
+    if hasattr(needs, "activation") and needs.activation not in ACTIVATIONS:
+        reasons.append(f"activation {needs.activation!r}")
+    return reasons
+
+
+class GroupedLinear:
+    handles = HANDLES
+    unsupported = staticmethod(_refusals)
+
+    @staticmethod
+    def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
+        matrix = GroupedMatrix(tensors.linear, needs.dtype)
+
+        def call(x: Tensor) -> Tensor:
+            return matrix.multiply_one(x.contiguous()) if x.shape[0] == 1 else matrix(x)
+
+        return call
+
+
+def _add_norm_product(
+    needs: AddNormLinearNeeds | AddNormGatedLinearNeeds,
+    tensors: AddNormLinearTensors | AddNormGatedLinearTensors,
+    activation: str | None,
+) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    matrix = GroupedMatrix(tensors.linear, needs.dtype, activation)
+    norm, post_norm, tile = needs.norm, needs.post_norm, matrix.row_tile
+    flags = {
+        "UNIT_OFFSET": norm.unit_offset, "POST_UNIT_OFFSET": post_norm is not None and post_norm.unit_offset,
+        "ACTIVATION": activation, **matrix.row_flags(tile),
+    }  # fmt: skip
+    post_eps = 0.0 if post_norm is None else post_norm.eps
+
+    def one(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        hidden, residual = hidden.contiguous(), None if residual is None else residual.contiguous()
+        out = torch.empty((1, matrix.num_columns), dtype=hidden.dtype, device=hidden.device)
+        # Not in place: programs read the old row while the first one writes the new one.
+        total = None if residual is None and post_norm is None else torch.empty_like(hidden)
+        launch(
+            one_row_add_norm_kernel, (matrix.num_row_programs(tile),),
+            hidden, residual, tensors.norm, tensors.post_norm, matrix.order, matrix.codes, matrix.scales, matrix.bias,
+            out, total, norm.eps, post_eps, **flags,
+        )  # fmt: skip
+        return out, hidden if total is None else total
+
+    def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if hidden.shape[0] == 1:
+            return one(hidden, residual)
+        residual, rows = add_norm(hidden, residual, tensors.norm, norm, tensors.post_norm, post_norm)
+        return matrix(rows), residual
+
+    return call
+
+
+class GroupedAddNormLinear:
+    handles = HANDLES
+    unsupported = staticmethod(_refusals)
+
+    @staticmethod
+    def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
+        return _add_norm_product(needs, tensors, None)
+
+
+class GroupedAddNormGatedLinear:
+    handles = HANDLES
+    unsupported = staticmethod(_refusals)
+
+    @staticmethod
+    def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
+        return _add_norm_product(needs, tensors, needs.activation)

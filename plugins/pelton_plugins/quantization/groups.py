@@ -1,0 +1,111 @@
+"""Weights of 4 or 8 bits in groups of columns with a scale and a zero point each: how they lie in memory, and their product in torch.
+
+    weight [out, in] = (code - zero point) * scale        of the row and of the group of columns
+
+codes    [out, ceil(in / 128) 4 bits] int32. 128 columns of a row are 4 bits words, and code j of word i is that of column 4 bits j + i
+         of them, at bit `bits` j of the word: a kernel that loads neighbouring words has neighbouring columns for each j.
+scales   [out, in / group] int32: a float32 whose last 8 bits are replaced by the zero point. Scales of 16 bits lose nothing.
+order    [in] int32, where the checkpoint's columns were quantized out of order: column c of the weight is multiplied with column
+         order[c] of the inputs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.ops.interface import Linear, LinearNeeds, LinearTensors, LinearWeights
+
+FORMATS = {4: "int4_grouped", 8: "int8_grouped"}
+BITS = {name: bits for bits, name in FORMATS.items()}
+BLOCK = 128  # columns
+SMALLEST_GROUP = 32
+LARGEST_ZERO = 255
+
+
+def codes_shape(num_rows: int, num_cols: int, bits: int) -> tuple[int, int]:
+    return num_rows, -(-num_cols // BLOCK) * 4 * bits
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """[n, in] integers from 0 to 2^bits - 1 -> words [n, ceil(in / 128) 4 bits] int32"""
+    per_word = 32 // bits
+    padded = F.pad(codes.to(torch.int64), (0, -codes.shape[1] % BLOCK))
+    blocks = padded.view(codes.shape[0], -1, per_word, 4 * bits)
+    shifts = torch.arange(per_word, device=codes.device) * bits
+    words = (blocks << shifts[:, None]).sum(2)
+    return _wrapped(words).flatten(1)
+
+
+def unpack_codes(words: Tensor, num_cols: int, bits: int) -> Tensor:
+    """[n, in] int32"""
+    per_word = 32 // bits
+    blocks = words.view(words.shape[0], -1, 1, 4 * bits)
+    shifts = torch.arange(per_word, device=words.device, dtype=torch.int32) * bits
+    return ((blocks >> shifts[:, None]) & (2**bits - 1)).flatten(1)[:, :num_cols]
+
+
+def pack_scales(scales: Tensor, zeros: Tensor) -> Tensor:
+    """scales [n, groups] of any floating type, zeros the same shape, 0 to 255 -> int32"""
+    bits = scales.float().view(torch.int32).to(torch.int64)
+    rounded = (bits + 0x80) & ~0xFF
+    return _wrapped(rounded | zeros.to(torch.int64))
+
+
+def unpack_scales(words: Tensor) -> tuple[Tensor, Tensor]:
+    """(scales, zeros), both float32."""
+    return (words & ~0xFF).view(torch.float32), (words & 0xFF).float()
+
+
+def dequantize(weights: LinearWeights, rows: slice = slice(None)) -> Tensor:
+    """These rows [n, in] in float32, columns in the order of the codes."""
+    spec = weights.spec
+    codes = unpack_codes(weights.tensors["codes"][rows], spec.in_features, BITS[spec.weight_format]).float()
+    scales, zeros = unpack_scales(weights.tensors["scales"][rows])
+    groups = codes.view(*scales.shape, -1)
+    return ((groups - zeros[..., None]) * scales[..., None]).flatten(1)
+
+
+def _wrapped(words: Tensor) -> Tensor:
+    """The low 32 bits of int64 as int32."""
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+NUMBERS_AT_ONCE = 2**22
+"""Of a weight, dequantized at once."""
+
+
+class GroupedLinearReference:
+    """Dequantized for each product, products and sums in float32, rounded once to the model's dtype, after the bias."""
+
+    handles = frozenset(["weight_format", "has_bias"])
+    is_recordable = True
+
+    @staticmethod
+    def unsupported(needs: LinearNeeds) -> list[str]:
+        if needs.linear.weight_format in BITS:
+            return []
+        return [f"weight format {needs.linear.weight_format!r}, only {', '.join(BITS)}"]
+
+    @staticmethod
+    def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
+        weights = tensors.linear
+        step = max(NUMBERS_AT_ONCE // needs.linear.in_features, 1)
+
+        def call(x: Tensor) -> Tensor:
+            order = weights.tensors.get("order")
+            rows = (x if order is None else x.index_select(1, order)).float()
+            result = rows.new_empty(x.shape[0], needs.linear.out_features)
+            for first in range(0, needs.linear.out_features, step):
+                part = slice(first, first + step)
+                result[:, part] = F.linear(rows, dequantize(weights, part))
+            if weights.bias is not None:
+                result += weights.bias.float()
+            return result.to(x.dtype)
+
+        return call

@@ -1,0 +1,135 @@
+"""Products with weights of 4 and 8 bits in groups against the float64 oracle with the dequantized weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pelton_linear_oracle import TOLERANCES, Case, make_case
+
+from pelton.ops.interface import LinearWeights
+from pelton_backends.triton.ops import grouped
+from pelton_backends.triton.ops.grouped import GroupedAddNormGatedLinear, GroupedAddNormLinear, GroupedLinear
+from pelton_plugins.quantization.groups import FORMATS, dequantize, pack_codes, pack_scales
+
+OPS = {
+    "linear": (GroupedLinear, {"norm": False}),
+    "add_norm_linear": (GroupedAddNormLinear, {}),
+    "add_norm_gated_linear": (GroupedAddNormGatedLinear, {"activation": "silu"}),
+}
+
+
+def quantized(weight, bits, group, *, is_symmetric=False, order=None, spec=None, bias=None) -> LinearWeights:
+    """Rounded to nearest, columns in `order`."""
+    group = weight.shape[1] if group == -1 else group
+    columns = weight.float() if order is None else weight.float()[:, order]
+    groups = columns.view(weight.shape[0], -1, group)
+    most = 2**bits - 1
+    if is_symmetric:
+        zero = torch.full_like(groups[..., :1], 2 ** (bits - 1))
+        scale = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    else:
+        low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+        scale = (high - low) / most
+        zero = (-low / scale).round()
+    scale = scale.half().float()
+    codes = ((groups / scale).round() + zero).clamp(0, most).flatten(1)
+    tensors = {"codes": pack_codes(codes, bits), "scales": pack_scales(scale[..., 0], zero[..., 0])}
+    if order is not None:
+        tensors["order"] = order.to(torch.int32)
+    return LinearWeights(replace(spec, weight_format=FORMATS[bits]), tensors, bias)
+
+
+def make(num_rows, in_features, out_features, device, bits=4, group=128, dtype=torch.float16, *, is_ordered=False,
+         **options) -> Case:  # fmt: skip
+    """Its weight is what the groups say, rounded to the dtype as kernels for several rows do."""
+    case = make_case(num_rows, in_features, out_features, dtype, device, **options)
+    order = torch.randperm(in_features, device=device) if is_ordered else None
+    packed = quantized(case.weight, bits, group, order=order, spec=case.needs.linear, bias=case.bias)
+    weight = dequantize(packed)
+    if order is not None:
+        weight = torch.empty_like(weight).index_copy_(1, order, weight)
+    case.weight, case.grouped = weight.to(dtype), packed
+    return case
+
+
+def check(case: Case, implementation, **options) -> None:
+    want, want_total = case.expected()
+    needs, tensors = case.needs, case.tensors
+    needs = replace(needs, linear=case.grouped.spec)
+    tensors.linear = case.grouped
+    assert implementation.unsupported(needs) == []
+    got, total = case.call(implementation.bind(needs, tensors))
+    relative, absolute = TOLERANCES[got.dtype]
+    assert got.dtype == want.dtype and got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=relative, atol=absolute)
+    if want_total is not None:
+        torch.testing.assert_close(total, want_total, rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 19])
+def test_four_bits_in_groups_of_128(op, num_rows, device):
+    implementation, kind = OPS[op]
+    check(make(num_rows, 256, 64, device, **kind), implementation)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, -1])
+def test_other_groups(bits, group, device):
+    for num_rows in (1, 3):
+        check(make(num_rows, 384, 48, device, bits, group, norm=False), GroupedLinear)
+
+
+def test_columns_that_fill_no_block_and_rows_that_fill_no_tile(device):
+    for num_rows in (1, 3):
+        check(make(num_rows, 96, 36, device, 4, 32, norm=False, bias=True, row_gap=8), GroupedLinear)
+        check(make(num_rows, 160, 52, device, 8, 32), GroupedAddNormLinear)
+
+
+def test_several_pieces_of_a_long_row(device):
+    for bits, size in ((4, 9216), (8, 5120)):
+        check(make(1, size, 16, device, bits, 128, norm=False), GroupedLinear)
+
+
+OPTIONS = [
+    pytest.param({"residual": False}, id="first-layer"),
+    pytest.param({"bias": True, "is_ordered": True}, id="ordered-bias"),
+    pytest.param({"post_norm": True, "unit_offset": True}, id="norms"),
+    pytest.param({"post_norm": True, "residual": False, "is_ordered": True}, id="post-norm-first-layer"),
+]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options(options, num_rows, device):
+    for op in ("add_norm_linear", "add_norm_gated_linear"):
+        implementation, kind = OPS[op]
+        check(make(num_rows, 256, 48, device, 4, 64, **kind, **options), implementation)
+    check(make(num_rows, 256, 48, device, 4, 64, norm=False, is_ordered=True), GroupedLinear)
+
+
+def test_many_rows_take_the_dequantized_matrix_in_parts(device, monkeypatch):
+    monkeypatch.setattr(grouped, "NUMBERS_AT_ONCE", 2**14)
+    for op in ("linear", "add_norm_gated_linear"):
+        implementation, kind = OPS[op]
+        check(make(grouped.MAX_TOKENS + 1, 128, 160, device, bias=True, **kind), implementation)
+
+
+def test_refuses_with_reasons(device):
+    needs = make(1, 128, 64, device, norm=False).needs
+    needs = replace(needs, linear=replace(needs.linear, weight_format="int4_grouped"))
+    assert GroupedLinear.unsupported(needs) == []
+    plain = replace(needs, linear=replace(needs.linear, weight_format="plain"))
+    assert GroupedLinear.unsupported(plain) == ["weight format 'plain', only int4_grouped, int8_grouped"]
+    assert GroupedLinear.unsupported(replace(needs, dtype="float32")) == ["dtype float32, only bfloat16, float16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 2, 17, 100, 256, 300])
+@pytest.mark.parametrize("op", OPS)
+def test_large_matrices(op, num_rows, device):
+    implementation, kind = OPS[op]
+    for bits, group in ((4, 128), (4, 32), (8, 128)):
+        check(make(num_rows, 4096, 1024, device, bits, group, torch.bfloat16, **kind), implementation)
