@@ -9,8 +9,8 @@ import torch
 from pelton_linear_oracle import TOLERANCES, Case, make_case
 
 from pelton.ops.interface import LinearWeights
-from pelton_backends.triton.ops import grouped
-from pelton_backends.triton.ops.grouped import GroupedAddNormGatedLinear, GroupedAddNormLinear, GroupedLinear
+from pelton_backends.triton.ops.linear import grouped
+from pelton_backends.triton.ops.linear.grouped import GroupedAddNormGatedLinear, GroupedAddNormLinear, GroupedLinear
 from pelton_plugins.quantization.groups import FORMATS, dequantize, pack_codes, pack_scales
 
 OPS = {

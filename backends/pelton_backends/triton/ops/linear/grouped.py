@@ -27,14 +27,14 @@ from pelton.ops.interface import (
     LinearWeights,
 )
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.ops.gemv import HANDLES, inner_contiguous
-from pelton_backends.triton.ops.grouped_kernels import (
+from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
+from pelton_backends.triton.ops.linear.grouped_kernels import (
     dequantize_kernel,
     many_rows_kernel,
     one_row_add_norm_kernel,
     one_row_kernel,
 )
-from pelton_backends.triton.ops.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
+from pelton_backends.triton.ops.linear.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
 from pelton_backends.triton.ops.pieces import ACTIVATIONS
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
@@ -50,6 +50,7 @@ BLOCK = 128  # columns
 NUMBERS_AT_ONCE = 2**25
 """Of a matrix, dequantized for cuBLAS."""
 _SMALLEST_TILE = 64  # rows of a weight
+ONE, TWO_23 = 0x3F800000, 0x4B000000  # bits of 1.0 and 2.0 ** 23
 
 
 class RowTile(NamedTuple):
@@ -122,7 +123,8 @@ class GroupedMatrix:
         out = torch.empty((1, self.num_columns), dtype=x.dtype, device=x.device)
         launch(
             one_row_kernel, (self.num_row_programs(self.row_tile),),
-            x, self.order, self.codes, self.scales, self.bias, out, **self.row_flags(self.row_tile),
+            x, self.order, self.codes, self.scales, self.bias, out, ONE,
+            **self.row_flags(self.row_tile),
         )  # fmt: skip
         return out
 
@@ -144,7 +146,7 @@ class GroupedMatrix:
         out = torch.empty((num_tokens, self.num_columns), dtype=x.dtype, device=x.device)
         launch(
             many_rows_kernel, (num_tiles, tiling.split, num_blocks),
-            x, self.codes, self.scales, self.bias, out, partials, self.counters, num_tokens, x.stride(0),
+            x, self.codes, self.scales, self.bias, out, partials, self.counters, num_tokens, x.stride(0), TWO_23,
             N=self.out_features, **self.form, ACTIVATION=self.activation, M=tiling.tokens, R=tiling.rows,
             SPLIT=tiling.split, STAGES=tiling.stages, num_warps=tiling.num_warps, **self.launch_flags,
         )  # fmt: skip
@@ -168,7 +170,7 @@ class GroupedMatrix:
         weight = torch.empty((codes.shape[0], self.in_features), dtype=dtype, device=codes.device)
         grid = (triton.cdiv(codes.shape[0], 32), triton.cdiv(self.in_features, BLOCK))
         launch(
-            dequantize_kernel, grid, codes, scales, weight, N=codes.shape[0], **self.form, R=32, **self.launch_flags
+            dequantize_kernel, grid, codes, scales, weight, TWO_23, N=codes.shape[0], **self.form, R=32, **self.launch_flags
         )
         return weight
 
@@ -223,7 +225,7 @@ def _add_norm_product(
         launch(
             one_row_add_norm_kernel, (matrix.num_row_programs(tile),),
             hidden, residual, tensors.norm, tensors.post_norm, matrix.order, matrix.codes, matrix.scales, matrix.bias,
-            out, total, norm.eps, post_eps, **flags,
+            out, total, norm.eps, post_eps, ONE, **flags,
         )  # fmt: skip
         return out, hidden if total is None else total
 

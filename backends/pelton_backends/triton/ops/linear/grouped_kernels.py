@@ -12,12 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pelton_backends.triton.ops.gemv_kernels import add_bias, store_output
+from pelton_backends.triton.ops.linear.gemv_kernels import add_bias, store_output
 from pelton_backends.triton.ops.pieces import activated, normed
-from pelton_backends.triton.ops.split_k import store_result, tile_rows
+from pelton_backends.triton.ops.linear.split_k import store_result, tile_rows
 from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
 
-_ONE: tl.constexpr = tl.constexpr(0x3F800000)
 _TWO_23: tl.constexpr = tl.constexpr(0x4B000000)
 
 
@@ -32,21 +31,15 @@ def scale_of(word):
 
 
 @triton.jit
-def _quads(i: tl.constexpr, W: tl.constexpr):
-    """Quads of words that piece i has [W 32]: a thread's four words of a row."""
-    return tl.arange(0, W * 32) + i * W * 32
-
-
-@triton.jit
 def _columns(i: tl.constexpr, j: tl.constexpr, W: tl.constexpr, B: tl.constexpr):
-    """Columns of code j of piece i's words [W 32, 4]."""
-    quad = _quads(i, W)[:, None]
-    return quad // B * 128 + quad % B * 4 + j * 4 * B + tl.arange(0, 4)[None, :]
+    """Columns of code j of piece i's words [W 128]."""
+    word = tl.arange(0, W * 128) + i * W * 128
+    return word // (4 * B) * 128 + word % (4 * B) + j * 4 * B
 
 
 @triton.jit
 def _load_columns(x, order, i: tl.constexpr, K: tl.constexpr, W: tl.constexpr, B: tl.constexpr):
-    """Piece i of a row, a tensor [W 32, 4] for each code of a word; zeros outside."""
+    """Piece i of a row, a tensor [W 128] for each code of a word; zeros outside."""
     parts = ()
     for j in tl.static_range(32 // B):
         columns = _columns(i, j, W, B)
@@ -80,15 +73,15 @@ def _load_codes(
     codes, first, i: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
-    """Words of piece i of a program's rows [R, W 32, 4]."""
-    QUADS: tl.constexpr = (K + 128 - 1) // 128 * B
+    """Words of piece i of a program's rows [R, W 128]."""
+    WORDS: tl.constexpr = (K + 127) // 128 * 4 * B
     rows, inside = _tile_rows(first, N, PARTS, R)
-    quads = _quads(i, W)
-    place = rows.to(tl.int64)[:, None, None] * (4 * QUADS) + (quads[:, None] * 4 + tl.arange(0, 4)[None, :])[None, :, :]
-    if (i + 1) * W * 32 > QUADS or N % (R // PARTS) != 0:
-        mask = inside[:, None, None] & (quads < QUADS)[None, :, None]
-        return tl.load(codes + place, mask=mask, other=0, eviction_policy="evict_first")
-    return tl.load(codes + place, eviction_policy="evict_first")
+    words = tl.arange(0, W * 128) + i * W * 128
+    place = codes + rows.to(tl.int64)[:, None] * WORDS + words[None, :]
+    if (i + 1) * W * 128 > WORDS or N % (R // PARTS) != 0:
+        mask = inside[:, None] & (words < WORDS)[None, :]
+        return tl.load(place, mask=mask, other=0, eviction_policy="evict_first")
+    return tl.load(place, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -96,16 +89,18 @@ def _load_scales(
     scales, first, i: tl.constexpr, s: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Scales of piece i of a program's rows [R, W 32]; s: which group of a block of 128, where it has several."""
+    """Scales of piece i of a program's rows [R, W 32], one for four words; s: which group of a block of 128, where it has several."""
     GROUPS: tl.constexpr = K // G
     rows, inside = _tile_rows(first, N, PARTS, R)
-    group = (_quads(i, W) // B * 128 + s * G) // G
-    mask = inside[:, None] & (group < GROUPS)[None, :]
-    return tl.load(scales + rows[:, None] * GROUPS + group[None, :], mask=mask, other=0)
+    quads = tl.arange(0, W * 32) + i * W * 32
+    group = (quads // B * 128 + s * G) // G
+    # Transposed, so that neighbouring threads have neighbouring quads, as they have them of the codes.
+    mask = (group < GROUPS)[:, None] & inside[None, :]
+    return tl.trans(tl.load(scales + rows[None, :] * GROUPS + group[:, None], mask=mask, other=0))
 
 
 @triton.jit
-def _value(words, j: tl.constexpr, B: tl.constexpr):
+def _value(words, one, j: tl.constexpr, B: tl.constexpr):
     """Code j of each word, as 1 + code / 128 (4 bits, even j), 1 + code / 2048 (odd j), 1 + code / 256 (8 bits)."""
     if B == 4:
         # Two codes lie within the mantissa at each shift.
@@ -118,12 +113,12 @@ def _value(words, j: tl.constexpr, B: tl.constexpr):
         words = words << SHIFT
     elif SHIFT < 0:
         words = words >> (-SHIFT)
-    return ((words & MASK) | _ONE).to(tl.float32, bitcast=True)
+    return ((words & MASK) | one).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _row_product(
-    codes, scales, tile, groups, x, first, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr,
+    codes, scales, tile, groups, x, one, first, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A program's rows times one row -> [R, 1] float32. tile, groups: the first AHEAD pieces' words and scales."""
@@ -135,19 +130,21 @@ def _row_product(
     for i in tl.static_range(NUM):
         for s in tl.static_range(SUBS):
             scale, zero = scale_of(groups[i * SUBS + s])
-            acc = tl.zeros([R, W * 32, 4], tl.float32)
-            ones = tl.zeros([W * 32, 4], tl.float32)
-            plain = tl.zeros([W * 32, 4], tl.float32)
-            for k in tl.static_range(STEPS):
-                j: tl.constexpr = s * STEPS + k
+            acc = tl.zeros([R, W * 128], tl.float32)
+            plain = x[i * PER + s * STEPS].to(tl.float32)
+            ones = plain * (16.0 if B == 4 and s * STEPS % 2 == 1 else 1.0)
+            for j in tl.static_range(s * STEPS, (s + 1) * STEPS):
                 number = x[i * PER + j].to(tl.float32)
-                plain += number
+                if j > s * STEPS:
+                    plain += number
                 if B == 4 and j % 2 == 1:
                     number = number * 16.0
-                ones += number
-                acc += _value(tile[i], j, B) * number[None, :, :]
-            product = tl.sum(acc, axis=2) - tl.sum(ones, axis=1)[None, :]
-            product -= zero * (tl.sum(plain, axis=1) * (1.0 / SPREAD))[None, :]
+                if j > s * STEPS:
+                    ones += number
+                acc += _value(tile[i], one, j, B) * number[None, :]
+            product = tl.sum(tl.reshape(acc, [R, W * 32, 4]), axis=2)
+            product -= tl.sum(tl.reshape(ones, [W * 32, 4]), axis=1)[None, :]
+            product -= zero * (tl.sum(tl.reshape(plain, [W * 32, 4]), axis=1) * (1.0 / SPREAD))[None, :]
             total += product * (scale * SPREAD)
         if i + AHEAD < NUM:
             tile += (_load_codes(codes, first, i + AHEAD, N, K, PARTS, W, R, B),)
@@ -173,16 +170,20 @@ def _load_tile(
 
 @triton.jit
 def one_row_kernel(
-    x, order, codes, scales, bias, out, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
+    x, order, codes, scales, bias, out, one, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [1, N] = x [1, K] weight^T + bias. order [K] int32 or None: which column of x each column of the weight meets."""
+    """out [1, N] = x [1, K] weight^T + bias.
+
+    order [K] int32 or None: which column of x each column of the weight meets. one: the bits of 1.0, as an argument; two constants
+    do not fit into the instruction that cuts out a code and adds them.
+    """
     first = tl.program_id(0) * R
     let_next_start(PDL)
     tile, groups = _load_tile(codes, scales, first, N, K, G, 1, W, R, B, AHEAD)
     wait_for_inputs(PDL)
     row = _load_row(x, order, K, W, B, NUM)
-    y = _row_product(codes, scales, tile, groups, row, first, N, K, G, 1, W, R, B, NUM, AHEAD)
+    y = _row_product(codes, scales, tile, groups, row, one, first, N, K, G, 1, W, R, B, NUM, AHEAD)
     if bias is not None:
         y = add_bias(y, bias, first, N, R)
     store_output(out, y, first, 1, N, 1, R)
@@ -194,7 +195,7 @@ def _normed_row(x, norm, eps, UNIT_OFFSET: tl.constexpr, K: tl.constexpr, COUNT:
     squares = x[0].to(tl.float32) * x[0].to(tl.float32)
     for i in tl.static_range(1, COUNT):
         squares += x[i].to(tl.float32) * x[i].to(tl.float32)
-    scale = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     result = ()
     for i in tl.static_range(COUNT):
         result += (normed(x[i].to(tl.float32), scale, norm[i], UNIT_OFFSET, x[i].dtype),)
@@ -203,7 +204,7 @@ def _normed_row(x, norm, eps, UNIT_OFFSET: tl.constexpr, K: tl.constexpr, COUNT:
 
 @triton.jit
 def one_row_add_norm_kernel(
-    hidden, residual, norm, post_norm, order, codes, scales, bias, out, new_residual, eps, post_eps,
+    hidden, residual, norm, post_norm, order, codes, scales, bias, out, new_residual, eps, post_eps, one,
     UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
@@ -211,7 +212,7 @@ def one_row_add_norm_kernel(
     """residual' = [post_norm](hidden) + residual [1, K], stored by the first program; out [1, N] = norm(residual') weight^T + bias.
 
     With an activation the weight has N rows of gate, then N of up, and out = activation(gate) * up; a program has R / 2 rows of
-    both. residual, post_norm, order and bias may be None.
+    both. residual, post_norm, order and bias may be None. order, one: as in `one_row_kernel`.
     """
     PARTS: tl.constexpr = 1 if ACTIVATION is None else 2
     H: tl.constexpr = R // PARTS
@@ -241,7 +242,7 @@ def one_row_add_norm_kernel(
                 place = columns if order is None else tl.load(order + columns, mask=inside, other=0)
                 tl.store(new_residual + place, x[i], mask=inside)
     x = _normed_row(x, norms, eps, UNIT_OFFSET, K, COUNT)
-    y = _row_product(codes, scales, tile, groups, x, first, N, K, G, PARTS, W, R, B, NUM, AHEAD)
+    y = _row_product(codes, scales, tile, groups, x, one, first, N, K, G, PARTS, W, R, B, NUM, AHEAD)
     if ACTIVATION is None:
         if bias is not None:
             y = add_bias(y, bias, first, N, R)
@@ -260,29 +261,29 @@ def one_row_add_norm_kernel(
 
 @triton.jit
 def _block_of_weights(
-    codes, scales, rows, step, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr
+    codes, scales, rows, step, magic, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """Columns 128 step .. 128 step + 127 of these rows [R, 128] in `dtype`, zeros behind the last."""
+    """Columns 128 step .. 128 step + 127 of these rows [R, 128] in `dtype`, zeros behind the last. magic: the bits of 2^23."""
     WORDS: tl.constexpr = (K + 128 - 1) // 128 * 4 * B
     PER: tl.constexpr = 32 // B
     GROUPS: tl.constexpr = K // G
     SUBS: tl.constexpr = (128 // G) if G < 128 else 1
     word = tl.load(codes + rows.to(tl.int64)[:, None] * WORDS + step * 4 * B + tl.arange(0, 4 * B)[None, :])
     shift = tl.arange(0, PER) * B
-    code = (word[:, None, :] >> shift[None, :, None]) & ((1 << B) - 1)
-    number = (code | _TWO_23).to(tl.float32, bitcast=True)
+    code = (tl.reshape(word, [R, 1, 4 * B]) >> shift[None, :, None]) & ((1 << B) - 1)
+    number = (code | magic).to(tl.float32, bitcast=True)
     number = tl.reshape(number, [R, SUBS, 128 // SUBS])
     group = (step * 128 + tl.arange(0, SUBS) * (128 // SUBS)) // G
     scale, zero = scale_of(
         tl.load(scales + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0)
     )
-    weight = (number - (zero + 8388608.0)[:, :, None]) * scale[:, :, None]
+    weight = (number - tl.reshape(zero + 8388608.0, [R, SUBS, 1])) * tl.reshape(scale, [R, SUBS, 1])
     return tl.reshape(weight.to(dtype), [R, 128])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def many_rows_kernel(
-    x, codes, scales, bias, out, partials, counters, num_tokens, stride,
+    x, codes, scales, bias, out, partials, counters, num_tokens, stride, magic,
     N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, ACTIVATION: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -306,7 +307,7 @@ def many_rows_kernel(
             y = tl.load(x_tile + step * 128)
         else:
             y = tl.load(x_tile + step * 128, mask=(columns + step * 128 < K)[:, None], other=0.0)
-        w = _block_of_weights(codes, scales, rows, step, K, G, B, R, x.dtype.element_ty)
+        w = _block_of_weights(codes, scales, rows, step, magic, K, G, B, R, x.dtype.element_ty)
         total = dot(w, y, total)
 
     if SPLIT > 1:
@@ -326,7 +327,7 @@ def many_rows_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    codes, scales, out, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
+    codes, scales, out, magic, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """out [N, K], R rows by 128 columns a program."""
@@ -334,7 +335,7 @@ def dequantize_kernel(
     step = tl.program_id(1)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    weight = _block_of_weights(codes, scales, tl.minimum(rows, N - 1), step, K, G, B, R, out.dtype.element_ty)
+    weight = _block_of_weights(codes, scales, tl.minimum(rows, N - 1), step, magic, K, G, B, R, out.dtype.element_ty)
     columns = step * 128 + tl.arange(0, 128)
     place = out + rows.to(tl.int64)[:, None] * K + columns[None, :]
     tl.store(place, weight, mask=(rows < N)[:, None] & (columns < K)[None, :])
