@@ -1,4 +1,8 @@
-"""compressed-tensors checkpoints whose matrices are 8-bit floating point ("float-quantized")."""
+"""compressed-tensors checkpoints: each group of the configuration says which matrices it is of and how they are quantized; what it
+ignores stays in the model's dtype.
+
+Served: 8-bit floating point ("float-quantized"), and integers of 4 or 8 bits with inputs as they are ("pack-quantized").
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from pelton.errors import ConfigError
-from pelton.ops.interface import InputRounding
+from pelton.ops.interface import InputRounding, LinearWeights
+from pelton.quantization.plain import PlainWeights
 from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, StoredFp8
+from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,40 +24,110 @@ if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.model.build import BuildConfig
     from pelton.model.resolved import ResolvedModel
-    from pelton.quantization.interface import LinearShard
+    from pelton.quantization.interface import LinearShard, QuantizationMethod
 
-FORMATS = ("float-quantized", "naive-quantized")
+NAME = "compressed-tensors"
+FLOAT_FORMATS = ("float-quantized", "naive-quantized")
+PACKED_FORMATS = ("pack-quantized",)
+ADVICE = "Take a checkpoint of that form, or one that is not quantized."
 
 
-class CompressedTensors(StoredFp8):
-    """Matrices of any group of the configuration; what it ignores stays in the model's dtype."""
+class CompressedTensors:
+    """A `QuantizationMethod` that hands each matrix to the method of its group."""
 
-    name: ClassVar[str] = "compressed-tensors"
+    name: ClassVar[str] = NAME
 
     def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
         settings = model.hf_config.get("quantization_config") or {}
+        if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            raise ConfigError(
+                f"config.json's quantization_config has the sparsity format {settings['sparsity_config']['format']!r}; served is 'dense'. "
+                + ADVICE
+            )
         self._ignored = settings.get("ignore") or []
-        self._groups: list[tuple[Sequence[str], InputRounding | None]] = []
-        for name, group in (settings.get("config_groups") or {}).items():
-            form = group.get("format") or settings.get("format")
-            if form not in FORMATS:
-                raise ConfigError(
-                    f"config.json's quantization_config has the format {form!r} ({name}); served is {FORMATS[0]!r}, 8-bit "
-                    "floating point. Take a checkpoint of that form, or one that is not quantized."
-                )
-            _check_weights(name, group.get("weights") or {})
-            self._groups.append((group.get("targets") or ["Linear"], _rounding(name, group.get("input_activations"))))
+        self._groups: list[tuple[Sequence[str], QuantizationMethod]] = [
+            (group.get("targets") or ["Linear"], _method(name, group, group.get("format") or settings.get("format")))
+            for name, group in (settings.get("config_groups") or {}).items()
+        ]
+
+    def _method_of(self, shard: LinearShard) -> QuantizationMethod | None:
+        if not any(_names(pattern, shard.name) for pattern in self._ignored):
+            for targets, method in self._groups:
+                if any(target == "Linear" or _names(target, shard.name) for target in targets):
+                    return method
+        return None
+
+    def create(
+        self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
+    ) -> LinearWeights:
+        config.weights.ignore(r".*\.[kv]_scale")  # of a cache in fp8, which --kv-cache-dtype decides
+        is_embedding = is_vocabulary and not shards[0].name.endswith("lm_head")
+        methods = [None if is_embedding else self._method_of(shard) for shard in shards]
+        if methods.count(methods[0]) < len(methods):
+            raise ConfigError(
+                f"quantization is {self.name!r}, and the parts of one merged matrix differ in it: "
+                f"{', '.join(shard.name for shard in shards)}. Take a checkpoint that treats them alike."
+            )
+        method = methods[0] or PlainWeights()
+        return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+
+
+class _Fp8(StoredFp8):
+    name: ClassVar[str] = NAME
+
+    def __init__(self, inputs: InputRounding | None) -> None:
+        self._inputs = inputs
 
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
-        if not any(_names(pattern, shard.name) for pattern in self._ignored):
-            for targets, inputs in self._groups:
-                if any(target == "Linear" or _names(target, shard.name) for target in targets):
-                    return True, inputs
-        return False, None
+        return True, self._inputs
 
-    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
-        super().expect(config, shard, weight, scale)
-        config.weights.ignore(r".*\.[kv]_scale")  # of a cache in fp8, which --kv-cache-dtype decides
+
+class _Packed(GroupedWeights):
+    """`weight_packed` [out, in bits / 32] int32, `weight_scale` [out, groups], `weight_shape`; with zero points `weight_zero_point`
+    [out bits / 32, groups], with columns out of order `weight_g_idx` [in]."""
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, form: GroupForm) -> None:
+        self._form = form
+
+    def is_quantized_head(self, shard: LinearShard) -> bool:
+        return True  # else it is ignored
+
+    def form(self, shard: LinearShard) -> GroupForm | None:
+        return self._form
+
+    def tensors(self, shard: LinearShard, form: GroupForm) -> Mapping[str, tuple[int, ...] | None]:
+        groups = 1 if form.group_size == WHOLE else shard.num_cols // form.group_size
+        per_word = 32 // form.bits
+        wanted: dict[str, tuple[int, ...] | None] = {
+            "weight_packed": (shard.num_rows, -(-shard.num_cols // per_word)), "weight_scale": (shard.num_rows, groups),
+            "weight_shape": (2,),
+        }  # fmt: skip
+        if not form.is_symmetric:
+            wanted["weight_zero_point"] = (-(-shard.num_rows // per_word), groups)
+        if form.is_ordered:
+            wanted["weight_g_idx"] = (shard.num_cols,)
+        return wanted
+
+    def numbers(self, shard: LinearShard, form: GroupForm, found: Mapping[str, Tensor]) -> Numbers:
+        shape = found["weight_shape"].tolist()
+        if shape != [shard.num_rows, shard.num_cols]:
+            raise ConfigError(
+                f"{shard.name}.weight_shape is {shape}; config.json makes it {[shard.num_rows, shard.num_cols]}. "
+                "Check that config.json belongs to these weights."
+            )
+        words = found["weight_packed"]
+
+        def codes(rows: slice) -> Tensor:
+            return unpack_words(words[rows], form.bits, 1)[:, : shard.num_cols]
+
+        scales = found["weight_scale"]
+        if form.is_symmetric:
+            zeros = torch.full(scales.shape, 2 ** (form.bits - 1), dtype=torch.int32, device=scales.device)
+        else:
+            zeros = unpack_words(found["weight_zero_point"], form.bits, 0)[: shard.num_rows]
+        return Numbers(codes, scales, zeros, found.get("weight_g_idx"))
 
 
 def _names(pattern: str, name: str) -> bool:
@@ -58,12 +136,47 @@ def _names(pattern: str, name: str) -> bool:
     return pattern == name
 
 
-def _check_weights(group: str, weights: Mapping[str, Any]) -> None:
+def _method(name: str, group: Mapping[str, Any], form: str | None) -> QuantizationMethod:
+    if form in FLOAT_FORMATS:
+        _check_float(name, group.get("weights") or {})
+        return _Fp8(_rounding(name, group.get("input_activations")))
+    if form in PACKED_FORMATS:
+        if group.get("input_activations"):
+            raise ConfigError(
+                f"config.json's quantization_config rounds inputs of packed weights ({name}); served are inputs as they are. {ADVICE}"
+            )
+        return _Packed(_group_form(name, group.get("weights") or {}))
+    raise ConfigError(
+        f"config.json's quantization_config has the format {form!r} ({name}); served are {FLOAT_FORMATS[0]!r}, 8-bit floating "
+        f"point, and {PACKED_FORMATS[0]!r}, integers of 4 or 8 bits. {ADVICE}"
+    )
+
+
+def _group_form(name: str, weights: Mapping[str, Any]) -> GroupForm:
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    if weights.get("type", "int") != "int" or strategy not in ("group", "channel") or weights.get("dynamic"):
+        raise ConfigError(
+            f"config.json's quantization_config has weights of type {weights.get('type')!r}, strategy {strategy!r} ({name}); served "
+            f"is int, group or channel, not dynamic. {ADVICE}"
+        )
+    order = weights.get("actorder") or None
+    if order not in (None, True, "group", "weight", "static"):
+        raise ConfigError(
+            f"config.json's quantization_config has actorder {order!r} ({name}); served are group and weight."
+        )
+    group_size = weights.get("group_size") or WHOLE
+    return GroupForm(
+        read_bits(weights, "num_bits", NAME), group_size if strategy == "group" else WHOLE,
+        is_symmetric=weights.get("symmetric", True), is_ordered=strategy == "group" and order in (True, "group"),
+    )  # fmt: skip
+
+
+def _check_float(group: str, weights: Mapping[str, Any]) -> None:
     found = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"), weights.get("symmetric", True))
     if found not in [("float", 8, strategy, True) for strategy in ("tensor", "channel")]:
         raise ConfigError(
             f"config.json's quantization_config has weights of type {found[0]!r}, {found[1]} bits, strategy {found[2]!r} ({group}); "
-            "served is float, 8, tensor or channel, symmetric. Take a checkpoint of that form, or one that is not quantized."
+            f"served is float, 8, tensor or channel, symmetric. {ADVICE}"
         )
 
 

@@ -83,7 +83,7 @@ NUMBERS_AT_ONCE = 2**22
 class GroupedLinearReference:
     """Dequantized for each product, products and sums in float32, rounded once to the model's dtype, after the bias."""
 
-    handles = frozenset(["weight_format", "has_bias"])
+    handles = frozenset(["weight_format", "has_bias", "is_ordered"])
     is_recordable = True
 
     @staticmethod

@@ -22,7 +22,9 @@ def pelton_quantization_methods() -> Sequence[Entry]:
         Entry(name="fp8", load=f"{_PACKAGE}.fp8:make_fp8",
               doc="e4m3 weights and inputs, rounded while they load, or of a checkpoint that says 'fp8'"),
         Entry(name="compressed-tensors", load=f"{_PACKAGE}.compressed_tensors:CompressedTensors",
-              doc="compressed-tensors checkpoints in 8-bit floating point"),
+              doc="compressed-tensors checkpoints in 8-bit floating point, or in packed integers of 4 or 8 bits"),
+        Entry(name="awq", load=f"{_PACKAGE}.awq:AWQWeights", doc="AWQ's checkpoints: 4 bits in groups with zero points"),
+        Entry(name="gptq", load=f"{_PACKAGE}.gptq:GPTQWeights", doc="GPTQ's checkpoints: 4 or 8 bits in groups, in any order of columns"),
         Entry(name="mxfp4", load=f"{_PACKAGE}.mxfp4:Mxfp4Weights", 
               doc="gpt-oss checkpoints: experts in four bits, decoded while they load"),
         Entry(name="fbgemm_fp8", load=f"{_PACKAGE}.fbgemm:FBGEMMWeights", doc="FBGEMM's checkpoints: a scale for each row"),
@@ -31,5 +33,11 @@ def pelton_quantization_methods() -> Sequence[Entry]:
 
 @hookimpl
 def pelton_ops() -> Sequence[OpEntry]:
-    return [OpEntry(name="reference.fp8_linear", op="linear", load=f"{_PACKAGE}.reference:Fp8LinearReference", priority=10,
-                    doc="plain torch, for e4m3 weights")]  # fmt: skip
+    return [
+        OpEntry(name="reference.fp8_linear", op="linear", load=f"{_PACKAGE}.reference:Fp8LinearReference", priority=10,
+                doc="plain torch, for e4m3 weights"),
+        OpEntry(name="reference.grouped_linear", op="linear", load=f"{_PACKAGE}.groups:GroupedLinearReference", priority=10,
+                doc="plain torch, for integer weights in groups"),
+        OpEntry(name="ordered_linear", op="linear", load=f"{_PACKAGE}.grouped:OrderedLinear", priority=20,
+                doc="another op for the product, behind a new order of the inputs' columns"),
+    ]  # fmt: skip

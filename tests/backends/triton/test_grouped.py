@@ -38,7 +38,7 @@ def quantized(weight, bits, group, *, is_symmetric=False, order=None, spec=None,
     tensors = {"codes": pack_codes(codes, bits), "scales": pack_scales(scale[..., 0], zero[..., 0])}
     if order is not None:
         tensors["order"] = order.to(torch.int32)
-    return LinearWeights(replace(spec, weight_format=FORMATS[bits]), tensors, bias)
+    return LinearWeights(replace(spec, weight_format=FORMATS[bits], is_ordered=order is not None), tensors, bias)
 
 
 def make(num_rows, in_features, out_features, device, bits=4, group=128, dtype=torch.float16, *, is_ordered=False,

@@ -281,7 +281,7 @@ def changed(**group):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        pytest.param(compressed("channel", "token", format="pack-quantized"), "the format 'pack-quantized'", id="format"),
+        pytest.param(compressed("channel", "token", format="marlin-24"), "the format 'marlin-24'", id="format"),
         pytest.param(compressed("block", "token"), "strategy 'block'", id="blocks"),
         pytest.param(changed(weights={"type": "int", "num_bits": 8, "strategy": "channel"}), "of type 'int', 8 bits", id="int"),
         pytest.param(

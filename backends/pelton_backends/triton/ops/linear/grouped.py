@@ -170,7 +170,16 @@ class GroupedMatrix:
         weight = torch.empty((codes.shape[0], self.in_features), dtype=dtype, device=codes.device)
         grid = (triton.cdiv(codes.shape[0], 32), triton.cdiv(self.in_features, BLOCK))
         launch(
-            dequantize_kernel, grid, codes, scales, weight, TWO_23, N=codes.shape[0], **self.form, R=32, **self.launch_flags
+            dequantize_kernel,
+            grid,
+            codes,
+            scales,
+            weight,
+            TWO_23,
+            N=codes.shape[0],
+            **self.form,
+            R=32,
+            **self.launch_flags,
         )
         return weight
 
@@ -191,7 +200,7 @@ def _refusals(needs: Any) -> list[str]:
 
 
 class GroupedLinear:
-    handles = HANDLES
+    handles = HANDLES | {"is_ordered"}
     unsupported = staticmethod(_refusals)
 
     @staticmethod
@@ -239,7 +248,7 @@ def _add_norm_product(
 
 
 class GroupedAddNormLinear:
-    handles = HANDLES
+    handles = HANDLES | {"is_ordered"}
     unsupported = staticmethod(_refusals)
 
     @staticmethod
@@ -248,7 +257,7 @@ class GroupedAddNormLinear:
 
 
 class GroupedAddNormGatedLinear:
-    handles = HANDLES
+    handles = HANDLES | {"is_ordered"}
     unsupported = staticmethod(_refusals)
 
     @staticmethod

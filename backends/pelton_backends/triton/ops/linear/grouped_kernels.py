@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.ops.linear.gemv_kernels import add_bias, store_output
-from pelton_backends.triton.ops.pieces import activated, normed
 from pelton_backends.triton.ops.linear.split_k import store_result, tile_rows
+from pelton_backends.triton.ops.pieces import activated, normed
 from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
 
 _TWO_23: tl.constexpr = tl.constexpr(0x4B000000)
@@ -234,7 +234,7 @@ def one_row_add_norm_kernel(
         for i in tl.static_range(COUNT):
             added += ((x[i].to(tl.float32) + old[i].to(tl.float32)).to(x[i].dtype),)
         x = added
-    if new_residual is not None:
+    if new_residual is not None:  # noqa: SIM102 (one is known when it is compiled)
         if pid == 0:
             for i in tl.static_range(COUNT):
                 columns = _columns(i // (32 // B), i % (32 // B), W, B)

@@ -1,0 +1,292 @@
+"""AWQ, GPTQ and packed compressed-tensors checkpoints, written here by the formats' published layouts, against transformers in float32
+whose matrices are what their numbers say."""
+
+import json
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pelton import LLM, SamplingParams
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError
+from pelton.model.build import make_build_config
+from pelton.model.resolve import resolve_model
+from pelton.plugins import load_plugins
+from pelton.testing.model_driver import ModelDriver
+from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.quantization import grouped
+
+PLUGINS = load_plugins(only=[])
+PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2]
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+
+
+@dataclass(frozen=True)
+class Form:
+    method: str
+    bits: int = 4
+    group: int = 32
+    is_symmetric: bool = False
+    is_ordered: bool = False
+    settings: dict = field(default_factory=dict)  # over those of the method
+    kept: tuple[str, ...] = ("lm_head",)
+
+    @property
+    def config(self):
+        if self.method == "awq":
+            return {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": self.group,
+                "version": "gemm",
+                "zero_point": True,
+            } | self.settings
+        if self.method == "gptq":
+            return {
+                "quant_method": "gptq", "bits": self.bits, "group_size": self.group, "sym": self.is_symmetric,
+                "desc_act": self.is_ordered,
+            } | self.settings  # fmt: skip
+        weights = {
+            "type": "int", "num_bits": self.bits, "symmetric": self.is_symmetric, "group_size": None if self.group == -1 else self.group,
+            "strategy": "channel" if self.group == -1 else "group", "actorder": "group" if self.is_ordered else None,
+        }  # fmt: skip
+        return {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        } | self.settings  # fmt: skip
+
+
+FORMS = {
+    "awq": Form("awq"),
+    "awq-left-out": Form("awq", 4, 64, settings={"modules_to_not_convert": ["o_proj"]}, kept=("lm_head", "o_proj")),
+    "gptq": Form("gptq", is_symmetric=True),
+    "gptq-ordered": Form("gptq", 4, 32, is_ordered=True),
+    "gptq-8-whole": Form("gptq", 8, -1, is_symmetric=True, settings={"checkpoint_format": "gptq_v2"}),
+    "gptq-8-zeros-head": Form("gptq", 8, 64, settings={"lm_head": True}, kept=()),
+    "packed": Form("compressed-tensors", is_symmetric=True),
+    "packed-zeros-ordered": Form("compressed-tensors", 4, 64, is_ordered=True),
+    "packed-8-channel": Form(
+        "compressed-tensors", 8, -1, is_symmetric=True, settings={"ignore": ["lm_head", "re:.*layers.1.*"]},
+        kept=("lm_head", "layers.1."),
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Quantized:
+    codes: np.ndarray  # [out, in]
+    scales: np.ndarray  # [out, groups] float16
+    zeros: np.ndarray  # [out, groups]
+    group_of: np.ndarray  # [in]
+
+    @property
+    def weight(self):
+        scales, zeros = self.scales.astype(np.float32), self.zeros.astype(np.float32)
+        return torch.from_numpy((self.codes - zeros[:, self.group_of]) * scales[:, self.group_of]).float()
+
+
+def quantize(weight, form, seed):
+    """Rounded to nearest; of an ordered form columns belong to groups by chance, alike for matrices of one seed."""
+    weight = weight.float().numpy()
+    size = weight.shape[1] if form.group == -1 else form.group
+    group_of = np.arange(weight.shape[1]) // size
+    if form.is_ordered:
+        group_of = np.random.default_rng(seed).permutation(group_of)
+    most, groups = 2**form.bits - 1, weight.shape[1] // size
+    scales = np.zeros((weight.shape[0], groups), np.float16)
+    zeros = np.full((weight.shape[0], groups), 2 ** (form.bits - 1), np.int64)
+    for group in range(groups):
+        part = weight[:, group_of == group]
+        low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
+        if form.is_symmetric:
+            scales[:, group] = np.abs(part).max(1) / (2 ** (form.bits - 1) - 0.5)
+        else:
+            scales[:, group] = (high - low) / most
+            zeros[:, group] = np.clip(np.round(-low / scales[:, group].astype(np.float32)), 1, most)
+    exact = scales.astype(np.float32)[:, group_of]
+    codes = np.clip(np.round(weight / exact) + zeros[:, group_of], 0, most).astype(np.int64)
+    return Quantized(codes, scales, zeros, group_of)
+
+
+def words(numbers, bits, places=None):
+    """[n, m] -> [n, m bits / 32] int32; places: where in a word each number goes."""
+    per_word = 32 // bits
+    places = places or range(per_word)
+    result = np.zeros((numbers.shape[0], numbers.shape[1] // per_word), np.uint64)
+    for index in range(per_word):
+        result |= numbers[:, index::per_word].astype(np.uint64) << np.uint64(bits * places[index])
+    return torch.from_numpy(result.astype(np.uint32).view(np.int32))
+
+
+def tensors_of(made, form):
+    scales = torch.from_numpy(made.scales)
+    if form.method == "awq":
+        # AutoAWQ, WQLinear_GEMM: number order_map[i] of eight goes to place i; order_map is 0 2 4 6 1 3 5 7.
+        places = [[0, 2, 4, 6, 1, 3, 5, 7].index(index) for index in range(8)]
+        return {
+            "qweight": words(made.codes.T, 4, places), "qzeros": words(made.zeros.T, 4, places), "scales": scales.T,
+        }  # fmt: skip
+    if form.method == "gptq":
+        less = 0 if form.settings.get("checkpoint_format") == "gptq_v2" else 1
+        return {
+            "qweight": words(made.codes, form.bits).T, "qzeros": words((made.zeros - less).T, form.bits), "scales": scales.T,
+            "g_idx": torch.from_numpy(made.group_of.astype(np.int32)),
+        }  # fmt: skip
+    found = {
+        "weight_packed": words(made.codes, form.bits), "weight_scale": scales, "weight_shape": torch.tensor(made.codes.shape),
+    }  # fmt: skip
+    if not form.is_symmetric:
+        found["weight_zero_point"] = words(made.zeros.T, form.bits).T
+    if form.is_ordered:
+        found["weight_g_idx"] = torch.from_numpy(made.group_of.astype(np.int32))
+    return found
+
+
+def is_matrix(name, form):
+    return (name.endswith("_proj.weight") or name == "lm_head.weight") and not any(part in name for part in form.kept)
+
+
+def seed_of(name):
+    """Matrices with the same inputs were quantized in the same order."""
+    return crc32(repr((name.split(".")[2:3], name.split(".")[-2] in ("o_proj", "down_proj"), "mlp" in name)).encode())
+
+
+def quantize_checkpoint(path, form):
+    """In place; return what the matrices are now."""
+    (file,) = path.glob("*.safetensors")
+    tensors, weights = {}, {}
+    for name, tensor in load_file(file).items():
+        if not is_matrix(name, form):
+            tensors[name] = tensor
+            continue
+        made = quantize(tensor, form, seed_of(name))
+        weights[name] = made.weight
+        module = name.removesuffix(".weight")
+        tensors |= {f"{module}.{suffix}": part.contiguous() for suffix, part in tensors_of(made, form).items()}
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": form.config}))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return weights
+
+
+def reference_logits(path, weights, prompt=PROMPT):
+    """transformers on the checkpoint as it was, with these matrices."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for name, weight in weights.items():
+        model.get_parameter(name).data = weight
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0]
+
+
+def driver(path, dtype=torch.float32, **flat):
+    config = EngineConfig.from_flat(model=str(path), **flat)
+    model = resolve_model(config, PLUGINS)
+    made = make_build_config(
+        config, model, PLUGINS, device=torch.device("cpu"), max_num_seqs=4, max_num_batched_tokens=64
+    )
+    return ModelDriver(path, plugins=PLUGINS, dtype=dtype, quantization=made.quantization)
+
+
+def make(tmp_path, form, family="llama", **fields):
+    path = make_tiny_checkpoint(tmp_path / "m", family, with_tokenizer=False, **SIZES, **fields)
+    twin = make_tiny_checkpoint(tmp_path / "twin", family, with_tokenizer=False, **SIZES, **fields)
+    return path, twin, quantize_checkpoint(path, form)
+
+
+def logits_in_pieces(run):
+    return torch.cat(
+        [
+            run.step({"a": PROMPT[:7]})["a"],
+            run.step({"a": PROMPT[7:8]})["a"],
+            run.step({"a": PROMPT[8:], "b": [3]})["a"],
+        ]
+    )
+
+
+@pytest.mark.parametrize("kept_as", ["groups", "blocks"])
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_transformers_with_the_dequantized_weights(form, kept_as, tmp_path, monkeypatch):
+    form = FORMS[form]
+    path, twin, weights = make(tmp_path, form, "qwen2")
+    want, exact = reference_logits(twin, weights), reference_logits(twin, {})
+    if kept_as == "groups":
+        monkeypatch.setattr(grouped, "_Blocks", grouped._Groups)
+        monkeypatch.setattr(grouped, "_Dequantized", grouped._Groups)
+    run = driver(path)
+    got = logits_in_pieces(run)
+    # Blocks: inputs have 16 bits, and a minimum takes the place of a zero point.
+    assert (got - want).norm() < (1e-5 if kept_as == "groups" else 2e-3) * want.norm()
+    assert (got - exact).norm() > 1e-3 * exact.norm() or form.bits == 8
+    formats = {choice.needs.linear.weight_format for choice in run.build.ops.choices if choice.op == "linear"}
+    assert {"groups": {4: "int4_grouped", 8: "int8_grouped"}[form.bits]}.get(kept_as, "q") in "".join(formats) or (
+        kept_as == "blocks" and form.bits == 8 and not form.is_symmetric
+    )
+
+
+def test_a_merged_tensor_is_taken_apart(tmp_path):
+    """phi3's qkv_proj and gate_up_proj are one tensor each in the checkpoint."""
+    pytest.importorskip("pelton_plugins.models.phi3")
+    form = FORMS["gptq-ordered"]
+    path, twin, weights = make(tmp_path, form, "phi3")
+    want = reference_logits(twin, weights)
+    got = logits_in_pieces(driver(path))
+    assert (got - want).norm() < 2e-3 * want.norm()
+
+
+def test_the_engine_gives_the_same_ids_alone_and_together(tmp_path):
+    path, _, _ = make(tmp_path, FORMS["awq"])
+    settings = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**22, "dtype": "float32"}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [{"prompt_token_ids": PROMPT[:length]} for length in (3, 12, 7)]
+    with LLM(model=str(path), skip_tokenizer_init=True, disable_log_stats=True, **settings) as llm:
+        together = [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    assert together == alone
+
+
+REFUSED = [
+    pytest.param(Form("gptq", settings={"bits": 2}), r"bits 2; served are 4, 8", id="bits"),
+    pytest.param(Form("gptq", settings={"bits": 3}), r"bits 3; served are 4, 8", id="bits-3"),
+    pytest.param(Form("gptq", settings={"checkpoint_format": "marlin"}), r"checkpoint_format 'marlin'", id="layout"),
+    pytest.param(Form("gptq", settings={"dynamic": {"+:.*": {"bits": 8}}}), r"dynamic, by which matrices differ", id="dynamic"),
+    pytest.param(Form("awq", settings={"version": "gemv"}), r"version 'gemv'; served is 'gemm'", id="version"),
+    pytest.param(Form("awq", settings={"zero_point": False}), r"zero_point false", id="no-zero-points"),
+    pytest.param(Form("compressed-tensors", settings={"format": "marlin-24"}), r"format 'marlin-24'", id="marlin-24"),
+    pytest.param(
+        Form("compressed-tensors", settings={"sparsity_config": {"format": "sparse-24-bitmask"}}),
+        r"sparsity format 'sparse-24-bitmask'; served is 'dense'", id="sparse",
+    ),
+    pytest.param(Form("gptq", settings={"group_size": 48}), r"groups of 48 columns.*served are groups of 32, 64", id="group"),
+    pytest.param(Form("gptq", settings={"sym": True}), r"zero points other than 8", id="not-symmetric"),
+    pytest.param(Form("gptq", 4, 32, is_ordered=True, settings={"desc_act": False}), r"g_idx is not in order", id="order"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form, message", REFUSED)
+def test_what_is_not_served_is_refused_by_name(form, message, tmp_path):
+    path = make_tiny_checkpoint(tmp_path / "m", "llama", with_tokenizer=False, **SIZES, num_hidden_layers=1)
+    quantize_checkpoint(path, form)
+    with pytest.raises(ConfigError, match=message):
+        driver(path)
+
+
+def test_a_method_without_its_checkpoint_is_an_error(tmp_path):
+    path = make_tiny_checkpoint(tmp_path / "m", "llama", with_tokenizer=False, **SIZES, num_hidden_layers=1)
+    for name in ("awq", "gptq"):
+        with pytest.raises(ConfigError, match=f"quantization is '{name}'"):
+            driver(path, quantization=name)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    path, _, _ = make(tmp_path, FORMS["gptq"], num_hidden_layers=1)
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors.pop("model.layers.0.mlp.down_proj.scales")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"missing model\.layers\.0\.mlp\.down_proj\.scales"):
+        driver(path)
