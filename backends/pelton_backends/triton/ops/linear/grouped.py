@@ -54,7 +54,7 @@ ONE, TWO_23 = 0x3F800000, 0x4B000000  # bits of 1.0 and 2.0 ** 23
 
 
 class RowTile(NamedTuple):
-    """What one program of a matrix-vector kernel computes, in the words of `grouped_kernels.py`."""
+    """Sizes of what one program of a matrix-vector kernel computes, in the words of `grouped_kernels.py`."""
 
     W: int
     R: int
