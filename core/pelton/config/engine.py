@@ -157,9 +157,9 @@ def convert_struct(struct: type[msgspec.Struct], values: Mapping[str, Any], *, p
             raise error.__cause__ from None
         message, _, path = str(error).partition(" - at ")
         field = path.strip("`").removeprefix("$.").split("[")[0].split(".")[0]
-        raise ConfigError(
-            f"{prefix}{field} is {values.get(field)!r}: {message}. Example: {example_value(struct, field)!r}."
-        ) from None
+        example = example_value(struct, field)
+        example = example.value if isinstance(example, enum.Enum) else example
+        raise ConfigError(f"{prefix}{field} is {values.get(field)!r}: {message}. Example: {example!r}.") from None
 
 
 def example_value(struct: type[msgspec.Struct], field: str) -> Any:

@@ -36,7 +36,12 @@ class Admission:
     def requeue_deferred(self) -> None:
         """Put the deferred requests back in the queue that no gate holds any more."""
         for request in list(self._table.deferred.values()):
-            if all(gate.may_open(request) for gate in self._gates):
+            try:
+                is_open = all(gate.may_open(request) for gate in self._gates)
+            except Exception as error:
+                self._table.fail(request, error, "admitting")
+                continue
+            if is_open:
                 self._table.requeue(request)
 
     def admit(self, step: StepBuilder) -> None:

@@ -61,13 +61,28 @@ class RunningRows:
             if request.num_tokens_with_pending >= request.max_total_tokens:  # its last token is in flight
                 index += 1
                 continue
-            if is_plain and request.fast_decode_until and self._serve_with_new_block(request, step):
-                index += 1
-                continue
-            is_served = self._serve(request, index, step)
+            num_appends = len(step.appends)
+            try:
+                if is_plain and request.fast_decode_until and self._serve_with_new_block(request, step):
+                    index += 1
+                    continue
+                is_served = self._serve(request, index, step)
+            except Exception as error:
+                if step.has_row(request):
+                    raise  # what comes behind its row is not its own
+                self._fail(request, error, step, num_appends)
+                is_served = False
             # One that was preempted, or ended, has left its place to the next.
             index += is_served or (index < len(running) and running[index] is request)
         step.max_seq_len = max(step.max_seq_len, max_seq_len)
+
+    def _fail(self, request: RequestState, error: Exception, step: StepBuilder, num_appends: int) -> None:
+        """The request ends alone: it is not in the step, and what was allocated for its row is not to be found."""
+        slot = request.slot
+        step.appends[num_appends:] = [append for append in step.appends[num_appends:] if append[1] != slot]
+        self._kv.evict(block for ids in self._kv.block_ids(request.request_id) for block in ids)
+        self._table.fail(request, error, "scheduling")
+        self._table.drop_finished_rows()
 
     def _serve_with_new_block(self, request: RequestState, step: StepBuilder) -> bool:
         """Fast path of `_serve` for a decode row that needs one new block. False, and nothing done, when there is none."""

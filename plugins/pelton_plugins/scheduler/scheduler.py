@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pelton.errors import DeadlineExceededError, EngineError, ErrorInfo, RequestError
+from pelton.errors import DeadlineExceededError, EngineDeadError, EngineError, ErrorInfo, RequestError
+from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutput, FinishReason
 from pelton.messages.request import EngineRequest
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
@@ -46,6 +47,8 @@ from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.running import RunningRows
 from pelton_plugins.scheduler.step import OpenStep, OpenSteps, StepBuilder
 from pelton_plugins.scheduler.step_results import StepResults
+
+logger = get_logger(__name__)
 
 
 class DefaultScheduler(Scheduler):
@@ -224,8 +227,12 @@ class DefaultScheduler(Scheduler):
             # What its rows should compute is findable already: it fails as a step that was handed out.
             failed = (opened or self._open(step)).output
             info = EngineError(f"Internal error in the scheduler: {type(error).__name__}: {error}").to_info()
+            num_rows = len(failed.slots)
             table.outputs += self.update_failed(failed, info)
-            raise
+            if not num_rows or isinstance(error, EngineDeadError):
+                raise  # nobody is ended by it: the next step would fail too
+            logger.exception("Making step %d failed; its %d requests end.", failed.step_id, num_rows)
+            return None
         stats, output = table.stats, opened.output
         if self._adapters is not None:
             self._adapters.describe(output)

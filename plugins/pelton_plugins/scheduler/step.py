@@ -107,6 +107,10 @@ class StepBuilder:
     def num_rows(self) -> int:
         return len(self.ones) + len(self.many)
 
+    def has_row(self, request: RequestState) -> bool:
+        """Return whether the request's row was the last to be taken."""
+        return any(rows and rows[-1] is request for rows in (self.ones, self.many))
+
     def bound_prefill(self, num_tokens: int, most_short: int) -> None:
         """Take few prompt tokens, for rows that decode are in the step. A waiting request of which no more than `most_short` are left
         comes beyond that: it gets its first token in this step, and is a row of all steps that follow."""

@@ -88,12 +88,20 @@ class StepResults:
                 and tokens[0] not in request.stop_ids
                 and len(known) < request.next_event_len
                 and row not in logprobs
-                and (request.grammar is None or grammars.goes_on(request, tokens))
+                and (request.grammar is None or self._goes_on(request, tokens))
             ):
                 known.append(tokens[0])
                 tell(EngineOutput(request.request_id, tokens))
             else:
                 self._settle(step, result, row, request, errors)
+
+    def _goes_on(self, request: RequestState, tokens: list[int]) -> bool:
+        """As `grammars.goes_on`; a request whose grammar fails ends alone."""
+        try:
+            return grammars.goes_on(request, tokens)
+        except Exception as error:
+            self._table.fail(request, error, "advancing the grammar of")
+            return False  # it is settled as one that is over
 
     def _settle(
         self, step: OpenStep, result: ModelOutput, row: int, request: RequestState, errors: dict[int, str]

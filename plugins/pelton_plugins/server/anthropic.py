@@ -68,7 +68,7 @@ async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> None:
     state.check_model(request.model)
     chat = as_chat(request)
     check_chat(chat, trust_template=False)
-    prompt = await render(llm, chat)
+    prompt = await render(llm, chat, with_specials=exchange.state.config.special_tokens_in_messages)
     await exchange.answer(msgspec.json.encode(CountTokensAnswer(input_tokens=len(prompt.token_ids))))
 
 

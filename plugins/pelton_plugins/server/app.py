@@ -59,9 +59,12 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
         )
     except ImproperlyConfiguredException as error:
         raise PluginError(f"The plugins' HTTP routes do not fit together: {error}.") from error
+    public = {
+        path for handler in handlers if getattr(handler, "opt", {}).get("pelton_public") for path in handler.paths
+    }
     wraps = [_wrap(entry, state) for entry in plugins.entries("pelton_http_middleware")]
     state.writes_directly = not wraps  # theirs may change what is sent
-    return Middleware(router, state, wraps)
+    return Middleware(router, state, wraps, public=public)
 
 
 def _wrap(entry: Entry, state: ServerState) -> Callable[[ASGIApp], ASGIApp]:

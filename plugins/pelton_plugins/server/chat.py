@@ -55,7 +55,7 @@ async def prepare_chat(exchange: Exchange, request: ChatCompletionRequest) -> Ch
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     check_fan_out(1, params.n)
-    rendered = await render(llm, request)
+    rendered = await render(llm, request, with_specials=exchange.state.config.special_tokens_in_messages)
     prompt = truncate(llm, request, rendered, max_tokens)
     check_length(llm, prompt, max_tokens)
     assert state.parsers is not None

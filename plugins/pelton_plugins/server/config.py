@@ -28,7 +28,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_unauthenticated: bool = False
     """Listen on a reachable address without a key. Whoever reaches the port may then use and read everything."""
     public_routes: list[str] = msgspec.field(default_factory=lambda: ["/health", "/ready", "/live", "/ping"])
-    """Paths that need no key. All others do, also those that plugins add."""
+    """Paths that need no key. All others do, also those that plugins add; the files of the page at / need none."""
+    ui: bool = True
+    """Serve a page for people at /: a chat, and figures of the engine. It asks for the key that its requests need."""
     allowed_origins: list[str] = msgspec.field(default_factory=list)
     """Origins of web pages that may use the server from a browser (CORS), such as https://chat.example; * for all."""
     allowed_hosts: list[str] = msgspec.field(default_factory=list)
@@ -75,6 +77,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Send token usage in every stream, also when the client did not ask."""
     trust_request_chat_template: bool = False
     """Let requests bring their own chat template."""
+    special_tokens_in_messages: bool = False
+    """Read special tokens, such as <|im_end|>, in messages of users and tools as what they are; else they are text."""
     return_errors_in_detail: bool = False
     """Show causes of status 500 to clients as they are, unscrubbed; for debugging on a private machine."""
     otlp_traces_endpoint: str | None = None

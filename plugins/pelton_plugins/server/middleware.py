@@ -8,7 +8,7 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,8 +32,15 @@ REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
 class Middleware:
     """Deny by default: with keys set, all paths but the public ones need one."""
 
-    def __init__(self, app: ASGIApp, state: ServerState, wraps: Sequence[Callable[[ASGIApp], ASGIApp]] = ()) -> None:
-        """wraps: of plugins, the outermost first. They lie around the check of the key, and within the counting."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        wraps: Sequence[Callable[[ASGIApp], ASGIApp]] = (),
+        public: Collection[str] = (),
+    ) -> None:
+        """wraps: of plugins, the outermost first. They lie around the check of the key, and within the counting.
+        public: paths whose handlers say that they need no key."""
         self._app = app
         self._state = state
         self._guarded: ASGIApp = self._checked
@@ -43,7 +50,9 @@ class Middleware:
         self._origins = Origins(state.config.allowed_origins)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in state.config.api_key]
         root = state.config.root_path.rstrip("/")
-        self._public = frozenset(path for route in state.config.public_routes for path in (route, root + route))
+        self._public = frozenset(
+            path for route in (*state.config.public_routes, *public) for path in (route, root + route)
+        )
 
     def on_stall(self) -> None:
         """A connection was cut off whose client read nothing."""

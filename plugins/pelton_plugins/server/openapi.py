@@ -29,7 +29,11 @@ def api(
 
 def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bool = True) -> bytes:
     """OpenAPI 3.1 as JSON. Handlers without `api(...)` are listed without their bodies. with_key: routes need one."""
-    routes = [handler for handler in handlers if isinstance(handler, HTTPRouteHandler)]
+    routes = [
+        handler
+        for handler in handlers
+        if isinstance(handler, HTTPRouteHandler) and handler.include_in_schema is not False
+    ]
     structs: set[type[msgspec.Struct]] = {ErrorResponse}
     for handler in routes:
         structs |= {
@@ -38,6 +42,8 @@ def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bo
     ordered = sorted(structs, key=lambda struct: struct.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REF)
     schema_of = dict(zip(ordered, schemas, strict=True))
+    for struct in ordered:
+        _require(components[struct.__name__], getattr(struct, "DESCRIBED_AS_REQUIRED", ()))
     paths: dict[str, dict[str, Any]] = {}
     for handler in routes:
         for path in sorted(handler.paths):
@@ -58,6 +64,15 @@ def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bo
             },
         }
     )
+
+
+def _require(schema: dict[str, Any], names: Iterable[str]) -> None:
+    """Describe fields that may be left out of the struct as required, and not null."""
+    for name in names:
+        field = schema["properties"][name]
+        field["anyOf"] = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
+        field.pop("default", None)
+        schema["required"] = [*schema["required"], name]
 
 
 def _operation(handler: HTTPRouteHandler, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:

@@ -206,7 +206,7 @@ async def _read(exchange: Exchange, llm: AsyncLLM | Any, request: InputRequest) 
         raise RequestError("Send input or messages, one of them.", param="input")
     if request.messages is not None:
         check_template(request, trust_template=exchange.state.config.trust_request_chat_template)  # type: ignore[arg-type]
-        prompt = await render(llm, request)  # type: ignore[arg-type]
+        prompt = await render(llm, request, with_specials=exchange.state.config.special_tokens_in_messages)  # type: ignore[arg-type]
         return [{"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}]
     given = request.input
     items: list[Any]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pelton import limits
 from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.sampling_params import SamplingParams
+from pelton_plugins.server.literal_text import mark as mark_specials
 from pelton_plugins.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -154,8 +155,10 @@ async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: 
     return prompts
 
 
-async def render(llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeRequest) -> Prompt:
-    """Messages to a prompt, by the chat template."""
+async def render(
+    llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeRequest, *, with_specials: bool = False
+) -> Prompt:
+    """Messages to a prompt, by the chat template. with_specials: users and tools may write special tokens."""
     keep_open = bool(request.continue_final_message)
     add_prompt = not keep_open if request.add_generation_prompt is None else request.add_generation_prompt
     options: dict[str, Any] = {
@@ -172,7 +175,8 @@ async def render(llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeR
     tools = getattr(request, "tools", None)
     if tools and getattr(request, "tool_choice", None) != "none":
         options["tools"] = template_tools(tools)
-    messages: Sequence[Mapping[str, Any]] = plain_messages(request.messages or ())
+    messages = plain_messages(request.messages or ())
+    mark = None if with_specials or llm.tokenizer is None else mark_specials(messages, llm.tokenizer)
     is_small = not (
         request.chat_template or request.chat_template_kwargs or options.get("documents") or options.get("tools")
     )
@@ -183,12 +187,13 @@ async def render(llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeR
         if request.chat_template is None:
             raise
         raise RequestError(str(error), param="chat_template") from None
-    ids = await tokenize(
-        llm,
-        text,
-        add_special_tokens=bool(request.add_special_tokens),
-        request=request if isinstance(request, ChatCompletionRequest) else None,
-    )
+    first, *rest = text.split(mark) if mark else [text]
+    truncating = request if isinstance(request, ChatCompletionRequest) else None
+    ids = await tokenize(llm, first, add_special_tokens=bool(request.add_special_tokens), request=truncating)
+    if mark:
+        text = first + "".join(rest)
+        for more in await tokenize_all(llm, rest, add_special_tokens=False, request=truncating):
+            ids += more
     if not ids:
         raise RequestError("The messages render to an empty prompt.", param="messages")
     return Prompt(token_ids=ids, text=text)

@@ -6,7 +6,7 @@ are logged at debug level). Responses keep null fields, as clients expect of who
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -113,6 +113,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):
+    DESCRIBED_AS_REQUIRED: ClassVar[tuple[str, ...]] = ("prompt",)
+    """Fields whose absence has an error of its own, which says what to send."""
+
     prompt: Prompts | None = None
     """A text, texts, token ids, or lists of token ids; not a mixture."""
     max_tokens: int | None = None

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from pelton_plugins.server.errors import error_response
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers, beyond what came with their first packet
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 STALL_TIMEOUT_S = 60.0  # a client that reads nothing of an answer for so long is cut off
 HEAD_TIMEOUT_S = 30.0  # from the connection, or the first byte of a later request, to the end of its headers
 
@@ -72,8 +72,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_in_head = False
-        self._head_bytes = 0
+        self._is_in_head = self._is_too_long = False
+        self._head_bytes = 0  # of packets that the head did not begin in
+        self._header_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -105,14 +106,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if was_in_head and self._is_in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._is_in_head = False
-                self._refuse(431, f"The request's headers are longer than {MAX_HEAD_BYTES} bytes.")
+                self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        self._is_in_head = False
+        self._refuse(431, f"The request's headers are longer than {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head, self._head_bytes, self._header_bytes = True, 0, 0
         if self._head_timer is None:
             self._start_timer()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > MAX_HEAD_BYTES:
+            self._is_too_long = True
+            raise ValueError("a head that is too long")  # ends the parser, which then asks for `send_400_response`
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
@@ -122,7 +140,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.scope["pelton_direct"] = Direct(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        if self._is_too_long:
+            self._refuse_head()
+        else:
+            self._refuse(400, msg)
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_timeout)

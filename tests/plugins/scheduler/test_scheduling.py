@@ -1084,15 +1084,12 @@ def test_blocks_for_a_step_that_could_not_be_made_are_not_found_again(overlap, i
     harness.add(make_request("b", [*reversed(prompt)], 3))
     harness.launch()
     policy.fails_at = "b"
-    with pytest.raises(ZeroDivisionError):
-        while harness.scheduler.schedule() is None:
-            harness.retire()
-    harness.take_outputs()
-    assert "ZeroDivisionError: policy" in harness.outputs["a"][-1].error.message
-    harness.add(make_request("c", prompt, 3))
+    harness.run()
+    assert "ZeroDivisionError: policy" in harness.outputs["b"][-1].error.message
+    harness.add(make_request("c", [*reversed(prompt)], 3))
     harness.run()
     assert harness.outputs["c"][0].num_cached_tokens <= 8  # those of the first step
-    for name in "bc":  # b had no row, and goes on
+    for name in "ac":
         harness.check_request(name)
     harness.check_empty()
 
@@ -1106,8 +1103,7 @@ def test_a_step_that_fails_when_its_rows_are_made_is_not_open_and_its_connector_
     harness.step()
     harness.add(make_request("late", 6, 3))
     count, harness.kv.num_common_prefix_blocks = harness.kv.num_common_prefix_blocks, lambda request_ids: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        harness.launch()
+    assert harness.launch() is None
     harness.kv.num_common_prefix_blocks = count
     harness.scheduler.finish_requests(["late"], FinishReason.ABORT)
     harness.take_outputs()

@@ -25,7 +25,7 @@ from pelton_plugins.server.serve import check_tls
 
 CODE = """
 import importlib.util, sys, time
-spec = importlib.util.spec_from_file_location("fake_engine", {conftest!r})
+spec = importlib.util.spec_from_file_location("fake_engine", {source!r})
 fake = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fake)
 
@@ -56,8 +56,8 @@ class Process:
     def __init__(
         self, *flags: str, load_s: float = 0.0, fails: str = "", breaks: str = "", environ: dict[str, str] | None = None
     ) -> None:
-        conftest = str(Path(__file__).parent / "conftest.py")
-        code = CODE.format(conftest=conftest, load_s=load_s, fails=fails or "pass", breaks=breaks)
+        source = str(Path(__file__).parents[2] / "support/pelton_fake_server.py")
+        code = CODE.format(source=source, load_s=load_s, fails=fails or "pass", breaks=breaks)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *flags],
             stderr=subprocess.PIPE,

@@ -1,15 +1,18 @@
 """`pelton chaos`: faults at random times while clients ask, and a look at what became of every request.
 
-The server is our own, over an engine without a device: killed and stopped processes, clients that leave, clients that read
-slowly, and at the end a SIGTERM while streams run. Every request has to end in a whole answer or a clear error.
+The server is our own, over an engine without a device, or over a tiny model on a CPU whose KV blocks go to files: killed and
+stopped processes, clients that leave, clients that read slowly, a disk that is full, and at the end a SIGTERM while streams run.
+Every request has to end in a whole answer or a clear error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import tempfile
@@ -35,6 +38,7 @@ SETTLE_S = 60.0
 DOC = """Kill and stop the processes of a server while clients use it, and see that every request ends and nothing is left.
 
   pelton chaos                                  ten minutes
+  pelton chaos --with-disk                      an engine that computes, KV blocks in files, a disk that fills up
   pelton chaos --duration-s 20 --clients 8"""
 
 
@@ -47,6 +51,8 @@ class ChaosArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in flight."""
     api_server_count: int = 2
     """Processes that serve."""
+    with_disk: bool = False
+    """A tiny model on a CPU, which keeps the KV blocks of prompts in files; at times its engine cannot write any."""
     mean_fault_s: float = 4.0
     """Seconds between two faults, on average."""
     seed: int = 0
@@ -71,14 +77,27 @@ def run(argv: list[str]) -> int:
 
 
 def torment(arguments: ChaosArguments) -> dict[str, Any]:
-    flags = ("--max-step-s", str(MAX_STEP_S), "--graceful-shutdown-s", "15", "--max-engine-restarts", "1000000")
-    with tempfile.TemporaryDirectory(prefix="pelton-chaos-") as folder:
+    flags = ["--max-step-s", str(MAX_STEP_S), "--graceful-shutdown-s", "15", "--max-engine-restarts", "1000000"]
+    with tempfile.TemporaryDirectory(prefix="pelton-chaos-") as folder, tempfile.TemporaryDirectory() as blocks:
+        if arguments.with_disk:
+            storage = {"shared_storage_path": blocks}
+            transfer = {"kv_connector": "shared_storage", "kv_role": "kv_both", "kv_connector_extra_config": storage}
+            flags += ["--kv-transfer-config", json.dumps(transfer)]
         sizes = {"num_seqs": 64, "max_model_len": 512}
-        with own_server(arguments.api_server_count, STEP_S, *flags, **sizes, temporary=folder) as (url, process):
+        step_s = None if arguments.with_disk else STEP_S
+        with own_server(arguments.api_server_count, step_s, *flags, **sizes, temporary=folder) as (url, process):
             chaos = _Chaos(url, process, arguments)
             asyncio.run(chaos.run())
+        num_blocks = sum(1 for _ in Path(blocks).rglob("*.safetensors"))
+        num_parts = sum(1 for _ in Path(blocks).rglob("*.part"))
         left = sorted(path.name for path in Path(folder).iterdir())
     chaos.checks.append(check("folders left", len(left), 0))
+    if arguments.with_disk:
+        chaos.checks.append(check("no block was written", num_blocks == 0, 0))
+        # A killed process leaves at most the one that it was writing.
+        chaos.checks.append(
+            check("parts of files left", num_parts, chaos.faults["kill engine"] + chaos.faults["hang engine"])
+        )
     return chaos.result()
 
 
@@ -112,7 +131,7 @@ class _Chaos:
 
     async def _client(self) -> None:
         while not self._is_over:
-            outcome = await ask(self.host, self.port, self.rng)
+            outcome = await ask(self.host, self.port, self.rng, prompt_len=100 if self.arguments.with_disk else 3)
             self._note(outcome)
             if outcome.kind in ("refused", "cut", "error"):
                 await asyncio.sleep(0.1)
@@ -125,7 +144,12 @@ class _Chaos:
     # Faults
 
     async def _fault(self) -> None:
-        name = self.rng.choice(("kill engine", "kill API process", "stop engine", "hang engine", "stop API process"))
+        disk = ("full disk", "full disk") if self.arguments.with_disk else ()
+        names = ("kill engine", "kill API process", "stop engine", "hang engine", "stop API process", *disk)
+        name = self.rng.choice(names)
+        if name == "full disk":
+            await self._fill_disk()
+            return
         wanted = ENGINE if "engine" in name else API
         found = [pid for pid in _children(self.process.pid, wanted) if pid not in self._stopped]
         if not found:
@@ -142,6 +166,17 @@ class _Chaos:
                     self._stopped.discard(pid)
                     os.kill(pid, signal.SIGCONT)
         self.faults[name] += 1
+
+    async def _fill_disk(self) -> None:
+        """No file of the engine can grow beyond some bytes for a while: what a full disk looks like to who writes."""
+        for pid in _children(self.process.pid, ENGINE):
+            most = self.rng.choice((0, 1000))  # nothing is written, or a part
+            with contextlib.suppress(ProcessLookupError):
+                _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, hard))
+                await asyncio.sleep(self.rng.uniform(0.5, 4.0))
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+            self.faults["full disk"] += 1
 
     # What is left
 

@@ -19,13 +19,20 @@ class Outcome:
     detail: str = ""
 
 
-async def ask(host: str, port: int, rng: random.Random, *, plain: bool = False) -> Outcome:
-    """One request. plain: a stream that is read to its end."""
+async def ask(host: str, port: int, rng: random.Random, *, plain: bool = False, prompt_len: int = 3) -> Outcome:
+    """One request. plain: a stream that is read to its end. prompt_len: at most, half of it shared with others."""
     num_tokens = rng.choice((1, 8, 60, 200))
     streams = plain or rng.random() < 0.7
     leaves = not plain and rng.random() < 0.15
     is_slow = not plain and rng.random() < 0.15
-    body = {"prompt": [1, 2, 3], "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, "stream": streams}
+    prompt = [1 + rng.randrange(20)] * (prompt_len // 2) + [rng.randrange(1, 200) for _ in range(-(-prompt_len // 2))]
+    body = {
+        "prompt": prompt[: rng.randint(1, prompt_len)],
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "stream": streams,
+    }
     try:
         return await asyncio.wait_for(_ask(host, port, body, leaves=leaves, is_slow=is_slow, rng=rng), TIMEOUT_S)
     except TimeoutError:

@@ -171,14 +171,21 @@ def render(result: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def own_server(
-    num_processes: int, step_s: float, *more: str, num_seqs: int, max_model_len: int, temporary: str | None = None
+    num_processes: int,
+    step_s: float | None,
+    *more: str,
+    num_seqs: int,
+    max_model_len: int,
+    temporary: str | None = None,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server over the executor `paced`, and more flags; gives its address and its process. temporary: folder of its sockets."""
+    """A server over the executor `paced`, and more flags; gives its address and its process. step_s: None for a CPU and a tiny
+    model of random weights instead. temporary: folder of its sockets."""
+    pace = ["--distributed-executor-backend", "paced", "--plugin-config", json.dumps({SETTINGS: {"step_s": step_s}})]
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(Path(folder))
         command = [
             sys.executable, "-m", "pelton.cli.main", "serve", folder, "--port", "0", "--load-format", "dummy",
-            "--distributed-executor-backend", "paced", "--plugin-config", json.dumps({SETTINGS: {"step_s": step_s}}),
+            *(["--device", "cpu"] if step_s is None else pace),
             "--max-num-seqs", str(num_seqs), "--no-access-log", "--no-enable-prefix-caching",
             "--max-num-batched-tokens", str(8 * max(num_seqs, 128)), "--api-server-count", str(num_processes),
             "--served-model-name", "none", "--max-model-len", str(max_model_len),

@@ -41,7 +41,8 @@ async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
         ids = await tokenize(llm, request.prompt, add_special_tokens=special)
     else:
         check_template(request, trust_template=exchange.state.config.trust_request_chat_template)
-        ids = (await render(llm, request)).token_ids
+        specials = exchange.state.config.special_tokens_in_messages
+        ids = (await render(llm, request, with_specials=specials)).token_ids
     tokenizer = llm.tokenizer
     strings = None
     if request.return_token_strs and tokenizer is not None:
