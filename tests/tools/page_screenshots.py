@@ -25,7 +25,9 @@ def main(url: str, folder: Path) -> None:
             page.run("document.querySelector('#prompt').focus()")
             page.type(text)
             page.press("Enter")
-            page.wait(f"document.querySelectorAll('.facts').length === {number} && !document.querySelector('.busy')", 120)
+            page.wait(
+                f"document.querySelectorAll('.facts').length === {number} && !document.querySelector('.busy')", 120
+            )
         time.sleep(4)  # two more samples of the figures
         page.screenshot(folder / "page-light.png")
         page.set_media(width=1180, height=760, prefers_color_scheme="dark")
