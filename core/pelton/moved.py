@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 _FOLDERS = {
-    ("pelton", "pelton.utils"): "cache_folder garbage large_pages",
+    ("pelton", "pelton.utils"): "cache_folder garbage",
     ("pelton.graphs", "pelton_platforms.device.graphs"): "call_graph captures dispatcher modes",
     ("pelton.kv_cache", "pelton_plugins.kv_cache"): "block_pool coordinator manager single_type",
     ("pelton.layers", "pelton_plugins.models"): "encoder_attention latent_attention mla normed",
@@ -37,6 +37,9 @@ _FOLDERS = {
 """(old package, new package): the modules that have moved from one to the other under their own names."""
 MODULES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _FOLDERS.items() for name in names.split()} | {
     "pelton.attention.layer": "pelton.layers.attention",
+    "pelton.large_pages": "pelton_platforms.device.large_pages",
+    "pelton.model.host_copy": "pelton_platforms.device.host_copy",
+    "pelton.utils.large_pages": "pelton_platforms.device.large_pages",
     "pelton.attention.mla": "pelton_plugins.models.latent_attention",
     "pelton.engine.messages": "pelton.messages.outputs",
     "pelton.executor.in_process": "pelton_plugins.executors.in_process",

@@ -17,13 +17,13 @@ from pelton.entries import Entry, SettingsEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.plugin_metrics import PluginMetrics, PluginSample
-from pelton.metrics.snapshot import render_text
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.plugins import LoadedPlugin, Plugins, load_plugins, register
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.commands.plugins import _as_text, describe
 from pelton_plugins.scheduler.policies import FCFSPolicy
 from pelton_plugins.scheduler.scheduler import DefaultScheduler
+from pelton_plugins.server.metrics_text import render_text
 
 HERE = "pelton_test_settings_module"
 

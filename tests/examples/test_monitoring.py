@@ -10,8 +10,8 @@ import pytest
 
 from pelton.config import EngineConfig
 from pelton.messages.report import DeviceReport, EngineInfo
-from pelton.metrics.snapshot import render_text
 from pelton_plugins.server.http_metrics import HttpMetrics
+from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.stat_loggers.prometheus import PrometheusLogger
 

@@ -237,7 +237,7 @@ async def test_waiting_clients_learn_of_a_death_within_a_second_and_the_engine_c
 
 
 async def test_a_poison_request_cannot_restart_the_engine_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pelton.sdk.async_llm.BACKOFF_S", (0.0,))
+    monkeypatch.setattr("pelton.sdk.supervisor.BACKOFF_S", (0.0,))
     llm: AsyncLLM = await make(script={"kill_at_step": 0}, max_restarts=2)
     for _ in range(3):
         assert await settles(lambda: llm.is_healthy, 5)
@@ -253,7 +253,7 @@ async def test_a_poison_request_cannot_restart_the_engine_for_ever(make: Make, m
 async def test_a_restart_that_the_system_refuses_is_logged_and_tried_again(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
 ) -> None:
-    monkeypatch.setattr("pelton.sdk.async_llm.BACKOFF_S", (0.0,))
+    monkeypatch.setattr("pelton.sdk.supervisor.BACKOFF_S", (0.0,))
     logging.getLogger("pelton").propagate = True
     llm: AsyncLLM = await make()
     start = operator.attrgetter(refused)(process_client)
@@ -274,7 +274,7 @@ async def test_a_restart_that_the_system_refuses_is_logged_and_tried_again(
 
 
 async def test_a_time_limit_holds_though_the_engine_stands_still(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pelton.sdk.async_llm.DEADLINE_GRACE_S", 0.1)
+    monkeypatch.setattr("pelton.sdk.async_pooling.DEADLINE_GRACE_S", 0.1)
     llm: AsyncLLM = await make()
     os.kill(pid(llm), signal.SIGSTOP)
     try:

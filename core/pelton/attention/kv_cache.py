@@ -158,8 +158,8 @@ def _views(name: str, spec: KVCacheSpec, memory: Tensor, num_blocks: int, layout
 
 def _zeros(num_bytes: int, build: BuildConfig) -> Tensor:
     try:
-        if build.device.type == "cpu":
-            return build.large_pages.zeros((num_bytes,), torch.uint8)
+        if build.allocate is not None:
+            return build.allocate((num_bytes,), torch.uint8)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=build.device)
     except (OSError, OverflowError, torch.OutOfMemoryError) as error:  # OverflowError: more than can be addressed
         raise MemoryError(str(error)) from error

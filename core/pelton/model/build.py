@@ -6,7 +6,7 @@ their weights come from, and their attention. One per worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from pelton.parallel.context import ParallelContext
 from pelton.plugins import calling
 from pelton.quantization.interface import QuantizationMethod
 from pelton.quantization.plain import PlainWeights
-from pelton.utils.large_pages import LargePages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,12 +92,13 @@ class BuildConfig:
     """All settings; None in tests of layers alone."""
     adapters: AdapterLayers | None = None
     """Where layers register that take LoRA adapters; None without `enable_lora`."""
+    allocate: Callable[[Sequence[int], torch.dtype], Tensor] | None = None
+    """The platform's memory for parameters and caches, zeroed; torch's own when None."""
     # Left by layers.
     weights: WeightMap = field(default_factory=WeightMap)
     cache_layers: dict[str, CacheLayer] = field(default_factory=dict)
     cacheless_layers: dict[str, CachelessLayer] = field(default_factory=dict)
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
-    large_pages: LargePages = field(default_factory=LargePages)
 
     @property
     def attention_layers(self) -> dict[str, Any]:
@@ -116,8 +116,8 @@ class BuildConfig:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for a parameter; in the model's dtype when none is given."""
         dtype = dtype or self.dtype
-        if self.device.type == "cpu":
-            return self.large_pages.zeros(shape, dtype)
+        if self.allocate is not None:
+            return self.allocate(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def adapter_layer(

@@ -10,10 +10,9 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pelton.errors import ConfigError
-from pelton.model.host_copy import HostCopier, cuda_copier
 from pelton.model.loading import LazyWeight
 
 if TYPE_CHECKING:
@@ -24,6 +23,14 @@ IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.masked_bias")
 _SHOWN = 5  # names in an error
 
 Fill = Callable[[LazyWeight, "Tensor"], None]
+
+
+class Copier(Protocol):
+    """Copies tensors from host memory to a device; `finish` when all is queued."""
+
+    def copy(self, source: Tensor, target: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class WeightMap:
     def __init__(self) -> None:
         self._targets: dict[str, list[WeightTarget]] = {}
         self._ignored = [re.compile(pattern) for pattern in IGNORED]
+        self.make_copier: Callable[[], Copier] | None = None
+        """The platform's way to its device; torch's plain copies when None."""
 
     def expect(
         self,
@@ -79,7 +88,7 @@ class WeightMap:
         """Read each weight once, in the order given. Raises `ConfigError` naming what is missing, unexpected or misshapen."""
         used: set[str] = set()
         unexpected: list[str] = []
-        copy = _Copy()
+        copy = _Copy(self.make_copier)
         for name, weight in weights:
             targets = self._targets.get(name)
             if targets is None:
@@ -121,10 +130,11 @@ def _check_shape(name: str, weight: LazyWeight, target: WeightTarget) -> None:
 
 
 class _Copy:
-    """Into place: by the weight itself, else over pinned buffers to a CUDA device, else plainly."""
+    """Into place: by the weight itself, else by the platform's copier, else plainly."""
 
-    def __init__(self) -> None:
-        self._copier: HostCopier | None = None
+    def __init__(self, make_copier: Callable[[], Copier] | None) -> None:
+        self._make_copier = make_copier
+        self._copier: Copier | None = None
 
     def __call__(self, weight: LazyWeight, place: Tensor, target: WeightTarget) -> None:
         if target.fill is not None:
@@ -134,9 +144,9 @@ class _Copy:
         if weight.fill(place, *part):
             return
         source = weight.read(*part)
-        if place.is_cuda and not source.is_cuda:
+        if self._make_copier is not None and source.device != place.device:
             if self._copier is None:
-                self._copier = cuda_copier()
+                self._copier = self._make_copier()
             self._copier.copy(source, place)
         else:
             place.copy_(source)

@@ -208,12 +208,8 @@ class AddNorm(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddNormLinearNeeds:
-    dtype: str
-    norm: NormSpec
+class AddNormLinearNeeds(AddNormNeeds):
     linear: LinearSpec
-    post_norm: NormSpec | None = optional(None)
-    tp_size: int = optional(1)
 
 
 @dataclass(slots=True)
@@ -314,21 +310,15 @@ class Gated(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddNormGatedLinearNeeds:
-    dtype: str
-    norm: NormSpec
-    linear: LinearSpec  # out_features = 2 I: gate rows, then up rows
+class AddNormGatedLinearNeeds(AddNormLinearNeeds):
+    """`linear` has out_features = 2 I: gate rows, then up rows."""
+
     activation: str  # silu, gelu, gelu_tanh
-    post_norm: NormSpec | None = optional(None)
-    tp_size: int = optional(1)
 
 
 @dataclass(slots=True)
-class AddNormGatedLinearTensors:
-    norm: Tensor
-    linear: LinearWeights
-    post_norm: Tensor | None = None
-    reduce: AllReduce | None = None
+class AddNormGatedLinearTensors(AddNormLinearTensors):
+    pass
 
 
 class AddNormGatedLinear(Protocol):
@@ -341,22 +331,15 @@ class AddNormGatedLinear(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddNormLogitsNeeds:
-    dtype: str
-    norm: NormSpec
-    linear: LinearSpec  # out_features: this rank's vocabulary rows
+class AddNormLogitsNeeds(AddNormLinearNeeds):
+    """`linear` has out_features = this rank's vocabulary rows."""
+
     vocab_size: int  # columns kept of the gathered logits
-    post_norm: NormSpec | None = optional(None)
     soft_cap: float | None = optional(None)
-    tp_size: int = optional(1)
 
 
 @dataclass(slots=True)
-class AddNormLogitsTensors:
-    norm: Tensor
-    linear: LinearWeights
-    post_norm: Tensor | None = None
-    reduce: AllReduce | None = None
+class AddNormLogitsTensors(AddNormLinearTensors):
     gather: Callable[[Tensor], Tensor] | None = None  # [n, rows of this rank] -> [n, rows of all]; None with one rank
 
 

@@ -1,7 +1,7 @@
 """`AsyncLLM`: the engine for asyncio programs; the HTTP server is one of them.
 
 The engine runs in its own process (`engine/process_client.py`), so this one imports no torch. One task
-takes the engine's outputs and hands them to a queue per request; a slow consumer finds its pending
+(`supervisor.py`) takes the engine's outputs, which go to a queue per request; a slow consumer finds its pending
 outputs merged into one. A dead engine fails every waiting request, then comes back by itself.
 """
 
@@ -21,12 +21,9 @@ from pelton.engine.input_processor import InputProcessor, ProcessedRequest, Prom
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OnText, OutputQueue
 from pelton.errors import (
-    ConfigError,
-    DeadlineExceededError,
     EngineDeadError,
     EngineError,
     PeltonError,
-    RequestError,
     error_from_info,
 )
 from pelton.logging import get_logger
@@ -34,18 +31,20 @@ from pelton.lora.registry import AdapterRegistry
 from pelton.lora.request import LoRARequest
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
-from pelton.messages.request import AdapterRef, PoolingParams
+from pelton.messages.request import PoolingParams
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import SchedulerStats
-from pelton.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from pelton.pooling.io_processor import DATA, NO_PROCESSOR, IOProcessor, is_for_processor, parse
+from pelton.outputs import RequestOutput
 from pelton.sampling_params import SamplingParams
+from pelton.sdk.async_adapters import AsyncAdapters
+from pelton.sdk.async_pooling import AsyncPooling, deadline_of, get_until
 from pelton.sdk.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from pelton.sdk.front_end import FrontEnd
-from pelton.sdk.prompts import as_prompts
+from pelton.sdk.supervisor import MAX_RESTARTS, Supervisor
 from pelton.utils import garbage
 
 if TYPE_CHECKING:
+    from pelton.lora.resolver import LoRAResolver
     from pelton.metrics.snapshot import Metric
     from pelton.model.resolved import ResolvedModel
     from pelton.plugins import Plugins
@@ -54,18 +53,11 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of the GIL, the event loop goes on
-SENT_TOGETHER = 64  # prompts of one call that pool, in one message to the engine
-TOKENS_SENT_TOGETHER = 16_384  # of them
-DEADLINE_GRACE_S = 1.0  # the engine keeps requests' time limits; after this long it does not answer
-MAX_RESTARTS = 5
-LOAD_POLL_S = 0.005  # between two looks at an adapter that is being loaded
-HEALTHY_S = 600.0  # after this long alive, earlier deaths are forgotten
-BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
 EngineStarter = Callable[[EngineConfig, "ResolvedModel", "Plugins"], EngineClient]
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPooling, AsyncAdapters):
     """Make it, `await start()` (or `async with`), then `generate` from any task of that event loop.
 
     plugins: from `load_plugins()` when None. start_engine: makes the client, blocking; the process client
@@ -89,14 +81,15 @@ class AsyncLLM:
         self.model: ResolvedModel = self._front_end.model
         self.tokenizer: Tokenizer | None = self._front_end.tokenizer
         self.input_processor: InputProcessor = self._front_end.input_processor
+        self.io_processor = self._front_end.io_processor
         self.adapters: AdapterRegistry = self._front_end.adapters
         self.output_processor = OutputProcessor(self.tokenizer, self.config)
         self.stat_loggers = StatLoggers(self.config, self.plugins) if stat_loggers is None else stat_loggers
         self._start_engine = start_engine or _start_process
         self._max_restarts = max_restarts
         self._client: EngineClient | None = None
+        self._supervisor: Supervisor | None = None
         self._info: EngineInfo | None = None
-        self._down: EngineDeadError | None = None
         self._refusal: str | None = None  # set while draining
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
@@ -118,9 +111,13 @@ class AsyncLLM:
         self._client = await asyncio.to_thread(self._start_engine, self.config, self.model, self.plugins)
         self._started(time.monotonic() - began)
         await self._load_adapters()
-        self._tasks = [asyncio.create_task(self._run(), name="pelton-outputs")]
+        self._supervisor = Supervisor(
+            self._client, max_restarts=self._max_restarts, hand_on=self._hand_on, started=self._started,
+            died=lambda error: self._fail_all(error, SchedulerStats()),
+        )  # fmt: skip
+        self._tasks = [asyncio.create_task(self._supervisor.run(), name="pelton-outputs")]
         if self.config.scheduler.max_step_s:
-            watch = self._watch_steps(self.config.scheduler.max_step_s)
+            watch = self._supervisor.watch(self.config.scheduler.max_step_s)
             self._tasks.append(asyncio.create_task(watch, name="pelton-watch"))
         if self.stat_loggers:
             self._tasks.append(asyncio.create_task(self._log_stats(), name="pelton-stats"))
@@ -195,11 +192,11 @@ class AsyncLLM:
             adapter=None if lora_request is None else self.adapters.ref(lora_request), tenant=tenant,
             on_text=on_text,
         )  # fmt: skip
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
+        deadline = deadline_of(timeout_s)
         finished = False
         try:
             while not finished:
-                output = await (queue.get() if deadline is None else _get_until(deadline, queue, timeout_s))
+                output = await (queue.get() if deadline is None else get_until(deadline, queue, timeout_s))
                 finished = output.finished
                 if output.error is not None:
                     raise error_from_info(output.error)
@@ -232,116 +229,6 @@ class AsyncLLM:
                     task.cancel()
             step += len(tasks)
         return search.result(self.tokenizer)
-
-    async def encode(
-        self,
-        prompt: Prompt | Mapping[str, Any],
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        **arguments: Any,
-    ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
-        """The one output of a prompt that pools. Closing or cancelling the iteration aborts it. arguments: priority,
-        cache_salt, timeout_s and truncate_prompt_tokens, as `encode_all` has them. With an IO processor the prompt may be
-        {"data": ...}, and `outputs` is what the processor made. Raises as `generate`."""
-        request_id = request_id if request_id is not None else uuid.uuid4().hex
-        if is_for_processor(prompt):
-            yield await self._encode_data(prompt[DATA], pooling_params, request_id, arguments)  # type: ignore[call-overload,index]
-            return
-        async with contextlib.aclosing(self._encode_each([prompt], [pooling_params], request_id, arguments)) as found:
-            async for _, output in found:
-                yield output
-
-    async def encode_all(
-        self,
-        prompts: Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams | None] | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout_s: float | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Outputs of many prompts, in their order; the first that fails ends all. pooling_params: one for all, or one each."""
-        if pooling_params is None or isinstance(pooling_params, PoolingParams):
-            pooling_params = [pooling_params] * len(prompts)
-        arguments = {
-            "priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s,
-            "truncate_prompt_tokens": truncate_prompt_tokens,
-        }  # fmt: skip
-        request_id = request_id if request_id is not None else uuid.uuid4().hex
-        async with contextlib.aclosing(self._encode_each(prompts, pooling_params, request_id, arguments)) as found:
-            return [output async for _, output in found]
-
-    async def _encode_each(
-        self,
-        prompts: Sequence[Any],
-        pooling_params: Sequence[PoolingParams | None],
-        request_id: str,
-        arguments: Mapping[str, Any],
-    ) -> AsyncGenerator[tuple[int, PoolingRequestOutput[PoolingOutput]], None]:
-        """All of them are under way together; told with their index, in order. Closing it aborts the others."""
-        timeout_s = arguments.get("timeout_s")
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + DEADLINE_GRACE_S
-        waiting: dict[str, OutputQueue] = {}
-        unsent: list[tuple[ProcessedRequest, float]] = []
-        num_tokens = 0
-        try:
-            for index, (prompt, params) in enumerate(zip(prompts, pooling_params, strict=True)):
-                own_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-                arrival = time.monotonic()
-                process = self.input_processor.process_pooling
-                processed = await self._processed_prompt(process, prompt, params, own_id, **arguments)
-                unsent.append((processed, arrival))
-                num_tokens += len(processed.prompt_token_ids)
-                if len(unsent) == SENT_TOGETHER or num_tokens >= TOKENS_SENT_TOGETHER or index == len(prompts) - 1:
-                    waiting |= self._send(unsent)
-                    unsent, num_tokens = [], 0
-            for index, own_id in enumerate(list(waiting)):
-                queue = waiting[own_id]
-                output = await (queue.get() if deadline is None else _get_until(deadline, queue, timeout_s))
-                del waiting[own_id]
-                if output.error is not None:
-                    raise error_from_info(output.error)
-                yield index, output
-        finally:
-            for own_id in waiting:
-                self._abort(own_id)
-
-    async def _encode_data(
-        self, data: Any, params: PoolingParams | None, request_id: str, arguments: Mapping[str, Any]
-    ) -> PoolingRequestOutput[Any]:
-        processor = self._front_end.io_processor
-        if processor is None:
-            raise RequestError(NO_PROCESSOR, param=DATA)
-        parsed = parse(processor, data)
-        merged = processor.merge_pooling_params(params)
-        try:
-            prompts = as_prompts(await processor.pre_process_async(parsed, request_id))
-            return await self._processed(processor, prompts, merged, request_id, arguments)
-        finally:
-            processor.discard(request_id)
-
-    async def _processed(
-        self,
-        processor: IOProcessor[Any, Any],
-        prompts: Sequence[Prompt],
-        params: PoolingParams,
-        request_id: str,
-        arguments: Mapping[str, Any],
-    ) -> PoolingRequestOutput[Any]:
-        ids: list[int] = []
-
-        async def each() -> AsyncGenerator[tuple[int, PoolingRequestOutput[PoolingOutput]], None]:
-            found = self._encode_each(prompts, [params] * len(prompts), request_id, arguments)
-            async with contextlib.aclosing(found):
-                async for index, output in found:
-                    ids.extend(output.prompt_token_ids)
-                    yield index, output
-
-        async with contextlib.aclosing(each()) as outputs:
-            made = await processor.post_process_async(outputs, request_id)
-        return PoolingRequestOutput(request_id, made, ids, True)
 
     async def _add(
         self,
@@ -437,68 +324,6 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         return self.input_processor.get_default_sampling_params()
 
-    # -- adapters --
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Have the engine read an adapter, and serve its name. Raises `RequestError` for one that it cannot serve; one of the same
-        name is then still served."""
-        ref = self.adapters.ref(lora_request)
-        self.adapters.check_name(ref.name)
-        try:
-            await self._load_adapter(ref)
-        except BaseException:
-            if self.adapters.get(lora_request.lora_name) != lora_request:
-                self.adapters.forget(lora_request)
-            raise
-        self.adapters.serve(lora_request)
-        return True
-
-    async def remove_lora(self, lora_name: str) -> bool:
-        """Forget an adapter; requests that run with it go on. Raises `AdapterNotFoundError` for a name that is not served."""
-        return await self.forget_lora(self.adapters.unserve(lora_name))
-
-    async def forget_lora(self, lora_request: LoRARequest) -> bool:
-        """Free an adapter's memory, whatever its name now stands for. An equal request is another adapter from now on."""
-        ref = self.adapters.forget(lora_request)
-        return ref is not None and bool(await self.call("adapter.remove", ref.id))
-
-    def list_loras(self) -> dict[str, LoRARequest]:
-        """The adapters that are served, by name."""
-        return self.adapters.served
-
-    async def pin_lora(self, lora_name: str) -> bool:
-        """Keep an adapter on host and device, whatever else is asked for."""
-        ref = self.adapters.ref(self.adapters.require(lora_name))
-        await self.call("adapter.pin", ref.id)
-        return True
-
-    async def resolve_lora(self, lora_name: str) -> LoRARequest:
-        """The adapter of this name: one that is served, or one that a resolver finds. Raises `AdapterNotFoundError`, or what
-        is wrong with it."""
-        if not self._front_end.resolvers:
-            return self.adapters.require(lora_name)
-        return await self.adapters.resolve(
-            lora_name, self.config.model.model, self._front_end.resolvers, self._load_adapter
-        )
-
-    @property
-    def resolves_loras(self) -> bool:
-        """Return whether adapters of unknown names are looked for."""
-        return bool(self._front_end.resolvers)
-
-    async def _load_adapter(self, ref: AdapterRef) -> None:
-        while not await self.call("adapter.load", ref.id, ref.name, ref.path):
-            await asyncio.sleep(LOAD_POLL_S)
-
-    async def _load_adapters(self) -> None:
-        """Those that `lora_modules` names."""
-        try:
-            for name, path in self.config.lora.modules():
-                await self.add_lora(LoRARequest(name, 1, path))
-        except RequestError as error:
-            self.shutdown()
-            raise ConfigError(f"lora_modules: {error}") from error
-
     # -- state --
 
     @property
@@ -554,37 +379,15 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.call("reset_prefix_cache"))
 
-    # -- tasks --
+    @property
+    def _resolvers(self) -> Sequence[tuple[str, LoRAResolver]]:
+        return self._front_end.resolvers
 
-    async def _run(self) -> None:
-        """Take outputs until the engine is dead; then start it again, a bounded number of times."""
-        deaths = 0
-        while True:
-            since = time.monotonic()
-            error = await self._take_outputs()
-            deaths = 1 if time.monotonic() - since > HEALTHY_S else deaths + 1
-            self._down = error
-            logger.error("%s", error)
-            self._fail_all(error, SchedulerStats())
-            while not await self._restart(deaths, error):
-                deaths += 1
+    @property
+    def _down(self) -> EngineDeadError | None:
+        return None if self._supervisor is None else self._supervisor.down
 
-    async def _take_outputs(self) -> EngineDeadError:
-        """Hand outputs on until the engine is dead; returns why."""
-        assert self._client is not None
-        while True:
-            try:
-                batches = await self._client.get_outputs_async()
-            except EngineDeadError as error:
-                return error
-            except Exception as error:
-                logger.exception("Taking the engine's outputs failed")
-                return EngineDeadError(f"Taking the engine's outputs failed: {type(error).__name__}: {error}")
-            for outputs in batches:
-                self._hand_on(outputs)
-            # The engine may be faster than we are, and the next outputs are there already: those who wait for these come
-            # first, and so do new requests.
-            await asyncio.sleep(0)
+    # -- outputs --
 
     def _hand_on(self, outputs: EngineOutputs) -> None:
         processor = self.output_processor
@@ -601,60 +404,10 @@ class AsyncLLM:
         self.stat_loggers.record(outputs.stats, processed.stats)
         self._note_idle()
 
-    async def _restart(self, deaths: int, error: EngineDeadError) -> bool:
-        """Try once. True when the engine is back; never returns when there are no tries left."""
-        assert self._client is not None
-        if deaths > self._max_restarts:
-            logger.error("The engine failed %d times and will not be restarted; restart the server.", deaths)
-            self._down = EngineDeadError(f"{error} It will not be restarted (it failed {deaths} times).")
-            await asyncio.Event().wait()
-        await asyncio.sleep(BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)])
-        began = time.monotonic()
-        try:
-            await asyncio.to_thread(self._client.restart)
-        except Exception as failure:  # also what the system refuses, such as a process or a socket: later it may not
-            is_known = isinstance(failure, PeltonError)
-            cause = str(failure) if is_known else f"{type(failure).__name__}: {failure}"
-            logger.error("Restarting the engine failed: %s", cause, exc_info=not is_known)
-            self._down = EngineDeadError(f"{error} Restarting it failed: {cause}")
-            return False
-        self._started(time.monotonic() - began)
-        self._down = None
-        logger.info("The engine is running again.")
-        return True
-
-    async def _watch_steps(self, most_s: float) -> None:
-        """Kill an engine whose step hangs, or whose process says nothing: `_run` then starts another."""
-        interval = min(1.0, most_s / 4)
-        looked = time.monotonic()
-        while True:
-            await asyncio.sleep(interval)
-            now = time.monotonic()
-            was_late, looked = (
-                now - looked > 2 * interval + 1.0,
-                now,
-            )  # we stood still ourselves: signs of life wait to be read
-            assert self._client is not None
-            age = self._client.last_progress_age_s
-            if age > most_s and not was_late and self._client.error is None:
-                reason = f"It made no progress for {age:.1f} s (max_step_s is {most_s:g})."
-                logger.error("The engine is killed. %s", reason)
-                self._client.kill(reason)
-
     async def _log_stats(self) -> None:
         while True:
             await asyncio.sleep(self.config.observability.log_stats_interval_s)
             self.stat_loggers.log()
-
-
-async def _get_until(deadline: float, queue: OutputQueue, timeout_s: float | None) -> Any:
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await queue.get()
-    except TimeoutError:
-        raise DeadlineExceededError(
-            f"The request's time limit of {timeout_s} s passed, and the engine is not responding."
-        ) from None
 
 
 def _start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineClient:

@@ -5,6 +5,7 @@ Subclass `StatLoggerConformance` in a test module and set `logger_class`. Tests 
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +14,7 @@ import pytest
 
 from pelton.config import EngineConfig
 from pelton.metrics.interface import OffersSnapshot, StatLogger
-from pelton.metrics.snapshot import render_text
+from pelton.metrics.snapshot import Counter, Gauge, Histogram
 from pelton.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
 _MAX_RECORD_S = 0.02
@@ -63,4 +64,15 @@ class StatLoggerConformance:
         if not isinstance(logger, OffersSnapshot):
             pytest.skip("has no snapshot")
         logger.record(*some_stats(0))
-        assert render_text(logger.snapshot())
+        found = logger.snapshot()
+        assert found, "it publishes nothing after a step"
+        for metric in found:
+            assert isinstance(metric, (Counter, Gauge, Histogram)), (
+                f"{metric} is neither a counter, a gauge nor a histogram"
+            )
+            assert re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", metric.name), (
+                f"{metric.name!r} is not a name of Prometheus's"
+            )
+            assert all(isinstance(value, str) for value in metric.labels.values()), (
+                f"labels of {metric.name}: {metric.labels}"
+            )

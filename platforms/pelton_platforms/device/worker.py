@@ -19,6 +19,7 @@ from pelton.worker.interface import Worker
 from pelton.worker.pending import PendingOutput
 from pelton_platforms.device.adapter_memory import make_adapter_memory
 from pelton_platforms.device.adapters import make_adapters
+from pelton_platforms.device.device_memory import use_device_memory
 from pelton_platforms.device.first_start import FirstStart
 from pelton_platforms.device.graphs.capture_plan import CaptureQueue, plan_captures
 from pelton_platforms.device.graphs.graph_setup import setup_graphs
@@ -66,6 +67,7 @@ class DeviceWorker(Worker):
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_tokens,
                 capability=self.platform.capability(self.rank), parallel=self.parallel,
             )  # fmt: skip
+            use_device_memory(self.build)
             self.build.adapters = memory = make_adapter_memory(self.config, self.device, self.max_num_tokens)
             self.model = build_model(self.build, self.model_info.architecture, self.plugins)
             self.adapters = make_adapters(self.build, memory)

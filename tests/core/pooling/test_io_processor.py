@@ -171,7 +171,7 @@ async def test_async(encoder, plugins):
         assert outputs[0].outputs["first"] == pytest.approx([float(one.outputs.data[0]) for one in found], abs=1e-5)
         with pytest.raises(RequestError, match="cannot read data"):
             [output async for output in llm.encode({"data": 3})]
-        assert not llm._front_end.io_processor.kept
+        assert not llm.io_processor.kept
         assert llm.num_unfinished_requests == 0
 
 

@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.messages.report import DeviceReport, EngineInfo
-from pelton.metrics.snapshot import render_text
 from pelton.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 from pelton.plugins import load_plugins
+from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.stat_loggers import families as table
 from pelton_plugins.stat_loggers.log_line import LogLineLogger
 from pelton_plugins.stat_loggers.prometheus import PrometheusLogger

@@ -22,10 +22,11 @@ from pelton.engine.process_client import ProcessClient
 from pelton.errors import ConfigError, EngineDeadError, EngineError, PeltonError, error_from_info
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutputs
-from pelton.metrics.snapshot import Counter, Gauge, render_text
+from pelton.metrics.snapshot import Counter, Gauge
 from pelton.plugins import Plugins
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.http_metrics import HttpMetrics
+from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.server.processes import control
 from pelton_plugins.server.processes.child import Child

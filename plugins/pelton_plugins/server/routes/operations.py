@@ -9,8 +9,8 @@ from litestar import HttpMethod, Response, get, route
 
 import pelton
 from pelton.errors import PeltonError
-from pelton.metrics.snapshot import render_text
 from pelton_plugins.server.errors import UnavailableError, error_response, scrub
+from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.server.state import ServerState

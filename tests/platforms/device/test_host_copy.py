@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pelton.model.host_copy import HostCopier
+from pelton_platforms.device.host_copy import HostCopier
 
 
 class OrderedEvent:

@@ -3,7 +3,8 @@
 import torch
 
 from pelton.testing.model_driver import make_test_build
-from pelton.utils.large_pages import LEAST_BYTES, PAGE_BYTES, REGION_BYTES, LargePages
+from pelton_platforms.device.device_memory import use_device_memory
+from pelton_platforms.device.large_pages import LEAST_BYTES, PAGE_BYTES, REGION_BYTES, LargePages
 
 
 def test_tensors_are_zero_apart_and_aligned():
@@ -25,8 +26,10 @@ def test_a_tensor_outlives_its_pages():
     assert tensor.sum() == 7 * PAGE_BYTES
 
 
-def test_parameters_come_from_them_on_the_cpu(monkeypatch):
+def test_parameters_come_from_them_on_the_cpu():
     build = make_test_build({})
+    use_device_memory(build)
+    assert isinstance(build.allocate.__self__, LargePages)
     taken = []
-    monkeypatch.setattr(build.large_pages, "zeros", lambda *given: taken.append(given) or torch.ones(2))
+    build.allocate = lambda *given: taken.append(given) or torch.ones(2)
     assert build.empty(4, 6).tolist() == [1, 1] and taken == [((4, 6), torch.float32)]
