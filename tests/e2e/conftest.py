@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from pelton_e2e import NUM_NEW_TOKENS, Reference, greedy_reference, make_prompts, serving
+from pelton_e2e import NUM_NEW_TOKENS, Reference, references_in, serving
 
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """A function from family to its reference; made once per session."""
-    from pelton.testing.models import make_tiny_checkpoint
-
-    made: dict[str, Reference] = {}
-
-    def get(family: str) -> Reference:
-        if family not in made:
-            path = str(make_tiny_checkpoint(tmp_path_factory.mktemp(family), family))
-            vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
-            prompts = make_prompts(vocab_size)
-            outputs, gap = greedy_reference(path, prompts, NUM_NEW_TOKENS)
-            made[family] = Reference(family, path, prompts, outputs, gap)
-        return made[family]
-
-    return get
+    return references_in(tmp_path_factory, NUM_NEW_TOKENS, with_tokenizer=True)
 
 
 @pytest.fixture(params=["llama", "mistral", "gemma3"])

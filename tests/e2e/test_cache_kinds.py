@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts
+from pelton_e2e import Reference, generate, greedy, make_llm, make_prompts, references_in
 from torch import Tensor, nn
 
 from pelton.entries import ModelEntry
@@ -21,7 +21,7 @@ from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.plugins import load_plugins, register
-from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+from pelton.testing.models import VOCAB_SIZE
 
 NUM_TOKENS = 40
 LENGTHS = (1, 5, 16, 17, 48, 129, 200)
@@ -30,16 +30,7 @@ LENGTHS = (1, 5, 16, 17, 48, 129, 200)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """From family to its checkpoint with transformers' answers."""
-    known: dict[str, Reference] = {}
-
-    def get(family: str) -> Reference:
-        if family not in known:
-            path = str(make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, with_tokenizer=False))
-            prompts = make_prompts(VOCAB_SIZE, LENGTHS)
-            known[family] = Reference(family, path, prompts, *greedy_reference(path, prompts, NUM_TOKENS))
-        return known[family]
-
-    return get
+    return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS)
 
 
 @pytest.fixture(params=["deepseek_v2", "deepseek_v3", "gemma4"])

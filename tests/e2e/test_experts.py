@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts
+from pelton_e2e import Reference, generate, greedy, make_llm, references_in
 from safetensors.torch import load_file, save_file
-
-from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss")
 NUM_TOKENS = 32
@@ -23,16 +21,7 @@ LENGTHS = (1, 5, 16, 33, 129, 200)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """From family to its checkpoint with transformers' answers."""
-    known: dict[str, Reference] = {}
-
-    def get(family: str) -> Reference:
-        if family not in known:
-            path = str(make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, with_tokenizer=False))
-            prompts = make_prompts(VOCAB_SIZE, LENGTHS)
-            known[family] = Reference(family, path, prompts, *greedy_reference(path, prompts, NUM_TOKENS))
-        return known[family]
-
-    return get
+    return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import random
 import re
 import signal
@@ -22,6 +23,8 @@ from unittest import mock
 from pelton_references import cached
 
 if TYPE_CHECKING:
+    from pytest import TempPathFactory
+
     from pelton import LLM
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -53,6 +56,29 @@ def greedy_reference(path: str, prompts: list[list[int]], num_tokens: int) -> tu
     """transformers in float32, EOS ignored: the ids, and the smallest gap between the best two logits."""
     reference = gap_reference("", path, prompts, num_tokens, "cpu")
     return reference.outputs, min(min(row) for row in reference.gaps)
+
+
+def references_in(
+    folders: TempPathFactory,
+    num_tokens: int,
+    lengths: tuple[int, ...] = PROMPT_LENGTHS,
+    *,
+    with_tokenizer: bool = False,
+) -> Callable[[str], Reference]:
+    """A function from family to its tiny checkpoint with transformers' answers, each made once."""
+    from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+
+    made: dict[str, Reference] = {}
+
+    def get(family: str) -> Reference:
+        if family not in made:
+            path = str(make_tiny_checkpoint(folders.mktemp(family), family, with_tokenizer=with_tokenizer))
+            stated = json.loads((Path(path) / "config.json").read_text()).get("vocab_size", VOCAB_SIZE)
+            prompts = make_prompts(stated if with_tokenizer else VOCAB_SIZE, lengths)
+            made[family] = Reference(family, path, prompts, *greedy_reference(path, prompts, num_tokens))
+        return made[family]
+
+    return get
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ until its masks are brought; what is queued behind it waits.
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 import time
 import weakref
@@ -24,15 +23,13 @@ from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.plugins import FIX_IT
+from pelton.utils.threads import take_short_turns
 from pelton.worker.interface import Worker, WorkerContext
 from pelton.worker.pending import PendingOutput
 from pelton.worker.select import describe_platform, start_worker
 
 _SHUTDOWN_WAIT_S = 5.0
 _POLL_S = 20e-6  # of a device that is waited for with a time limit
-_SWITCH_S = 100e-6
-"""How long a thread may keep the interpreter from others, Python's 5 ms otherwise: a launch lets go of it, and would come back to it
-only when the step loop, which schedules the next step meanwhile, has had its time."""
 
 T = TypeVar("T")
 
@@ -196,7 +193,7 @@ class InProcessExecutor(Executor):
         self._run(lambda: worker.initialize_kv_cache(plan))
         self._run(worker.warm_up)
         # Not before: threads that load kernels would change places in the middle of it more often.
-        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
+        take_short_turns()
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
         worker, thread = self._alive(), self._thread

@@ -23,6 +23,7 @@ from pelton.engine.start_table import start_table
 from pelton.errors import ConfigError, EngineDeadError
 from pelton.logging import get_logger
 from pelton.plugins import Plugins, load_plugins
+from pelton.utils.threads import take_short_turns
 from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError
@@ -32,8 +33,6 @@ from pelton_plugins.server.wire import BoundedHttpProtocol
 if TYPE_CHECKING:
     from pelton_plugins.server.processes.owner import Owner
 
-SWITCH_S = 100e-6
-"""How long a thread of the serving process may keep the interpreter from others: results are read beside the event loop."""
 NICENESS = 5
 """Of the process that serves beside an engine on a CPU."""
 
@@ -54,9 +53,6 @@ class Server:
     def __init__(
         self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
     ) -> None:
-        config.check_exposure()
-        config.check_policy(engine_config.scheduler.scheduling_policy)
-        check_tls(config)
         names = engine_config.model.served_model_name or [engine_config.model.model]
         self.config = config
         self.port = config.port  # once bound, the real one where this is 0
@@ -79,7 +75,7 @@ class Server:
 
     async def run(self) -> int:
         """Serve until a signal. Returns the exit code."""
-        sys.setswitchinterval(SWITCH_S)
+        take_short_turns()  # results are read beside the event loop
         listener = self._listen()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -288,6 +284,9 @@ def run_server(
     """Serve until a signal, on uvloop. explicit: flat names of the settings that the user gave."""
     import uvloop
 
+    config.check_exposure()
+    config.check_policy(engine_config.scheduler.scheduling_policy)
+    check_tls(config)
     server: Server | Owner
     if config.api_server_count > 1:
         from pelton_plugins.server.processes.owner import Owner

@@ -7,7 +7,6 @@ What it is given comes from `sources`; JSON schemas are checked and rewritten by
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -28,9 +27,6 @@ from pelton_plugins.structured_output.vocabulary import Vocabulary
 
 _MAX_CACHED = 512
 """Compiled constraints that are kept, the last used ones."""
-_SWITCH_S = 1e-4
-"""The worker's thread has to launch the sampling as soon as masks are there, whatever the engine's thread goes on with: Python's
-own 5 ms are several steps of a small model."""
 _SLOW_S = 2e-3
 """CPU time of a first mask, made again, of a grammar whose masks are made apart from the others'."""
 _LIMITS: dict[str, int] = {
@@ -150,8 +146,6 @@ class LLGuidanceBackend(StructuredOutputBackend):
         )
         self._limits = llguidance._lib.LLParserLimits(**_LIMITS)
         self._filler = BatchFiller(self.settings.grammar_threads or num_threads(os.cpu_count() or 2))
-        if sys.getswitchinterval() > _SWITCH_S:
-            sys.setswitchinterval(_SWITCH_S)
         self._made: OrderedDict[bytes, tuple[Any, bool]] = OrderedDict()  # (matcher in its first state, is slow)
         self._lock = threading.Lock()
         self.num_compiled = 0

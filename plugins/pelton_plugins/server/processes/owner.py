@@ -31,7 +31,7 @@ from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.server.processes import control
 from pelton_plugins.server.processes.child import Child
 from pelton_plugins.server.processes.load_counts import LoadCounts
-from pelton_plugins.server.serve import announce, bind, check_tls, url_of
+from pelton_plugins.server.serve import announce, bind, url_of
 
 logger = get_logger(__name__)
 
@@ -65,9 +65,6 @@ class Owner:
     def __init__(
         self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
     ) -> None:
-        config.check_exposure()
-        config.check_policy(engine_config.scheduler.scheduling_policy)
-        check_tls(config)
         if engine_config.lora.allow_runtime_lora_updating:
             raise ConfigError(
                 f"allow_runtime_lora_updating is set, and api_server_count is {config.api_server_count}: an adapter that is "
