@@ -26,7 +26,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_mixed_prefill_tokens: int | None = None
     """Most prompt tokens in a step that also gives running requests a token, which bounds the time between two tokens; 0 for no
     bound but the budget. A waiting request with half as many tokens to compute, or fewer, comes beyond it, within the budget: it
-    gets its first token at once; where more than two wait that could start, those with more tokens too, in proportion. When unset
+    gets its first token at once; so does every one of a burst that finds the engine idle. When unset
     none; on CPUs, where `max_num_batched_tokens` is unset too, an eighth of it, at least 64."""
     long_prefill_token_threshold: int = 0
     """Most new tokens of one request in one step; 0 for no bound but the budget."""

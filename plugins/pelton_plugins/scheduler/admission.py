@@ -103,7 +103,6 @@ class Admission:
             request, num_new, cached_blocks=cached, num_cached_tokens=num_local,
             num_external_tokens=num_external, delay_caching=delay_caching,
         )  # fmt: skip
-        self._table.lacks_blocks = new_ids is None
         if new_ids is None:
             return self._parts.preemption.make_room_for_head(request, step)
         self._count_found(request, start, num_external)

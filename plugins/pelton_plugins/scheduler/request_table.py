@@ -46,7 +46,6 @@ class RequestTable:
         self.deferred: dict[str, RequestState] = {}  # waiting, and not to be asked before something happened
         self.num_queued_reqs = 0  # waiting and never scheduled
         self.num_queued_tokens = 0
-        self.lacks_blocks = False  # a request has waited for some, and none was admitted since
         self.num_grammars = 0
         self.outputs: list[EngineOutput] = []  # of requests that ended outside a step's result
         self.stats = SchedulerStats()
@@ -58,13 +57,6 @@ class RequestTable:
         self._drafts = drafts
         self._clock = clock
         self._has_finished_rows = False  # in `running`
-
-    @property
-    def num_admissible(self) -> int:
-        """Requests that were never scheduled and wait for nothing but their prompt's turn."""
-        return (
-            0 if self.lacks_blocks else min(self.num_queued_reqs, len(self.waiting), self._allocations.slots.num_free)
-        )
 
     def add(self, request: RequestState, now: float) -> None:
         self.num_queued_reqs += 1
@@ -107,7 +99,6 @@ class RequestTable:
             self.running.remove(request)
             request.events.append(EngineEvent(EventType.PREEMPTED, self._clock()))
             self.stats.num_preemptions += 1
-            self.lacks_blocks = True
         else:
             self.deferred.pop(request.request_id, None)
             self.waiting.remove(request)

@@ -13,18 +13,31 @@ from pelton_plugins.scheduler.request import RequestState
 from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.step import StepBuilder
 
-_FEW_WAITING = 2
-"""Requests. With so many or fewer a prompt of half the bound is short; with more, longer ones are, in proportion. Every step has a
-cost of its own, and those with few rows waste most: a burst of requests decodes together soon, behind few large steps. Long
-prompts keep to the bound whatever waits."""
+_BURST_STEPS, _FEW_WAITING = 32, 2
+"""A burst: more than two requests that wait, no later than 32 steps after nothing ran, with no more tokens than 32 full steps compute.
+Every step has a cost of its own, and those with few rows waste most: a burst decodes together soon, behind few large steps. Under a
+load that lasts there is always a next prompt, and large steps would be most of the time between two tokens."""
 
 
 class RunningRows:
     def __init__(self, parts: RowParts, drafts: Drafts) -> None:
         self._parts, self._kv, self._table, self._allocations = parts, parts.kv, parts.table, parts.allocations
         self._drafts = drafts
+        self._burst_end = 0  # the step from which on no burst is left
         block_sizes = parts.allocations.block_sizes
         self._block_size = block_sizes[0] if block_sizes else 0  # asked with one group only
+
+    def expect_burst(self, step_id: int) -> None:
+        """Nothing runs before this step: whoever comes now holds up nobody who has been reading for long."""
+        self._burst_end = step_id + _BURST_STEPS
+
+    def _is_burst(self, step: StepBuilder) -> bool:
+        table = self._table
+        return (
+            step.step_id < self._burst_end
+            and table.num_queued_reqs > _FEW_WAITING
+            and table.num_queued_tokens <= _BURST_STEPS * step.budget
+        )
 
     def serve(self, step: StepBuilder) -> None:
         """Give each running request its tokens, in rank order; preempt from the end when blocks run out."""
@@ -32,8 +45,7 @@ class RunningRows:
         config = self._parts.config
         num_mixed = config.max_mixed_prefill_tokens
         if num_mixed and config.enable_chunked_prefill and any(request.is_in_decode for request in running):
-            most_short = num_mixed * max(self._table.num_admissible, _FEW_WAITING) // (2 * _FEW_WAITING)
-            step.bound_prefill(num_mixed, most_short)
+            step.bound_prefill(num_mixed, step.budget if self._is_burst(step) else num_mixed // 2)
         self._drafts.begin(step.step_id, running)
         is_plain = step.is_ordered and not self._drafts.is_on
         step_id, ones, max_seq_len = step.step_id, step.ones, 0

@@ -216,6 +216,8 @@ class DefaultScheduler(Scheduler):
         try:
             if table.running:
                 self._running.serve(step)
+            else:
+                self._running.expect_burst(step.step_id)
             if not step.has_preempted and table.waiting:
                 self._admission.admit(step)
             if not step.num_rows and not self._transfers.wants_bare_step(table, len(steps)):

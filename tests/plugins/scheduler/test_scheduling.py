@@ -111,12 +111,13 @@ def test_chunks_behind_a_long_context_are_smaller():
 def test_a_chunk_of_one_token_takes_its_part_of_the_bound():
     config = SchedulerConfig(max_mixed_prefill_tokens=17)
     harness = Harness(config=config, max_num_batched_tokens=64)
-    harness.add(make_request("decode", 3, 30))
-    harness.step()
+    harness.add(make_request("decode", 3, 60))
+    for _ in range(32):  # what comes later is no burst
+        harness.step()
     for name in "abc":
         harness.add(make_request(name, 16, 1))
     harness.run_and_check()
-    later = [output.num_scheduled for output in harness.executor.outputs[1:]]
+    later = [output.num_scheduled for output in harness.executor.outputs[32:]]
     assert later[:3] == [[1, 1, 16], [1, 15, 2], [1, 14]]  # and not one of each that waits
 
 
@@ -148,43 +149,37 @@ def test_short_remainders_come_beyond_the_bound_until_the_step_is_full(overlap):
     assert later == [[1, 8, 4], [1, 8, 4], [1, 4, 4]]
 
 
+@OVERLAPS
 @pytest.mark.parametrize(
-    "length, sizes, expected",
+    "num_steps_before, lengths, expected",
     [
+        pytest.param(1, [10] * 20, [1, *[10] * 6], id="the-engine-was-idle-and-whole-prompts-fill-the-step"),
+        pytest.param(1, [10] * 3, [1, 10, 10, 10], id="three-are-one"),
+        pytest.param(1, [30, *[10] * 3], [1, 30, 10, 10, 10], id="longer-than-the-bound"),
+        pytest.param(1, [70, *[10] * 3], [1, 8, 10, 10, 10], id="one-that-is-longer-than-a-step-keeps-to-the-bound"),
+        pytest.param(1, [10] * 2, [1, 8], id="two-are-none"),
+        pytest.param(32, [10] * 20, [1, 8], id="32-steps-later-they-are-none"),
         pytest.param(
-            10, {}, [[1, *[10] * 6], [1, 8]], id="nine-wait-and-18-tokens-are-short"
-        ),  # of three that are left 6
-        pytest.param(30, {}, [[1, 8]] * 3, id="long-ones-keep-to-the-bound"),
-        pytest.param(10, {"max_num_seqs": 2}, [[1, 8], [1, 2], [1, 8], [1, 2]], id="there-is-one-slot"),
+            1, [63] * 33, [1, 8], id="more-than-32-steps-compute"
+        ),  # 2,079 tokens; a step has 63 beside the row
+        pytest.param(1, [63] * 32, [1, 63], id="as-much-as-32-steps-compute"),
     ],
 )
-def test_what_is_short_grows_with_the_requests_that_could_start(length, sizes, expected):
+def test_a_burst_is_taken_in_full_steps(overlap, num_steps_before, lengths, expected):
     config = SchedulerConfig(max_mixed_prefill_tokens=8)
     harness = Harness(
-        config=config, max_num_batched_tokens=64, prefix_caching=False, num_blocks=256, **{"max_num_seqs": 32, **sizes}
-    )
+        config=config, max_num_batched_tokens=64, prefix_caching=False, num_blocks=800, max_num_seqs=64,
+        max_steps_in_flight=overlap,
+    )  # fmt: skip
     harness.add(make_request("decode", 3, 60))
-    harness.step()
-    for index in range(9):
-        harness.add(make_request(str(index), length, 1))
-    harness.run_and_check()
-    mixed = [output.num_scheduled for output in harness.executor.outputs[1:] if output.max_query_len > 1]
-    assert mixed[: len(expected)] == expected
-
-
-def test_requests_that_wait_for_blocks_do_not_make_others_short():
-    harness = Harness(config=SchedulerConfig(max_mixed_prefill_tokens=8), num_blocks=20, prefix_caching=False)
-    harness.add(make_request("decode", 60, 8))
-    harness.step()
-    for index in range(5):
-        harness.add(make_request(str(index), 18, 1))
-    table = harness.scheduler._table
-    assert table.num_admissible == 5
-    for _ in range(4):
+    while len(harness.executor.outputs) < num_steps_before:
         harness.step()
-    assert table.lacks_blocks and table.num_admissible == 0
+    before = len(harness.executor.outputs)
+    for index, length in enumerate(lengths):
+        harness.add(make_request(str(index), length, 1))
+    harness.step()
+    assert harness.executor.outputs[before].num_scheduled == expected
     harness.run_and_check()
-    assert not table.lacks_blocks
 
 
 @pytest.mark.parametrize(
