@@ -202,6 +202,25 @@ async def test_a_failed_step_raises_in_its_requests_only(make: Make) -> None:
     assert llm.is_healthy
 
 
+async def test_steps_that_fail_one_after_another_are_told_by_its_health(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm: AsyncLLM = await make(script={"fail_before_step": 9})
+    with pytest.raises(EngineDeadError, match=r"The last \d steps failed: .*as the script says"):
+        for _ in range(6):  # each has one or two steps by the time that the first has failed
+            with pytest.raises(EngineError, match="as the script says"):
+                await collect(llm.generate("abc", params()))
+            await llm.check_health()
+    assert llm.is_healthy, "requests are taken all the same"
+    with monkeypatch.context() as patched:
+        patched.setattr("pelton.sdk.supervisor.FAILING_S", 0.0)
+        await llm.check_health()
+    for _ in range(9):
+        with contextlib.suppress(EngineError):
+            await collect(llm.generate("abc", params()))
+    await llm.check_health()
+
+
 async def test_a_deadline_ends_a_request(make: Make) -> None:
     llm: AsyncLLM = await make(script={"step_s": 0.05})
     with pytest.raises(RequestError) as caught:

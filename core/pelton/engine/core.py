@@ -103,6 +103,7 @@ class EngineCore:
         self._awaits_masks = False  # the newest open step
         self._kept: list[EngineOutput] = []  # outputs to be told by the next `step`
         self._has_news = False  # something ended since stats were last told
+        self._num_failed_steps, self._step_failure = 0, ""
         self._request_ids: set[str] = set()
         self._host_s = dict.fromkeys((*HOST_STAGES, WAIT), 0.0)
         self.info = self._describe()
@@ -247,6 +248,7 @@ class EngineCore:
         if outputs or self._has_news:
             message.stats = self._scheduler.take_stats()
             message.stats.plugin_metrics = self._metrics.take()
+            message.stats.num_failed_steps, message.stats.step_failure = self._num_failed_steps, self._step_failure
             message.stats.host_time_s = told = {stage: spent for stage, spent in self._host_s.items() if spent}
             told[STEP] = sum(told.values()) - self._host_s[WAIT]
             self._host_s = dict.fromkeys(self._host_s, 0.0)
@@ -293,6 +295,7 @@ class EngineCore:
             # Whose fault it was is not known; the engine goes on, without those it had.
             logger.exception("Scheduling failed; all requests end.")
             info = EngineError(f"Internal error in the scheduler: {type(error).__name__}: {error}").to_info()
+            self._note_failure(info)
             self.finish_requests(list(self._request_ids), FinishReason.ERROR, info)
             return None
 
@@ -336,6 +339,7 @@ class EngineCore:
         self._open.popleft()
         try:
             outputs += self._scheduler.update(output, result)
+            self._num_failed_steps, self._step_failure = 0, ""
         except Exception as error:
             logger.exception("Taking in step %d failed.", output.step_id)
             self._fail_step(output, error, outputs)
@@ -356,8 +360,12 @@ class EngineCore:
         logger.error("Step %d failed; its requests end.", output.step_id, exc_info=error)
         message = str(error) if isinstance(error, PeltonError) else f"{type(error).__name__}: {error}"
         info = EngineError(f"The step that ran this request failed: {message}").to_info()
+        self._note_failure(info)
         self._has_news = True
         outputs += self._scheduler.update_failed(output, info)
+
+    def _note_failure(self, info: ErrorInfo) -> None:
+        self._num_failed_steps, self._step_failure = self._num_failed_steps + 1, info.message
 
     # The rest.
 

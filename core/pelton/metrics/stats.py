@@ -52,6 +52,10 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Seconds that each grammar took which was compiled since the last record."""
     plugin_metrics: list[PluginSample] = []
     """What plugins in the engine's process counted since the last record."""
+    num_failed_steps: int = 0
+    """Steps in a row that failed, up to now."""
+    step_failure: str = ""
+    """Why the last of them did."""
 
     def count_drafts(self, num_draft: int, num_accepted: int) -> None:
         """Count one row whose drafts were verified."""

@@ -348,8 +348,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         return self.health_reason is None
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` with the cause while the engine is down."""
-        reason = self.health_reason
+        """Raises `EngineDeadError` with the cause while the engine is down, or steps fail one after another (`Supervisor.failing`)."""
+        reason = self.health_reason or (self._supervisor.failing if self._supervisor is not None else None)
         if reason is not None:
             raise EngineDeadError(reason)
 

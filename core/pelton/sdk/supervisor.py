@@ -10,11 +10,14 @@ from pelton.engine.client import EngineClient
 from pelton.errors import EngineDeadError, PeltonError
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutputs
+from pelton.metrics.stats import SchedulerStats
 
 logger = get_logger(__name__)
 
 MAX_RESTARTS = 5
 HEALTHY_S = 600.0  # after this long alive, earlier deaths are forgotten
+FAILED_STEPS = 5  # in a row, after which the engine is said to be ill, though it lives
+FAILING_S = 30.0  # for so long after the last of them
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -37,8 +40,17 @@ class Supervisor:
         self.client = client
         self.down: EngineDeadError | None = None
         """Why there is no engine; None while it runs."""
+        self._failed: tuple[str, float] | None = None  # why steps fail one after another, and when the last one did
         self._max_restarts = max_restarts
         self._hand_on, self._died, self._started = hand_on, died, started
+
+    @property
+    def failing(self) -> str | None:
+        """Why steps fail, for FAILING_S after FAILED_STEPS of them did in a row. Requests are taken meanwhile: one may show that all is
+        well again."""
+        if self._failed is None or time.monotonic() - self._failed[1] >= FAILING_S:
+            return None
+        return self._failed[0]
 
     async def run(self) -> None:
         """Take outputs until the engine is dead; then start it again, a bounded number of times."""
@@ -65,9 +77,18 @@ class Supervisor:
                 return EngineDeadError(f"Taking the engine's outputs failed: {type(error).__name__}: {error}")
             for outputs in batches:
                 self._hand_on(outputs)
+                if outputs.stats is not None:
+                    self._note_failures(outputs.stats)
             # The engine may be faster than we are, and the next outputs are there already: those who wait for these come
             # first, and so do new requests.
             await asyncio.sleep(0)
+
+    def _note_failures(self, stats: SchedulerStats) -> None:
+        count = stats.num_failed_steps
+        if count >= FAILED_STEPS:
+            self._failed = f"The last {count} steps failed: {stats.step_failure}", time.monotonic()
+        elif not count:
+            self._failed = None
 
     async def _restart(self, deaths: int, error: EngineDeadError) -> bool:
         """Try once. True when the engine is back; never returns when there are no tries left."""

@@ -46,6 +46,8 @@ class Script(msgspec.Struct, forbid_unknown_fields=True):
     kill_at_step: int | None = None
     hang_at_step: int | None = None
     fail_at_step: int | None = None
+    fail_before_step: int = 0
+    """All steps before it fail."""
 
 
 class ScriptedExecutor(FakeExecutor):
@@ -59,7 +61,11 @@ class ScriptedExecutor(FakeExecutor):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.script.fail_start is not None:
             raise ConfigError(self.script.fail_start) from OSError("no such device")
-        self.fails = lambda step_id: "as the script says" if step_id == self.script.fail_at_step else None
+        self.fails = lambda step_id: (
+            "as the script says"
+            if step_id == self.script.fail_at_step or step_id < self.script.fail_before_step
+            else None
+        )
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
         handle = super().execute(output)

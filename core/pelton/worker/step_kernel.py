@@ -43,8 +43,8 @@ class StepNeeds:
     kv_dtype: str = optional("auto")
     quantization: str = optional("plain")
     tp_size: int = optional(1)
-    has_adapters: bool = optional(False)
-    """The engine serves adapters: steps without one may still come to the kernel."""
+    has_adapters: bool = False
+    """The engine serves adapters. Refuses nobody: the model's layers compute the steps that have one."""
 
 
 class StepKernel(ABC):

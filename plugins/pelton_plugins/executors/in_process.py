@@ -22,6 +22,7 @@ from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.parallel.communicator import GroupContext, OneRank
 from pelton.plugins import FIX_IT
 from pelton.utils.threads import take_short_turns
 from pelton.worker.interface import Worker, WorkerContext
@@ -166,12 +167,13 @@ class InProcessExecutor(Executor):
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None
         _live.add(self)
+        # Layers leave sums over one rank out when they are made: nothing calls it in a step.
+        parallel = GroupContext(OneRank())
+        worker_context = WorkerContext(
+            config=config, model=context.model, platform=platform, plugins=plugins, parallel=parallel
+        )
         try:
-            self._worker = self._run(
-                lambda: start_worker(
-                    WorkerContext(config=config, model=context.model, platform=platform, plugins=plugins)
-                )
-            )
+            self._worker = self._run(lambda: start_worker(worker_context))
         except BaseException:
             self.shutdown()
             raise

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from pelton_e2e import generate, greedy, make_llm, make_prompts
+from pelton_lora import merged_checkpoint
 
-from pelton import SamplingParams, hookimpl
+from pelton import LoRARequest, SamplingParams, hookimpl
 from pelton.engine.start_table import start_table
 from pelton.entries import Entry
 from pelton.errors import ConfigError
@@ -61,6 +62,15 @@ def expected(llama):
         return generate(llm, PROMPTS, GREEDY)
 
 
+@pytest.fixture(scope="module")
+def adapted(llama, tmp_path_factory):
+    """An adapter, and what its merged weights answer."""
+    folder = tmp_path_factory.mktemp("adapter")
+    path, merged = merged_checkpoint(folder, llama, seed=3, rank=8)
+    with make_llm(merged, plugins=load_plugins(only=[])) as llm:
+        return LoRARequest("one", 1, path), generate(llm, PROMPTS, GREEDY)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -98,6 +108,29 @@ def test_drafts_are_computed_by_the_layers(plugins, calls, llama, expected):
         assert generate(llm, PROMPTS, GREEDY) == expected
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="captured"),
+        pytest.param({"enforce_eager": True}, id="eager"),
+        pytest.param({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, id="with-drafts"),
+    ],
+)
+def test_steps_with_adapters_are_computed_by_the_layers(plugins, calls, llama, expected, adapted, settings):
+    lora, merged = adapted
+    with make_llm(llama, plugins=plugins, step_kernel="one", enable_lora=True, **settings) as llm:
+        for _ in range(2):
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False,
+                lora_request=[None, lora, None, lora, lora],
+            )  # fmt: skip
+            found = [list(output.outputs[0].token_ids) for output in outputs]
+            assert found == [merged[i] if i in (1, 3, 4) else expected[i] for i in range(len(PROMPTS))]
+        calls.clear()
+        assert generate(llm, PROMPTS[:1], GREEDY) == expected[:1]
+        assert calls or "enforce_eager" not in settings, "steps without an adapter are the kernel's"
+
+
 def test_one_that_may_not_be_recorded_leaves_no_graphs(plugins, calls, llama, expected, monkeypatch):
     from pelton_one_step.kernel import OneStepStep
 
@@ -117,6 +150,6 @@ def test_one_that_refuses_says_why(plugins, calls, llama, tmp_path):
         make_llm(qwen, plugins=plugins, step_kernel="one")
     with pytest.raises(ConfigError, match="step_kernel is 'two': available: one"):
         make_llm(llama, plugins=plugins, step_kernel="two")
-    with pytest.raises(ConfigError, match="does not handle has_adapters=True"):
-        make_llm(llama, plugins=plugins, step_kernel="one", enable_lora=True)
+    with pytest.raises(ConfigError, match="does not handle quantization=q8_0"):
+        make_llm(llama, plugins=plugins, step_kernel="one", quantization="q8_0")
     assert not calls

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from pelton.config import EngineConfig
-from pelton.errors import ConfigError, EngineDeadError, NotSupportedError
+from pelton.errors import ConfigError, EngineDeadError, EngineError, NotSupportedError
 from pelton.executor.interface import ExecutorContext
 from pelton.messages.report import DeviceReport
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton.parallel.communicator import OneRank
 from pelton.worker.interface import Worker
 from pelton_plugins.executors import in_process
 from pelton_plugins.executors.in_process import InProcessExecutor, WorkerThread
@@ -45,6 +46,9 @@ class EchoWorker(Worker):
 
     def warm_up(self) -> None:
         self.log.append("warm")
+
+    def place(self):
+        return self.parallel
 
     def execute(self, output):
         assert threading.current_thread() is self.thread and torch.is_inference_mode_enabled()
@@ -111,6 +115,21 @@ def step(step_id: int, *, ms: int = 0, fails: bool = False, grammar: bool = Fals
     return SchedulerOutput(
         step_id=step_id, max_query_len=ms, max_seq_len=13 if fails else 0, grammar_rows=[0] if grammar else []
     )
+
+
+def test_its_worker_has_a_communicator_of_one_rank(make):
+    parallel = make().call("place")
+    x = torch.arange(6.0).reshape(3, 2)
+    communicator = parallel.communicator
+    assert (parallel.rank, parallel.size, type(communicator)) == (0, 1, OneRank)
+    for found in (parallel.all_reduce(x), parallel.all_gather(x), communicator.reduce_scatter(x)):
+        assert found is x
+    assert communicator.all_to_all(x, [3], [3]) is x
+    with pytest.raises(EngineError, match="send to rank 1: this rank is the only one"):
+        communicator.send(x, 1)
+    with pytest.raises(EngineError, match="recv from rank 1: this rank is the only one"):
+        communicator.recv(x, 1)
+    communicator.shutdown()
 
 
 def test_execute_returns_at_once_and_steps_run_in_order(make):
