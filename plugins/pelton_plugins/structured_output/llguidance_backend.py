@@ -169,8 +169,9 @@ class LLGuidanceBackend(StructuredOutputBackend):
 
     def _compile(self, params: StructuredOutputsParams) -> tuple[Any, bool]:
         is_slow = False
-        source = self._sources.make(params)
-        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        matcher = self._matcher(self._sources.make(params))
+        if matcher.is_error():
+            matcher = self._matcher(self._sources.forced(params))
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask takes longest: the requests' copies have it
             started = time.thread_time()
@@ -179,6 +180,9 @@ class LLGuidanceBackend(StructuredOutputBackend):
         if matcher.is_error():
             raise refusal(params, matcher.get_error())
         return matcher, is_slow
+
+    def _matcher(self, source: str) -> Any:
+        return llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
 
 
 def refusal(params: StructuredOutputsParams, message: str) -> RequestError:

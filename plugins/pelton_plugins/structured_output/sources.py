@@ -21,6 +21,9 @@ WHITESPACE = r"(?:\r?\n[ \t]{0,64}|[ \t]{1,4})"
 with white space to the end."""
 _MAX_GROUPS = 200
 """Brackets that are open at once in a grammar or a regex."""
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
+"""Where one text alone may follow, masks allow all tokens that begin it. Otherwise llguidance asks the tokenizer which token is the
+usual one: Python code, for which its threads wait in turn while the engine computes (12 % of masks on maskbench's schemas)."""
 
 
 class Sources:
@@ -30,6 +33,10 @@ class Sources:
 
     def make(self, params: StructuredOutputsParams) -> str:
         """Raises `RequestError` for a constraint that is not valid."""
+        return unforced(self.forced(params))
+
+    def forced(self, params: StructuredOutputsParams) -> str:
+        """The same for masks of one token where one text alone may follow; llguidance's errors say more about it."""
         if params.json is not None or params.json_object:
             schema = {"type": "object"} if params.json is None else params.json
             return self._json(
@@ -72,6 +79,18 @@ class Sources:
         if self._settings.disable_any_whitespace if tight is None else tight:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": WHITESPACE}
+
+
+def unforced(source: str) -> str:
+    """The source with its masks as `_UNFORCED` says: Lark's form, or a list of grammars as JSON."""
+    if source.startswith("{"):
+        made = json.loads(source)
+        first = made["grammars"][0]
+        if first.get("json_schema") is not None:
+            return f"{_UNFORCED}start: %json {json.dumps(first['json_schema'])}"
+        first["lark_grammar"] = unforced(first["lark_grammar"])
+        return json.dumps(made)
+    return source if "%llguidance" in source else _UNFORCED + source
 
 
 def choice_grammar(texts: list[str]) -> str:
