@@ -24,6 +24,11 @@ recording: ContextVar[list[Callable[[], Any]] | None] = ContextVar("pelton_recor
 """The calls that this thread records, in their order; None while it records none."""
 
 
+home: ContextVar[Tensor | None] = ContextVar("pelton_home", default=None)
+"""Memory for the next empty tensor of its shape and dtype that this thread makes while it records: a result comes to lie where it is
+to stay, without a copy. Taken once. A recorder may leave it alone."""
+
+
 def launch(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function that computes in memory given by address; where this thread records its calls, it becomes one of them.
 

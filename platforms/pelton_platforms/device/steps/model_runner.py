@@ -12,7 +12,7 @@ goes on from there. What a step needs follows from counts that the host has; not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,9 @@ from pelton_platforms.device.graphs.captures import run_split_at_attention
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.kv_pool import KVPool, handed_blocks
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.masks import MaskPlaces
 from pelton_platforms.device.steps.readback import Readback, StepOutput
-from pelton_platforms.device.steps.staging import StagingRing, mask_column, mask_words, place_words
+from pelton_platforms.device.steps.staging import StagingRing
 from pelton_platforms.device.steps.step_ops import StepOps
 from pelton_platforms.device.steps.step_plan import Ints, StepPlan, plan_drafts, plan_step
 from pelton_platforms.device.steps.step_program import StepInputs, StepProgram
@@ -48,6 +49,16 @@ if TYPE_CHECKING:
     from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
     from pelton_platforms.device.steps.drafts import WorkerDraftProposer
+
+
+@dataclass(slots=True)
+class LeftLogits:
+    """A captured decode step that has left its logits: nothing is planned before it is known that the tail needs more."""
+
+    output: SchedulerOutput
+    slots: Ints  # [R]
+    logits: Tensor  # [R with padding, V]
+    has_lora: bool
 
 
 class ModelRunner:
@@ -78,7 +89,8 @@ class ModelRunner:
         self._zeroes_blocks = any(backend.needs_zeroed_blocks for backend in self.backends)
         self._readback = Readback(state, ops)
         self._sampler = StepSampler(model, state, buffers, self._staging, ops)
-        self._pending: Step | None = None
+        self._mask_places: MaskPlaces | None = None
+        self._pending: Step | LeftLogits | None = None
 
     @property
     def draft_proposer(self) -> WorkerDraftProposer | None:
@@ -163,7 +175,7 @@ class ModelRunner:
         if output.grammar_rows:
             self._pending = step
             return None
-        return self._finish(step, None)
+        return self._finish(self._planned(step) if isinstance(step, LeftLogits) else step, None)
 
     def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
         """Finish the step that waits for its masks."""
@@ -173,11 +185,11 @@ class ModelRunner:
             raise EngineError(f"Masks came for step {masks.step_id}, but {waiting} for masks.")
         if masks.error:
             raise EngineError(masks.error)
-        return self._finish(step, masks)
+        return self._finish_left(step, masks) if isinstance(step, LeftLogits) else self._finish(step, masks)
 
     # A decode step as one graph.
 
-    def _decode(self, output: SchedulerOutput) -> StepOutput | Step | None:
+    def _decode(self, output: SchedulerOutput) -> StepOutput | LeftLogits | None:
         """The launched step, up to its logits where rows ask for more than its tail gives; None when no graph serves it."""
         num_rows, total_draft, graphs = len(output.slots), sum(output.num_draft), self.graphs
         if (
@@ -204,12 +216,27 @@ class ModelRunner:
             self._place_drafts(output, slots, num_scheduled)
         found = graphs.decode(key, slots, output.block_appends, num_draft, prefix)
         if isinstance(tail, Logits):
-            plan = plan_step(output, self.state.host)
-            columns = self._stage(plan)
-            inputs = self._inputs(plan, columns, tail, has_lora=has_lora)
-            return Step(output, plan, columns, inputs, tail, found[:num_rows], num_padded_rows=len(found))
+            return LeftLogits(output, slots, found, has_lora)
         self.state.host.num_computed_tokens[slots] += num_scheduled
         return self._readback.queue(output, tail, found[:num_rows], np.arange(num_rows), slots)
+
+    def _planned(self, left: LeftLogits) -> Step:
+        """The same as a step of any rows."""
+        plan, tail = plan_step(left.output, self.state.host), Logits()
+        columns = self._stage(plan)
+        inputs = self._inputs(plan, columns, tail, has_lora=left.has_lora)
+        return Step(left.output, plan, columns, inputs, tail, left.logits[: len(left.slots)])
+
+    def _finish_left(self, left: LeftLogits, masks: GrammarMasks) -> ModelOutput | PendingOutput:
+        """Sample from the logits, by a second graph where one serves all rows."""
+        tail, slots = self.tails.of_left_logits(left.slots), left.slots
+        if isinstance(tail, Logits):
+            return self._finish(self._planned(left), masks)
+        assert isinstance(tail, Sample) and self.graphs is not None
+        self._place_masks(left.output, slots, masks)
+        given = self.graphs.sample_apart(len(left.logits), tail)[: len(slots)]
+        self.state.host.num_computed_tokens[slots] += 1
+        return self._given(self._readback.queue(left.output, tail, given, np.arange(len(slots)), slots))
 
     # Any other step.
 
@@ -317,11 +344,10 @@ class ModelRunner:
     def _finish(self, step: Step, masks: GrammarMasks | None) -> ModelOutput | PendingOutput:
         output, plan, inputs, tail, given = step.output, step.plan, step.inputs, step.tail, step.given
         if masks is not None:
-            is_left = step.num_padded_rows > 0
-            tail = self.tails.of_left_logits(plan.slots) if is_left else self._tail(plan, has_masks=True)
+            tail = self._tail(plan, has_masks=True)
             if isinstance(tail, Sample):
-                self._place_masks(step, masks)
-                given = self._sample_left(step, tail)
+                self._place_masks(output, plan.slots, masks)
+                given = self._program.end(tail, step.logits, inputs)
         if tail is None or isinstance(tail, Pool):
             self._program.count(inputs)
         elif isinstance(tail, Logits):
@@ -330,27 +356,11 @@ class ModelRunner:
         rows = plan.pooled_rows if isinstance(tail, Pool) else plan.sample_rows
         return self._given(self._readback.queue(output, tail, given, rows, plan.slots[rows], step.prompt_logprobs))
 
-    def _sample_left(self, step: Step, tail: Sample) -> Tensor:
-        """From the logits of a step whose masks are here now; a decode step's by its second graph."""
-        if not tail.is_apart:
-            return self._program.end(tail, step.logits, step.inputs)
-        assert self.graphs is not None
-        return self.graphs.sample_apart(step.num_padded_rows, tail)[: len(step.plan.slots)]
-
-    def _place_masks(self, step: Step, masks: GrammarMasks) -> None:
-        """Where variants with masks read them."""
-        words, has_mask = self.ops.mask
-        slots = step.plan.slots[np.asarray(step.output.grammar_rows)]
-        if words.device.type == "cpu":  # numpy's copy: torch's wakes threads that the step's own have to wait for
-            place_words(words.numpy(), slots, masks.bitmask)
-            flags = has_mask.numpy()
-            flags[:] = False
-            flags[slots] = True
-            return
-        index, given = self._staging.stage([slots, mask_column(masks.bitmask, len(slots), words.shape[1])])
-        words[index] = mask_words(given, len(slots), words.shape[1])
-        has_mask.zero_()
-        has_mask.index_fill_(0, index, True)  # `has_mask[index] = True` waits for the device
+    def _place_masks(self, output: SchedulerOutput, slots: Ints, masks: GrammarMasks) -> None:
+        """Where variants with masks read them. slots [R]"""
+        if self._mask_places is None:
+            self._mask_places = MaskPlaces(*self.ops.mask)
+        self._mask_places.place(slots[output.grammar_rows], masks.bitmask)
 
     def _given(self, launched: StepOutput) -> ModelOutput | PendingOutput:
         """On a CPU the step is done."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from pelton.graphs.recordable import home
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
 
 if TYPE_CHECKING:
@@ -98,7 +99,18 @@ class StepProgram:
         if isinstance(tail, Pool):
             assert inputs.pooled is not None
             return cast("PoolingModel", self.model).pool(hidden, inputs.pooled)
-        return self._end_logits(key, inputs, cast("CausalLM", self.model).compute_logits(hidden, inputs.logit_tokens))
+        return self._end_logits(key, inputs, self._compute_logits(key, inputs, hidden))
+
+    def _compute_logits(self, key: BatchDescriptor, inputs: StepInputs, hidden: Any) -> Tensor:
+        """Where they are to stay, `_keep` has no copy to make on a device whose recorder can do that."""
+        model = cast("CausalLM", self.model)
+        if self._logits is None or not (inputs.is_fixed and isinstance(key.tail, Logits)):
+            return model.compute_logits(hidden, inputs.logit_tokens)
+        token = home.set(self._logits[: len(inputs.logit_tokens)])
+        try:
+            return model.compute_logits(hidden, inputs.logit_tokens)
+        finally:
+            home.reset(token)
 
     def _end_logits(self, key: BatchDescriptor, inputs: StepInputs, logits: Tensor) -> Any:
         tail = key.tail
@@ -146,7 +158,8 @@ class StepProgram:
             table.view(-1).scatter_(0, places, ids)
 
     def _keep(self, logits: Tensor) -> Tensor:
-        """A copy where the tail finds them: a graph's own memory is free to the next one, which the tail is."""
+        """Where the tail finds them: a graph's own memory is free to the next one, which the tail is."""
         if self._logits is None:
             self._logits = logits.new_empty(self.most_left_rows, logits.shape[1])
-        return self._logits[: len(logits)].copy_(logits)
+        kept = self._logits[: len(logits)]
+        return logits if logits.data_ptr() == kept.data_ptr() else kept.copy_(logits)

@@ -72,7 +72,6 @@ class Step:
     tail: Tail | None = None  # that has been run
     given: Any = None  # what it gave
     prompt_logprobs: PromptLogprobs | None = None
-    num_padded_rows: int = 0  # of a decode step that a graph has run up to its logits
 
     @property
     def logits(self) -> Tensor:

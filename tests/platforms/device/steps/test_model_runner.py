@@ -19,7 +19,7 @@ from pelton.testing.graphs import FakeGraphRecorder
 from pelton.worker.inputs import padding_shape
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 from pelton_platforms.device.kv_pool import handed_blocks
-from pelton_platforms.device.steps import model_runner
+from pelton_platforms.device.steps import masks as mask_places
 from pelton_platforms.device.steps.staging import StagingRing
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
@@ -254,13 +254,13 @@ def test_masks_travel_with_the_steps_columns(driver, monkeypatch):
     they are written where they are read."""
     free, bound = driver.add(0, PROMPTS[2]), driver.add(1, PROMPTS[1])
     rows = [(bound, 2), (free, 9)]
-    staged, stage, place = [], StagingRing.stage, model_runner.place_words
+    staged, stage, place = [], StagingRing.stage, mask_places.place_words
 
     def placed(words, slots, bitmask):
         staged.append(np.frombuffer(bitmask, dtype=np.int64))
         place(words, slots, bitmask)
 
-    monkeypatch.setattr(model_runner, "place_words", placed)
+    monkeypatch.setattr(mask_places, "place_words", placed)
     monkeypatch.setattr(StagingRing, "stage", lambda ring, columns: staged.extend(columns) or stage(ring, columns))
     for _ in range(2):  # a step with prompts, then one of decodes
         output = driver.plan(rows, grammar_rows=[0])
