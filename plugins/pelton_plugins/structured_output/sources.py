@@ -21,7 +21,8 @@ WHITESPACE = r"(?:\r?\n[ \t]{0,64}|[ \t]{1,4})"
 with white space to the end."""
 _MAX_GROUPS = 200
 """Brackets that are open at once in a grammar or a regex."""
-_UNFORCED = '%llguidance {"no_forcing": true}\n'
+_DIRECTIVE = re.compile(r"^%llguidance[ \t]*(\{[^\n]*\})[ \t]*$", re.MULTILINE)
+_UNFORCED = {"no_forcing": True}
 """Where one text alone may follow, masks allow all tokens that begin it. Otherwise llguidance asks the tokenizer which token is the
 usual one: Python code, for which its threads wait in turn while the engine computes (12 % of masks on maskbench's schemas)."""
 
@@ -82,15 +83,22 @@ class Sources:
 
 
 def unforced(source: str) -> str:
-    """The source with its masks as `_UNFORCED` says: Lark's form, or a list of grammars as JSON."""
+    """The source with masks as `_UNFORCED` says, unless it says itself: Lark's form, or a list of grammars as JSON."""
     if source.startswith("{"):
         made = json.loads(source)
         first = made["grammars"][0]
         if first.get("json_schema") is not None:
-            return f"{_UNFORCED}start: %json {json.dumps(first['json_schema'])}"
+            return unforced(f"start: %json {json.dumps(first['json_schema'])}")
         first["lark_grammar"] = unforced(first["lark_grammar"])
         return json.dumps(made)
-    return source if "%llguidance" in source else _UNFORCED + source
+    found = _DIRECTIVE.search(source)
+    if found is None:
+        return source if "%llguidance" in source else f"%llguidance {json.dumps(_UNFORCED)}\n{source}"
+    try:
+        options = _UNFORCED | json.loads(found.group(1))
+    except ValueError:  # llguidance says why
+        return source
+    return f"{source[: found.start()]}%llguidance {json.dumps(options)}{source[found.end() :]}"
 
 
 def choice_grammar(texts: list[str]) -> str:

@@ -13,6 +13,7 @@ from pelton.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
 from pelton.testing.models import EOS_ID, VOCAB_SIZE, make_tiny_tokenizer
 from pelton.testing.structured_output import StructuredOutputConformance, allowed_tokens
+from pelton_plugins.structured_output import llguidance_backend
 from pelton_plugins.structured_output.auto import AutoBackend
 from pelton_plugins.structured_output.llguidance_backend import LLGuidanceBackend
 from pelton_plugins.structured_output.outlines_backend import OutlinesBackend
@@ -283,6 +284,17 @@ def test_the_tree_of_a_step_is_filled_in_one_call(guidance, monkeypatch):
             wrong = next(token for token in range(VOCAB_SIZE) if token not in allowed_tokens(alone[i]))
             assert grammar.validate([wrong]) == 0
             assert grammar.accept(drafts[i][:1]) and alone[i].accept(drafts[i][:1])
+
+
+@pytest.mark.parametrize("params", [*REGULAR, *OTHERS], ids=lambda params: params.kind)
+def test_masks_are_made_without_the_tokenizer(guidance, monkeypatch, params):
+    """It is Python: native threads would wait for the interpreter in the middle of a step."""
+    asked = []
+    monkeypatch.setattr(llguidance_backend._Wrapper, "__call__", lambda *arguments: asked.append(arguments) or [])
+    grammar = guidance.compile(params)
+    while (token := _walk(grammar, 1)[0]) != EOS_ID:
+        assert grammar.accept([token])
+    assert not asked
 
 
 def _walk(grammar: Grammar, count: int) -> list[int]:

@@ -113,10 +113,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refused = str(func)
         result = func(*args, **(kwargs or {}))
         if kind is _Kind.EMPTY:
-            given = home.get()
-            if given is not None and given.shape == result.shape and given.dtype == result.dtype:
+            place = home.get()
+            if place is not None and place.shape == result.shape and place.dtype == result.dtype:
                 home.set(None)
-                return given
+                return place
             return self._arena.like(result)
         if kind is _Kind.WRITE:
             self._record(func, args, kwargs, None)

@@ -49,7 +49,8 @@ class MaskPlaces:
 
     def _take(self) -> _Part:
         if len(self._parts) < _NUM_PARTS:
-            self._parts.append(_Part(*self._words.shape, self._words.device))
+            num_slots, num_words = self._words.shape
+            self._parts.append(_Part(num_slots, num_words, self._words.device))
             return self._parts[-1]
         part, self._next = self._parts[self._next], (self._next + 1) % _NUM_PARTS
         part.was_copied.synchronize()

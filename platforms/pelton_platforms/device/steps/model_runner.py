@@ -165,9 +165,7 @@ class ModelRunner:
         for name, connector in self.connectors.items():
             if name in output.extensions:
                 connector.start_load(output.extensions[name])
-        step = self._decode(output)
-        if step is None:
-            step = self._run(output)
+        step: StepOutput | LeftLogits | Step = self._decode(output) or self._run(output)
         for connector in self.connectors.values():
             connector.wait_for_save()
         if isinstance(step, StepOutput):

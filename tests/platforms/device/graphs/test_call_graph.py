@@ -7,7 +7,7 @@ import torch
 
 from pelton.config import CUDAGraphMode
 from pelton.errors import EngineError
-from pelton.graphs.recordable import launch
+from pelton.graphs.recordable import home, launch
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
 from pelton_platforms.device.graphs.captures import FullGraphs
@@ -61,6 +61,24 @@ def test_a_replay_makes_no_tensor_anew():
     x.fill_(3.0)
     graph.replay()
     assert result.data_ptr() == address and result.tolist() == [3.0] * 8
+
+
+def test_an_empty_tensor_is_made_where_its_result_is_to_stay():
+    """The first of its shape and dtype alone: the second would lie on top of it."""
+    place, x = torch.zeros(8), torch.ones(8)
+
+    def call():
+        token = home.set(place)
+        try:
+            return [torch.empty(4), torch.empty(8, dtype=torch.int32), torch.empty(8).copy_(x), torch.empty(8).copy_(x)]
+        finally:
+            home.reset(token)
+
+    graph, results = record(CallGraphRecorder(), call)
+    assert [one.data_ptr() == place.data_ptr() for one in results] == [False, False, True, False]
+    x.fill_(3.0)
+    graph.replay()
+    assert place.tolist() == [3.0] * 8 and home.get() is None
 
 
 def test_tensors_of_one_graph_lie_where_those_of_another_were():
