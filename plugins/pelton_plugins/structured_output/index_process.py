@@ -63,8 +63,11 @@ class IndexProcess:
 
     def _start(self) -> None:
         self.close()
+        # Isolated, it reads no PYTHONPATH: it looks for its one package where this process does, the current folder left out.
         self._process = process = subprocess.Popen(
-            [sys.executable, "-I", str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-I", str(Path(__file__)), *filter(None, sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -109,6 +112,7 @@ def _read(stream: BinaryIO, size: int, wait: object) -> bytes:
 def _serve() -> None:
     import resource
 
+    sys.path[:] = sys.argv[1:]
     import outlines_core
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))

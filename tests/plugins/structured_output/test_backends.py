@@ -15,6 +15,7 @@ from pelton.testing.models import EOS_ID, VOCAB_SIZE, make_tiny_tokenizer
 from pelton.testing.structured_output import StructuredOutputConformance, allowed_tokens
 from pelton_plugins.structured_output import llguidance_backend
 from pelton_plugins.structured_output.auto import AutoBackend
+from pelton_plugins.structured_output.index_process import IndexProcess
 from pelton_plugins.structured_output.llguidance_backend import LLGuidanceBackend
 from pelton_plugins.structured_output.outlines_backend import OutlinesBackend
 
@@ -313,3 +314,26 @@ def test_the_process_of_indexes_is_one_file(tmp_path):
     assert "pelton" not in "".join(
         line for line in Path(index_process.__file__).read_text().splitlines() if line.startswith(("import", "from"))
     )
+
+
+FAKE = """
+class Vocabulary:
+    def __init__(self, eos, tokens):
+        pass
+class Index:
+    def __init__(self, regex, vocabulary):
+        self.regex = regex
+    def __reduce__(self):
+        return None, (self.regex.encode() + b" from here",)
+"""
+
+
+def test_the_process_of_indexes_finds_its_package_where_this_process_does(tmp_path, monkeypatch):
+    """In a folder of PYTHONPATH too, which an isolated interpreter does not read."""
+    (tmp_path / "outlines_core.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    process = IndexProcess([b"a"], [], 1)
+    try:
+        assert process.build("a+", 30.0) == b"a+ from here"
+    finally:
+        process.close()
