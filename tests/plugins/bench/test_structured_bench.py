@@ -53,6 +53,25 @@ def test_schemas_that_pass_are_counted(model: str, file: str, tmp_path: Path, ca
     assert "llguidance alone" in printed and "/contains cannot be enforced" in printed
 
 
+@pytest.mark.parametrize(
+    "data, written",
+    [
+        ({"c": 1, "a": {"z": 1, "y": [{"b": 1, "a": 2}]}}, '{"a": {"y": [{"a": 2, "b": 1}], "z": 1}, "c": 1}'),
+        ([{"b": 1}, {"b": 2, "a": 1}], '[{"b": 1}, {"a": 1, "b": 2}]'),
+        ({"b": 1, "x": 2}, '{"b": 1, "x": 2}'),
+        ("text", '"text"'),
+    ],
+    ids=["nested", "array", "in-no-order", "scalar"],
+)
+def test_the_order_of_properties_is_the_one_that_may_be_written(data, written):
+    """Here names may follow in their alphabet's order alone, and none is x."""
+
+    def begins(text: str) -> bool:
+        return written.startswith(text) and '"x"' not in text
+
+    assert json.dumps(structured.in_taken_order(data, begins)) == written
+
+
 def test_what_masks_add_to_a_step_is_measured(model: str, file: str, capsys: pytest.CaptureFixture) -> None:
     argv = [file, "--model", model, "--rows", "2", "--output-len", "8", "--repeats", "2", "--max-model-len", "64"]
     assert structured.run([*argv, "--log-level", "error"]) == 0

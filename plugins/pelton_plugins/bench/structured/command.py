@@ -28,6 +28,8 @@ from pelton.structured.interface import Grammar, StructuredOutputBackend, Struct
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, today, versions, write_json
 
+_MOST_BEGINNINGS = 5000
+"""Texts that are tried to find the order of an instance's properties."""
 LEAST_PASSING, MOST_REJECTED = 0.88, 0.005
 MOST_COMPILE_P50_S, MOST_COMPILE_P99_S, MOST_MASK_P50_S = 5e-3, 50e-3, 50e-6
 """What is aimed at: schemas that pass, right instances that are refused, times."""
@@ -217,7 +219,7 @@ def measure_backend(
                 continue
             passes = False
             if test["valid"]:
-                data = in_order(test["data"], sample["schema"])
+                data = in_taken_order(test["data"], _beginner(grammar, compile_schema, sample, tokenizer))
                 is_taken = _takes(grammar, compile_schema, sample, data, tokenizer, vocab_size, eos, [])
             what = "wrong accepted" if not test["valid"] else "right in another order" if is_taken else "right rejected"
             counts[what] += 1
@@ -237,7 +239,7 @@ def _takes(
     eos: int, mask_s: list[float],
 ) -> bool:  # fmt: skip
     """True when the instance may be written, and be the end."""
-    state = grammar.copy() if hasattr(grammar, "copy") else compile_schema(sample["schema"])  # of a known schema: quick
+    state = _fresh(grammar, compile_schema, sample)
     row = bytearray(4 * -(-vocab_size // 32))
     for token in [*tokenizer.encode(json.dumps(data, ensure_ascii=False), add_special_tokens=False), eos]:
         started = time.perf_counter()
@@ -255,30 +257,55 @@ def _goes_on(state: Any, token: int) -> bool:
     return hasattr(state, "validate") and state.validate([token]) == 1
 
 
-def in_order(data: Any, schema: Any) -> Any:
-    """The instance with its properties in the order in which the schema names them: how a constrained model writes it."""
-    places = {name: place for place, name in reversed(list(enumerate(_names(schema))))}
-
-    def ordered(value: Any) -> Any:
-        if isinstance(value, list):
-            return [ordered(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        names = sorted(value, key=lambda name: places.get(name, len(places)))
-        return {name: ordered(value[name]) for name in names}
-
-    return ordered(data)
+def _fresh(grammar: Any, compile_schema: Callable[[Any], Any], sample: dict[str, Any]) -> Any:
+    return grammar.copy() if hasattr(grammar, "copy") else compile_schema(sample["schema"])  # of a known schema: quick
 
 
-def _names(schema: Any) -> Iterator[str]:
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _names(item)
-    elif isinstance(schema, dict):
-        if isinstance(schema.get("properties"), dict):
-            yield from schema["properties"]
-        for value in schema.values():
-            yield from _names(value)
+def _beginner(
+    grammar: Any, compile_schema: Callable[[Any], Any], sample: dict[str, Any], tokenizer: Any
+) -> Callable[[str], bool]:
+    def begins(text: str) -> bool:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return bool(_fresh(grammar, compile_schema, sample).accept(tokens))
+
+    return begins
+
+
+def in_taken_order(data: Any, begins: Callable[[str], bool]) -> Any:
+    """The instance with the properties of each object in an order in which it may be written: how a constrained model writes it.
+    As it is where none is found. begins: whether a text may be the beginning of one."""
+    left = [_MOST_BEGINNINGS]
+
+    def is_open(text: str) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and begins(text)
+
+    def write(text: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict):
+            yield from write_object(text + "{", value, {})
+        elif isinstance(value, list):
+            yield from write_array(text + "[", value, [])
+        elif is_open(text := text + json.dumps(value, ensure_ascii=False)):
+            yield text, value
+
+    def write_object(text: str, rest: dict[str, Any], made: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        if not rest and is_open(text + "}"):
+            yield text + "}", made
+        for name, value in rest.items():
+            named = f"{text}{', ' if made else ''}{json.dumps(name, ensure_ascii=False)}: "
+            if is_open(named):
+                for written, inner in write(named, value):
+                    others = {key: other for key, other in rest.items() if key != name}
+                    yield from write_object(written, others, {**made, name: inner})
+
+    def write_array(text: str, rest: list[Any], made: list[Any]) -> Iterator[tuple[str, Any]]:
+        if not rest and is_open(text + "]"):
+            yield text + "]", made
+        elif rest:
+            for written, inner in write(text + (", " if made else ""), rest[0]):
+                yield from write_array(written, rest[1:], [*made, inner])
+
+    return next((made for _, made in write("", data)), data)
 
 
 def reached(one: dict[str, Any]) -> bool:
