@@ -35,7 +35,7 @@ from pelton_backends.triton.ops.lora.hopper_kernel import adapted_kernel
 from pelton_backends.triton.ops.lora.linear import TritonLora, sort_rows
 from pelton_backends.triton.ops.lora.shrink import reasons_against
 from pelton_backends.triton.ops.pieces import empty_rows
-from pelton_backends.triton.runtime import H200_MEMORY, has_pdl, launch_options
+from pelton_backends.triton.runtime import has_pdl, launch_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ MAX_TOKENS = 64
 MOST_SHARES = 4
 UNIT_RANKS = 64
 """Of the neighbouring slots that are copied at once."""
-_SCRATCH = 10 << 10
+_SHARE_COLUMNS = 512  # of x, at least
 _PROGRAMS = 132  # that an H200 runs at once
 HANDLES = small_batch.HANDLES | {"norm", "activation"}
 
@@ -70,8 +70,9 @@ class _Product:
         device = self._weight.device
         num_counters = triton.cdiv(self._weight.shape[0], SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16)
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
-        num_words = MAX_TOKENS * len(self._parts) * MOST_SHARES * self._rank
-        self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
+        # Tiles of A, by blocks of 16 tokens: how many shares of one are done, and the step that it was last done in.
+        num_tiles = most_units(self._rows.num_slots, self._rank) * triton.cdiv(MAX_TOKENS, 16) * len(self._parts)
+        self._low_counters, self._done = torch.zeros(2, num_tiles, dtype=torch.int32, device=device)
         self._described: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]] = {}
         self._is_ours = can_multiply(self._weight) and can_read(tensors.adapter)
         self._rows.sort, self._rows.unit_slots = sort_rows, UNIT_RANKS // self._rank
@@ -85,10 +86,9 @@ class _Product:
     def __call__(self, x: Tensor) -> Tensor:
         num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
         tiling = choose_adapted_tiling(
-            num_tokens, out_features, in_features, self._rank, len(self._parts), self._rows.num_slots,
-            is_gated=self._activation is not None,
+            num_tokens, out_features, in_features, self._rank, len(self._parts), self._rows.num_slots
         )  # fmt: skip
-        rows, columns, split, stages, tokens, shares, held = tiling
+        rows, columns, split, stages, tokens, shares = tiling
         num_columns = out_features // 2 if self._activation is not None else out_features
         num_tiles, num_blocks = triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens)
         out, partials = empty_rows(num_tokens, num_columns, x), None
@@ -98,22 +98,29 @@ class _Product:
         panels = columns // panel_of(x)
         weight, a, b = self._described.get((rows, panels)) or self._describe(rows, panels)
         rows_of_x = panels_of(x, rows_in_memory(x, num_blocks * tokens), tokens, panels)
-        low_programs = (
-            low_tiles(num_tokens, self._rows.num_slots, self._rank, rows) * num_blocks * len(self._parts) * shares
-        )
+        num_parts, most = len(self._parts), most_units(self._rows.num_slots, self._rank)
+        low_programs = low_tiles(num_tokens, self._rows.num_slots, self._rank, rows) * num_blocks * num_parts * shares
+        low = torch.empty(num_parts * most * (UNIT_RANKS // self._rank), MAX_TOKENS, self._rank, dtype=x.dtype, device=x.device)
+        box = [UNIT_RANKS // self._rank, tokens, self._rank]
+        low_rows = TensorDescriptor(low, [*low.shape], [*low.stride()], box, gl.NVMMASharedLayout(2 * self._rank, 16, 3))
+        low_sums = None
+        if shares > 1:
+            low_sums = torch.empty(low_programs * rows * tokens, dtype=torch.float32, device=x.device)
         taken, (first, second) = self._rows, (*self._parts, 1 << 30, 1 << 30)[:2]
         _launch(
             (x.dtype, x.device, out_features, in_features, self._activation, self._bias is None, alignment(self._bias),
-             self._parts, self._rank, tiling),
+             self._parts, self._rank, most, tiling),
             (low_programs + num_tiles * split * num_blocks,),
             (
-                rows_of_x, weight, a, b, self._bias, out, partials, self._counters, taken.units, taken.num_units,
-                taken.token_slots, taken.step, self._words, num_tokens, num_blocks, low_programs,
+                rows_of_x, weight, a, b, low_rows, self._bias, out, partials, self._counters, taken.units, taken.num_units,
+                taken.token_slots, taken.step, low, low_sums, self._low_counters, self._done, num_tokens, num_blocks,
+                low_programs,
             ),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": self._activation, "M": tokens, "R": rows, "C": columns,
-                "SPLIT": split, "STAGES": stages, "RANK": self._rank, "NUM_PARTS": len(self._parts), "SECOND": first,
-                "THIRD": first + second, "SHARES": shares, "HELD": held,
+                "SPLIT": split, "STAGES": stages, "RANK": self._rank, "NUM_PARTS": num_parts, "SECOND": first,
+                "THIRD": first + second, "SHARES": shares, "MOST": most,
+                "LOW_TILES": triton.next_power_of_2(triton.cdiv(most, rows // UNIT_RANKS)),
             },
             num_warps=4, **launch_options(has_pdl(x.device)),
         )  # fmt: skip
@@ -151,7 +158,11 @@ class AdaptedTiling(NamedTuple):
     stages: int
     tokens: int
     shares: int
-    held: int  # of gate and up, whose rows of A x lie in memory at once
+
+
+def most_units(num_slots: int, rank: int) -> int:
+    """Most units of a step, as a tile of A has two of them at most."""
+    return triton.cdiv(min(MAX_TOKENS, triton.cdiv(num_slots * rank, UNIT_RANKS)), 2) * 2
 
 
 def low_tiles(num_tokens: int, num_slots: int, rank: int, rows: int) -> int:
@@ -161,21 +172,21 @@ def low_tiles(num_tokens: int, num_slots: int, rank: int, rows: int) -> int:
 
 @cache
 def choose_adapted_tiling(
-    num_tokens: int, out_features: int, in_features: int, rank: int, num_parts: int, num_slots: int, *, is_gated: bool
+    num_tokens: int, out_features: int, in_features: int, rank: int, num_parts: int, num_slots: int
 ) -> AdaptedTiling:
-    """The base product's, so that sums are made in its order, with as many buffers as there is memory for.
+    """The base product's, so that sums are made in its order.
 
     A x in four shares is there before the last weights are. Where only the programs of two shares find multiprocessors beside
     those of the weight, it is two.
     """
     rows, columns, split, stages, tokens = choose_hopper_tiling(num_tokens, out_features, in_features)
-    held = 2 if is_gated and rows * tokens < 8192 else 1
-    memory = H200_MEMORY - _SCRATCH - held * columns * tokens * 2
-    stages = min(stages, memory // ((rows + tokens) * columns * 2), triton.cdiv(in_features, columns * split))
+    stages = max(2, min(stages, triton.cdiv(in_features, columns * split)))
     programs = triton.cdiv(out_features, rows) * split * triton.cdiv(num_tokens, tokens)
     others = low_tiles(num_tokens, num_slots, rank, rows) * num_parts * triton.cdiv(num_tokens, tokens)
     shares = 2 if programs + 2 * others <= _PROGRAMS < programs + 4 * others else MOST_SHARES
-    return AdaptedTiling(rows, columns, split, stages, tokens, shares, held)
+    while shares > 1 and in_features < _SHARE_COLUMNS * shares:
+        shares //= 2
+    return AdaptedTiling(rows, columns, split, stages, tokens, shares)
 
 
 _launch = Launcher(adapted_kernel)

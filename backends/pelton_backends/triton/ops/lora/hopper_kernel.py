@@ -1,12 +1,15 @@
 """`hopper_split_k.py`'s kernel with adapters: one launch for a product of few rows, A x, and B A x of each row's adapter.
 
-The first programs multiply A of all adapters of the step with all rows, a share of the columns each, as others do with the weight.
-They leave each row's own sums in words of 8 bytes: half number, half the step that it is of. To the others B is more columns of
-the weight, those of x being A x where a row has the adapter, and zero: they come last through the ring of buffers, and the words are
-looked for while the last columns of the weight are on their way. Programs start in order, so those that others wait for run.
+To the kernel adapters are more columns: B of the step's adapters beside the weight, and beside x's rows A x, which is zero where
+a row has another adapter or none. The columns come last through the ring of buffers, both of them by the copy engine.
+
+The first programs make A x: A of all adapters of the step times all rows, a share of the columns each; the last one of a tile
+adds the shares, leaves out what is of other adapters, rounds, and says in `done` that the tile is that of this step. The others,
+whose weights stream meanwhile, look there when the first of these columns is due. Programs start in order, so those that others
+wait for run.
 
 Adapters come in units: as many neighbouring slots as have 64 ranks together, a panel of a buffer. Their numbers are in `units`
-(`pelton.lora.rows`); what lies past the last slot is copied as zeros. Loops are left to run where each round has other code to
+(`pelton.lora.rows`); what lies past the last is copied as zeros. Loops are left to run where each round has other code to
 fetch: unrolled, the kernel was five times as long as without adapters, which took 4 us a product in a chain of different ones (H200).
 """
 
@@ -15,7 +18,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -25,6 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.ops.linear.hopper_split_k import fetch, store_result
+
+MAX_TOKENS = gl.constexpr(64)
+"""Rows of a product, and of A x in memory."""
+
+
+@gluon.jit
+def _make_visible():
+    """Numbers that this thread wrote, or has been told of, are there for the copy engine of any multiprocessor."""
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;", "=r,r,~{memory}", [0], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -41,23 +54,30 @@ def _fetch_a(
 
 
 @gluon.jit
-def _fetch_b(
-    source, units, unit, row, barrier, pieces, at, UNITS: gl.constexpr, SLOTS: gl.constexpr, IS_PAIRED: gl.constexpr
-):
-    """B of a program's rows, of UNITS units from `unit` on."""
+def _fetch_adapters(
+    b, low, units, count, unit, row, part, token, b_barrier, low_barrier, b_pieces, low_pieces, at,
+    UNITS: gl.constexpr, SIDES: gl.constexpr, SLOTS: gl.constexpr, MOST: gl.constexpr, NUM_PARTS: gl.constexpr,
+):  # fmt: skip
+    """B of a program's rows and A x of its tokens, of UNITS units from `unit` on, for SIDES parts of A x."""
     for u in gl.static_range(UNITS):
         slot = gl.load(units + unit + u) * SLOTS
-        if IS_PAIRED:
-            tma.async_copy_global_to_shared(source, [slot, row, 0, 0], barrier, pieces.index(at + u))
+        if SIDES == 2:
+            tma.async_copy_global_to_shared(b, [slot, row, 0, 0], b_barrier, b_pieces.index(at + u))
         else:
-            tma.async_copy_global_to_shared(source, [slot, row, 0], barrier, pieces.index(at + u))
+            tma.async_copy_global_to_shared(b, [slot, row, 0], b_barrier, b_pieces.index(at + u))
+        for side in gl.static_range(SIDES):
+            place = gl.where(unit + u < count, (part + side) * (MOST * SLOTS) + (unit + u) * SLOTS, NUM_PARTS * MOST * SLOTS)
+            tma.async_copy_global_to_shared(
+                low, [place, token, 0], low_barrier, low_pieces.index(at + (side * UNITS + u))
+            )
 
 
 @gluon.jit
 def _low_program(
-    pid, x, a, weights, rows, weight_barriers, row_barriers, units, token_slots, num_units, words, this_step, num_tokens,
-    num_blocks, K: gl.constexpr, M: gl.constexpr, R: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, RANK: gl.constexpr,
-    NUM_PARTS: gl.constexpr, SHARES: gl.constexpr,
+    pid, x, a, weights, rows, weight_barriers, row_barriers, units, token_slots, num_units, low, low_sums, counters, done,
+    this_step, num_tokens, num_blocks,
+    K: gl.constexpr, M: gl.constexpr, R: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, RANK: gl.constexpr,
+    NUM_PARTS: gl.constexpr, SHARES: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
     """One part's A of R / RANK adapters times one share of the columns of M rows of x."""
     PANEL: gl.constexpr = 64
@@ -70,8 +90,10 @@ def _low_program(
     share = pid % SHARES
     part = pid // SHARES % NUM_PARTS
     rest = pid // (SHARES * NUM_PARTS)
-    token = rest % num_blocks * M
-    unit = rest // num_blocks * UNITS
+    block = rest % num_blocks
+    token = block * M
+    tile = rest // num_blocks
+    unit = tile * UNITS
     if unit < gl.load(num_units):
         first = share * (NUM_STEPS * PANELS)
         pieces = weights._reinterpret(weights.dtype, [STAGES * PANELS * UNITS, SLOTS, RANK, PANEL], a.layout)
@@ -84,6 +106,11 @@ def _low_program(
                 PANELS, UNITS, SLOTS,
             )  # fmt: skip
         gdc_launch_dependents()
+        own: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+        r = gl.arange(0, R, gl.SliceLayout(1, own))
+        t = token + gl.arange(0, M, gl.SliceLayout(0, own))
+        slot_of = gl.load(token_slots + t, mask=t < num_tokens, other=-1)
+        slot = gl.load(units + unit + r // 64) * SLOTS + r % 64 // RANK
         gdc_wait()
         for buffer in range(ahead):
             fetch(x, token, first + buffer * PANELS, row_barriers.index(buffer), rows.index(buffer), False)
@@ -111,72 +138,71 @@ def _low_program(
                         free * (PANELS * UNITS), PANELS, UNITS, SLOTS,
                     )  # fmt: skip
                     fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
-        total = warpgroup_mma_wait(0, deps=(total,))
+        value = gl.convert_layout(warpgroup_mma_wait(0, deps=(total,)), own)
 
-        own: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [gl.num_warps(), 1], [0, 1])
-        value = gl.convert_layout(total, own)
-        r = gl.arange(0, R, gl.SliceLayout(1, own))
-        t = token + gl.arange(0, M, gl.SliceLayout(0, own))
-        slot_of = gl.load(token_slots + t, mask=t < num_tokens, other=-1)
-        slot = gl.load(units + unit + r // 64) * SLOTS + r % 64 // RANK
-        word = (this_step.to(gl.int64) << 32) | (value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
-        place = ((t * NUM_PARTS + part) * SHARES + share)[None, :] * RANK + (r % RANK)[:, None]
-        gl.store(words + place, word, mask=slot_of[None, :] == slot[:, None])
+        place = (tile * num_blocks + block) * NUM_PARTS + part
+        is_last = place >= 0
+        if SHARES > 1:
+            cells = low_sums + place * (SHARES * R * M) + (t - token)[None, :] * R + r[:, None]
+            gl.store(cells + share * (R * M), value)
+            gl.thread_barrier()  # all threads' stores come before the one thread's increment, which releases them
+            is_last = gl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu") == SHARES - 1
+            if is_last:
+                gl.store(counters + place, 0)
+                value = gl.load(cells, cache_modifier=".cg")
+                for i in gl.static_range(1, SHARES):
+                    value += gl.load(cells + i * (R * M), cache_modifier=".cg")
+        if is_last:
+            kept = gl.where(slot_of[None, :] == slot[:, None], value, 0.0).to(low.dtype.element_ty)
+            at = ((part * MOST + unit) * SLOTS + r // RANK)[:, None] * (MAX_TOKENS * RANK) + t[None, :] * RANK + (r % RANK)[:, None]
+            gl.store(low + at, kept)
+            _make_visible()
+            gl.thread_barrier()
+            gl.atomic_xchg(done + place, this_step, sem="release", scope="gpu")
 
 
 @gluon.jit
-def _take_low(
-    words, part, token, is_own, this_step, M: gl.constexpr, RANK: gl.constexpr, NUM_PARTS: gl.constexpr, SHARES: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """A x of M rows and one part, as soon as it is there: [M, RANK] float32; zeros for rows without an adapter."""
-    shares = gl.arange(0, SHARES, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    t = token + gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    r = gl.arange(0, RANK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    place = words + ((t * NUM_PARTS + part) * SHARES + shares) * RANK + r
-    mask = is_own[None, :, None] & (shares >= 0) & (r >= 0)
-    found = gl.zeros((SHARES, M, RANK), gl.int64, layout)
+def _wait_for_low(done, part, block, num_blocks, count, this_step, NUM_PARTS: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr, TILES: gl.constexpr):
+    """Until A x of SIDES parts and all adapters is that of this step. TILES of UNITS units there are at most."""
+    layout: gl.constexpr = gl.BlockedLayout([(TILES + 31) // 32, SIDES], [32, 1], [gl.num_warps(), 1], [1, 0])
+    tile = gl.arange(0, TILES, gl.SliceLayout(1, layout))[:, None]
+    side = gl.arange(0, SIDES, gl.SliceLayout(0, layout))[None, :]
+    mask = (tile * UNITS < count) & (side >= 0)
+    place = done + (tile * num_blocks + block) * NUM_PARTS + part + side
     num_missing = this_step * 0 + 1
     while num_missing > 0:
         found = gl.load(place, mask=mask, other=0, volatile=True)
-        missing = (mask & ((found >> 32) != this_step)).to(gl.int32)
-        num_missing = gl.sum(gl.sum(gl.sum(missing, axis=0), axis=1), axis=0)
-    return gl.sum(found.to(gl.int32).to(gl.float32, bitcast=True), axis=0)
-
-
-@gluon.jit
-def _leave_low(buffer, first, low, slot_of, units, unit, UNITS: gl.constexpr, SLOTS: gl.constexpr, dtype: gl.constexpr):
-    """A tile [M, RANK] for each adapter of UNITS units: of the rows of x that B's columns meet."""
-    for u in gl.static_range(UNITS):
-        slot = gl.load(units + unit + u) * SLOTS
-        for i in gl.static_range(SLOTS):
-            buffer.index(first + u * SLOTS + i).store(gl.where((slot_of == slot + i)[:, None], low, 0.0).to(dtype))
+        missing = (mask & (found != this_step)).to(gl.int32)
+        num_missing = gl.sum(gl.sum(missing, axis=1), axis=0)
+    _make_visible()
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_blocks", "low_programs"])
 def adapted_kernel(
-    x, weight, a, b, bias, out, partials, counters, units, num_units, token_slots, step_ptr, words, num_tokens, num_blocks,
-    low_programs,
+    x, weight, a, b, low_rows, bias, out, partials, counters, units, num_units, token_slots, step_ptr, low, low_sums,
+    low_counters, done, num_tokens, num_blocks, low_programs,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr,
     M: gl.constexpr, R: gl.constexpr, C: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
     RANK: gl.constexpr, NUM_PARTS: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr, SHARES: gl.constexpr,
-    HELD: gl.constexpr,
+    MOST: gl.constexpr, LOW_TILES: gl.constexpr,
 ):  # fmt: skip
-    """As `hopper_split_k.multiply_kernel`; low_programs of the programs make A x. Rows of it lie in memory for HELD of gate and up."""
+    """As `hopper_split_k.multiply_kernel`; low_programs of the programs make A x. MOST units, in at most LOW_TILES tiles."""
     PANEL: gl.constexpr = 64
     PANELS: gl.constexpr = C // PANEL
     TILES: gl.constexpr = (N + R - 1) // R
     NUM_STEPS: gl.constexpr = (K + C * SPLIT - 1) // (C * SPLIT)
+    AHEAD: gl.constexpr = NUM_STEPS if NUM_STEPS < STAGES else STAGES
     IS_PAIRED: gl.constexpr = ACTIVATION is not None
     SIDES: gl.constexpr = 2 if IS_PAIRED else 1
     SLOTS: gl.constexpr = 64 // RANK  # of a unit, whose B fills a panel
+    UNITS: gl.constexpr = PANELS // SIDES  # of a buffer
     G: gl.constexpr = PANELS * SLOTS
-    gl.static_assert(NUM_STEPS >= STAGES, "every buffer is filled before B's turn")
+    gl.static_assert(UNITS > 0, "a buffer has A x of gate and of up")
+    gl.static_assert(STAGES >= 2, "a buffer is filled anew while another is read")
+    gl.static_assert(NUM_STEPS + 1 >= STAGES, "at most one buffer is not the weight's before it is an adapter's")
     pid = gl.program_id(0)
     weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
     rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    low_layout: gl.constexpr = gl.NVMMASharedLayout(2 * RANK, 16, 2)
-    low_buffer = gl.allocate_shared_memory(x.dtype, [HELD * G, M, RANK], low_layout)
     weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -185,8 +211,8 @@ def adapted_kernel(
     this_step = gl.load(step_ptr)
     if pid < low_programs:
         _low_program(
-            pid, x, a, weights, rows, weight_barriers, row_barriers, units, token_slots, num_units, words, this_step,
-            num_tokens, num_blocks, K, M, R, C, STAGES, RANK, NUM_PARTS, SHARES,
+            pid, x, a, weights, rows, weight_barriers, row_barriers, units, token_slots, num_units, low, low_sums, low_counters,
+            done, this_step, num_tokens, num_blocks, K, M, R, C, STAGES, RANK, NUM_PARTS, SHARES, MOST,
         )  # fmt: skip
     else:
         pid -= low_programs
@@ -196,7 +222,7 @@ def adapted_kernel(
         token = block * M
         row = tile * (R // 2 if IS_PAIRED else R)
         first = split * NUM_STEPS * PANELS
-        ahead = gl.where(num_tokens > 0, STAGES, 0)
+        ahead = gl.where(num_tokens > 0, AHEAD, 0)  # known to no compiler: it does not unroll
         for buffer in range(ahead):
             mbarrier.expect(weight_barriers.index(buffer), weight.block_type.nbytes)
             mbarrier.expect(row_barriers.index(buffer), x.block_type.nbytes)
@@ -206,116 +232,83 @@ def adapted_kernel(
         count = gl.load(num_units)
         if SPLIT > 1:
             count = gl.where(split == 0, count, 0)
-        end = NUM_STEPS + (count + PANELS - 1) // PANELS
-        wide: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 64 // RANK, RANK // 2], [1, gl.num_warps(), 1], [2, 1, 0])
-        t = token + gl.arange(0, M, gl.SliceLayout(1, gl.SliceLayout(0, wide)))
-        slot_of = gl.load(token_slots + t, mask=t < num_tokens, other=-1)
-        tw = token + gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
-        is_own = gl.load(token_slots + tw, mask=tw < num_tokens, other=-1) >= 0
-        if SPLIT > 1:
-            is_own = is_own & (split == 0)
+        end = NUM_STEPS + (count + UNITS - 1) // UNITS
+        part = 0
+        if NUM_PARTS > 1 and not IS_PAIRED:
+            part = (row >= SECOND).to(gl.int32) + (row >= THIRD).to(gl.int32)
+        narrow: gl.constexpr = gl.NVMMASharedLayout(2 * RANK, 16, 2)
         b_pieces = weights._reinterpret(weights.dtype, [STAGES * PANELS] + b.block_type.shape, b.layout)  # noqa: RUF005
-        b_slots = weights._reinterpret(weights.dtype, [STAGES * G, R, RANK], gl.NVMMASharedLayout(2 * RANK, 16, 2))
+        b_slots = weights._reinterpret(weights.dtype, [STAGES * G, R, RANK], narrow)
+        low_pieces = rows._reinterpret(rows.dtype, [STAGES * PANELS] + low_rows.block_type.shape, low_rows.layout)  # noqa: RUF005
+        low_slots = rows._reinterpret(rows.dtype, [STAGES * G, M, RANK], narrow)
         gdc_wait()
         for buffer in range(ahead):
             fetch(x, token, first + buffer * PANELS, row_barriers.index(buffer), rows.index(buffer), False)
 
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
         total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
-        # A x is looked for while weights are on their way: halfway where it was begun early, else when all of them are.
-        LATE: gl.constexpr = NUM_STEPS - STAGES + 2 if STAGES > 2 else NUM_STEPS
-        IS_SOON: gl.constexpr = NUM_STEPS >= 2 * ((K + C * SHARES - 1) // (C * SHARES))
-        BEFORE: gl.constexpr = NUM_STEPS * 5 // 8 if IS_SOON and NUM_STEPS * 5 // 8 < LATE else LATE
-        for half in gl.static_range(2):
-            for step in range(0 if half == 0 else BEFORE, BEFORE if half == 0 else NUM_STEPS):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                mbarrier.wait(weight_barriers.index(stage), phase)
-                mbarrier.wait(row_barriers.index(stage), phase)
-                left = weights.index(stage).reshape((PANELS * R, PANEL))
-                right = rows.index(stage).reshape((PANELS * M, PANEL))
-                for i in gl.static_range(PANELS):
-                    total = warpgroup_mma(
-                        left.slice(i * R, R), right.slice(i * M, M).permute((1, 0)), total, is_async=True
-                    )
-                total = warpgroup_mma_init(warpgroup_mma_wait(PANELS, deps=(total,)))
-                free = (step + STAGES - 1) % STAGES
-                later = step + STAGES - 1
-                if (step > 0) & (later < end):
-                    gl.thread_barrier()
-                    mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes)
-                    if later < NUM_STEPS:
-                        mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
-                        fetch(
-                            weight,
-                            row,
-                            first + later * PANELS,
-                            weight_barriers.index(free),
-                            weights.index(free),
-                            IS_PAIRED,
-                        )
-                        fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
-                    else:
-                        _fetch_b(
-                            b, units, (later - NUM_STEPS) * PANELS, row, weight_barriers.index(free), b_pieces, free * PANELS,
-                            PANELS, SLOTS, IS_PAIRED,
-                        )  # fmt: skip
-            total = warpgroup_mma_wait(0, deps=(total,))
-            if half == 0:
-                if IS_PAIRED:
-                    low = _take_low(words, 0, token, is_own, this_step, M, RANK, NUM_PARTS, SHARES, wide)
-                    other = _take_low(words, 1, token, is_own, this_step, M, RANK, NUM_PARTS, SHARES, wide)
-                    if HELD == 2:
-                        _leave_low(low_buffer, G, other, slot_of, units, 0, PANELS, SLOTS, x.dtype)
-                else:
-                    own_part = (row >= SECOND).to(gl.int32) + (row >= THIRD).to(gl.int32)
-                    low = _take_low(words, own_part, token, is_own, this_step, M, RANK, NUM_PARTS, SHARES, wide)
-                _leave_low(low_buffer, 0, low, slot_of, units, 0, PANELS, SLOTS, x.dtype)
-                fence_async_shared()
-                gl.thread_barrier()
-                total = warpgroup_mma_init(total)
-
-        is_up = (gl.arange(0, R, gl.SliceLayout(1, layout)) % 2 == 1)[:, None]
-        for step in range(NUM_STEPS, end):
+        for step in range(NUM_STEPS):
             stage = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(weight_barriers.index(stage), phase)
+            mbarrier.wait(row_barriers.index(stage), phase)
+            left = weights.index(stage).reshape((PANELS * R, PANEL))
+            right = rows.index(stage).reshape((PANELS * M, PANEL))
+            for i in gl.static_range(PANELS):
+                total = warpgroup_mma(left.slice(i * R, R), right.slice(i * M, M).permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma_init(warpgroup_mma_wait(PANELS, deps=(total,)))
             free = (step + STAGES - 1) % STAGES
             later = step + STAGES - 1
-            unit = (step - NUM_STEPS) * PANELS
-            if later < end:
+            if (later >= AHEAD) & (later < end):
                 gl.thread_barrier()
-                mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes)
-                _fetch_b(
-                    b, units, (later - NUM_STEPS) * PANELS, row, weight_barriers.index(free), b_pieces, free * PANELS, PANELS,
-                    SLOTS, IS_PAIRED,
-                )  # fmt: skip
-            mbarrier.wait(weight_barriers.index(stage), (step // STAGES) & 1)
-            for side in gl.static_range(SIDES):
-                if (step > NUM_STEPS) | (side >= HELD):
-                    gl.thread_barrier()  # every warp has read the rows of the adapters before
-                    if side == 0:
-                        _leave_low(low_buffer, side * G * (HELD - 1), low, slot_of, units, unit, PANELS, SLOTS, x.dtype)
-                    else:
-                        _leave_low(
-                            low_buffer, side * G * (HELD - 1), other, slot_of, units, unit, PANELS, SLOTS, x.dtype
-                        )
-                    fence_async_shared()
+                mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
+                if later < NUM_STEPS:
+                    mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes)
+                    fetch(weight, row, first + later * PANELS, weight_barriers.index(free), weights.index(free), IS_PAIRED)
+                    fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
+                else:
+                    mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes // SIDES)
+                    if later == NUM_STEPS:
+                        _wait_for_low(done, part, block, num_blocks, count, this_step, NUM_PARTS, SIDES, R // 64, LOW_TILES)
+                    _fetch_adapters(
+                        b, low_rows, units, count, (later - NUM_STEPS) * UNITS, row, part, token, weight_barriers.index(free),
+                        row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, SIDES, SLOTS, MOST, NUM_PARTS,
+                    )  # fmt: skip
+        total = warpgroup_mma_wait(0, deps=(total,))
+
+        if count > 0:
+            sums = warpgroup_mma_init(total)
+            other = warpgroup_mma_init(total)  # with up's A x, where `sums` has gate's
+            for step in range(NUM_STEPS, end):
+                stage = step % STAGES
+                phase = (step // STAGES) & 1
+                free = (step + STAGES - 1) % STAGES
+                later = step + STAGES - 1
+                if later < end:
                     gl.thread_barrier()
+                    mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
+                    mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes // SIDES)
+                    _fetch_adapters(
+                        b, low_rows, units, count, (later - NUM_STEPS) * UNITS, row, part, token, weight_barriers.index(free),
+                        row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, SIDES, SLOTS, MOST, NUM_PARTS,
+                    )  # fmt: skip
+                mbarrier.wait(weight_barriers.index(stage), phase)
+                mbarrier.wait(row_barriers.index(stage), phase)
+                for g in gl.static_range(UNITS * SLOTS):
+                    left = b_slots.index(stage * G + g)
+                    sums = warpgroup_mma(left, low_slots.index(stage * G + g).permute((1, 0)), sums, is_async=True)
+                    if IS_PAIRED:
+                        right = low_slots.index(stage * G + UNITS * SLOTS + g).permute((1, 0))
+                        other = warpgroup_mma(left, right, other, is_async=True)
                 if IS_PAIRED:
-                    sums = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
+                    one, two = warpgroup_mma_wait(0, deps=(sums, other))
+                    sums, other = warpgroup_mma_init(one), warpgroup_mma_init(two)
                 else:
-                    sums = warpgroup_mma_init(total)
-                for g in gl.static_range(G):
-                    sums = warpgroup_mma(
-                        b_slots.index(stage * G + g),
-                        low_buffer.index(side * G * (HELD - 1) + g).permute((1, 0)),
-                        sums,
-                        is_async=True,
-                    )
-                found = warpgroup_mma_wait(0, deps=(sums,))
-                if IS_PAIRED:
-                    total += gl.where(is_up == (side == 1), found, 0.0)
-                else:
-                    total = found
+                    sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(sums,)))
+            total = warpgroup_mma_wait(0, deps=(sums,))
+            if IS_PAIRED:
+                is_up = (gl.arange(0, R, gl.SliceLayout(1, layout)) % 2 == 1)[:, None]
+                total = gl.where(is_up, warpgroup_mma_wait(0, deps=(other,)), total)
 
         if SPLIT > 1:
             slot = (tile * num_blocks + block) * SPLIT
