@@ -6,7 +6,7 @@ import pytest
 import torch
 from pelton_lora_op import SHAPES, check_lora, make_lora_case
 
-from pelton_backends.triton.ops.lora.linear import TritonLora
+from pelton_backends.triton.ops.lora.linear import TritonLora, block_columns, block_width
 
 
 @pytest.mark.covering(1)
@@ -44,7 +44,30 @@ def test_rows_are_sorted_as_by_torch(slots, device):
     assert int(rows.step) == before + 1
 
 
-def test_large_steps_have_large_tiles(device):
+@pytest.mark.parametrize(
+    ("parts", "options"),
+    [
+        pytest.param((32,), {"norm": True}, id="one-part"),
+        pytest.param((1088, 40, 40), {}, id="more-columns-than-a-program-has"),
+        pytest.param((1100, 1100), {"norm": True, "activation": "silu"}, id="gate-and-up"),
+        pytest.param((48, 16), {"rank": 128}, id="parts-apart"),
+    ],
+)
+def test_large_steps_have_large_tiles(parts, options, device):
     slots = [-1, 0, 2] * 170 + [0] * 10
-    case = make_lora_case(slots, 64, (32,), device=device, has_tiles=True, norm=True)
+    case = make_lora_case(slots, 600 if len(parts) > 1 else 64, parts, device=device, has_tiles=True, **options)
     check_lora(case, TritonLora, slots)
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("rank", [16, 64, 128, 256])
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("memory", [64 << 10, 99 << 10, 227 << 10])
+def test_blocks_fit_into_shared_memory(rows, rank, element_size, memory):
+    columns, width = (
+        block_columns(rows, rank, element_size, memory),
+        block_width(rows, rank, element_size, memory),
+    )
+    assert columns >= 16 and width >= 16
+    assert 2 * (rows + rank) * columns * element_size <= memory or columns == 16
+    assert (rows + 2 * width) * rank * element_size <= memory or width == 16

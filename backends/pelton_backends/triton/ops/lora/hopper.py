@@ -100,9 +100,13 @@ class _Product:
         rows_of_x = panels_of(x, rows_in_memory(x, num_blocks * tokens), tokens, panels)
         num_parts, most = len(self._parts), most_units(self._rows.num_slots, self._rank)
         low_programs = low_tiles(num_tokens, self._rows.num_slots, self._rank, rows) * num_blocks * num_parts * shares
-        low = torch.empty(num_parts * most * (UNIT_RANKS // self._rank), MAX_TOKENS, self._rank, dtype=x.dtype, device=x.device)
+        low = torch.empty(
+            num_parts * most * (UNIT_RANKS // self._rank), MAX_TOKENS, self._rank, dtype=x.dtype, device=x.device
+        )
         box = [UNIT_RANKS // self._rank, tokens, self._rank]
-        low_rows = TensorDescriptor(low, [*low.shape], [*low.stride()], box, gl.NVMMASharedLayout(2 * self._rank, 16, 3))
+        low_rows = TensorDescriptor(
+            low, [*low.shape], [*low.stride()], box, gl.NVMMASharedLayout(2 * self._rank, 16, 3)
+        )
         low_sums = None
         if shares > 1:
             low_sums = torch.empty(low_programs * rows * tokens, dtype=torch.float32, device=x.device)

@@ -66,7 +66,9 @@ def _fetch_adapters(
         else:
             tma.async_copy_global_to_shared(b, [slot, row, 0], b_barrier, b_pieces.index(at + u))
         for side in gl.static_range(SIDES):
-            place = gl.where(unit + u < count, (part + side) * (MOST * SLOTS) + (unit + u) * SLOTS, NUM_PARTS * MOST * SLOTS)
+            place = gl.where(
+                unit + u < count, (part + side) * (MOST * SLOTS) + (unit + u) * SLOTS, NUM_PARTS * MOST * SLOTS
+            )
             tma.async_copy_global_to_shared(
                 low, [place, token, 0], low_barrier, low_pieces.index(at + (side * UNITS + u))
             )
@@ -154,7 +156,11 @@ def _low_program(
                     value += gl.load(cells + i * (R * M), cache_modifier=".cg")
         if is_last:
             kept = gl.where(slot_of[None, :] == slot[:, None], value, 0.0).to(low.dtype.element_ty)
-            at = ((part * MOST + unit) * SLOTS + r // RANK)[:, None] * (MAX_TOKENS * RANK) + t[None, :] * RANK + (r % RANK)[:, None]
+            at = (
+                ((part * MOST + unit) * SLOTS + r // RANK)[:, None] * (MAX_TOKENS * RANK)
+                + t[None, :] * RANK
+                + (r % RANK)[:, None]
+            )
             gl.store(low + at, kept)
             _make_visible()
             gl.thread_barrier()
@@ -162,7 +168,18 @@ def _low_program(
 
 
 @gluon.jit
-def _wait_for_low(done, part, block, num_blocks, count, this_step, NUM_PARTS: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr, TILES: gl.constexpr):
+def _wait_for_low(
+    done,
+    part,
+    block,
+    num_blocks,
+    count,
+    this_step,
+    NUM_PARTS: gl.constexpr,
+    SIDES: gl.constexpr,
+    UNITS: gl.constexpr,
+    TILES: gl.constexpr,
+):
     """Until A x of SIDES parts and all adapters is that of this step. TILES of UNITS units there are at most."""
     layout: gl.constexpr = gl.BlockedLayout([(TILES + 31) // 32, SIDES], [32, 1], [gl.num_warps(), 1], [1, 0])
     tile = gl.arange(0, TILES, gl.SliceLayout(1, layout))[:, None]
@@ -264,12 +281,16 @@ def adapted_kernel(
                 mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
                 if later < NUM_STEPS:
                     mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes)
-                    fetch(weight, row, first + later * PANELS, weight_barriers.index(free), weights.index(free), IS_PAIRED)
+                    fetch(
+                        weight, row, first + later * PANELS, weight_barriers.index(free), weights.index(free), IS_PAIRED
+                    )
                     fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
                 else:
                     mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes // SIDES)
                     if later == NUM_STEPS:
-                        _wait_for_low(done, part, block, num_blocks, count, this_step, NUM_PARTS, SIDES, R // 64, LOW_TILES)
+                        _wait_for_low(
+                            done, part, block, num_blocks, count, this_step, NUM_PARTS, SIDES, R // 64, LOW_TILES
+                        )
                     _fetch_adapters(
                         b, low_rows, units, count, (later - NUM_STEPS) * UNITS, row, part, token, weight_barriers.index(free),
                         row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, SIDES, SLOTS, MOST, NUM_PARTS,

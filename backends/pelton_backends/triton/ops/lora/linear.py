@@ -1,14 +1,16 @@
 """Adapters: what low-rank matrices add to the rows of a product, for any mix of adapters and rows without one.
 
 Two kernels a product, over tiles of rows that use one slot (`pelton.lora.rows`), so that a matrix is read once for all of them.
-The first multiplies with A: the input dimension is split over programs, whose sums lie beside each other until the second adds
-them, always in one order. The second multiplies with B, adds the base product and, for gate and up, applies the activation.
+The first multiplies with A of all parts: the input dimension is split over programs, whose sums lie beside each other until the
+second adds them, always in one order. The second multiplies with B, adds the base product and, for gate and up, applies the
+activation; in large steps a program has a thousand columns, as it reads those sums once.
 
 A norm in front costs nothing: A norm(x) = A (x * w) / rms(x), so the first kernel sums x^2 beside its products.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,20 +18,22 @@ import triton
 import triton.language as tl
 
 from pelton.lora.op import Lora, LoraNeeds, LoraTensors
-from pelton.lora.rows import UNITS_PAST, AdapterRows, tile_rows
+from pelton.lora.rows import LARGE_TILE, SMALL_TILE, UNITS_PAST, AdapterRows, tile_rows
 from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows
-from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, wait_for_inputs
+from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, shared_memory, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("bfloat16", "float16", "float32")
-_BLOCK_K, _BLOCK_N = 256, 128
+_BLOCK_K, _BLOCK_N, _LARGE_BLOCK_N = 256, 128, 64
 _MOST_TILE = 16384  # numbers of A
+_MOST_TOGETHER = 128  # ranks of all parts, that one program takes
 _SPLIT_COLUMNS = 256  # of the input, that one program takes in a small step
 _MOST_SPLITS = 16
-_LARGE_STEP = 512  # tokens from which on tiles alone keep the multiprocessors busy
+_SCRATCH = 40 << 10  # bytes of shared memory
+_LARGE_STEP, _LARGE_SPLITS, _LARGE_BLOCKS = 512, 4, 16  # tokens; shares of the input; blocks of columns of a program
 
 
 @triton.jit
@@ -44,26 +48,27 @@ def _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M: tl.constexpr):
 def _shrink_kernel(
     x_ptr, a_ptr, norm_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, low_ptr, squares_ptr,
     x_stride, slot_stride,
-    K: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, ALL_RANKS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, IN_FLOAT32: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of A times one share of the columns of a tile's rows."""
-    tile, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """RANKS of A's rows, of one part or all of them, times one share of the columns of a tile's rows."""
+    BLOCK_R: tl.constexpr = triton.next_power_of_2(RANKS)
+    tile, split, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * RANKS
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
     if slot < 0:
         return
     tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
-    ranks, columns = tl.arange(0, R), tl.arange(0, BLOCK_K)
-    a = a_ptr + slot * slot_stride + (part * R + ranks[:, None]) * K
+    ranks, columns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    a = a_ptr + slot * slot_stride + (first + ranks[:, None]) * K
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-    sums = tl.zeros([M, R], tl.float32)
+    sums = tl.zeros([M, BLOCK_R], tl.float32)
     squares = tl.zeros([M], tl.float32)
     for start in range(0, SHARE, BLOCK_K):
         k = split * SHARE + start + columns
         x = tl.load(x_ptr + tokens[:, None] * x_stride + k[None, :], mask=mask[:, None] & (k < K)[None, :], other=0.0)
-        weight = tl.load(a + k[None, :], mask=(k < K)[None, :], other=0.0)
+        weight = tl.load(a + k[None, :], mask=(ranks < RANKS)[:, None] & (k < K)[None, :], other=0.0)
         if HAS_NORM:
             norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
             wide = x.to(tl.float32)
@@ -75,9 +80,9 @@ def _shrink_kernel(
         if IN_FLOAT32:
             weight = weight.to(tl.float32)
         sums = dot(x, tl.trans(weight), sums)
-    place = (tokens * SPLITS + split) * PARTS + part
-    tl.store(low_ptr + place[:, None] * R + ranks[None, :], sums, mask=mask[:, None])
-    if HAS_NORM and part == 0:
+    place = (tokens * SPLITS + split) * ALL_RANKS + first
+    tl.store(low_ptr + place[:, None] + ranks[None, :], sums, mask=mask[:, None] & (ranks < RANKS)[None, :])
+    if HAS_NORM and first == 0:
         tl.store(squares_ptr + tokens * SPLITS + split, squares, mask=mask)
 
 
@@ -100,65 +105,67 @@ def _low(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _expand_kernel(
     low_ptr, squares_ptr, b_ptr, out_ptr, chunk_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
-    slot_stride, rank_stride, column_stride, eps,
+    slot_stride, rank_stride, column_stride, eps, num_blocks,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of one part, added to the tile's rows of `out`."""
+    """num_blocks times BLOCK_N columns of one part, added to the tile's rows of `out`."""
     tile, chunk = tl.program_id(0), tl.program_id(1)
-    part, first, end = (
-        tl.load(chunk_ptr + 3 * chunk),
-        tl.load(chunk_ptr + 3 * chunk + 1),
-        tl.load(chunk_ptr + 3 * chunk + 2),
-    )
+    part = tl.load(chunk_ptr + 3 * chunk)
+    first = tl.multiple_of(tl.load(chunk_ptr + 3 * chunk + 1), ALIGNED)
+    end = tl.load(chunk_ptr + 3 * chunk + 2)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
     if slot < 0:
         return
     tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
-    n = first + tl.arange(0, BLOCK_N)
-    b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * rank_stride + n[None, :] * column_stride
-    weight = tl.load(b, mask=(n < end)[None, :], other=0.0)
     low = _low(low_ptr, squares_ptr, tokens, mask, part, eps, K, PARTS, R, SPLITS, HAS_NORM, M)
-    out = out_ptr + tokens[:, None] * N + n[None, :]
-    is_place = mask[:, None] & (n < end)[None, :]
-    base = tl.load(out, mask=is_place, other=0.0)
-    total = dot(low.to(weight.dtype), weight, base.to(tl.float32))
-    tl.store(out, total.to(base.dtype), mask=is_place)
+    b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * rank_stride
+    for block in range(num_blocks):
+        n = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
+        weight = tl.load(b + n[None, :] * column_stride, mask=(n < end)[None, :], other=0.0)
+        out = out_ptr + tokens[:, None] * N + n[None, :]
+        is_place = mask[:, None] & (n < end)[None, :]
+        base = tl.load(out, mask=is_place, other=0.0)
+        total = dot(low.to(weight.dtype), weight, base.to(tl.float32))
+        tl.store(out, total.to(base.dtype), mask=is_place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _expand_gated_kernel(
     low_ptr, squares_ptr, b_ptr, gate_up_ptr, out_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
-    slot_stride, rank_stride, column_stride, eps,
+    slot_stride, rank_stride, column_stride, eps, num_blocks,
     N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of gate and the same of up, N each; tiles without an adapter have their activation alone."""
-    tile, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """num_blocks times BLOCK_N columns of gate and the same of up, N each; tiles without an adapter have their activation alone."""
+    tile, first = tl.program_id(0), tl.program_id(1) * (num_blocks * BLOCK_N)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
     tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
-    is_place = mask[:, None] & (n < N)[None, :]
-    rows = gate_up_ptr + tokens[:, None] * (2 * N) + n[None, :]
-    gate = tl.load(rows, mask=is_place, other=0.0).to(tl.float32)
-    up = tl.load(rows + N, mask=is_place, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    if slot >= 0:
-        b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * rank_stride + n[None, :] * column_stride
-        weight = tl.load(b, mask=(n < N)[None, :], other=0.0)
-        low = _low(low_ptr, squares_ptr, tokens, mask, 0, eps, K, 2, R, SPLITS, HAS_NORM, M)
-        gate = dot(low.to(dtype), weight, gate).to(dtype).to(tl.float32)
-        weight = tl.load(b + N * column_stride, mask=(n < N)[None, :], other=0.0)
-        low = _low(low_ptr, squares_ptr, tokens, mask, 1, eps, K, 2, R, SPLITS, HAS_NORM, M)
-        up = dot(low.to(dtype), weight, up).to(dtype).to(tl.float32)
-    out = out_ptr + tokens[:, None] * N + n[None, :]
-    tl.store(out, activated(gate, up, ACTIVATION, dtype), mask=is_place)
+    low = _low(low_ptr, squares_ptr, tokens, mask & (slot >= 0), 0, eps, K, 2, R, SPLITS, HAS_NORM, M).to(dtype)
+    low_up = _low(low_ptr, squares_ptr, tokens, mask & (slot >= 0), 1, eps, K, 2, R, SPLITS, HAS_NORM, M).to(dtype)
+    b = b_ptr + tl.maximum(slot, 0) * slot_stride + tl.arange(0, R)[:, None] * rank_stride
+    for block in range(num_blocks):
+        n = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_place = mask[:, None] & (n < N)[None, :]
+        rows = gate_up_ptr + tokens[:, None] * (2 * N) + n[None, :]
+        gate = tl.load(rows, mask=is_place, other=0.0).to(tl.float32)
+        up = tl.load(rows + N, mask=is_place, other=0.0).to(tl.float32)
+        if slot >= 0:
+            place = b + n[None, :] * column_stride
+            weight = tl.load(place, mask=(n < N)[None, :], other=0.0)
+            gate = dot(low, weight, gate).to(dtype).to(tl.float32)
+            weight = tl.load(place + N * column_stride, mask=(n < N)[None, :], other=0.0)
+            up = dot(low_up, weight, up).to(dtype).to(tl.float32)
+        out = out_ptr + tokens[:, None] * N + n[None, :]
+        tl.store(out, activated(gate, up, ACTIVATION, dtype), mask=is_place)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
@@ -237,7 +244,24 @@ _shrink, _expand, _expand_gated = Launcher(_shrink_kernel), Launcher(_expand_ker
 
 def num_splits(num_tokens: int, size: int) -> int:
     """Shares of the input's columns: a small step has few tiles."""
-    return 1 if num_tokens >= _LARGE_STEP else max(1, min(_MOST_SPLITS, triton.cdiv(size, _SPLIT_COLUMNS)))
+    most = _LARGE_SPLITS if num_tokens >= _LARGE_STEP else _MOST_SPLITS
+    return max(1, min(most, triton.cdiv(size, _SPLIT_COLUMNS)))
+
+
+def block_columns(rows: int, ranks: int, element_size: int, memory: int) -> int:
+    """Columns of A and x that the first kernel multiplies at once: two blocks of both lie in shared memory."""
+    found = min(_BLOCK_K, _MOST_TILE // max(ranks, 2 * rows))  # rows are normed in registers
+    while found > 16 and 2 * (rows + ranks) * found * element_size > memory - _SCRATCH:
+        found //= 2
+    return found
+
+
+def block_width(rows: int, rank: int, element_size: int, memory: int) -> int:
+    """Columns of B that the second kernel multiplies at once: two blocks of them lie in shared memory beside A x."""
+    found = _LARGE_BLOCK_N if rows == LARGE_TILE else _BLOCK_N
+    while found > 16 and (rows + 2 * found) * rank * element_size > memory - _SCRATCH:
+        found //= 2
+    return found
 
 
 class TritonLora:
@@ -258,14 +282,26 @@ class TritonLora:
         columns, num_parts, activation = sum(needs.parts), len(needs.parts), needs.activation
         device, norm = tensors.a.device, needs.norm
         pdl = has_pdl(device)
-        chunks = torch.tensor(_chunks(needs.parts), dtype=torch.int32).to(device)
+        element_size, memory = tensors.a.element_size(), shared_memory(device)
+        # Of a small step and of a large one: columns of a block, of a program, and the programs' columns.
+        blocks = {
+            large: block_width(LARGE_TILE if large else SMALL_TILE, rank, element_size, memory)
+            for large in (False, True)
+        }
+        widths = {large: blocks[large] * (_LARGE_BLOCKS if large else 1) for large in (False, True)}
+        chunks = {
+            large: torch.tensor(_chunks(needs.parts, width), dtype=torch.int32).to(device)
+            for large, width in widths.items()
+        }
+        ranks = num_parts * rank
+        together = ranks if ranks <= _MOST_TOGETHER else rank
         stride, eps = tensors.a.stride(0), 0.0 if norm is None else norm.eps
         shared = {"K": size, "R": rank, "HAS_NORM": norm is not None, "PDL": pdl}
         in_float32 = (
             norm is not None and needs.dtype == "float16"
         )  # a residual times the norm's weight may leave its range
         rows.sort = sort_rows
-        block_k = min(_BLOCK_K, _MOST_TILE // rank)  # a tile of A lies in shared memory, several times
+        shrunk_size = 4 if in_float32 else element_size
         tiles = (rows.order, rows.tile_slot, rows.tile_first, rows.tile_end)
 
         def lora(x: Tensor, output: Tensor) -> Tensor:
@@ -278,6 +314,7 @@ class TritonLora:
             low = torch.empty(num_tokens * splits * num_parts * rank, dtype=torch.float32, device=device)
             squares = torch.empty(num_tokens * splits if norm is not None else 1, dtype=torch.float32, device=device)
             sizes = {**shared, "SPLITS": splits, "M": block_m}
+            is_large = num_tokens >= _LARGE_STEP
             key = (
                 needs,
                 pdl,
@@ -288,38 +325,43 @@ class TritonLora:
                 tensors.b.stride(),
                 alignment(x, output, tensors.a, tensors.b),
             )
+            block_ranks = triton.next_power_of_2(together)
             _shrink(
-                key, (num_tiles, splits, num_parts),
+                key, (num_tiles, splits, ranks // together),
                 (x, tensors.a, tensors.norm, *tiles, low, squares, x.stride(0), stride),
                 {
-                    **sizes, "PARTS": num_parts, "BLOCK_K": block_k,
-                    "UNIT_OFFSET": norm is not None and norm.unit_offset, "IN_FLOAT32": in_float32,
+                    "K": size, "ALL_RANKS": ranks, "RANKS": together, "SPLITS": splits, "M": block_m,
+                    "BLOCK_K": block_columns(block_m, block_ranks, shrunk_size, memory), "HAS_NORM": norm is not None,
+                    "UNIT_OFFSET": norm is not None and norm.unit_offset, "IN_FLOAT32": in_float32, "PDL": pdl,
                 },
                 num_warps=4, **launch_options(pdl),
             )  # fmt: skip
+            sizes["BLOCK_N"] = blocks[is_large]
+            num_blocks = _LARGE_BLOCKS if is_large else 1
+            warps = 8 if is_large else 4  # of large tiles: registers for several programs a multiprocessor
             if activation is None:
                 _expand(
-                    key, (num_tiles, len(chunks)),
-                    (low, squares, tensors.b, output, chunks, *tiles, *tensors.b.stride(), eps),
-                    {**sizes, "N": columns, "PARTS": num_parts, "BLOCK_N": _BLOCK_N},
-                    num_warps=4, **launch_options(pdl),
+                    key, (num_tiles, len(chunks[is_large])),
+                    (low, squares, tensors.b, output, chunks[is_large], *tiles, *tensors.b.stride(), eps, num_blocks),
+                    {**sizes, "N": columns, "PARTS": num_parts, "ALIGNED": math.gcd(16, *needs.parts)},
+                    num_warps=warps, **launch_options(pdl),
                 )  # fmt: skip
                 return output
             _expand_gated(
-                key, (num_tiles, triton.cdiv(columns // 2, _BLOCK_N)),
-                (low, squares, tensors.b, output, result, *tiles, *tensors.b.stride(), eps),
-                {**sizes, "N": columns // 2, "BLOCK_N": _BLOCK_N, "ACTIVATION": activation},
-                num_warps=4, **launch_options(pdl),
+                key, (num_tiles, triton.cdiv(columns // 2, widths[is_large])),
+                (low, squares, tensors.b, output, result, *tiles, *tensors.b.stride(), eps, num_blocks),
+                {**sizes, "N": columns // 2, "ACTIVATION": activation},
+                num_warps=warps, **launch_options(pdl),
             )  # fmt: skip
             return result
 
         return lora
 
 
-def _chunks(parts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def _chunks(parts: tuple[int, ...], width: int) -> list[tuple[int, int, int]]:
     """(part, first column, end of the part's columns) of each program's columns."""
     found, start = [], 0
     for part, size in enumerate(parts):
-        found += [(part, first, start + size) for first in range(start, start + size, _BLOCK_N)]
+        found += [(part, first, start + size) for first in range(start, start + size, width)]
         start += size
     return found
