@@ -77,6 +77,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Send token usage in every stream, also when the client did not ask."""
     trust_request_chat_template: bool = False
     """Let requests bring their own chat template."""
+    enable_tokenizer_info_endpoint: bool = True
+    """Answer /tokenizer_info: names of special tokens, and the chat template."""
     special_tokens_in_messages: bool = False
     """Read special tokens, such as <|im_end|>, in messages of users and tools as what they are; else they are text."""
     return_errors_in_detail: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
@@ -79,8 +80,9 @@ async def create_response(exchange: Exchange, request: ResponsesRequest) -> None
     store = store_of(exchange.state)
     before: list[dict[str, Any]] = []
     if request.previous_response_id is not None:
-        previous = store.get(request.previous_response_id, "previous_response_id")
-        before = [*previous.items, *previous.builder.output]
+        before = msgspec.json.decode(
+            await act(exchange.state, "items", request.previous_response_id, "previous_response_id")
+        )
     is_stored = store.size > 0 and request.store is not False
     if request.background and not is_stored:
         raise RequestError(
@@ -93,7 +95,7 @@ async def create_response(exchange: Exchange, request: ResponsesRequest) -> None
         )
     chat = as_chat(request, before)
     run = await prepare_chat(exchange, msgspec.structs.replace(chat, stream=bool(request.stream)))
-    response_id = f"resp_{request.request_id or uuid.uuid4().hex}"
+    response_id = new_id(exchange.state, request.request_id)
     model = request.model or exchange.state.model_name
     builder = ResponseBuilder(response_id, model, request, is_stored=is_stored)
     stored = StoredResponse(builder, [*before, *input_items(request.input)])
@@ -174,16 +176,53 @@ def frame(event: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
-def retrieve(state: ServerState, response_id: str) -> dict[str, Any]:
-    return store_of(state).get(response_id).builder.copy()
+async def act(state: ServerState, action: str, response_id: str, param: str | None = None) -> bytes:
+    """Do something with a response, whichever process keeps it; returns JSON. Raises `RequestError`.
+
+    action: get, delete, cancel, or items: of the conversation up to and with the answer.
+    """
+    keeper = _KEEPER.match(response_id)
+    if state.ask_kept is None or keeper is None or int(keeper[1]) == state.index:
+        return await act_here(state, action, response_id, param)
+    found = await state.ask_kept(int(keeper[1]), action, response_id)
+    if not found:
+        raise ResponseNotFoundError(
+            f"The response {response_id[:100]!r} is lost: the process that kept it ended, or does not answer.",
+            param=param,
+        )
+    return found
 
 
-async def cancel(state: ServerState, response_id: str) -> dict[str, Any]:
+async def act_here(state: ServerState, action: str, response_id: str, param: str | None = None) -> bytes:
+    """`act`, on what this process keeps."""
+    store = store_of(state)
+    stored = store.get(response_id, param)
+    found: Any
+    if action == "delete":
+        store.delete(response_id)
+        found = {"id": response_id, "object": "response", "deleted": True}
+    elif action == "items":
+        found = [*stored.items, *stored.builder.output]
+    else:
+        if action == "cancel":
+            await _cancel(stored)
+        found = stored.builder.copy()
+    return msgspec.json.encode(found)
+
+
+async def _cancel(stored: StoredResponse) -> None:
     """Stop a response in the background; one that is over stays as it is."""
-    stored = store_of(state).get(response_id)
     if stored.task is None:
         raise RequestError("Only a response that was made with background can be cancelled.", param="response_id")
     if not stored.task.done():
         stored.task.cancel()
         await asyncio.wait([stored.task])
-    return stored.builder.copy()
+
+
+_KEEPER = re.compile(r"resp_(\d{1,3})-")
+
+
+def new_id(state: ServerState, request_id: str | None) -> str:
+    """The id of a response: where several processes serve it begins with the index of the one that keeps it."""
+    keeper = "" if state.ask_kept is None else f"{state.index}-"
+    return f"resp_{keeper}{request_id or uuid.uuid4().hex}"

@@ -54,6 +54,8 @@ class ServerState:
     index: int = 0
     ask_metrics: Callable[[], Awaitable[str]] | None = None
     """Asks the process that knows the figures of all, where several serve."""
+    ask_kept: Callable[[int, str, str], Awaitable[bytes]] | None = None
+    """Asks process `index` to do something with a response that it keeps, where several serve; empty where it is gone."""
 
     def __post_init__(self) -> None:
         self.body_budget = BodyBudget(self.config.max_body_bytes_at_once)

@@ -23,6 +23,9 @@ API = "pelton_plugins.server.processes.api_process"
 LONG = {"prompt": "abc", "max_tokens": 150, "ignore_eos": True, "stream": True}
 
 
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
 class Serving:
     def __init__(self, url: str, process: psutil.Process) -> None:
         self.url, self.process = url, process
@@ -68,7 +71,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contextlib.Abs
 
 @pytest.fixture(scope="module")
 def server(started) -> Iterator[Serving]:
-    with started("--enable-request-id-headers") as running:
+    with started("--enable-request-id-headers", "--max-stored-responses", "50", "--chat-template", TEMPLATE) as running:
         yield running
 
 
@@ -149,6 +152,31 @@ def test_open_requests_are_counted_over_all(server):
         stream.join(20)
     assert all(stream.is_whole for stream in streams)
     assert eventually(lambda: httpx.get(server.url + "/load").json()["server_load"] == 0)
+
+
+def test_a_response_is_found_whichever_process_keeps_it(server):
+    """Every call has a connection of its own: the kernel deals them out to the processes."""
+
+    def call(method: str, path: str, body: object = None) -> httpx.Response:
+        return httpx.request(method, f"{server.url}/v1/responses{path}", json=body, timeout=30)
+
+    made = [call("POST", "", {"input": f"say {n}", "max_output_tokens": 2}).json() for n in range(8)]
+    keepers = {one["id"].split("-")[0] for one in made}
+    assert keepers == {"resp_0", "resp_1"}
+    for one in made:
+        assert {call("GET", f"/{one['id']}").json()["output"][0]["id"] for _ in range(6)} == {one["output"][0]["id"]}
+    for one in made:
+        follows = {"input": "go on", "previous_response_id": one["id"], "max_output_tokens": 2}
+        replies = [call("POST", "", follows).json() for _ in range(3)]
+        assert all(reply["usage"]["input_tokens"] > one["usage"]["input_tokens"] for reply in replies)
+    later = call("POST", "", {"input": "long", "max_output_tokens": 100, "background": True}).json()
+    replies = [call("POST", f"/{later['id']}/cancel") for _ in range(4)]
+    assert {reply.json()["status"] for reply in replies} == {"cancelled"}
+    assert {call("POST", f"/{made[0]['id']}/cancel").status_code for _ in range(4)} == {400}
+    assert call("DELETE", f"/{made[0]['id']}").json()["deleted"] is True
+    for wrong in (made[0]["id"], "resp_1-no", "resp_9-no", "resp_no"):
+        replies = [call("GET", f"/{wrong}") for _ in range(4)]
+        assert {(reply.status_code, reply.json()["error"]["type"]) for reply in replies} == {(404, "NotFoundError")}
 
 
 def test_a_killed_api_process_takes_its_own_streams_only(server):

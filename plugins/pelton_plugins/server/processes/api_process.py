@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from pelton.engine.protocol import error_info
-from pelton.errors import PeltonError, PluginError
+from pelton.errors import PeltonError, PluginError, RequestError
 from pelton.logging import get_logger, setup
 from pelton.metrics.snapshot import Metric
 from pelton.metrics.stats import IterationStats, SchedulerStats
@@ -27,6 +27,7 @@ from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.server.processes import control
 from pelton_plugins.server.processes.joined_client import JoinedClient
 from pelton_plugins.server.processes.load_counts import LoadCounts
+from pelton_plugins.server.responses import act_here
 from pelton_plugins.server.serve import Server, give_way
 
 logger = get_logger(__name__)
@@ -90,8 +91,12 @@ class ApiServer(Server):
         self._stats = GatheredStats()
         self._process = ProcessMetrics()
         self._asked: dict[int, asyncio.Future[str]] = {}
+        self._asked_kept: dict[int, asyncio.Future[control.Kept]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+        self._num_asked = 0
         self.state.index = configure.index
         self.state.ask_metrics = self._ask_metrics
+        self.state.ask_kept = self._ask_kept
         self._tasks = [self._loop.create_task(self._read()), self._loop.create_task(self._tell())]
 
     def _listen(self) -> socket.socket:
@@ -161,6 +166,14 @@ class ApiServer(Server):
             asked = self._asked.pop(message.number, None)
             if asked is not None and not asked.done():
                 asked.set_result(message.text)
+        elif isinstance(message, control.AskKept):
+            task = self._loop.create_task(self._answer_kept(message))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        elif isinstance(message, control.Kept):
+            waiting = self._asked_kept.pop(message.number, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
 
     async def _tell(self) -> None:
         while True:
@@ -180,6 +193,33 @@ class ApiServer(Server):
             return await asyncio.wait_for(asked, ASK_TIMEOUT_S)
         finally:
             self._asked.pop(number, None)
+
+    async def _ask_kept(self, keeper: int, action: str, response_id: str) -> bytes:
+        """See `ServerState.ask_kept`."""
+        self._num_asked += 1
+        number = self._num_asked
+        waiting = self._asked_kept[number] = self._loop.create_future()
+        self._link.send(control.AskKept(number, self._index, keeper, action, response_id))
+        try:
+            found = await asyncio.wait_for(waiting, ASK_TIMEOUT_S)
+        except TimeoutError:
+            return b""
+        finally:
+            self._asked_kept.pop(number, None)
+        if found.error is not None:
+            error = RequestError(found.error.message)
+            error.status, error.param = found.error.status, found.error.param
+            raise error
+        return found.body
+
+    async def _answer_kept(self, asked: control.AskKept) -> None:
+        error = None
+        body = b""
+        try:
+            body = await act_here(self.state, asked.action, asked.response_id)
+        except PeltonError as found:
+            error = error_info(found)
+        self._link.send(control.Kept(asked.number, asked.asker, body, error))
 
     def finish(self) -> None:
         self._send_figures(0)

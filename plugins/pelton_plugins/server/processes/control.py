@@ -66,6 +66,27 @@ class MetricsText(_Message):
     text: str
 
 
+class AskKept(_Message):
+    """Do something with a response that process `keeper` keeps. The owner hands it on."""
+
+    number: int
+    """Of the question of process `asker`."""
+    asker: int
+    keeper: int
+    action: str
+    response_id: str
+
+
+class Kept(_Message):
+    """The answer to `AskKept`."""
+
+    number: int
+    asker: int
+    body: bytes
+    """JSON."""
+    error: ErrorInfo | None = None
+
+
 class Ready(_Message):
     pid: int
 
@@ -91,8 +112,8 @@ class AskMetrics(_Message):
     number: int
 
 
-ToApi = Configure | Resolved | EngineUp | EngineDown | AskFigures | MetricsText
-ToOwner = Ready | Failed | Figures | AskMetrics
+ToApi = Configure | Resolved | EngineUp | EngineDown | AskFigures | MetricsText | AskKept | Kept
+ToOwner = Ready | Failed | Figures | AskMetrics | AskKept | Kept
 
 _encoder = msgspec.msgpack.Encoder()
 

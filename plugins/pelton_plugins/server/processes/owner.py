@@ -222,8 +222,20 @@ class Owner:
                 self._llm.stat_loggers.record(None, message.iteration)
         elif isinstance(message, control.AskMetrics):
             self._start_task(self._answer_metrics(child, message.number))
+        elif isinstance(message, control.AskKept):
+            self._hand_on(message)
+        elif isinstance(message, control.Kept):
+            self.children[message.asker].send(message)
         elif isinstance(message, control.Failed) and not self._is_announced:
             self.fail(error_from_info(message.error))
+
+    def _hand_on(self, asked: control.AskKept) -> None:
+        """To the process that keeps the response; one that is gone has lost it."""
+        keeper = self.children[asked.keeper] if asked.keeper < len(self.children) else None
+        if keeper is not None and keeper.is_linked and keeper.ready.is_set():
+            keeper.send(asked)
+        else:
+            self.children[asked.asker].send(control.Kept(asked.number, asked.asker, b""))
 
     def forget(self, child: Child) -> None:
         """A process is gone: what it had asked for ends."""

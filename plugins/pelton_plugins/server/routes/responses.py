@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from litestar import Response, delete, get, post
 from litestar.params import FromPath
 from litestar.types import ASGIApp
 
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.openapi import api
-from pelton_plugins.server.responses import cancel, create_response, retrieve, store_of
+from pelton_plugins.server.responses import act, create_response
 from pelton_plugins.server.responses_protocol import ResponsesAnswer, ResponsesRequest
 from pelton_plugins.server.state import ServerState
 
@@ -25,21 +24,20 @@ def routes(state: ServerState) -> list[Any]:
     @get("/v1/responses/{response_id:str}", opt=api(None, ResponsesAnswer))
     async def get_response(response_id: FromPath[str]) -> Response[bytes]:
         """Return a response that was kept."""
-        return _json(retrieve(state, response_id))
+        return _json(await act(state, "get", response_id))
 
     @delete("/v1/responses/{response_id:str}", status_code=200, opt=api(None, None))
     async def delete_response(response_id: FromPath[str]) -> Response[bytes]:
         """Forget a response."""
-        store_of(state).delete(response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return _json(await act(state, "delete", response_id))
 
     @post("/v1/responses/{response_id:str}/cancel", status_code=200, opt=api(None, ResponsesAnswer))
     async def cancel_response(response_id: FromPath[str]) -> Response[bytes]:
         """Stop a response that runs in the background."""
-        return _json(await cancel(state, response_id))
+        return _json(await act(state, "cancel", response_id))
 
     return [create, get_response, delete_response, cancel_response]
 
 
-def _json(value: Any) -> Response[bytes]:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(body: bytes) -> Response[bytes]:
+    return Response(body, media_type="application/json")

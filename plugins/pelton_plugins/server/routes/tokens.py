@@ -1,11 +1,11 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
-from litestar import post
+from litestar import Response, get, post
 from litestar.types import ASGIApp
 
 from pelton.errors import NotSupportedError, RequestError
@@ -28,7 +28,28 @@ def routes(state: ServerState) -> list[Any]:
         """Text of token ids."""
         return Exchange(state, DetokenizeRequest, _detokenize, generates=False)
 
-    return [tokenize_route, detokenize_route]
+    @get("/tokenizer_info", opt=api(None, None))
+    async def tokenizer_info() -> Response[bytes]:
+        """What the tokenizer's configuration says: special tokens, chat template, length."""
+        return Response(msgspec.json.encode(_tokenizer_info(state)), media_type="application/json")
+
+    shown = [tokenizer_info] if state.config.enable_tokenizer_info_endpoint else []
+    return [tokenize_route, detokenize_route, *shown]
+
+
+def _tokenizer_info(state: ServerState) -> dict[str, Any]:
+    llm = state.engine()
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise NotSupportedError("The server runs without a tokenizer.")
+    template = getattr(tokenizer, "chat_template", None)
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": max_model_len(llm),
+        "vocab_size": llm.model.vocab_size,
+        **getattr(tokenizer, "special_tokens", {}),
+        "chat_template": getattr(template, "source", None),
+    }
 
 
 async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
