@@ -30,7 +30,7 @@ def routes(state: ServerState) -> list[Any]:
 
     @get("/tokenizer_info", opt=api(None, None))
     async def tokenizer_info() -> Response[bytes]:
-        """What the tokenizer's configuration says: special tokens, chat template, length."""
+        """Return special tokens, the chat template and the longest context."""
         return Response(msgspec.json.encode(_tokenizer_info(state)), media_type="application/json")
 
     shown = [tokenizer_info] if state.config.enable_tokenizer_info_endpoint else []
