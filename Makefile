@@ -99,7 +99,7 @@ serve: setup  ## serve the demo model on http://127.0.0.1:8000; MODEL=minilm: ve
 	@exec $(BIN)/pelton serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/minilm  ## the whole test suite
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

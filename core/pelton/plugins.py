@@ -258,7 +258,7 @@ def make(entry: Entry, wanted: type[T], *arguments: Any, **options: Any) -> T:
 
 
 def _is_told(error: BaseException) -> bool:
-    """Pelton's own errors say who has to act already, and full memory is nobody's mistake."""
+    """Return whether an error needs no plugin's name: Pelton's own errors say who has to act, and full memory is not a plugin's mistake."""
     torch = sys.modules.get("torch")  # not imported here: front ends do without
     return isinstance(error, (PeltonError, MemoryError)) or bool(torch and isinstance(error, torch.OutOfMemoryError))
 

@@ -72,6 +72,6 @@ def test_a_bad_line_is_named(tmp_path, text, what):
 
 def test_another_file_is_not_overwritten(tmp_path):
     (tmp_path / "notes").write_text("dear diary\n")
-    with pytest.raises(ConfigError, match="no file of answers"):
+    with pytest.raises(ConfigError, match="something other than answers"):
         open_output(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "dear diary\n"

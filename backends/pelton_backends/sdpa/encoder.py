@@ -37,7 +37,7 @@ class Rows:
     first: int | None  # where they lie behind each other with one length: their first token
     places: Tensor | None = None  # [R L] int64, the token of each place; padding repeats a row's last one
     lens: Tensor | None = None  # [R] int64, where they differ
-    targets: Tensor | None = None  # [tokens] int64, of the R L places those that are no padding
+    targets: Tensor | None = None  # [tokens] int64, of the R L places those that are not padding
     tokens: Tensor | None = None  # [tokens] int64, their tokens of the step
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
 

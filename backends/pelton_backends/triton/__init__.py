@@ -1,1 +1,1 @@
-"""Attention and fused seams in Triton."""
+"""Attention and fused ops in Triton."""

@@ -41,10 +41,13 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for module in self.lora_modules:
             split_module(module)
         if self.lora_modules and not self.enable_lora:
-            raise ConfigError("lora_modules names adapters, and enable_lora is off. Set --enable-lora.")
+            raise ConfigError(
+                f"lora_modules is {self.lora_modules}, and enable_lora is off. Set --enable-lora, or leave lora_modules out."
+            )
         if self.lora_resolvers and not (self.enable_lora and self.allow_runtime_lora_updating):
             raise ConfigError(
-                "lora_resolvers load adapters while the server runs: set --enable-lora and --allow-runtime-lora-updating too."
+                f"lora_resolvers is {self.lora_resolvers}, and resolvers load adapters while the server runs: set --enable-lora and "
+                "--allow-runtime-lora-updating too."
             )
 
     @property

@@ -121,7 +121,7 @@ class Channel:
             self._to_engine.close(0)
 
     def close_both(self, linger_ms: int = 0) -> None:
-        """End both sockets; by whoever reads. linger_ms: what was sent a moment ago gets this long to go out."""
+        """Close both sockets; called by the thread that reads. linger_ms: time for messages that are still being sent."""
         with self._send_lock:
             self._to_engine.close(linger_ms)
         self._from_engine.close(0)
@@ -175,7 +175,7 @@ class Channel:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake whoever waits for outputs; `_arrived` is held."""
+        """Wake the threads that wait for outputs; the caller holds `_arrived`."""
         self._arrived.notify_all()
         if self._async_waiter is not None:
             loop, waiter = self._async_waiter

@@ -66,7 +66,7 @@ class EngineClient(ABC):
         return 0.0
 
     def kill(self, reason: str) -> None:  # noqa: B027
-        """Make an engine die that stands still; `reason` becomes part of its error. Nothing where another process owns it."""
+        """Kill an engine that hangs; `reason` becomes part of its error. Does nothing where another process owns the engine."""
 
     def restart(self) -> None:
         """Start a new engine in place of a dead one; blocks until it is ready. Raises what stops it."""

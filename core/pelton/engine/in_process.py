@@ -1,4 +1,4 @@
-"""`InProcessClient`: the engine core in this process, stepped by whoever asks for outputs."""
+"""`InProcessClient`: the engine core in this process, stepped by the thread that asks for outputs."""
 
 from __future__ import annotations
 

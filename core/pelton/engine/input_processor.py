@@ -44,7 +44,7 @@ class ProcessedRequest:
     params: SamplingParams
     requests: list[EngineRequest]
     pooling_params: PoolingParams | None = None
-    """Set for a request that pools; `params` are defaults that nobody reads then."""
+    """Set for a request that pools; `params` are unused defaults then."""
 
 
 class InputProcessor:

@@ -183,7 +183,7 @@ class _Connection(Channel):
                 self._context.term()
 
     def kill(self, reason: str) -> None:
-        """End the process without its help; whoever waits is told `reason`."""
+        """Kill the process; calls that wait fail with `reason`."""
         self._failure = reason
         self.process.kill()
 

@@ -36,7 +36,7 @@ class LogitsProcessorContext:
 
 @dataclass(slots=True, kw_only=True)
 class LogitsRequest:
-    """A request while it has a place in the batch; made anew when it resumes after a preemption. Each of n samples is one."""
+    """A request while it has a place in the batch; made again when it resumes after a preemption. Each of n samples is one."""
 
     request_id: str
     args: Any

@@ -78,7 +78,7 @@ class AdaptedTensors:
 
     @property
     def linear(self) -> LinearWeights:
-        """The base product's: whoever packs weights asks all who read them."""
+        """Weights of the base product: all ops that read them have to agree on their order."""
         return self.base.linear
 
 

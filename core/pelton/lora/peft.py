@@ -163,14 +163,16 @@ def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _compile(key: str, field: str, shown: str) -> None:
-    """Raise `InvalidAdapterError` for a key that is no expression, or may take long to match."""
+    """Raise `InvalidAdapterError` for a key that is not a valid expression, or that could take long to match."""
     rest = key.replace(".*", "", _MOST_PATTERNS)
     try:
         if any(sign in rest for sign in "*+?{}"):
             raise re.error("it repeats too much")
         re.compile(rf"(.*\.)?({key})$")
     except re.error as error:
-        raise invalid_adapter(shown, f"{field} has {key!r}, which is no name of a module: {error}") from None
+        raise invalid_adapter(
+            shown, f"{field} has {key!r}, which is not a valid name or pattern of modules: {error}"
+        ) from None
 
 
 def _is_number(value: Any) -> bool:

@@ -110,8 +110,8 @@ class AdapterRegistry:
     async def resolve(
         self, name: str, base_model: str, resolvers: Sequence[tuple[str, LoRAResolver]], load: Load
     ) -> LoRARequest:
-        """The adapter of an unknown name. Whoever asks while it is being loaded waits for the same load; a failure is told again
-        for a short time. Raises `RequestError`."""
+        """Find and load the adapter of an unknown name. Requests that ask meanwhile wait for the same load. A failure is remembered for a
+        short time, and raised again. Raises `RequestError`."""
         known = self._served.get(name)
         if known is not None:
             return known

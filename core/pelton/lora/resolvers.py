@@ -1,4 +1,4 @@
-"""The resolvers that the settings list, made once the engine has told what its adapters may be."""
+"""Make the resolvers that the settings list, once the engine has reported which adapters it takes."""
 
 from __future__ import annotations
 

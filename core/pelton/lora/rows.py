@@ -36,7 +36,7 @@ class AdapterRows:
         """Whether some row of the step has an adapter. The host's: layers look at it when they launch."""
         self.token_slots = torch.full((max_num_tokens,), -1, dtype=torch.int32, device=device)
         self.sort: Callable[[AdapterRows, int], bool] | None = None
-        """A quicker way to sort so many tokens, of whoever reads the tiles; False: not for so many."""
+        """A faster sort, set by the kernels that read the tiles. It returns False for a number of tokens that it does not serve."""
         self._has_tiles = device.type != "cpu" if has_tiles is None else has_tiles
         most = self.num_tiles(max_num_tokens) if self._has_tiles else 0
         most = max(most, self.num_tiles(min(max_num_tokens, _LARGE_STEP - 1))) if self._has_tiles else 0
@@ -49,7 +49,7 @@ class AdapterRows:
         self.num_used = torch.zeros(1, dtype=torch.int32, device=device)
         """Tiles of rows with an adapter."""
         self.unit_slots = 1
-        """Neighbouring slots that a kernel reads at once, a unit: of whoever sorts, which fills in the next two."""
+        """Neighbouring slots that a kernel reads together: a unit. Set with `sort`, which fills in the next two fields."""
         self.units = torch.zeros(min(max_num_tokens, num_slots) + UNITS_PAST, dtype=torch.int32, device=device)
         """Units with rows, from the first on; numbers of units that there are not behind them."""
         self.num_units = torch.zeros(1, dtype=torch.int32, device=device)

@@ -152,7 +152,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Unique among unfinished requests of this engine."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    """Of a request that pools: the defaults, which nobody reads."""
+    """Unused defaults for a request that pools."""
     pooling_params: PoolingParams | None = None
     """Set for a request that pools instead of generating."""
     eos_token_ids: list[int] = []

@@ -69,7 +69,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     adapter_slots: list[tuple[int, int, int]] = []
     """(slot, adapter id, number of its load): adapters that come to a slot before this step."""
     dropped_adapters: list[int] = []
-    """Numbers of loads that nobody needs any more, after `adapter_slots`."""
+    """Numbers of loads that the worker may forget, once it has applied `adapter_slots`."""
     common_prefix_blocks: list[int] = []
     """Per group: leading blocks shared by every row."""
     max_query_len: int = 0

@@ -30,7 +30,7 @@ class BucketCounts:
         self.sum += total
 
     def take(self) -> tuple[list[int], float]:
-        """Return what was observed since the last `take`, for `add` elsewhere, and begin anew."""
+        """Return what was observed since the last `take`, for `add` elsewhere, and start again at 0."""
         taken = self._counts, self.sum
         self._counts, self.sum = [0] * len(self._counts), 0.0
         return taken

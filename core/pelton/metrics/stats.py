@@ -86,7 +86,7 @@ class FinishedRequestStats:
     inference_time_s: float | None = None
     mean_time_per_output_token_s: float | None = None
     max_num_generation_tokens: int | None = None
-    """Of the request's longest sample: told once a request, with the sample that ends last; None with the others."""
+    """Of the request's longest sample. Set with the sample that ends last, None with the others."""
 
 
 @dataclass(slots=True)

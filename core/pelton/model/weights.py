@@ -72,7 +72,8 @@ class WeightMap:
             assert dim is not None and others[0].dim == dim and others[0].shape == shape, f"two layers read {name}"
             if fill is not None or others[0].fill is not None:
                 raise ConfigError(
-                    f"Weight {name} is several matrices in one, which its quantization does not take apart."
+                    f"Weight {name} is several matrices in one, which its quantization method cannot split. "
+                    "Use the checkpoint without quantization."
                 )
         others.append(WeightTarget(shape, target, dim, start, stop, fill))
 

@@ -96,7 +96,7 @@ class OpSelector:
         return call
 
     def fork(self) -> OpSelector:
-        """One that chooses the same, and whose calls are nobody's concern here: they end with what they were bound to."""
+        """Make a selector with the same entries and choices, which does not keep the callables that it binds."""
         fork = copy(self)
         fork._bound, fork._readers = [], {}
         return fork

@@ -81,4 +81,4 @@ class OutputParser(ABC):
 
     @abstractmethod
     def finish(self) -> Sequence[Event]:
-        """The answer is over, perhaps in mid-call; returns what was held back. No text is lost: what is no call is content."""
+        """End the answer, perhaps in the middle of a call, and return what was held back. Text that is not a call is content."""

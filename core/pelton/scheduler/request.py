@@ -21,7 +21,7 @@ class RequestStatus(IntEnum):
 
 
 class ScheduledRequest(Protocol):
-    """One request from arrival to its last token; whoever is given one writes none of it.
+    """One request from arrival to its last token; policies and gates read it, and must not change it.
 
     Known tokens have their value on the host; pending ones are sampled by open steps (an upper bound: a step with drafts may
     bring fewer). `num_computed_tokens` is an upper bound too.

@@ -77,7 +77,7 @@ class AsyncPooling(ABC):
         request_id: str,
         arguments: Mapping[str, Any],
     ) -> AsyncGenerator[tuple[int, PoolingRequestOutput[PoolingOutput]], None]:
-        """All of them are under way together; told with their index, in order. Closing it aborts the others."""
+        """Yield (index, output) of each prompt, in order. All are computed together; closing the iteration aborts the rest."""
         timeout_s = arguments.get("timeout_s")
         deadline = deadline_of(timeout_s)
         waiting: dict[str, OutputQueue] = {}

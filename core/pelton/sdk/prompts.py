@@ -18,7 +18,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def as_several(name: str, value: Any, *, part: type, wanted: str, param: str) -> list[Any]:
-    """A list whose entries are `part`s is one of what is asked for, any other list holds several."""
+    """Return a list of values: [value] where the entries of `value` are `part`s, so that it is one value; else its entries."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise RequestError(f"{name} is a {type(value).__name__}; give {wanted}.", param=param)
     return [value] if value and isinstance(value[0], part) else list(value)

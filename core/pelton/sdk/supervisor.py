@@ -1,4 +1,4 @@
-"""The supervisor of one engine: takes its outputs, kills it when it stands still, and starts it again when it is dead."""
+"""The supervisor of one engine: takes its outputs, kills it when it hangs, and starts it again when it is dead."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class OutputParserConformance:
     parser_class: ClassVar[type[OutputParser]]
     samples: ClassVar[Sequence[Sample]]
     context: ClassVar[ParserContext] = ParserContext()
-    """Of answers that are no sample."""
+    """Of the answers that are made up beside the samples."""
 
     def events(self, sample: Sample, *parts: str) -> list[Event]:
         """Return what a new parser makes of these parts, joined."""

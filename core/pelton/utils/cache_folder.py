@@ -22,8 +22,8 @@ def user_cache() -> Path:
 
 @cache
 def cache_folder(owner: str) -> Path:
-    """`owner`'s folder, made and writable. Where the user's cache is not (a read-only or missing home): a private folder
-    that goes when the process ends, said once. Contents are keyed by content by whoever writes them."""
+    """Make the folder of `owner` in the user's cache. Where that is not writable (a read-only or missing home) make a private folder,
+    which is removed when the process ends, and log that once. Owners name their files by content."""
     try:
         folder = user_cache() / owner
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

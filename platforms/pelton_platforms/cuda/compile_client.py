@@ -60,7 +60,7 @@ class CompileServer:
             self._free.put(connection)
 
     def close(self) -> None:
-        """End the processes. Nobody waits for an answer any more."""
+        """End the processes; answers that are still open are dropped."""
         for connection in self._connections:
             connection.close()
         self._process.terminate()

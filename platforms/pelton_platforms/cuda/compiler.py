@@ -40,7 +40,7 @@ class _Filled(TorchFunctionMode):
 
 
 class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Kernels are loaded as well, and the C functions that launch them compiled. Whoever leaves this waits for all."""
+    """Compile ahead, load the kernels and compile the C functions that launch them. Leaving the context waits for all."""
 
     def __init__(self, threads: Executor, server: CompileServer | None, compiled: list[str]) -> None:
         super().__init__(threads, ignore_errors=True)
@@ -66,7 +66,7 @@ class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
 
 
 class _Soon(_Ahead):
-    """Nobody waits but who launches a kernel that is not there yet."""
+    """Compile in the background: only the launch of a kernel that is not ready waits for it."""
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         message = encode_kernel(compile_fn)

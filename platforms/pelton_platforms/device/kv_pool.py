@@ -26,7 +26,7 @@ class LayerCache:
 
 
 class KVPool:
-    """Copy, zero and mend blocks. Layers of different groups share memory, so buffers are found by address."""
+    """Copy and zero blocks. Layers of different groups share memory, so buffers are found by address."""
 
     def __init__(self, num_blocks: int, layers: Iterable[LayerCache]) -> None:
         self.num_blocks = num_blocks

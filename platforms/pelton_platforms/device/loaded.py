@@ -38,4 +38,4 @@ class LoadedModel:
     step_kernel: StepKernel | None = None
     """Computes decode steps; None: the model's layers do."""
     notes: list[str]
-    """For the operator: what became of settings, added to by whoever finds it out."""
+    """Notes for the operator on settings that were changed at the start."""

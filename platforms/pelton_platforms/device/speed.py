@@ -37,7 +37,7 @@ class Speed(NamedTuple):
 
     tokens_s: float
     is_shared: bool = False
-    """Other work took the cores meanwhile: the speed alone is higher."""
+    """Other programs were using the cores during the measurement: the speed alone is higher."""
 
 
 def measure_speed(
@@ -104,7 +104,7 @@ def budget_note(count: int, speed: Speed) -> str:
     note = f"max_num_batched_tokens {count}: {count / speed.tokens_s:.1f} s a step at the measured {speed.tokens_s:.0f} tokens/s"
     if not speed.is_shared:
         return note
-    return f"{note}; other work took the cores meanwhile: a start without it may choose more"
+    return f"{note}; other programs were using the cores: a start without them may choose more"
 
 
 def product_operations(model: Any) -> int:

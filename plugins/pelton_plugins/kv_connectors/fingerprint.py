@@ -34,7 +34,7 @@ def model_fingerprint(model: ResolvedModel, block_size: int) -> str:
 
 
 def _add_samples(digest: hashlib._Hash, file: Path) -> None:
-    """Add pieces from the whole length of the file, its first and its last among them."""
+    """Add samples from the whole length of the file, its first and last bytes among them."""
     last = max(file.stat().st_size - _SAMPLE_BYTES, 0)
     with file.open("rb") as opened:
         for index in range(_NUM_SAMPLES):

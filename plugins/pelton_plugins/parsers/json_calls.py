@@ -71,7 +71,7 @@ class JsonParser(ScriptParser):
         return found
 
     def call_object(self, stop: str = "") -> Steps[str]:
-        """Read one call from its `{`. Returns "" when it was one, cut off or not; else the text that was read, which is no call.
+        """Read one call from its `{`. Returns "" when it was one, cut off or not; else the text that was read, which is not a call.
 
         stop: the marker that ends a call whose brackets do not.
         """

@@ -66,7 +66,7 @@ def read_response_template(given: Mapping[str, Any]) -> ResponseTemplate:
             raise ValueError("more than one field has no opening")
     except (msgspec.ValidationError, re.error, ValueError) as error:
         raise ConfigError(
-            f"The checkpoint's response_template is not sound: {error}. Name --tool-call-parser and "
+            f"The checkpoint's response_template is not valid: {error}. Name --tool-call-parser and "
             "--reasoning-parser instead."
         ) from None
     return template

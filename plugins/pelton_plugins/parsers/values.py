@@ -48,7 +48,7 @@ def _type_of(value: Any) -> str:
 
 
 def from_text(text: str, types: Set[str]) -> Any:
-    """Return a tag's text as a value of one of `types`; as it is where none fits, or none is known. What is no text may be null,
+    """Return a tag's text as a value of one of `types`; unchanged where none fits, or none is known. Any type but a string may be null,
     whatever the schema says: models write it for what they leave out."""
     if not types - {"string"}:
         return text

@@ -19,7 +19,7 @@ from pelton.scheduler.interface import AdapterLoads
 from pelton.scheduler.request import ScheduledRequest
 
 FAILURE_S = 1.0
-"""Seconds for which a failed load is told to those that wait for it; after that it is tried again."""
+"""Seconds for which requests that wait for a failed load get its error; after that it is tried again."""
 
 
 class AdapterSlots:
@@ -63,7 +63,7 @@ class AdapterSlots:
         return future.done() and future.exception() is None
 
     def prefetch(self, ref: AdapterRef) -> None:
-        """A request with it has come: start the load while it waits for its turn. What stops it is told then."""
+        """Start to load the adapter of a request that has just arrived and waits for its turn. An error is reported when its turn comes."""
         if ref.id not in self._host:
             self.request(ref)
 

@@ -1,6 +1,6 @@
-"""The pool is out of blocks: who gives way, who waits, and whose output is cut.
+"""Preemption: which request gives its blocks up, waits or is cut when the pool has no free block.
 
-A running request takes from those ranked behind it; one that waits takes from nobody.
+A running request takes blocks from requests that are ranked behind it; a waiting one takes none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Preemption:
         return False
 
     def make_room_for_head(self, request: RequestState, step: StepBuilder) -> bool:
-        """With nobody else to give any back, the head of the queue would wait for ever: end it. True: look again."""
+        """End the head of the queue where no other request could free blocks for it, so that it would wait for ever. True: look again."""
         if self._table.running or step.num_rows or len(self._steps) or self._comes_back():
             return False
         if self._release_idle_holder():

@@ -120,9 +120,13 @@ def open_output(path: Path) -> tuple[IO[bytes], set[str], int]:
             end += len(line)
         file.seek(0, 2)
         if file.tell() - end > MAX_LINE_BYTES:
-            raise ConfigError(f"output_file {path} is no file of answers; give another one.")
+            raise ConfigError(
+                f"output_file {path} holds something other than answers to a batch; give the path of a new file."
+            )
         if end == 0 and file.tell() > 0:
-            raise ConfigError(f"output_file {path} is no file of answers; give another one.")
+            raise ConfigError(
+                f"output_file {path} holds something other than answers to a batch; give the path of a new file."
+            )
         file.truncate(end)
     except OSError as error:
         raise ConfigError(f"output_file {path} cannot be written: {error.strerror}.") from None

@@ -26,7 +26,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: list[str] = msgspec.field(default_factory=list)
     """Keys that clients send as `Authorization: Bearer KEY`; any of them opens every route."""
     allow_unauthenticated: bool = False
-    """Listen on a reachable address without a key. Whoever reaches the port may then use and read everything."""
+    """Listen on a reachable address without a key. Anyone who can reach the port may then use and read everything."""
     public_routes: list[str] = msgspec.field(default_factory=lambda: ["/health", "/ready", "/live", "/ping"])
     """Paths that need no key. All others do, also those that plugins add; the files of the page at / need none."""
     ui: bool = True
@@ -90,7 +90,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_requests: bool = False
     """Log each generating request's id, model, lengths and sampling settings; not what was said."""
     log_request_prompts: bool = False
-    """With log_requests: the prompts and messages too. They may hold what nobody should read."""
+    """With log_requests: the prompts and messages too. They may hold private text."""
     access_log: bool = True
     """Log one line a request."""
 

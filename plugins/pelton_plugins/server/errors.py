@@ -63,7 +63,7 @@ def error_response(status: int, message: str, param: str | None = None) -> Error
 
 
 def describe(error: BaseException, request_id: str, *, in_detail: bool = False) -> ErrorResponse:
-    """Return what the client is told about `error`. What nobody foresaw is logged with its traceback and hidden."""
+    """Return the response for `error`. An unexpected error is logged with its traceback, and its text is hidden from the client."""
     if isinstance(error, HTTPException):
         return _describe_http(error)
     if isinstance(error, RequestError):

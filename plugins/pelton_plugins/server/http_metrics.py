@@ -19,7 +19,7 @@ Series = tuple[list[int], float]
 
 
 class HttpCounts(msgspec.Struct):
-    """Counts of one process since it told last; `num_in_progress` is what is open now."""
+    """Counts of one process since its last report; `num_in_progress` is what is open now."""
 
     requests: dict[tuple[str, str, str], int] = {}
     seconds: dict[tuple[str, str], Series] = {}

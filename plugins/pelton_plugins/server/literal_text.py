@@ -13,7 +13,7 @@ from typing import Any
 from pelton.errors import RequestError
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-"""Code points that are no characters, now or ever."""
+"""Code points that Unicode never makes characters of."""
 ROLES = ("user", "tool", "function")
 
 
@@ -33,7 +33,8 @@ def mark(messages: Sequence[dict[str, Any]], tokenizer: Any) -> str | None:
     free = next((char for char in MARKS if char not in said), None)
     if free is None:
         raise RequestError(
-            "messages hold every code point from U+FDD0 to U+FDEF, which are no characters", param="messages"
+            "messages hold all code points from U+FDD0 to U+FDEF, which are not characters; leave one of them out",
+            param="messages",
         )
     for message in found:
         message["content"] = starts.sub(lambda match: match[0] + free, message["content"])

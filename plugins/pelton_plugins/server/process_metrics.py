@@ -28,7 +28,7 @@ class ProcessMetrics:
         return list(self._registry.collect())
 
     def samples(self) -> Samples:
-        """All values, to be told to another process."""
+        """All values, for a report to another process."""
         return {
             " ".join([sample.name, *sample.labels.values()]): sample.value
             for family in self.collect()

@@ -138,7 +138,7 @@ class Server:
             _shutdown(llm)
             raise
         if llm.info.report.platform == "cpu":
-            give_way()
+            lower_priority()
         self.state.llm = llm
         self._announce(llm, time.perf_counter() - started)
 
@@ -222,7 +222,7 @@ def _shutdown(llm: Any) -> None:
         llm.shutdown()
 
 
-def give_way(by: int = NICENESS) -> None:
+def lower_priority(by: int = NICENESS) -> None:
     """Lower the priority of this process: its engine, which has started already, computes on the same cores."""
     with contextlib.suppress(OSError):  # Linux has one for each thread, others have no such folder
         for thread in os.listdir("/proc/self/task"):

@@ -32,7 +32,7 @@ _SINGLE = ("additionalProperties", "additionalItems", "not", "if", "then", "else
 _KEYWORDS = frozenset({*_LISTS, *_SINGLE, *_MAPS, "items", "uniqueItems", "dependencies", "dependentRequired", "minContains",
                        "maxContains", "minProperties", "maxProperties", "multipleOf", "$dynamicRef"})  # fmt: skip
 _MAX_OVERLAPPING = 12
-"""Branches of a `oneOf` that are told apart by what the others are not."""
+"""Most branches of a `oneOf` that may overlap: each becomes itself without the others."""
 
 
 def read_json(text: str, name: str) -> Any:

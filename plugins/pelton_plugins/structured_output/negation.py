@@ -1,7 +1,7 @@
 """The negation of a JSON schema as a JSON schema, where keywords without `not` can say it, and schemas that share no value.
 
 A schema is the conjunction of its keywords, so its negation is the union of theirs: `{"required": ["a"]}` becomes an object
-without `a`. A keyword of numbers is kept by everything that is no number, so its negation is of numbers alone.
+without `a`. A keyword for numbers accepts everything that is not a number, so its negation accepts numbers alone.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _any(parts: list[Any]) -> Any:
 def _other_types(value: Any) -> Any:
     given = set(value if isinstance(value, list) else [value])
     if "integer" in given and "number" not in given:
-        return None  # numbers that are no integers
+        return None  # numbers that are not integers
     rest = [kind for kind in _ALL if kind not in given]
     return {"type": rest} if rest else False
 

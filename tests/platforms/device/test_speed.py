@@ -76,7 +76,7 @@ def test_the_start_table_tells_of_other_work():
         "max_num_batched_tokens 1024: 0.5 s a step at the measured 2048 tokens/s"
     )
     assert budget_note(512, Speed(800.0, is_shared=True)).endswith(
-        "; other work took the cores meanwhile: a start without it may choose more"
+        "; other programs were using the cores: a start without them may choose more"
     )
 
 

@@ -129,7 +129,7 @@ def _events(sample):
         ({"fields": {"content": {"content": "yaml"}}}, "yaml"),
         ({"fields": {"content": {"open": "a", "open_pattern": "b"}}}, "anchor"),
         ({"fields": {"content": {}, "reasoning_content": {}}}, "no opening"),
-        ({"fields": {"content": {"open_pattern": "("}}}, "not sound"),
+        ({"fields": {"content": {"open_pattern": "("}}}, "not valid"),
         ({"fields": {"content": {"opens": "x"}}}, "opens"),
         ({}, "fields"),
     ],

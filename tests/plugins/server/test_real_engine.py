@@ -50,7 +50,7 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def test_all_threads_of_the_server_give_way_to_its_engine(server):
+def test_all_threads_of_the_server_have_a_lower_priority_than_its_engine(server):
     _, pid = server
     threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     (engine,) = [

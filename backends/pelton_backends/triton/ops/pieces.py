@@ -1,4 +1,4 @@
-"""Pieces of the fused seams that several kernels share, with the roundings of `pelton.ops.reference`."""
+"""Functions that kernels of several fused ops share, with the roundings of `pelton.ops.reference`."""
 
 from __future__ import annotations
 

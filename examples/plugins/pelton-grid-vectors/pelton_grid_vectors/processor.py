@@ -64,7 +64,7 @@ class GridProcessor(IOProcessor[Grid, GridAnswer]):
         try:
             request = data if isinstance(data, GridRequest) else msgspec.convert(data, GridRequest)
         except msgspec.ValidationError as error:
-            raise RequestError(f"data is no grid: {error}", param="data") from None
+            raise RequestError(f"data is not a grid: {error}", param="data") from None
         widths = {len(row) for row in request.values}
         if len(widths) != 1 or widths == {0}:
             raise RequestError("data.values needs rows of one length, with at least one number", param="data.values")

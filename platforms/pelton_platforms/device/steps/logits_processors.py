@@ -114,7 +114,7 @@ class StepProcessors:
             (index,) = staging.stage([rows])
             changed = self._try(name, logits, rows, places, errors)
             logits[index] = changed
-            # -inf alone is no fault of the processor's: it has forbidden every token.
+            # -inf alone is not the processor's fault: it has forbidden every token.
             codes[index] = torch.where(changed.amax(dim=-1) < torch.inf, codes[index], PROCESSED_WRONG)
         return codes
 

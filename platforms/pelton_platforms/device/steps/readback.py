@@ -1,4 +1,4 @@
-"""A step's result on its way to the host: copies queued behind the step, read by whoever waits for it.
+"""A step's result on its way to the host: copies that are queued behind the step, and read by the thread that waits for it.
 
 What the result needs of the batch's host columns is taken when the step is launched: by the time it is read, later steps
 may have given its slots to others.
@@ -36,7 +36,7 @@ _ALIGNMENT = 16
 class HostPool:
     """Pinned memory for results. It is used again and never freed while steps run: torch marks a pinned block that is freed by
     an event on the streams that wrote it, and such an event in the middle of a capture spoils it and the block. The
-    worker's thread takes, whoever reads a result gives back."""
+    worker's thread takes a buffer; the thread that reads the result returns it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}

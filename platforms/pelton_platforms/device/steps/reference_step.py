@@ -1,4 +1,4 @@
-"""Plain torch implementations of the two seams around a step's forward pass: its inputs, and its tokens.
+"""Plain torch implementations of the ops around a step's forward pass: its inputs, and its tokens.
 
 Nothing here asks the device anything, so a captured graph can hold both.
 """

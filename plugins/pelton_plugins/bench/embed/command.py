@@ -102,7 +102,7 @@ def _folder(config: Any) -> str:
 
     path = locate(config.model.model, config, load_plugins())
     if not Path(path).is_dir():
-        raise ConfigError(f"{path} is no folder; embedding models are read from Hugging Face folders.")
+        raise ConfigError(f"{path} is not a folder; give the Hugging Face folder of an embedding model.")
     return str(path)
 
 

@@ -47,7 +47,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                f"The chat template is not sound Jinja: {error.message} (line {error.lineno})."
+                f"The chat template is not valid Jinja: {error.message} (line {error.lineno})."
             ) from error
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
             raise ConfigError(f"The chat template cannot be compiled: {type(error).__name__}: {error}.") from error

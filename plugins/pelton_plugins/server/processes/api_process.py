@@ -28,7 +28,7 @@ from pelton_plugins.server.processes import control
 from pelton_plugins.server.processes.joined_client import JoinedClient
 from pelton_plugins.server.processes.load_counts import LoadCounts
 from pelton_plugins.server.responses import act_here
-from pelton_plugins.server.serve import Server, give_way
+from pelton_plugins.server.serve import Server, lower_priority
 
 logger = get_logger(__name__)
 
@@ -38,7 +38,7 @@ ASK_TIMEOUT_S = 5.0
 
 
 class GatheredStats:
-    """Stands in for the stat loggers, which the owner has: gathers what they are to be told."""
+    """Stand-in for the stat loggers, which run in the owner: gathers the figures for the next report."""
 
     def __init__(self) -> None:
         self._gathered = IterationStats()
@@ -120,7 +120,7 @@ class ApiServer(Server):
         await llm.start()
         llm.adapters.number_from(FIRST_ADAPTER_ID * up.client_index)
         if llm.info.report.platform == "cpu":
-            give_way()
+            lower_priority()
         assert self.state.parsers is not None
         self.state.parsers.of_model(llm)
         self.state.llm = llm

@@ -111,7 +111,7 @@ class Child:
             asked.set_result(None)
 
     async def ask_figures(self, number: int) -> None:
-        """Return when the process has told its figures of now."""
+        """Ask the process for its figures, and wait until it has sent them."""
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
         self.send(control.AskFigures(number))
         try:
@@ -125,7 +125,9 @@ class Child:
 
     def kill_if_silent(self, now: float, most_s: float) -> None:
         if self.ready.is_set() and now - self._last_sign > most_s:
-            logger.error("API process %d has told nothing for %.0f s and is killed.", self.index, now - self._last_sign)
+            logger.error(
+                "API process %d has not responded for %.0f s and is killed.", self.index, now - self._last_sign
+            )
             self.kill()
 
     def kill(self) -> None:

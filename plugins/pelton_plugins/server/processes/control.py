@@ -47,7 +47,7 @@ class Resolved(_Message):
 class EngineUp(_Message):
     socket_dir: str
     client_index: int
-    """Never given twice, so that nobody gets what was meant for a dead process."""
+    """Used once, so that a new process never gets outputs that were meant for a dead one."""
     info: EngineInfo
 
 
@@ -96,7 +96,7 @@ class Failed(_Message):
 
 
 class Figures(_Message):
-    """Counts of an API process since it told last."""
+    """Counts of an API process since its last report."""
 
     number: int
     """Of the question; 0 without one."""

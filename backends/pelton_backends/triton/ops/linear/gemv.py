@@ -1,4 +1,4 @@
-"""Linear seams for one to eight rows: one kernel a call, bound by reading the weights once.
+"""Linear ops for one to eight rows: one kernel a call, bound by reading the weights once.
 
 This file checks, chooses tiles and launches; the kernels are in `gemv_kernels.py`. More rows: `small_batch.py`.
 """

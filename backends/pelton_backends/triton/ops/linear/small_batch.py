@@ -1,4 +1,4 @@
-"""The linear seams for few rows, while a product costs little more than reading its weights.
+"""The linear ops for few rows, while a product costs little more than reading its weights.
 
 `gemv` comes before these where it serves the number of rows, `large_batch` behind them. Which kernel multiplies goes by the
 number of rows and the size of the matrix, as measured on an H200: the same call always takes the same one.

@@ -1,4 +1,4 @@
-"""The `sample` seam in Triton: logits to tokens, and the state one token on; made for capture.
+"""The op `sample` in Triton: logits to tokens, and the state one token on; made for capture.
 
 Math   `pelton_platforms.device.sampling.sampler.sample` and `BatchState.advance`, for rows by slot; see `Sample` in pelton.ops.interface.
        Filters as in pelton_platforms.device.sampling.filters, in its order, ties with the last kept token kept.
