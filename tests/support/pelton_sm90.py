@@ -87,6 +87,7 @@ ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
         lora_hopper.LoraHopperAddNormLinear, [0, 1, -1, 2] * 8,
         {"size": 1024, "parts": (3072, 3072), "norm": True, "activation": "silu"},
     ),
+    "down of 32 rows with adapters": (lora_hopper.LoraHopperLinear, [0, 1, -1, 2] * 8, {"size": 3072, "parts": (1024,)}),
 }  # fmt: skip
 """Product, slots of its rows, what the case has."""
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]+)", re.MULTILINE)

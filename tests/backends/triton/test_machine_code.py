@@ -20,7 +20,7 @@ LOADS = {"LDG", "LDGSTS", "UTMALDG"}
 WRITES = {"STG", "ATOM", "ATOMG", "RED", "REDG", "UTMASTG", "UTMAREDG"}
 
 
-WITH_ADAPTERS = ("QKV with an adapter", "gate and up of 32 rows with adapters")
+WITH_ADAPTERS = ("QKV with an adapter", "gate and up of 32 rows with adapters", "down of 32 rows with adapters")
 IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "down of 32 rows in e4m3")
 OTHERS = (*WITH_ADAPTERS, *IN_E4M3, "dealt", "latent", "sampling with all", "speculation", "drafts")
 Kernels = Callable[..., list[dict[str, Any]]]
@@ -70,7 +70,7 @@ def test_the_decode_chain_keeps_all_in_registers(chain: list[dict[str, Any]]) ->
 def test_products_with_adapters_fetch_before_they_wait_and_write_behind(bfloat16: Kernels) -> None:
     kernels = bfloat16(*WITH_ADAPTERS)
     assert [kernel["kernel"] for kernel in kernels] == [
-        "add_norm_linear_kernel", "_add_norm_kernel", "adapted_kernel"
+        "add_norm_linear_kernel", "_add_norm_kernel", "adapted_gated_kernel", "adapted_words_kernel"
     ], "no kernel more than without adapters"  # fmt: skip
     for kernel in kernels:
         code, name = kernel["instructions"], f"{kernel['of']}: {kernel['kernel']}"

@@ -1,4 +1,5 @@
-"""Products of up to 64 rows with adapters on Hopper: `lora_hopper_kernel.py` adds them to its sums, before it rounds.
+"""Products of up to 64 rows with adapters on Hopper, which add them to their sums before they round: `hopper_words_kernel.py`, and
+`hopper_gated_kernel.py` for gate and up.
 
 More rows, other devices and matrices: composed, of the base product and `lora`.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -31,11 +32,12 @@ from pelton_backends.triton.ops.linear.hopper_split_k import (
 from pelton_backends.triton.ops.linear.large_batch import add_norm
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE
 from pelton_backends.triton.ops.lora.gemv import can_read
-from pelton_backends.triton.ops.lora.hopper_kernel import adapted_kernel
+from pelton_backends.triton.ops.lora.hopper_gated_kernel import adapted_gated_kernel
+from pelton_backends.triton.ops.lora.hopper_words_kernel import adapted_words_kernel
 from pelton_backends.triton.ops.lora.linear import TritonLora, sort_rows
 from pelton_backends.triton.ops.lora.shrink import reasons_against
 from pelton_backends.triton.ops.pieces import empty_rows
-from pelton_backends.triton.runtime import has_pdl, launch_options
+from pelton_backends.triton.runtime import H200_MEMORY, has_pdl, launch_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +47,7 @@ MOST_SHARES = 4
 UNIT_RANKS = 64
 """Of the neighbouring slots that are copied at once."""
 _SHARE_COLUMNS = 512  # of x, at least
+_SCRATCH = 10 << 10
 _PROGRAMS = 132  # that an H200 runs at once
 HANDLES = small_batch.HANDLES | {"norm", "activation"}
 
@@ -55,6 +58,39 @@ def _refusals(needs: AdaptedNeeds) -> list[str]:
 
 def _token_range(needs: AdaptedNeeds) -> tuple[int, int | None]:
     return 2, MAX_TOKENS
+
+
+class AdaptedTiling(NamedTuple):
+    """`HopperTiling`, and in how many shares of the columns A x is made."""
+
+    rows: int
+    columns: int
+    split: int
+    stages: int
+    tokens: int
+    shares: int
+
+
+def most_units(num_slots: int, rank: int) -> int:
+    """Most units of a step, as a tile of A has two of them at most."""
+    return triton.cdiv(min(MAX_TOKENS, triton.cdiv(num_slots * rank, UNIT_RANKS)), 2) * 2
+
+
+def low_tiles(num_tokens: int, num_slots: int, rank: int, rows: int) -> int:
+    """Most tiles of A that have rows, of one part and one share."""
+    return triton.cdiv(min(num_tokens, triton.cdiv(num_slots * rank, UNIT_RANKS)), rows // UNIT_RANKS)
+
+
+class _Cut(NamedTuple):
+    """How a call is cut, and what both kernels take."""
+
+    tiling: AdaptedTiling
+    num_blocks: int  # of tokens
+    low_programs: int
+    num_programs: int
+    descriptors: tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor, TensorDescriptor]  # x, weight, A, B
+    out: Tensor
+    partials: Tensor | None
 
 
 class _Product:
@@ -70,9 +106,6 @@ class _Product:
         device = self._weight.device
         num_counters = triton.cdiv(self._weight.shape[0], SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16)
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
-        # Tiles of A, by blocks of 16 tokens: how many shares of one are done, and the step that it was last done in.
-        num_tiles = most_units(self._rows.num_slots, self._rank) * triton.cdiv(MAX_TOKENS, 16) * len(self._parts)
-        self._low_counters, self._done = torch.zeros(2, num_tiles, dtype=torch.int32, device=device)
         self._described: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]] = {}
         self._is_ours = can_multiply(self._weight) and can_read(tensors.adapter)
         self._rows.sort, self._rows.unit_slots = sort_rows, UNIT_RANKS // self._rank
@@ -84,51 +117,42 @@ class _Product:
         return self._activation is not None or all(size % rows == 0 for size in self._parts[:-1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
+        raise NotImplementedError
+
+    def _cut(self, x: Tensor) -> _Cut:
+        num_tokens, (out_features, in_features), is_gated = x.shape[0], self._weight.shape, self._activation is not None
         tiling = choose_adapted_tiling(
-            num_tokens, out_features, in_features, self._rank, len(self._parts), self._rows.num_slots
-        )  # fmt: skip
-        rows, columns, split, stages, tokens, shares = tiling
-        num_columns = out_features // 2 if self._activation is not None else out_features
+            num_tokens, out_features, in_features, self._rank, len(self._parts), self._rows.num_slots, is_gated=is_gated
+        )
+        rows, columns, split, _, tokens, shares = tiling
         num_tiles, num_blocks = triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens)
-        out, partials = empty_rows(num_tokens, num_columns, x), None
+        partials = None
         if split > 1:
             shape = (num_tiles, num_blocks, split, rows, tokens)
             partials = torch.empty(shape, dtype=torch.float32, device=x.device)
         panels = columns // panel_of(x)
-        weight, a, b = self._described.get((rows, panels)) or self._describe(rows, panels)
+        low_programs = (
+            low_tiles(num_tokens, self._rows.num_slots, self._rank, rows) * num_blocks * len(self._parts) * shares
+        )
+        described = self._described.get((rows, panels)) or self._describe(rows, panels)
         rows_of_x = panels_of(x, rows_in_memory(x, num_blocks * tokens), tokens, panels)
-        num_parts, most = len(self._parts), most_units(self._rows.num_slots, self._rank)
-        low_programs = low_tiles(num_tokens, self._rows.num_slots, self._rank, rows) * num_blocks * num_parts * shares
-        low = torch.empty(
-            num_parts * most * (UNIT_RANKS // self._rank), MAX_TOKENS, self._rank, dtype=x.dtype, device=x.device
-        )
-        box = [UNIT_RANKS // self._rank, tokens, self._rank]
-        low_rows = TensorDescriptor(
-            low, [*low.shape], [*low.stride()], box, gl.NVMMASharedLayout(2 * self._rank, 16, 3)
-        )
-        low_sums = None
-        if shares > 1:
-            low_sums = torch.empty(low_programs * rows * tokens, dtype=torch.float32, device=x.device)
-        taken, (first, second) = self._rows, (*self._parts, 1 << 30, 1 << 30)[:2]
-        _launch(
-            (x.dtype, x.device, out_features, in_features, self._activation, self._bias is None, alignment(self._bias),
-             self._parts, self._rank, most, tiling),
-            (low_programs + num_tiles * split * num_blocks,),
-            (
-                rows_of_x, weight, a, b, low_rows, self._bias, out, partials, self._counters, taken.units, taken.num_units,
-                taken.token_slots, taken.step, low, low_sums, self._low_counters, self._done, num_tokens, num_blocks,
-                low_programs,
-            ),
-            {
-                "N": out_features, "K": in_features, "ACTIVATION": self._activation, "M": tokens, "R": rows, "C": columns,
-                "SPLIT": split, "STAGES": stages, "RANK": self._rank, "NUM_PARTS": num_parts, "SECOND": first,
-                "THIRD": first + second, "SHARES": shares, "MOST": most,
-                "LOW_TILES": triton.next_power_of_2(triton.cdiv(most, rows // UNIT_RANKS)),
-            },
-            num_warps=4, **launch_options(has_pdl(x.device)),
+        return _Cut(
+            tiling, num_blocks, low_programs, low_programs + num_tiles * split * num_blocks, (rows_of_x, *described),
+            empty_rows(num_tokens, out_features // 2 if is_gated else out_features, x), partials,
         )  # fmt: skip
-        return out
+
+    def _key(self, x: Tensor, tiling: AdaptedTiling) -> tuple[Any, ...]:
+        return (
+            x.dtype, x.device, self._weight.shape, self._activation, self._bias is None, alignment(self._bias), self._parts,
+            self._rank, tiling,
+        )  # fmt: skip
+
+    def _constants(self, tiling: AdaptedTiling) -> dict[str, Any]:
+        out_features, in_features = self._weight.shape
+        return {
+            "N": out_features, "K": in_features, "M": tiling.tokens, "R": tiling.rows, "C": tiling.columns,
+            "SPLIT": tiling.split, "STAGES": tiling.stages, "RANK": self._rank, "SHARES": tiling.shares,
+        }  # fmt: skip
 
     def _describe(self, rows: int, panels: int) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
         """Weight, A and B, of whose adapters a unit is copied at once."""
@@ -153,47 +177,91 @@ class _Product:
         return found
 
 
-class AdaptedTiling(NamedTuple):
-    """`HopperTiling`, and in how many shares of the columns A x is made."""
+class _PlainProduct(_Product):
+    """Without an activation. Its programs have little to do: A x comes to each of them as words, whose way is short."""
 
-    rows: int
-    columns: int
-    split: int
-    stages: int
-    tokens: int
-    shares: int
+    def __init__(self, needs: AdaptedNeeds, tensors: AdaptedTensors) -> None:
+        super().__init__(needs, tensors)
+        num_words = MAX_TOKENS * len(self._parts) * MOST_SHARES * self._rank
+        self._words = torch.zeros(num_words, dtype=torch.int64, device=self._weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tiling, num_blocks, low_programs, num_programs, descriptors, out, partials = self._cut(x)
+        taken, (first, second) = self._rows, (*self._parts, 1 << 30, 1 << 30)[:2]
+        _launch_plain(
+            self._key(x, tiling), (num_programs,),
+            (
+                *descriptors, self._bias, out, partials, self._counters, taken.units, taken.num_units, taken.token_slots,
+                taken.step, self._words, x.shape[0], num_blocks, low_programs,
+            ),
+            {
+                **self._constants(tiling), "NUM_PARTS": len(self._parts), "SECOND": first, "THIRD": first + second,
+            },
+            num_warps=4, **launch_options(has_pdl(x.device)),
+        )  # fmt: skip
+        return out
 
 
-def most_units(num_slots: int, rank: int) -> int:
-    """Most units of a step, as a tile of A has two of them at most."""
-    return triton.cdiv(min(MAX_TOKENS, triton.cdiv(num_slots * rank, UNIT_RANKS)), 2) * 2
+class _GatedProduct(_Product):
+    """Gate and up. Two rounds of programs have time for A x, which the copy engine brings them from memory."""
 
+    def __init__(self, needs: AdaptedNeeds, tensors: AdaptedTensors) -> None:
+        super().__init__(needs, tensors)
+        self._most_units = most_units(self._rows.num_slots, self._rank)
+        # Tiles of A, by blocks of 16 tokens: how many shares of one are done, and the step that it was last done in.
+        num_tiles = self._most_units * triton.cdiv(MAX_TOKENS, 16) * 2
+        self._low_counters, self._done = torch.zeros(2, num_tiles, dtype=torch.int32, device=self._weight.device)
 
-def low_tiles(num_tokens: int, num_slots: int, rank: int, rows: int) -> int:
-    """Most tiles of A that have rows, of one part and one share."""
-    return triton.cdiv(min(num_tokens, triton.cdiv(num_slots * rank, UNIT_RANKS)), rows // UNIT_RANKS)
+    def __call__(self, x: Tensor) -> Tensor:
+        tiling, num_blocks, low_programs, num_programs, descriptors, out, partials = self._cut(x)
+        taken, most, slots = self._rows, self._most_units, UNIT_RANKS // self._rank
+        low = torch.empty(2 * most * slots, MAX_TOKENS, self._rank, dtype=x.dtype, device=x.device)
+        layout = gl.NVMMASharedLayout(2 * self._rank, 16, 3)
+        low_rows = TensorDescriptor(low, [*low.shape], [*low.stride()], [slots, tiling.tokens, self._rank], layout)
+        low_sums = None
+        if tiling.shares > 1:
+            low_sums = torch.empty(low_programs * tiling.rows * tiling.tokens, dtype=torch.float32, device=x.device)
+        _launch_gated(
+            (*self._key(x, tiling), most), (num_programs,),
+            (
+                *descriptors, low_rows, self._bias, out, partials, self._counters, taken.units, taken.num_units,
+                taken.token_slots, taken.step, low, low_sums, self._low_counters, self._done, x.shape[0], num_blocks,
+                low_programs,
+            ),
+            {
+                **self._constants(tiling), "ACTIVATION": self._activation, "MOST": most,
+                "LOW_TILES": triton.next_power_of_2(triton.cdiv(most, tiling.rows // UNIT_RANKS)),
+            },
+            num_warps=4, **launch_options(has_pdl(x.device)),
+        )  # fmt: skip
+        return out
 
 
 @cache
 def choose_adapted_tiling(
-    num_tokens: int, out_features: int, in_features: int, rank: int, num_parts: int, num_slots: int
+    num_tokens: int, out_features: int, in_features: int, rank: int, num_parts: int, num_slots: int, *, is_gated: bool
 ) -> AdaptedTiling:
-    """The base product's, so that sums are made in its order.
+    """The base product's, so that sums are made in its order, with as many buffers as there is memory for.
 
     A x in four shares is there before the last weights are. Where only the programs of two shares find multiprocessors beside
     those of the weight, it is two.
     """
     rows, columns, split, stages, tokens = choose_hopper_tiling(num_tokens, out_features, in_features)
-    stages = max(2, min(stages, triton.cdiv(in_features, columns * split)))
+    stages = min(stages, triton.cdiv(in_features, columns * split))
     programs = triton.cdiv(out_features, rows) * split * triton.cdiv(num_tokens, tokens)
     others = low_tiles(num_tokens, num_slots, rank, rows) * num_parts * triton.cdiv(num_tokens, tokens)
     shares = 2 if programs + 2 * others <= _PROGRAMS < programs + 4 * others else MOST_SHARES
-    while shares > 1 and in_features < _SHARE_COLUMNS * shares:
-        shares //= 2
+    if is_gated:
+        stages = max(2, stages)
+        while shares > 1 and in_features < _SHARE_COLUMNS * shares:
+            shares //= 2
+    else:
+        memory = H200_MEMORY - _SCRATCH - columns * tokens * 2
+        stages = min(stages, memory // ((rows + tokens) * columns * 2))
     return AdaptedTiling(rows, columns, split, stages, tokens, shares)
 
 
-_launch = Launcher(adapted_kernel)
+_launch_plain, _launch_gated = Launcher(adapted_words_kernel), Launcher(adapted_gated_kernel)
 
 
 class LoraHopperLinear:
@@ -203,7 +271,7 @@ class LoraHopperLinear:
 
     @staticmethod
     def bind(needs: AdaptedNeeds, tensors: AdaptedTensors) -> Callable[[Tensor], Tensor]:
-        product = _Product(needs, tensors)
+        product = _PlainProduct(needs, tensors)
         linear = small_batch.SmallBatchLinear.bind(needs.base, tensors.base)
         adapter = TritonLora.bind(needs.adapter, tensors.adapter)
 
@@ -220,7 +288,8 @@ class LoraHopperAddNormLinear:
 
     @staticmethod
     def bind(needs: AdaptedNeeds, tensors: AdaptedTensors) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]:
-        product, base, parts = _Product(needs, tensors), needs.base, tensors.base
+        base, parts = needs.base, tensors.base
+        product = (_PlainProduct if needs.adapter.activation is None else _GatedProduct)(needs, tensors)
         assert not isinstance(needs.base, LinearNeeds)
         linear = small_batch.product_of(parts.linear)  # gate and up without their activation, which `lora` applies
         adapter = TritonLora.bind(needs.adapter, tensors.adapter)
