@@ -6,6 +6,23 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from pelton_e2e import NUM_NEW_TOKENS, Reference, references_in, serving
+from pelton_isas import TORCH
+
+from pelton_backends.native import library
+from pelton_backends.native.build import available_sets
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The instruction set that C kernels are compiled for, or torch, where there is none."""
+    if request.param == TORCH:
+        monkeypatch.setattr(library, "reason_against", lambda: "no C compiler on the PATH")
+    elif library.reason_against():
+        pytest.skip("no C compiler here")
+    else:
+        found = next(one for one in available_sets() if one.name == request.param)
+        monkeypatch.setattr(library, "_best_set", lambda: found)
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ own in bfloat16 do, up to a quarter more in the mean (pelton_precision).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,40 +21,24 @@ from pelton_e2e import (
     make_prompts,
     small_pool,
 )
-from pelton_isas import AVAILABLE, DIFFERENT, WIDTHS
+from pelton_isas import AVAILABLE, DIFFERENT, FLOAT32_PATHS, TORCH
 from pelton_precision import assert_near_float32
 
 from pelton import SamplingParams
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_backends.native import library
 from pelton_backends.native.backend import NativeBackend
-from pelton_backends.native.build import available_sets
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
 from pelton_platforms.device.steps.step_sampler import StepSampler
 
-TORCH = "torch"
 BEST = AVAILABLE[-1]
 PATHS = (*DIFFERENT, TORCH)
-FLOAT32_PATHS = (*WIDTHS, TORCH)  # other sets, the best too, compute float32 as one of these does
 
 
 def over_paths(paths: Sequence[str], *families: str) -> pytest.MarkDecorator:
     """Llama and Gemma 3 by each path (heads alone; norms of queries and keys, windows, soft caps), others by the best one."""
     both = [(family, path) for family in ("llama", "gemma3") for path in paths]
     return pytest.mark.parametrize("family, path", both + [(family, BEST) for family in families], indirect=["path"])
-
-
-@pytest.fixture
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == TORCH:
-        monkeypatch.setattr(library, "reason_against", lambda: "no C compiler on the PATH")
-        yield TORCH
-        return
-    if library.reason_against():
-        pytest.skip("no C compiler here")
-    found = next(one for one in available_sets() if one.name == request.param)
-    monkeypatch.setattr(library, "_best_set", lambda: found)
-    yield request.param
 
 
 @over_paths(FLOAT32_PATHS, "mistral", "qwen2", "qwen3")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pelton_e2e import Reference, generate, greedy, make_llm, references_in
+from pelton_isas import FLOAT32_PATHS
 from safetensors.torch import load_file, save_file
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss")
@@ -44,6 +45,23 @@ def test_ids_equal_transformers(reference: Reference, settings: dict[str, Any]) 
     with make_llm(reference.path, **settings) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         assert llm.kv_cache_usage() == 0.0
+
+
+@pytest.mark.parametrize("path", FLOAT32_PATHS, indirect=True)
+@pytest.mark.parametrize("family", ["deepseek_v3_moe", "gpt_oss"])
+def test_every_way_in_which_a_cpu_computes_gives_the_same(
+    made: Callable[[str], Reference], family: str, path: str
+) -> None:
+    reference = made(family)
+    with make_llm(reference.path, max_num_batched_tokens=64) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_steps_of_experts_are_recorded(made: Callable[[str], Reference]) -> None:
+    with make_llm(made("gpt_oss").path) as llm:
+        report = llm.llm_engine.info.report
+        assert report.attention_backend == "native"
+        assert not [note for note in report.notes if "recordable" in note]
 
 
 def test_prefix_hits_change_nothing(reference: Reference) -> None:

@@ -24,6 +24,10 @@ DIFFERENT = [name for name in AVAILABLE if not name.endswith("_vnni")]
 WIDTHS = [name for name in DIFFERENT if "_" not in name]
 """One for each width of a vector."""
 
+TORCH = "torch"
+FLOAT32_PATHS = (*WIDTHS, TORCH)
+"""Ways in which a CPU computes float32: other sets, the best too, do as one of these does."""
+
 
 def in_use(name: str) -> Iterator[str]:
     """For a fixture."""

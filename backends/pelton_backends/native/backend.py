@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from ctypes import byref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -39,10 +40,10 @@ class NativeMetadata:
 
 
 class NativeBackend(AttentionBackend):
-    """Handles decoder attention in float32 and bfloat16, any block and head size, windows and soft caps."""
+    """Handles decoder attention in float32 and bfloat16, any block and head size, windows, soft caps and sinks."""
 
     name: ClassVar[str] = "native"
-    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap"})
+    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks"})
     graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM_BATCH
 
     @classmethod
@@ -97,10 +98,12 @@ class NativeAttention(BoundAttention):
         k_cache = layer.k_cache
         self._kernels = library.kernels()
         self._row = layer.num_heads * layer.head_dim
+        self._sinks = None if layer.sinks is None else (layer.sinks.float() * math.log2(math.e)).contiguous()
         self._attention = library.Attention(
             k_cache.data_ptr(), layer.v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
             k_cache.shape[1], layer.num_heads, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads,
             layer.head_dim, layer.sliding_window or 0, layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
+            None if self._sinks is None else self._sinks.data_ptr(),
         )  # fmt: skip
         fits = fits_kernel(layer.write_needs)
         self._rope = make_rope(layer.write_needs, layer.write_tensors) if fits else None

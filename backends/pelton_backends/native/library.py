@@ -28,6 +28,7 @@ class Attention(Structure):
         ("block_stride", c_int64), ("token_stride", c_int64), ("head_stride", c_int64),
         ("block_size", c_int64), ("num_heads", c_int64), ("num_kv_heads", c_int64), ("group", c_int64),
         ("head_dim", c_int64), ("window", c_int64), ("scale", c_float), ("soft_cap", c_float), ("dtype", c_int32),
+        ("sinks", c_void_p),
     )  # fmt: skip
 
 
@@ -97,6 +98,8 @@ class Kernels:
         )
         self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
+        self.moe = _typed(library.pelton_moe, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
+        self.moe_pack = _unrecorded(library.pelton_moe_pack, c_int, c_void_p)
         self.embed = _typed(library.pelton_embed, None, POINTER(Embed), c_void_p, c_int64, c_void_p)
         self.quant = _typed(
             library.pelton_quant, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p

@@ -23,6 +23,7 @@ _ENTRIES = (
     ("linear", "linear:NativeLinear"),
     ("add_norm_gated_linear", "linear:NativeAddNormLinear"),
     ("add_norm_logits", "linear:NativeAddNormLogits"),
+    ("moe", "moe:NativeMoe"),
     ("lora", "lora:NativeLora"),
     ("lora_add_norm_gated_linear", "lora:NativeLoraAddNormGatedLinear"),
 )

@@ -228,9 +228,10 @@ static void join_spans(void *context, int64_t index, struct turn *turn) {
             for (int64_t i = 0; i < op->head_dim; i++)
                 line[i] += state[STATE(i)] * factor;
         }
+        float whole = with_sink(op, head, base, total);
         int64_t at = (plan->step->query_start[row.row] * op->num_heads + head) * op->head_dim;
         for (int64_t i = 0; i < op->head_dim; i++)
-            store(plan->output, at + i, line[i] / total, op->dtype);
+            store(plan->output, at + i, line[i] / whole, op->dtype);
     }
 }
 

@@ -14,6 +14,7 @@ struct attention {
     float scale;
     float soft_cap; /* 0: none */
     int32_t dtype;
+    const float *sinks; /* [num_heads], as powers of 2, of weights without values; NULL: none */
 };
 
 /* A step of one group. */
@@ -61,6 +62,11 @@ struct task {
 /* What a query has summed up over some keys: the power of 2 that weights stand above, their sum, and that of weighted values from
    number 16 on. */
 #define STATE(head_dim) (16 + (head_dim))
+
+/* The sum of all of a head's weights. */
+INLINE float with_sink(const struct attention *op, int64_t head, float base, float total) {
+    return op->sinks == NULL ? total : total + exp2f(op->sinks[head] - base);
+}
 
 /* Where a row's keys lie, in numbers from the start of either cache. */
 INLINE int64_t key_at(const struct attention *op, const int32_t *table, int64_t head, int64_t key) {

@@ -329,6 +329,7 @@ int pelton_decode_avx512(const struct attention *op, const struct task *task, st
     for (int64_t i = 0; i < queries; i++) {
         float total = total_of(rows + i), *state = task->states + i * STATE(dim);
         if (task->states == NULL) {
+            total = with_sink(op, task->head * op->group + i, rows[i].base, total);
             put_line(sums + i * dim, dim, 1.0f / total, (bf16 *)task->output + i * dim);
             continue;
         }
@@ -381,6 +382,7 @@ static void finish_rows(const struct attention *op, const struct task *task, con
             memcpy(state + STATE(0), sums, (size_t)dim * sizeof(float));
             continue;
         }
+        total = with_sink(op, task->head * op->group + row % op->group, rows[row].base, total);
         for (int64_t i = 0; i < dim; i += 16) {
             __mmask16 mask = (__mmask16)((1u << least(dim - i, 16)) - 1u);
             __m512 line = _mm512_mul_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(1.0f / total));

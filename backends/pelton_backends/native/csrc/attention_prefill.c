@@ -223,7 +223,8 @@ static void finish_rows(const struct attention *op, const struct task *task, con
         if (task->states != NULL)
             leave_state(op, task->states + place * STATE(op->head_dim), strip->base[at], strip->total[at], line);
         else
-            put_line(op, line, 1.0f / strip->total[at], (char *)task->output + (size_t)(place * op->head_dim) * size_of(op->dtype));
+            put_line(op, line, 1.0f / with_sink(op, task->head * op->group + row % op->group, strip->base[at], strip->total[at]),
+                     (char *)task->output + (size_t)(place * op->head_dim) * size_of(op->dtype));
     }
 }
 

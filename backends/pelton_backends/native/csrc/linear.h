@@ -4,7 +4,7 @@
 
 #include "pool.h"
 
-enum { ACTIVATION_NONE = -1, ACTIVATION_SILU = 0, ACTIVATION_GELU = 1, ACTIVATION_GELU_TANH = 2 };
+enum { ACTIVATION_NONE = -1, ACTIVATION_SILU = 0, ACTIVATION_GELU = 1, ACTIVATION_GELU_TANH = 2, ACTIVATION_SWIGLU_OAI = 3 };
 
 struct linear {
     const void *weight;                 /* [out_features, in_features], or panels where is_packed */
@@ -12,7 +12,7 @@ struct linear {
     const void *norm, *post_norm;       /* [in_features] or NULL */
     int64_t in_features, out_features;  /* with an activation: gate rows, then up rows */
     int64_t output_stride;              /* numbers between rows of the output */
-    float eps, post_eps, soft_cap;      /* soft_cap 0: none */
+    float eps, post_eps, soft_cap;      /* soft_cap 0: none; of ACTIVATION_SWIGLU_OAI what gate and up are clamped to */
     int32_t unit_offset, post_unit_offset, activation, is_logits, dtype, is_packed;
 };
 
@@ -73,6 +73,9 @@ struct panel_source {
 
 /* Rows of a call -> output [num_rows, output_stride]. `source`: NULL, or in place of the op's weight. Nonzero: no memory. */
 int pelton_product(const struct linear *op, const struct rows *in, void *output, const struct panel_source *source);
+
+/* Bring a weight into panels, in its own memory. 0: done; 1: it stays as it is, for want of memory or for its shape. */
+int pelton_pack(const struct linear *op, void *weight);
 
 /* Rows of a matrix [*, hidden_size], which may be in panels. */
 struct embed {

@@ -359,6 +359,24 @@ INLINE void finish_gated(const struct linear *op, const float *sums, int64_t m, 
         }
 }
 
+/* gpt-oss: gate sigmoid(1.702 gate) (up + 1) of clamped numbers. */
+INLINE void finish_oai(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
+                       size_t row_bytes, int dtype) {
+    float bias[PANEL], up_bias[PANEL];
+    load_bias(op, first, count, bias, dtype);
+    load_bias(op, op->out_features / 2 + first, count, up_bias, dtype);
+    vec limit = vec_all(op->soft_cap > 0.0f ? op->soft_cap : INFINITY);
+    for (int64_t row = 0; row < m; row++, sums += PANEL, output += row_bytes)
+        for (int64_t i = 0; i < count; i += LANES) {
+            vec gate = vec_round(vec_load(sums + i) + vec_load(bias + i), dtype);
+            vec up = vec_round(vec_load(sums + PANEL / 2 + i) + vec_load(up_bias + i), dtype);
+            gate = vec_select(gate > limit, limit, gate);
+            up = vec_select(up > limit, limit, vec_select(up < -limit, -limit, up));
+            vec sigmoid = vec_round(1.0f / (1.0f + vec_exp(-vec_round(1.702f * gate, dtype))), dtype);
+            store_part(output, first + i, vec_round(gate * sigmoid, dtype) * vec_round(up + 1.0f, dtype), count - i, dtype);
+        }
+}
+
 INLINE void finish_plain(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
                          size_t row_bytes, int is_logits, int dtype) {
     float bias[PANEL];
@@ -380,6 +398,8 @@ INLINE void finish_rows(const struct linear *op, const float *sums, int64_t m, i
                         size_t row_bytes, int dtype) {
     if (op->activation == ACTIVATION_SILU)
         finish_gated(op, sums, m, first, count, output, row_bytes, 1, dtype);
+    else if (op->activation == ACTIVATION_SWIGLU_OAI)
+        finish_oai(op, sums, m, first, count, output, row_bytes, dtype);
     else if (op->activation != ACTIVATION_NONE)
         finish_gated(op, sums, m, first, count, output, row_bytes, 0, dtype);
     else if (op->is_logits)

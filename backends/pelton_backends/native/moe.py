@@ -1,0 +1,117 @@
+"""The op of experts in C: `csrc/moe.c`. Weights are brought into panels once they are loaded, in their own memory."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from pelton.errors import EngineError
+from pelton_backends.native import library
+from pelton_backends.native.library import ACTIVATIONS, DTYPES, NO_ACTIVATION, Linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.ops.moe import MoeNeeds, MoeTensors
+
+_ACTIVATIONS = {**ACTIVATIONS, "swiglu_oai": 3}
+
+
+class _Moe(Structure):
+    _fields_ = (
+        ("gate_up", Linear), ("down", Linear), ("weight_stride", c_int64 * 2), ("bias_stride", c_int64 * 2),
+        ("router", c_void_p), ("router_bias", c_void_p), ("correction", c_void_p), ("load", c_void_p),
+        ("num_experts", c_int64), ("top_k", c_int64), ("num_groups", c_int64), ("top_groups", c_int64),
+        ("scale", c_float), ("router_dtype", c_int32), ("bias_dtype", c_int32), ("is_sigmoid", c_int32),
+        ("is_renormalized", c_int32), ("is_top2", c_int32), ("scales_input", c_int32),
+    )  # fmt: skip
+
+
+class NativeMoe:
+    handles = frozenset(
+        ["has_correction", "scales_input", "limit", "has_bias", "has_router_bias", "counts_load", "weight_format"]
+    )
+    is_recordable: ClassVar[bool] = True
+
+    @staticmethod
+    def unsupported(needs: MoeNeeds) -> list[str]:
+        reasons = []
+        if needs.dtype not in DTYPES:
+            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
+        if needs.experts.weight_format != "plain":
+            reasons.append(f"weight format {needs.experts.weight_format!r}, only 'plain'")
+        if needs.experts.activation not in _ACTIVATIONS:
+            reasons.append(f"activation {needs.experts.activation!r}, only {', '.join(_ACTIVATIONS)}")
+        if not reasons:  # compiles
+            why = library.reason_against()
+            reasons += [why] if why else []
+        return reasons
+
+    @staticmethod
+    def bind(needs: MoeNeeds, tensors: MoeTensors) -> _BoundMoe:
+        return _BoundMoe(needs, tensors)
+
+
+class _BoundMoe:
+    """Shapes and dtypes as `pelton.ops.moe.Moe` says."""
+
+    def __init__(self, needs: MoeNeeds, tensors: MoeTensors) -> None:
+        routing, spec, weights = needs.routing, needs.experts, tensors.experts
+        kernels = library.kernels()
+        self._run, self._pack, self._rest = kernels.moe, kernels.moe_pack, kernels.rest
+        self._kept = tensors  # the struct has their addresses
+        matrices = [
+            Linear(
+                weight=weights[name].data_ptr(), bias=_address(weights.get(f"{name}_bias")),
+                in_features=size, out_features=rows, output_stride=columns,
+                soft_cap=(spec.limit or 0.0) if activation == _ACTIVATIONS["swiglu_oai"] else 0.0,
+                activation=activation, dtype=DTYPES[needs.dtype],
+            )
+            for name, size, rows, columns, activation in (
+                ("gate_up", spec.hidden_size, 2 * spec.intermediate_size, spec.intermediate_size, _ACTIVATIONS[spec.activation]),
+                ("down", spec.intermediate_size, spec.hidden_size, spec.hidden_size, NO_ACTIVATION),
+            )
+        ]  # fmt: skip
+        strides = [weights[name].stride(0) * weights[name].element_size() for name in ("gate_up", "down")]
+        bias_strides = [
+            0 if bias is None else bias.stride(0) * bias.element_size()
+            for bias in (weights.get("gate_up_bias"), weights.get("down_bias"))
+        ]
+        bias = tensors.router_bias
+        self.op = _Moe(
+            matrices[0], matrices[1], (c_int64 * 2)(*strides), (c_int64 * 2)(*bias_strides), tensors.router.data_ptr(),
+            _address(bias), _address(tensors.correction), _address(tensors.load), routing.num_experts, routing.top_k,
+            routing.num_groups, routing.top_groups, routing.scale, _dtype(tensors.router),
+            0 if bias is None else _dtype(bias), routing.scoring == "sigmoid", routing.is_renormalized,
+            routing.group_score == "top2", routing.scales_input,
+        )  # fmt: skip
+        self._struct = ctypes.cast(byref(self.op), POINTER(_Moe))
+
+    def __del__(self) -> None:
+        """A thread that was held up may still read the weights, for a product that is done without it."""
+        self._rest()
+
+    def weights_loaded(self) -> None:
+        """From here on only the kernels can read the experts' weights, where their shapes fit the kernels' order."""
+        if self._pack(self._struct):
+            raise EngineError("Experts' weights found no memory to be put in order. Give the process more memory.")
+
+    def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        x, slot_mapping = x.contiguous(), slot_mapping.contiguous()
+        output = torch.empty_like(x)
+        if self._run(self._struct, x.data_ptr(), slot_mapping.data_ptr(), x.shape[0], output.data_ptr()):
+            raise EngineError(
+                f"A layer of experts found no memory for {x.shape[0]} rows. Give the process more memory."
+            )
+        return output
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _dtype(tensor: Tensor) -> int:
+    return DTYPES[str(tensor.dtype).removeprefix("torch.")]

@@ -1,0 +1,75 @@
+"""Cases of the op of experts: routings, weights, rows of which some are padding, and how a result is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
+from pelton_backends.reference.moe import ReferenceMoe
+
+SIZES = 72, 40  # hidden, of an expert
+ROUTINGS = {
+    "softmax": RoutingSpec(num_experts=6, top_k=2),
+    "groups": RoutingSpec(num_experts=12, top_k=3, num_groups=4, top_groups=2, is_renormalized=False, scale=2.5),
+    "corrected": RoutingSpec(
+        num_experts=16, top_k=4, scoring="sigmoid", num_groups=4, top_groups=2, group_score="top2", has_correction=True
+    ),
+    "input": RoutingSpec(num_experts=5, top_k=1, scoring="sigmoid", is_renormalized=False, scales_input=True),
+}
+
+
+def moe_case(
+    device: torch.device,
+    routing: RoutingSpec,
+    num_tokens: int,
+    dtype: torch.dtype = torch.float32,
+    sizes: tuple[int, int] = SIZES,
+    **experts: Any,
+) -> tuple[MoeNeeds, MoeTensors, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(device, dtype)
+
+    hidden, width = sizes
+    spec = ExpertsSpec(hidden_size=hidden, intermediate_size=width, **experts)
+    count = routing.num_experts
+    tensors = {"gate_up": numbers(count, 2 * width, hidden) * 3, "down": numbers(count, hidden, width) * 3}
+    if spec.has_bias:
+        tensors |= {"gate_up_bias": numbers(count, 2 * width), "down_bias": numbers(count, hidden)}
+    needs = MoeNeeds(
+        dtype=str(dtype).removeprefix("torch."), routing=routing, experts=spec, max_num_tokens=num_tokens,
+        counts_load=True, has_router_bias=spec.has_bias,
+    )  # fmt: skip
+    bound = MoeTensors(
+        numbers(count, hidden) * 4, tensors, numbers(count) if spec.has_bias else None,
+        numbers(count).float() if routing.has_correction else None,
+        torch.zeros(count, dtype=torch.int64, device=device),
+    )  # fmt: skip
+    slots = torch.arange(num_tokens, device=device)
+    slots[num_tokens // 2 :: 3] = -1 if num_tokens > 2 else 7
+    return needs, bound, numbers(num_tokens, hidden) * hidden**0.5, slots
+
+
+def check_moe(
+    implementation: Any, needs: MoeNeeds, tensors: MoeTensors, x: torch.Tensor, slots: torch.Tensor, tolerance: float
+) -> None:
+    """Result and load are the reference's, padding gives zeros; a share of 1e-3 of rounded numbers may be off: where two experts are
+    almost equally good, rounding chooses."""
+    assert implementation.unsupported(needs) == []
+    assert tensors.load is not None
+    want = ReferenceMoe.bind(needs, tensors)(x.clone(), slots)
+    load = tensors.load.clone()
+    tensors.load.zero_()
+    op = implementation.bind(needs, tensors)
+    if hasattr(op, "weights_loaded"):
+        op.weights_loaded()
+    got = op(x, slots)
+    assert not got[slots < 0].any()
+    if x.dtype == torch.float32:
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+        assert torch.equal(tensors.load, load)
+    else:
+        assert ((got - want).abs() <= tolerance * (1 + want.abs())).float().mean() > 0.999
