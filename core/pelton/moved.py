@@ -19,7 +19,7 @@ _FOLDERS = {
     ("pelton.graphs", "pelton_platforms.device.graphs"): "call_graph captures dispatcher modes",
     ("pelton.kv_cache", "pelton_plugins.kv_cache"): "block_pool coordinator manager single_type",
     ("pelton.layers", "pelton_plugins.models"): "encoder_attention latent_attention mla normed",
-    ("pelton.sampling", "pelton_platforms.device.sampling"): "filters metadata penalties sampler",
+    ("pelton.sampling", "pelton_platforms.device.sampling"): "filters metadata penalties random sampler",
     ("pelton.scheduler", "pelton_plugins.scheduler"): (
         "adapters admission allocations common_prefix deadlines drafts grammars invalid_blocks kv_transfers "
         "preemption request_checks request_table running scheduler slots step step_results"
@@ -86,7 +86,11 @@ NAMES = {
         "PriorityPolicy": "pelton_plugins.scheduler.policies.PriorityPolicy",
         "RequestQueue": "pelton_plugins.scheduler.queue.RequestQueue",
     },
-    "pelton.worker.inputs": {"prepare_inputs": "pelton_platforms.device.steps.reference_step.prepare_inputs"},
+    "pelton.worker.inputs": {
+        "padding_shape": "pelton_platforms.device.steps.step_shapes.padding_shape",
+        "prepare_inputs": "pelton_platforms.device.steps.reference_step.prepare_inputs",
+        "uncached_metadata": "pelton_platforms.device.steps.step_shapes.uncached_metadata",
+    },
     "pelton.worker.batch_state": {
         "BatchState": "pelton_platforms.device.steps.batch_state.BatchState",
         "HostColumns": "pelton_platforms.device.steps.batch_state.HostColumns",

@@ -31,13 +31,13 @@ from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.testing.models import make_tiny_checkpoint
-from pelton.worker.inputs import padding_shape
 from pelton.worker.interface import WorkerContext
 from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_platforms.cuda.compile_client import CompileServer
 from pelton_platforms.cuda.compiler import FirstStart, compile_ahead
 from pelton_platforms.device.graphs.graph_setup import use_graphs
 from pelton_platforms.device.steps.model_runner import ModelRunner
+from pelton_platforms.device.steps.step_shapes import padding_shape
 from pelton_platforms.device.warm_up import WarmUpPlan, run_with_few_layers
 from pelton_platforms.device.worker import DeviceWorker
 

@@ -389,7 +389,7 @@ class Sample(Protocol):
 
         logits [n, V] float32, may be overwritten; slots [n] int64, distinct but for padding; result [n, 2] int32, written:
         (token id, code of `pelton.sampling.error_codes`). A row whose slot is `state.padding_slot` does nothing and gets 0, 0.
-        The token's position is p = num_computed_tokens[slot] + 1, its random number `uniform(seeds[slot], p)`; logits
+        The token's position is p = num_computed_tokens[slot] + 1, its random number the uniform one of (seeds[slot], p); logits
         become tokens as the entry `reference.sample` has it, side tables of rows with `state.side_slots` >= 0 included
         (variant full). Then token_ids[slot, min(p, max_model_len)] = token, num_computed_tokens[slot] += 1, and a side
         row's output counts take the token; a row with an error advances too.

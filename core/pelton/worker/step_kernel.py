@@ -8,15 +8,10 @@ logits stays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pelton.entries import Entry
-from pelton.errors import ConfigError
 from pelton.ops.interface import optional
-from pelton.ops.selector import reasons_against
-from pelton.plugins import calling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,24 +76,3 @@ class StepKernel(ABC):
 
     def packed(self, order: str) -> None:  # noqa: B027
         """From now on the weights lie in this order."""
-
-
-def select_step_kernel(
-    entries: Iterable[Entry], needs: StepNeeds, named: str | None
-) -> tuple[tuple[Entry, type[StepKernel]] | None, list[str]]:
-    """The kernel of this name, or the first by priority that serves `needs`; and why others do not. Raises `ConfigError` where the
-    named one is not there, or refuses."""
-    if named == NO_KERNEL:
-        return None, []
-    offered, refused = list(entries), list[str]()
-    for entry in [entry for entry in offered if named in (None, entry.name)]:
-        with calling(entry):
-            kernel: type[StepKernel] = entry.resolve()
-            reasons = reasons_against(kernel, needs)
-        if not reasons:
-            return (entry, kernel), refused
-        refused.append(f"{entry.name}: {', '.join(reasons)}")
-    if named is not None:
-        known = ", ".join(entry.name for entry in offered) or "none"
-        raise ConfigError(f"step_kernel is {named!r}: {'; '.join(refused) or f'available: {known}'}.")
-    return None, refused

@@ -14,7 +14,7 @@ from pelton.attention.interface import AttentionNeeds
 from pelton.layers.embedding import VocabMatrix
 from pelton.layers.linear import LinearModule
 from pelton.messages.report import StepFit
-from pelton.worker.inputs import padding_shape
+from pelton_platforms.device.steps.step_shapes import padding_shape
 
 if TYPE_CHECKING:
     from pelton_platforms.device.loaded import LoadedModel

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from pelton.entries import Entry
+from pelton.errors import ConfigError
+from pelton.ops.selector import reasons_against
 from pelton.plugins import calling
-from pelton.worker.step_kernel import StepKernel, StepNeeds, select_step_kernel
+from pelton.worker.step_kernel import NO_KERNEL, StepKernel, StepNeeds
 
 if TYPE_CHECKING:
     from pelton_platforms.device.worker import DeviceWorker
@@ -41,3 +45,24 @@ def make_step_kernel(worker: DeviceWorker) -> StepKernel | None:
     build.ops.read_by(kernel)
     worker.choices = {**worker.choices, "step kernel": entry.name}
     return kernel
+
+
+def select_step_kernel(
+    entries: Iterable[Entry], needs: StepNeeds, named: str | None
+) -> tuple[tuple[Entry, type[StepKernel]] | None, list[str]]:
+    """The kernel of this name, or the first by priority that serves `needs`; and why others do not. Raises `ConfigError` where the
+    named one is not there, or refuses."""
+    if named == NO_KERNEL:
+        return None, []
+    offered, refused = list(entries), list[str]()
+    for entry in [entry for entry in offered if named in (None, entry.name)]:
+        with calling(entry):
+            kernel: type[StepKernel] = entry.resolve()
+            reasons = reasons_against(kernel, needs)
+        if not reasons:
+            return (entry, kernel), refused
+        refused.append(f"{entry.name}: {', '.join(reasons)}")
+    if named is not None:
+        known = ", ".join(entry.name for entry in offered) or "none"
+        raise ConfigError(f"step_kernel is {named!r}: {'; '.join(refused) or f'available: {known}'}.")
+    return None, refused

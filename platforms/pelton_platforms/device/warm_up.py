@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from pelton.sampling.tails import FULL, LOGPROBS, Sample, Variant, Verify
-from pelton.worker.inputs import StepShape, padding_shape
+from pelton.worker.inputs import StepShape
 from pelton_platforms.device.graphs.capture_plan import CapturePlan
 from pelton_platforms.device.graphs.dispatcher import default_sizes
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.steps.model_runner import ModelRunner
+from pelton_platforms.device.steps.step_shapes import padding_shape
 
 _SHORT = 16
 _PROMPTS = (_SHORT, 64, 1024, 2048, 4096, 8192)

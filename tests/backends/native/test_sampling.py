@@ -14,8 +14,8 @@ from pelton_sampling import bind as bind_op
 from pelton.ops.interface import LogprobsNeeds, LogprobsTensors, SampleNeeds
 from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling.logprobs import LogprobTensors, gather_logprobs
-from pelton.sampling.random import uniform
 from pelton_backends.native.sampling import NativeLogprobs, NativeSample
+from pelton_platforms.device.sampling.random import uniform
 from pelton_platforms.device.steps.reference_step import ReferenceSample
 
 INF = math.inf

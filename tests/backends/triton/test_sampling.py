@@ -13,7 +13,7 @@ from pelton_sampling import CPU, MAX_LEN, add, assert_same_state, copy_of, rando
 from pelton.ops.interface import LogprobsNeeds, LogprobsTensors
 from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
 from pelton.sampling.logprobs import LogprobTensors
-from pelton.sampling.random import uniform
+from pelton_platforms.device.sampling.random import uniform
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.reference_step import ReferenceLogprobs, ReferenceSample
 

@@ -8,8 +8,8 @@ from pelton_worker_fakes import Driver, make_worker
 
 from pelton.sampling.tails import FULL, GREEDY, LOGPROBS, Variant
 from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_greedy
-from pelton.worker.inputs import padding_shape
 from pelton_platforms.cpu.platform import CPUPlatform
+from pelton_platforms.device.steps.step_shapes import padding_shape
 from pelton_platforms.device.warm_up import WarmUpPlan, few_layers
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73))]

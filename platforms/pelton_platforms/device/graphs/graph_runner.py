@@ -21,13 +21,14 @@ from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
 from pelton.graphs.recorder import Graph, GraphRecorder
 from pelton.sampling.tails import Logits, Sample, Tail
-from pelton.worker.inputs import InputBuffers, padding_shape
+from pelton.worker.inputs import InputBuffers
 from pelton_platforms.device.graphs.captures import FullGraphs, PiecewiseGraphs, run_split_at_attention
 from pelton_platforms.device.graphs.dispatcher import MAX_MIXED_TOKENS, GraphDispatcher
 from pelton_platforms.device.graphs.graph_columns import Appends, GraphColumns
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.staging import StagingRing
 from pelton_platforms.device.steps.step_program import StepInputs, StepProgram
+from pelton_platforms.device.steps.step_shapes import padding_shape
 
 if TYPE_CHECKING:
     from pelton_platforms.device.steps.step_plan import Ints, StepPlan

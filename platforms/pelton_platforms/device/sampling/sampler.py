@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pelton.sampling.columns import RANDOM
 from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
-from pelton.sampling.random import uniform
 from pelton_platforms.device.sampling.filters import filtered_probs
 from pelton_platforms.device.sampling.metadata import SamplingMetadata
 from pelton_platforms.device.sampling.penalties import apply_side_tables
+from pelton_platforms.device.sampling.random import uniform
 
 
 def sample(

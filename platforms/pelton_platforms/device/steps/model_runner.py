@@ -28,7 +28,7 @@ from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.interface import CausalLM, PooledRows
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Variant, Verify
-from pelton.worker.inputs import InputBuffers, StepShape, padding_shape
+from pelton.worker.inputs import InputBuffers, StepShape
 from pelton.worker.pending import PendingOutput
 from pelton_platforms.device.graphs.captures import run_split_at_attention
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
@@ -41,6 +41,7 @@ from pelton_platforms.device.steps.step_ops import StepOps
 from pelton_platforms.device.steps.step_plan import Ints, StepPlan, plan_drafts, plan_step
 from pelton_platforms.device.steps.step_program import StepInputs, StepProgram
 from pelton_platforms.device.steps.step_sampler import Step, StepColumns, StepSampler
+from pelton_platforms.device.steps.step_shapes import padding_shape
 from pelton_platforms.device.steps.step_tails import TailChooser
 
 if TYPE_CHECKING:

@@ -24,11 +24,12 @@ from pelton.ops.selector import OpSelector
 from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import FULL, GREEDY, Variant
-from pelton.worker.inputs import InputBuffers, StepShape, uncached_metadata
+from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.reference_step import ReferencePrepareInputs
 from pelton_platforms.device.steps.step_adapters import StepAdapters
 from pelton_platforms.device.steps.step_drafts import StepDrafts
+from pelton_platforms.device.steps.step_shapes import uncached_metadata
 
 NUM_LOGPROBS = 20
 """Alternatives a row that the op can give; rows that want more take `StepSampler`."""

@@ -10,7 +10,6 @@ import torch
 
 from pelton.sampling.columns import columns_of
 from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
-from pelton.sampling.random import random_bits, uniform
 from pelton.sampling_params import SamplingParams
 from pelton_platforms.device.sampling.filters import (
     _threshold_by_bisection,
@@ -21,6 +20,7 @@ from pelton_platforms.device.sampling.filters import (
     nucleus_threshold,
 )
 from pelton_platforms.device.sampling.metadata import SamplingMetadata
+from pelton_platforms.device.sampling.random import random_bits, uniform
 from pelton_platforms.device.sampling.sampler import pick, sample, unpack_bitmask
 
 VOCAB = 50

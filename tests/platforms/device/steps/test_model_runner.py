@@ -16,11 +16,11 @@ from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, Schedule
 from pelton.sampling.tails import FULL, GREEDY
 from pelton.sampling_params import SamplingParams
 from pelton.testing.graphs import FakeGraphRecorder
-from pelton.worker.inputs import padding_shape
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
 from pelton_platforms.device.kv_pool import handed_blocks
 from pelton_platforms.device.steps import masks as mask_places
 from pelton_platforms.device.steps.staging import StagingRing
+from pelton_platforms.device.steps.step_shapes import padding_shape
 
 PROMPTS = [[5], [7, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(10, 31)), [8] * 4]
 

@@ -59,7 +59,7 @@ def exp_sum(values, best, scale):
 
 @triton.jit
 def _mix(value):
-    """splitmix64's (Steele, Lea, Flood, OOPSLA 2014), on int64 as pelton.sampling.random has it."""
+    """splitmix64's (Steele, Lea, Flood, OOPSLA 2014), on int64 as pelton_platforms.device.sampling.random has it."""
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return value ^ ((value >> 31) & 0x1FFFFFFFF)
@@ -67,7 +67,7 @@ def _mix(value):
 
 @triton.jit
 def uniform(seed, position):
-    """int64, int64 -> float64 in (0, 1): the number of `pelton.sampling.random.uniform`, to the bit."""
+    """int64, int64 -> float64 in (0, 1): the number of `pelton_platforms.device.sampling.random.uniform`, to the bit."""
     bits = _mix(_mix(seed - 7046029254386353131) ^ _mix(position * -7046029254386353131 - 4658895280553007687))
     return (((bits >> 16) & 0xFFFFFFFFFFFF).to(tl.float64) + 0.5) * 3.552713678800501e-15
 
