@@ -147,7 +147,13 @@ def error_info(error: BaseException) -> ErrorInfo:
 def make_socket_dir() -> str:
     """A new directory that only this user can enter, with a path short enough for a socket."""
     for parent in (None, "/tmp"):
-        path = tempfile.mkdtemp(prefix="pelton-", dir=parent)
+        try:
+            path = tempfile.mkdtemp(prefix="pelton-", dir=parent)
+        except OSError as error:
+            raise EngineError(
+                f"No place for a socket: {error.strerror or error}. Set TMPDIR to a folder that can be written, on a disk that is "
+                "not full."
+            ) from None
         if len(os.fsencode(os.path.join(path, OUTPUT_SOCKET))) <= MAX_IPC_PATH_BYTES:
             os.chmod(path, stat.S_IRWXU)
             return path

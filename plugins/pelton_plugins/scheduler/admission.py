@@ -132,6 +132,9 @@ class Admission:
         request.num_computed_tokens = start
         request.num_found_tokens = num_local
         request.connector_tokens += num_external
+        if request.num_cached_tokens < 0 and self._transfers.may_bring(request):
+            self._table.stats.external_prefix_cache_queries += request.num_prompt_tokens - num_local
+            self._table.stats.external_prefix_cache_hits += request.connector_tokens
         if request.num_cached_tokens < 0 and self._hasher is not None and not request.skip_prefix_lookup:
             stats = self._table.stats
             stats.prefix_cache_requests += 1

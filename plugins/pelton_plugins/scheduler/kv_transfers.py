@@ -58,9 +58,13 @@ class KVTransfers:
         if self._connector is not None:
             self._connector.request_computed(request.request_id)
 
+    def may_bring(self, request: RequestState) -> bool:
+        """Return whether a connector is asked for the request's KV."""
+        return not (self._connector is None or request.skip_connector or request.skip_prefix_lookup)
+
     def num_external_tokens(self, request: RequestState, num_local: int) -> tuple[int | None, bool]:
         """Tokens that can be brought after the first `num_local`, and whether they come later. None: ask again."""
-        if self._connector is None or request.skip_connector or request.skip_prefix_lookup:
+        if self._connector is None or not self.may_bring(request):
             return 0, False
         matched, is_later = self._connector.num_matched_tokens(request.request, num_local)
         if matched is None:

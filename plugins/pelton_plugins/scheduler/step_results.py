@@ -116,6 +116,7 @@ class StepResults:
         except Exception as error:
             request.has_valid_output = False
             # NaN may come from a block that it found: all who find that block after it would fail too.
+            self._table.stats.num_corrupted_reqs += row in errors
             num_trusted = 0 if row in errors else request.num_found_tokens
             self._allocations.invalid.evict(request, result.step_id, num_trusted)
             self._table.fail(request, error, "computing")

@@ -79,6 +79,9 @@ FAMILIES: tuple[Family, ...] = (
     _counter("engine_restarts", "Times that an engine was started again because it was dead, or stood still."),
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits", "Tokens found in the prefix cache."),
+    _counter("external_prefix_cache_queries", "Tokens that a KV connector was asked for."),
+    _counter("external_prefix_cache_hits", "Tokens that a KV connector brought."),
+    _counter("corrupted_requests", "Requests that ended because their values were not finite."),
     _counter("num_preemptions", "Times that a running request gave up its blocks."),
     _counter("prompt_tokens", "Prompt tokens processed."),
     _counter(

@@ -108,6 +108,9 @@ class PrometheusLogger:
         self._adapters = stats.running_adapters, stats.waiting_adapters
         self._add("prefix_cache_queries", stats.prefix_cache_queries)
         self._add("prefix_cache_hits", stats.prefix_cache_hits)
+        self._add("external_prefix_cache_queries", stats.external_prefix_cache_queries)
+        self._add("external_prefix_cache_hits", stats.external_prefix_cache_hits)
+        self._add("corrupted_requests", stats.num_corrupted_reqs)
         self._add("num_preemptions", stats.num_preemptions)
         self._add("spec_decode_num_drafts", stats.spec_num_drafts)
         self._add("spec_decode_num_draft_tokens", stats.spec_num_draft_tokens)

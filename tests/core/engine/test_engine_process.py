@@ -593,3 +593,12 @@ def test_front_end_half_imports_no_torch() -> None:
     code = "import pelton.engine.process_client, pelton.sdk.async_llm, pelton.engine.process, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_no_folder_for_sockets_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(**options: object) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(protocol.tempfile, "mkdtemp", refused)
+    with pytest.raises(EngineError, match=r"^No place for a socket: No usable temporary .*Set TMPDIR to a folder"):
+        protocol.make_socket_dir()

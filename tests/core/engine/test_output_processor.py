@@ -339,6 +339,31 @@ def test_a_failed_sample_fails_its_request_and_no_other(bench: Bench) -> None:
     assert said(bench.say("ok", "other", finish_reason=FinishReason.STOP)) == ("ok", 2, "stop")
 
 
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE, FINAL_ONLY])
+@pytest.mark.parametrize("part", ["detokenizer", "logprobs"])
+def test_a_part_that_raises_ends_its_request_and_no_other(bench: Bench, part: str, kind: RequestOutputKind) -> None:
+    for name in ("r", "other"):
+        bench.add(name, output_kind=kind, logprobs=1 if part == "logprobs" and name == "r" else None)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("broken")
+
+    sequence = bench.processor._sequences["r"]
+    bad: dict[str, Any] = {}
+    if part == "detokenizer":
+        sequence.detokenizer.step = broken
+    else:
+        bad = {"logprobs": object()}
+    done = bench.step(
+        EngineOutput(request_id="r", new_token_ids=bench.ids("ab"), finish_reason=FinishReason.STOP, **bad),
+        EngineOutput(request_id="other", new_token_ids=bench.ids("ok"), finish_reason=FinishReason.STOP),
+    )
+    ends = {output.request_id: output for output in done.outputs}
+    assert ends["r"].error is not None
+    assert (ends["other"].outputs[0].text, ends["other"].error) == ("ok", None)
+    assert bench.processor.num_unfinished == 0
+
+
 def test_refusals_of_admission_are_counted_by_reason(bench: Bench) -> None:
     bench.add("r")
     error = ErrorInfo(kind=QueueFullError.__name__, message="full", param="max_num_queued_tokens", status=503)

@@ -21,6 +21,20 @@ def test_tokens_that_a_connector_brings_in_the_step_are_not_computed(overlap):
     assert harness.outputs["a"][0].num_cached_tokens == 8
 
 
+def test_tokens_that_it_is_asked_for_and_brings_are_counted():
+    harness = Harness(connector=FakeConnector(lambda request: 8 if request.request_id == "a" else 0))
+    for name in "ab":
+        harness.add(make_request(name, [*range(1, 12)], 2))
+        harness.run()
+    stats = harness.scheduler.take_stats()
+    # b finds 8 of its 11 tokens here, and asks for the rest.
+    assert (stats.external_prefix_cache_queries, stats.external_prefix_cache_hits) == (11 + 3, 8)
+    without = Harness()
+    without.add(make_request("a", 11, 2))
+    without.run()
+    assert without.scheduler.take_stats().external_prefix_cache_queries == 0
+
+
 def test_the_connector_is_asked_after_the_local_lookup():
     connector = FakeConnector(lambda request: 0)
     harness = Harness(connector=connector)

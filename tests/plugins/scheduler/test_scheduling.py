@@ -773,6 +773,7 @@ def test_a_row_error_ends_one_request_and_its_blocks_are_not_found_again():
     harness.add(make_request("b", 5, 5))
     harness.run()
     assert "NaN logits" in harness.outputs["a"][-1].error.message
+    assert harness.scheduler.take_stats().num_corrupted_reqs == 1
     harness.check_request("b")
     harness.add(make_request("c", [*range(1, 12)], 5))
     harness.run()

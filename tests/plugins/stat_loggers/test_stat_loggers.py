@@ -25,6 +25,7 @@ SEED_BUCKETS = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7
 SEED_ITL = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
 SEED_LATENCY = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
 EXPECTED = {
+    "external_prefix_cache_queries", "external_prefix_cache_hits", "corrupted_requests",
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
     "prompt_tokens", "generation_tokens", "request_success", "request_prompt_tokens", "request_generation_tokens",
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
@@ -132,6 +133,7 @@ def test_gauges_and_counters_follow_the_scheduler():
         num_running_reqs=3, num_waiting_reqs=5, num_deferred_reqs=2, kv_cache_usage=0.5, prefix_cache_queries=100,
         prefix_cache_hits=40, num_preemptions=1, num_scheduled_tokens=60, num_steps=2,
         host_time_s={"schedule": 0.0002, "update": 0.0004}, spec_num_draft_tokens=6, spec_num_accepted_tokens=4,
+        external_prefix_cache_queries=9, external_prefix_cache_hits=4, num_corrupted_reqs=1,
     )  # fmt: skip
     logger.record(stats, IterationStats(num_prompt_tokens=10, num_generation_tokens=4, num_cached_prompt_tokens=2))
     logger.record(stats, IterationStats(num_prompt_tokens=10, num_generation_tokens=4))
@@ -141,6 +143,7 @@ def test_gauges_and_counters_follow_the_scheduler():
         "prompt_tokens_total": 20, "prompt_tokens_cached_total": 2, "generation_tokens_total": 8,
         "spec_decode_num_draft_tokens_total": 12, "spec_decode_num_accepted_tokens_total": 8,
         "iteration_tokens_total_count": 4, "iteration_tokens_total_sum": 120,
+        "external_prefix_cache_queries_total": 18, "external_prefix_cache_hits_total": 8, "corrupted_requests_total": 2,
     }  # fmt: skip
     assert {name: value_of(logger, f"pelton_{name}") for name in expected} == expected
     assert value_of(logger, "pelton_num_requests_waiting_by_reason", reason="deferred") == 2
