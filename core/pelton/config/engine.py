@@ -157,8 +157,7 @@ def convert_struct(struct: type[msgspec.Struct], values: Mapping[str, Any], *, p
             raise error.__cause__ from None
         message, _, path = str(error).partition(" - at ")
         field = path.strip("`").removeprefix("$.").split("[")[0].split(".")[0]
-        example = example_value(struct, field)
-        example = example.value if isinstance(example, enum.Enum) else example
+        example = getattr(found := example_value(struct, field), "value", found)
         raise ConfigError(f"{prefix}{field} is {values.get(field)!r}: {message}. Example: {example!r}.") from None
 
 

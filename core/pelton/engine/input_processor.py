@@ -163,9 +163,8 @@ class InputProcessor:
         """One a sample; fields: of `EngineRequest`, equal for all of them. The engine knows each by an id that never comes
         again: what it still says of a request that was aborted is of no other with the user's id."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        others = params  # the prompt's logprobs are the same: the first sample brings them, others find its blocks
-        if params.n > 1 and params.prompt_logprobs is not None:
-            others = msgspec.structs.replace(params, prompt_logprobs=None)
+        # The prompt's logprobs are the same: the first sample brings them, others find its blocks.
+        others = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
         return [
             EngineRequest(
                 request_id=f"{request_id}-{next(self._serial):x}",

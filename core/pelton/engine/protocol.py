@@ -150,17 +150,13 @@ def make_socket_dir() -> str:
         try:
             path = tempfile.mkdtemp(prefix="pelton-", dir=parent)
         except OSError as error:
-            raise EngineError(
-                f"No place for a socket: {error.strerror or error}. Set TMPDIR to a folder that can be written, on a disk that is "
-                "not full."
-            ) from None
+            raise EngineError(f"No place for a socket: {error}. Set TMPDIR to a folder that can be written.") from None
         if len(os.fsencode(os.path.join(path, OUTPUT_SOCKET))) <= MAX_IPC_PATH_BYTES:
             os.chmod(path, stat.S_IRWXU)
             return path
         shutil.rmtree(path)
     raise EngineError(
-        f"No place for a socket: paths under {tempfile.gettempdir()} have more than {MAX_IPC_PATH_BYTES} bytes. "
-        "Set TMPDIR to a shorter one."
+        f"No place for a socket: paths under {tempfile.gettempdir()} exceed {MAX_IPC_PATH_BYTES} bytes. Set TMPDIR to a shorter one."
     )
 
 

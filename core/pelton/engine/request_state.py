@@ -252,17 +252,15 @@ class RequestState:
     def request_id(self) -> str:
         return self.processed.request_id
 
-    @property
-    def _awaits_prompt_logprobs(self) -> bool:
-        """The first sample brings them, and another one was faster."""
-        return self.params.n > 1 and self.params.prompt_logprobs is not None and self.prompt_logprobs is None
-
     def output(self, interval: int, now: float) -> RequestOutput | PoolingRequestOutput[Any] | None:
         """The output that is due, if one is."""
         kind, finished = self.params.output_kind, self.unfinished == 0
         if self.processed.pooling_params is not None:
             return self._pooling_output(now) if finished else None
-        if not finished and (kind == RequestOutputKind.FINAL_ONLY or self._awaits_prompt_logprobs):
+        awaits = (
+            self.params.prompt_logprobs is not None and self.prompt_logprobs is None
+        )  # the first sample brings them
+        if not finished and (kind == RequestOutputKind.FINAL_ONLY or awaits):
             return None
         news = [sequence for sequence in self.sequences if finished or sequence.has_news(interval)]
         if not news:

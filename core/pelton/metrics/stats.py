@@ -54,14 +54,10 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """What plugins in the engine's process counted since the last record."""
     num_failed_steps: int = 0
     """Steps in a row that failed, up to now."""
-    step_failure: str = ""
-    """Why the last of them did."""
-    external_prefix_cache_queries: int = 0
-    """Tokens that a KV connector was asked for."""
-    external_prefix_cache_hits: int = 0
-    """Tokens that it brings."""
-    num_corrupted_reqs: int = 0
-    """Requests that ended because their row's values were not finite, or of no use."""
+    step_failure: str = ""  # why the last of them did
+    external_prefix_cache_queries: int = 0  # tokens that a KV connector was asked for
+    external_prefix_cache_hits: int = 0  # tokens that it brings
+    num_corrupted_reqs: int = 0  # requests that ended because their row's values were not finite
 
     def count_drafts(self, num_draft: int, num_accepted: int) -> None:
         """Count one row whose drafts were verified."""
