@@ -146,15 +146,18 @@ ROPE_VARIANTS: dict[str, dict[str, Any]] = {
 
 def make_tiny_checkpoint(
     path: str | Path,
-    family: str,
+    family: str | None = None,
     *,
+    config_class: type | None = None,
+    model_class: type | None = None,
     seed: int | None = None,
     dtype: str = "float32",
     max_shard_size: str = "1GB",
     with_tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
-    """Save a random model of `family` (a key of `FAMILIES`) in folder `path`; `overrides` are config.json fields.
+    """Save a random model of `family` (a key of `FAMILIES`), or of transformers' or your own `config_class` and `model_class`, in folder
+    `path`; `overrides` are config.json fields. Raises `ValueError` for neither or both.
 
     Weights are scaled so that greedy output varies and the best two logits lie well apart. `max_shard_size="100KB"`
     gives a sharded checkpoint with an index.
@@ -162,11 +165,17 @@ def make_tiny_checkpoint(
     import torch
     import transformers
 
-    config_class, model_class, own = FAMILIES[family]
-    config = getattr(transformers, config_class)(**{**_COMMON, **own, **overrides})
+    own: dict[str, Any] = {}
+    if family is not None and config_class is None and model_class is None:
+        config_name, model_name, own = FAMILIES[family]
+        config_class, model_class = getattr(transformers, config_name), getattr(transformers, model_name)
+        seed = SEEDS.get(family, 1) if seed is None else seed
+    elif family is not None or config_class is None or model_class is None:
+        raise ValueError("make_tiny_checkpoint takes either a family, or config_class and model_class.")
+    config = config_class(**{**_COMMON, **own, **overrides})
     with torch.random.fork_rng():
-        torch.manual_seed(SEEDS.get(family, 1) if seed is None else seed)
-        model = getattr(transformers, model_class)(config)
+        torch.manual_seed(1 if seed is None else seed)
+        model: Any = model_class(config)
         _randomize(model)
     path = Path(path)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)

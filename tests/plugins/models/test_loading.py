@@ -139,3 +139,16 @@ def test_disabling_the_hybrid_manager_puts_windowed_and_full_layers_in_one_group
     driver: ModelDriver = make_driver(path)
     got = torch.cat([driver.step({"a": part})["a"] for part in (token_ids[:90], token_ids[90:91])])
     torch.testing.assert_close(got, reference_logits(load_reference(path), token_ids[:91]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_random_checkpoint_of_other_classes_is_one_of_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM
+
+    path = make_tiny_checkpoint(
+        tmp_path, config_class=Olmo2Config, model_class=Olmo2ForCausalLM, with_tokenizer=False, num_hidden_layers=2
+    )
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert type(model) is Olmo2ForCausalLM and model.config.num_hidden_layers == 2
+    for wrong in ({}, {"family": "llama", "model_class": Olmo2ForCausalLM}, {"config_class": Olmo2Config}):
+        with pytest.raises(ValueError, match="either a family, or config_class and model_class"):
+            make_tiny_checkpoint(tmp_path / "wrong", **wrong)
