@@ -60,6 +60,7 @@ def check_moe(
     almost equally good, rounding chooses."""
     assert implementation.unsupported(needs) == []
     assert tensors.load is not None
+    tensors.load.zero_()
     want = ReferenceMoe.bind(needs, tensors)(x.clone(), slots)
     load = tensors.load.clone()
     tensors.load.zero_()

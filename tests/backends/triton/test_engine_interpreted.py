@@ -87,6 +87,17 @@ def test_greedy_ids_equal_transformers(plugins, captures, tmp_path, monkeypatch,
         assert llm.llm_engine.info.report.attention_backend == "triton"
 
 
+def test_experts_sinks_and_windows_of_gpt_oss(plugins: Plugins, tmp_path: Any) -> None:
+    sizes = {"num_hidden_layers": 2, "vocab_size": 64}
+    path = make_tiny_checkpoint(tmp_path, "gpt_oss", with_tokenizer=False, **sizes)
+    prompts = make_prompts(64, (1, 9))
+    reference = gap_reference("gpt_oss", str(path), prompts, 2, "cpu")
+    settings = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory_bytes": 2**20}
+    with make_llm(str(path), plugins=plugins, device="interpreted", **settings) as llm:
+        reference.check(generate(llm, prompts, greedy(2)))
+        assert llm.llm_engine.info.report.attention_backend == "triton"
+
+
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY], ids=str)
 def test_a_prefix_of_all_requests_is_read_once(
     plugins: Plugins,

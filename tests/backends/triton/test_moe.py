@@ -6,7 +6,8 @@ import pytest
 import torch
 from pelton_moe_case import ROUTINGS, check_moe, moe_case
 
-from pelton.ops.moe import RoutingSpec
+from pelton.ops.moe import Moe, MoeNeeds, MoeTensors, RoutingSpec
+from pelton_backends.triton.ops.moe import hopper
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 
 
@@ -45,3 +46,38 @@ def test_bfloat16_stays_near(num_tokens: int, device: torch.device) -> None:
 def test_layers_that_differ_in_their_experts_alone_do_not_share_kernels(device: torch.device) -> None:
     for routing in (RoutingSpec(num_experts=8, top_k=2), RoutingSpec(num_experts=9, top_k=4)):
         check_moe(TritonMoe, *moe_case(device, routing, 40), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "input"])
+def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch in place of the product, which is for Hopper alone."""
+
+    def multiply(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        experts: torch.Tensor,
+        num_tiles: torch.Tensor,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        assert x.shape[0] == experts.shape[0] * hopper.ROWS >= num_tiles.item() * hopper.ROWS
+        out = []
+        for tile in range(int(num_tiles)):
+            rows = x[tile * hopper.ROWS : (tile + 1) * hopper.ROWS] @ weight[experts[tile]].T
+            gate, up = rows.chunk(2, dim=-1)
+            out.append(rows if activation is None else torch.nn.functional.silu(gate) * up)
+        return torch.cat([*out, out[0].new_full((x.shape[0] - len(out) * hopper.ROWS, out[0].shape[1]), torch.nan)])
+
+    needs, tensors, x, slots = moe_case(device, ROUTINGS[name], 40)
+
+    class Sorted(TritonMoe):
+        @staticmethod
+        def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
+            op = TritonMoe.bind(needs, tensors)
+            op._is_sorted = True  # type: ignore[attr-defined]
+            return op
+
+    monkeypatch.setattr(hopper, "experts_matmul", multiply)
+    monkeypatch.setattr(hopper, "ROWS", 4)
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.BANDS", (4, 8, 16))
+    for _ in range(2):  # what the first call leaves behind does no harm
+        check_moe(Sorted, needs, tensors, x, slots, tolerance=1e-4)

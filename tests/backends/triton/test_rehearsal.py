@@ -16,7 +16,12 @@ def start(cache: Path, *arguments: str) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [("llama", "NONE", "fp8_e4m3"), ("gemma3", "PIECEWISE"), ("qwen3", "FULL_AND_PIECEWISE")],
+    [
+        ("llama", "NONE", "fp8_e4m3"),
+        ("gemma3", "PIECEWISE"),
+        ("qwen3", "FULL_AND_PIECEWISE"),
+        ("qwen3_moe", "FULL_AND_PIECEWISE"),
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_steps_of_any_size_find_their_kernels_and_so_does_a_second_start(tmp_path, arguments):

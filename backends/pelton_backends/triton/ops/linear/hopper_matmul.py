@@ -86,7 +86,7 @@ def _fetch(x, weight, left, right, barrier, stage, row, column, k, size, IS_GATE
 
 
 @gluon.jit
-def _gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+def activated_tile(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
     """As `pieces.activated`; silu's sigmoid, which is rounded to 16 bits, from the approximate exponential and reciprocal."""
     if ACTIVATION == "silu":
         sigmoid = gl.inline_asm_elementwise(
@@ -100,7 +100,7 @@ def _gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, buffer, result, row, column):
+def store_tile(out, buffer, result, row, column):
     """64 x 128 numbers, through shared memory; they leave while the next tile is computed."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     tma.store_wait(0)  # the buffer's last contents have left
@@ -183,11 +183,11 @@ def _multiply(
                 total += gl.load(parts + slot * (_ROWS * _COLUMNS) + cells, cache_modifier=".cg")
             first, second = gl.split(gl.permute(gl.reshape(total, (_ROWS, 2, _HALF)), (0, 2, 1)))
             if ACTIVATION is None:
-                _store(out, buffer, first.to(dtype), row, column * _COLUMNS)
-                _store(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
+                store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
+                store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
             else:
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
-                _store(out, buffer, _gated(gate, up, ACTIVATION, dtype), row, column * _HALF)
+                store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
         turn += 1
         tile, begin, end = _piece(turn, num_tiles, num_halved, num_steps)
     tma.store_wait(0)

@@ -1,4 +1,4 @@
-"""Kernels of the op of experts: choose, order by expert, multiply, and sum. The op itself is in `moe.py`.
+"""Kernels of the op of experts: order by expert, multiply, and sum. The op itself is in `experts.py`, choosing in `choose.py`.
 
 T tokens, H hidden size, E experts, k experts a token, I intermediate size; a pair is a token and one of its experts, of which there
 are P = T k, number t k + j. A pair of padding has expert E, which no kernel computes.
@@ -11,71 +11,6 @@ import triton.language as tl
 
 from pelton_backends.triton.ops.pieces import activated
 from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
-
-
-@triton.jit
-def _first_of_best(values, places, NONE: tl.constexpr):
-    """Where the largest of values is, the first of equal ones."""
-    best = tl.max(tl.max(values, axis=1), axis=0)
-    return tl.min(tl.min(tl.where(values == best, places, NONE), axis=1), axis=0)
-
-
-@triton.jit
-def route_kernel(
-    logits_ptr, bias_ptr, correction_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr,
-    E: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, SIZE: tl.constexpr,
-    SB: tl.constexpr, TOP_GROUPS: tl.constexpr, IS_TOP2: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
-    SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token a program: its K experts and their weights. Scores lie by group, [GB, SB] of which GROUPS and SIZE are used."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GB)[:, None]
-    inside = tl.arange(0, SB)[None, :]
-    places = group * SIZE + inside
-    mask = (group < GROUPS) & (inside < SIZE)
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    slot = tl.load(slot_ptr + row)
-    logits = tl.load(logits_ptr + row * E + places, mask=mask, other=float("-inf")).to(tl.float32)
-    if bias_ptr is not None:
-        logits += tl.load(bias_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    if IS_SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        exponentials = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
-        scores = exponentials / tl.sum(tl.sum(exponentials, axis=1), axis=0)
-    choice = scores
-    if correction_ptr is not None:
-        choice += tl.load(correction_ptr + places, mask=mask, other=0.0)
-    choice = tl.where(mask, choice, float("-inf"))
-    if GROUPS > 1:
-        worth = tl.max(choice, axis=1)
-        if IS_TOP2:
-            first = tl.min(tl.where(choice == worth[:, None], places, E), axis=1)
-            worth += tl.max(tl.where(places == first[:, None], float("-inf"), choice), axis=1)
-        number = tl.arange(0, GB)
-        worth = tl.where(number < GROUPS, worth, float("-inf"))
-        others = tl.reshape(worth, (1, GB))
-        is_before = (others > worth[:, None]) | ((others == worth[:, None]) & (number[None, :] < number[:, None]))
-        rank = tl.sum(is_before.to(tl.int32), axis=1)
-        choice = tl.where(rank[:, None] < TOP_GROUPS, choice, float("-inf"))
-    column = tl.arange(0, KB)
-    experts = tl.full((KB,), E, tl.int32)
-    weights = tl.zeros((KB,), tl.float32)
-    for j in tl.static_range(K):
-        found = _first_of_best(choice, places, E)
-        is_found = places == found
-        weight = tl.sum(tl.sum(tl.where(is_found & mask, scores, 0.0), axis=1), axis=0)
-        experts = tl.where(column == j, found, experts)
-        weights = tl.where(column == j, weight, weights)
-        choice = tl.where(is_found, float("-inf"), choice)
-    if IS_RENORMALIZED:
-        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    experts = tl.where(slot < 0, E, experts)
-    tl.store(expert_ptr + row * K + column, experts, mask=column < K)
-    tl.store(weight_ptr + row * K + column, weights * SCALE, mask=column < K)
-    if load_ptr is not None:
-        tl.atomic_add(load_ptr + experts, (experts < E).to(tl.int64), mask=(column < K) & (experts < E))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -129,6 +64,16 @@ def _gated(gate, up, LIMIT: tl.constexpr, ACTIVATION: tl.constexpr, dtype: tl.co
 
 
 @triton.jit
+def _tile(order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM: tl.constexpr):
+    """Expert, places [BM], which there are, and their pairs of a tile; and whether it has any."""
+    start, stop = tl.load(tile_start_ptr + tile), tl.load(tile_stop_ptr + tile)
+    expert = tl.load(tile_expert_ptr + tile, mask=start < stop, other=0).to(tl.int64)
+    places = start + tl.arange(0, BM)
+    is_row = places < stop
+    return expert, places, is_row, tl.load(order_ptr + places, mask=is_row, other=0), start < stop
+
+
+@triton.jit
 def gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, share_ptr, inner_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, x_stride,
     H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -138,13 +83,9 @@ def gate_up_kernel(
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    start, stop = tl.load(tile_start_ptr + tile), tl.load(tile_stop_ptr + tile)
-    if start >= stop:
+    expert, places, is_row, pairs, is_tile = _tile(order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM)
+    if not is_tile:
         return
-    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
-    places = start + tl.arange(0, BM)
-    is_row = places < stop
-    pairs = tl.load(order_ptr + places, mask=is_row, other=0)
     rows = (pairs // K).to(tl.int64)
     if SCALES_INPUT:
         share = tl.load(share_ptr + pairs, mask=is_row, other=0.0)
@@ -181,13 +122,9 @@ def down_kernel(
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    start, stop = tl.load(tile_start_ptr + tile), tl.load(tile_stop_ptr + tile)
-    if start >= stop:
+    expert, places, is_row, pairs, is_tile = _tile(order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM)
+    if not is_tile:
         return
-    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
-    places = start + tl.arange(0, BM)
-    is_row = places < stop
-    pairs = tl.load(order_ptr + places, mask=is_row, other=0)
     is_column = columns < H
     lane = tl.arange(0, BK)
     weights = weight_ptr + (expert * H + columns[None, :]) * SIZE + lane[:, None]
@@ -207,25 +144,61 @@ def down_kernel(
 
 @triton.jit
 def combine_kernel(
-    pair_ptr,
-    expert_ptr,
-    out_ptr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding."""
+    pair_ptr, expert_ptr, share_ptr, place_ptr, out_ptr, count_ptr,
+    H: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding. The first program leaves `count`
+    zeros. place: where each pair's row is, and share its weight; without them pairs lie by their number, weighted already."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < H
     let_next_start(PDL)
     wait_for_inputs(PDL)
+    if count_ptr is not None:  # noqa: SIM102 (what is None the compiler knows)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            bins = tl.arange(0, EB)
+            tl.store(count_ptr + bins, tl.zeros((EB,), tl.int32), mask=bins < E)
     is_token = tl.load(expert_ptr + row * K) < E
     result = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
-        result += tl.load(pair_ptr + (row * K + j) * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
+        pair = row * K + j
+        if place_ptr is None:
+            result += tl.load(pair_ptr + pair * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
+        else:
+            place = tl.load(place_ptr + pair, mask=is_token, other=0).to(tl.int64)
+            share = tl.load(share_ptr + pair)
+            result += share * tl.load(pair_ptr + place * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * H + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def place_kernel(
+    x_ptr, expert_ptr, rank_ptr, count_ptr, place_ptr, sorted_ptr, tile_expert_ptr, num_tiles_ptr, x_stride,
+    H: tl.constexpr, HB: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One token a program: its row to its pairs' places, where each expert's begin at a multiple of BM. The first E programs say
+    which tiles of BM places are their expert's."""
+    row = tl.program_id(0)
+    bins = tl.arange(0, EB)
+    lane = tl.arange(0, HB)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    counts = tl.load(count_ptr + bins, mask=bins < E, other=0)
+    tiles = (counts + BM - 1) // BM
+    before = tl.cumsum(tiles, axis=0) - tiles
+    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + lane, mask=lane < H, other=0.0)
+    for j in tl.static_range(K):
+        expert = tl.load(expert_ptr + row * K + j)
+        if expert < E:
+            place = tl.sum(tl.where(bins == expert, before, 0), axis=0) * BM + tl.load(rank_ptr + row * K + j)
+            tl.store(place_ptr + row * K + j, place)
+            tl.store(sorted_ptr + place.to(tl.int64) * H + lane, x, mask=lane < H)
+    if row == 0:
+        tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+    if row < E:
+        first = tl.sum(tl.where(bins == row, before, 0), axis=0)
+        for tile in range(0, tl.sum(tl.where(bins == row, tiles, 0), axis=0)):
+            tl.store(tile_expert_ptr + first + tile, row)
 
 
 # Few pairs: by output rows, with no order.

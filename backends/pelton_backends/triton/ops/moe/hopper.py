@@ -1,0 +1,187 @@
+"""Products of many tokens' experts for Hopper, in Gluon: a tile is 128 places of one expert, one warp copies and two warp groups multiply.
+
+gate and up are one product whose epilogue is the activation. Rows are sorted by expert, and each expert's begin at a multiple of ROWS.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pelton_backends.triton.launch import Launcher
+from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, store_tile
+from pelton_backends.triton.runtime import num_sms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WARP_GROUPS = 2
+GROUP_ROWS = 64
+ROWS = WARP_GROUPS * GROUP_ROWS
+COLUMNS = 256
+STEP = 64  # numbers of a row that are fetched together
+STAGES = 4
+_GROUP_ROWS, _ROWS, _COLUMNS, _STEP, _STAGES = (
+    gl.constexpr(GROUP_ROWS), gl.constexpr(ROWS), gl.constexpr(COLUMNS), gl.constexpr(STEP), gl.constexpr(STAGES)
+)  # fmt: skip
+_WARP_GROUPS = gl.constexpr(WARP_GROUPS)
+_HALF = gl.constexpr(COLUMNS // 2)
+_STEP_BYTES = gl.constexpr((ROWS + COLUMNS) * STEP * 2)
+
+
+@gluon.jit
+def _copy(
+    x, weight, tile_expert, left, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
+    IS_GATED: gl.constexpr,
+):  # fmt: skip
+    """The copying warp, as far ahead as there are buffers, and into the next tile."""
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, column = tile // num_columns, tile % num_columns
+        first = gl.load(tile_expert + row) * weight_rows
+        for k in range(num_steps):
+            stage = step % _STAGES
+            barrier = ready.index(stage)
+            mbarrier.wait(free.index(stage), ((step // _STAGES) & 1) ^ 1)
+            mbarrier.expect(barrier, _STEP_BYTES)
+            tma.async_copy_global_to_shared(x, [row * _ROWS, k * _STEP], barrier, left.index(stage))
+            if IS_GATED:  # 128 columns of the result: as many rows of gate, and as many of up
+                gate, up = right.index(stage).slice(0, _HALF), right.index(stage).slice(_HALF, _HALF)
+                tma.async_copy_global_to_shared(weight, [first + column * _HALF, k * _STEP], barrier, gate)
+                tma.async_copy_global_to_shared(weight, [first + size + column * _HALF, k * _STEP], barrier, up)
+            else:
+                tma.async_copy_global_to_shared(
+                    weight, [first + column * _COLUMNS, k * _STEP], barrier, right.index(stage)
+                )
+            step += 1
+
+
+@gluon.jit
+def _multiply(
+    INDEX: gl.constexpr,
+    out,
+    left,
+    right,
+    buffer,
+    ready,
+    free,
+    num_tiles,
+    num_columns,
+    num_steps,
+    ACTIVATION: gl.constexpr,
+):
+    """A warp group: its 64 rows of every tile."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
+    dtype: gl.constexpr = out.dtype
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, column = tile // num_columns * _ROWS + INDEX * _GROUP_ROWS, tile % num_columns
+        total = warpgroup_mma_init(gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, LAYOUT))
+        for k in range(num_steps):
+            stage = step % _STAGES
+            mbarrier.wait(ready.index(stage), (step // _STAGES) & 1)
+            rows = left.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
+            total = warpgroup_mma(rows, right.index(stage).permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma_wait(1, deps=(total,))
+            total = warpgroup_mma_init(total)
+            gl.thread_barrier()  # every warp is done with the step before
+            mbarrier.arrive(free.index((step + _STAGES - 1) % _STAGES), count=1, pred=k > 0)
+            step += 1
+        total = warpgroup_mma_wait(0, deps=(total,))
+        gl.thread_barrier()
+        mbarrier.arrive(free.index((step + _STAGES - 1) % _STAGES), count=1)
+        first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
+        if ACTIVATION is None:
+            store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
+            store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
+        else:
+            gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
+            store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["size", "in_features", "weight_rows"])
+def experts_matmul_kernel(
+    x, weight, out, tile_expert, num_tiles_ptr, size, in_features, weight_rows, ACTIVATION: gl.constexpr
+):
+    """Persistent: programs take tiles in turn, columns first. `size` columns of the result, `weight_rows` of the weight an expert."""
+    TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    num_columns = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
+    num_tiles = gl.load(num_tiles_ptr) * num_columns
+    num_steps = (in_features + _STEP - 1) // _STEP
+    left = gl.allocate_shared_memory(x.dtype, [_STAGES, _ROWS, _STEP], TILE)
+    right = gl.allocate_shared_memory(x.dtype, [_STAGES, _COLUMNS, _STEP], TILE)
+    buffers = gl.allocate_shared_memory(x.dtype, [_WARP_GROUPS, _GROUP_ROWS, _HALF], TILE)
+    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=_WARP_GROUPS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                gl.constexpr(0), out, left, right, buffers.index(0), ready, free, num_tiles, num_columns, num_steps, ACTIVATION,
+            )),
+            (_multiply, (
+                gl.constexpr(1), out, left, right, buffers.index(1), ready, free, num_tiles, num_columns, num_steps, ACTIVATION,
+            )),
+            (_copy, (
+                x, weight, tile_expert, left, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
+                gl.constexpr(ACTIVATION is not None),
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+_launch = Launcher(experts_matmul_kernel)
+
+
+def experts_matmul(
+    x: Tensor, weight: Tensor, tile_expert: Tensor, num_tiles: Tensor, activation: str | None = None
+) -> Tensor:
+    """Each tile of ROWS rows of x by its expert's weight: x @ weight[e].T, or activation(x @ gate.T) * (x @ up.T).
+
+    x            [P, K]     fp16 or bf16, contiguous, P a multiple of ROWS; rows of no pair may hold anything
+    weight       [E, N, K]  dtype of x, contiguous, K and N multiples of 8; with an activation gate's rows, then up's, N = 2 I
+    tile_expert  [P / ROWS] int32, and num_tiles [1] int32, how many of them there are; the others are not computed
+    -> [P, N] or [P, I]
+
+    Sums in float32; products (gate, up), the activation and its product with up are rounded as in `pelton.ops.reference`.
+    """
+    num_experts, weight_rows, in_features = weight.shape
+    size = weight_rows if activation is None else weight_rows // 2
+    out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+    columns = COLUMNS if activation is None else COLUMNS // 2
+    tiles = triton.cdiv(x.shape[0], ROWS) * triton.cdiv(size, columns)
+    tile = gl.NVMMASharedLayout(128, 16, rank=2)
+    flat = weight.view(num_experts * weight_rows, in_features)
+    _launch(
+        (x.dtype, x.device, activation),
+        (min(tiles, num_sms(x.device)),),
+        (
+            TensorDescriptor.from_tensor(x, [ROWS, STEP], tile),
+            TensorDescriptor.from_tensor(flat, [columns, STEP], tile),
+            TensorDescriptor.from_tensor(out, [GROUP_ROWS, COLUMNS // 2], tile),
+            tile_expert, num_tiles, size, in_features, weight_rows,
+        ),
+        {"ACTIVATION": activation},
+        num_warps=4,
+    )  # fmt: skip
+    return out
