@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -115,3 +116,22 @@ def test_experts_in_four_bits_are_decoded_while_they_load(made: Callable[[str], 
         with make_llm(str(folder)) as llm:
             answers.append(generate(llm, prompts, greedy(NUM_TOKENS)))
     assert answers[0] == answers[1] != made("gpt_oss").outputs
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3_moe"])
+def test_experts_may_be_one_tensor_a_matrix(made: Callable[[str], Reference], family: str, tmp_path: Path) -> None:
+    reference, folder = made(family), tmp_path / "stacked"
+    shutil.copytree(reference.path, folder)
+    tensors = load_file(folder / "model.safetensors")
+    pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    found: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    for name in [name for name in tensors if pattern.fullmatch(name)]:
+        prefix, expert, matrix = pattern.fullmatch(name).groups()  # type: ignore[union-attr]
+        found.setdefault(prefix, {}).setdefault(matrix, {})[int(expert)] = tensors.pop(name)
+    assert found
+    for prefix, matrices in found.items():
+        gate, up, down = (torch.stack([matrices[m][i] for i in sorted(matrices[m])]) for m in ("gate", "up", "down"))
+        tensors |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
+    save_file(tensors, folder / "model.safetensors")
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -14,12 +15,14 @@ from pelton.layers.linear import MergedGateUp, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
+from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import SparseMoe
 from pelton_plugins.models.latent_attention import MLALayer
 from pelton_plugins.models.mla import HeadsLinear, LatentUp
 from pelton_plugins.models.moe import grouped_routing, num_experts, shared_experts
 from pelton_plugins.models.normed import NormedLinear, head_shard, whole_shard
+from pelton_plugins.models.stacked_experts import one_for_each_expert
 
 _LATENT_NORM_EPS = 1e-6  # config.json's rms_norm_eps is of the others
 
@@ -150,6 +153,9 @@ class DeepseekForCausalLM(Decoder):
             norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
             config=config, prefix=f"{prefix}lm_head",
         )  # fmt: skip
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(one_for_each_expert(weights, self.weights.expected()))
 
 
 def _scale_of(rope: Rope) -> float:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.model.build import BuildConfig, HFConfig
+from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import GatedMLP, SparseMoe
 from pelton_plugins.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from pelton_plugins.models.stacked_experts import one_for_each_expert
 
 
 class MoeDecoderLayer(LlamaDecoderLayer):
@@ -42,6 +46,9 @@ class MoeForCausalLM(LlamaForCausalLM):
     """`layer_class` is all that a model of this shape replaces."""
 
     layer_class = MoeDecoderLayer
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(one_for_each_expert(weights, self.weights.expected()))
 
 
 def num_experts(hf: HFConfig) -> int:

@@ -1,0 +1,46 @@
+"""Checkpoints whose experts are one tensor a matrix, for layers that read one for each expert."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from pelton.model.loading import LazyWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+
+class _Part(LazyWeight):
+    """Rows [first, last) of one expert's matrix in a tensor [E, rows, columns]."""
+
+    def __init__(self, whole: LazyWeight, expert: int, first: int, last: int) -> None:
+        self._whole, self._expert, self._rows = whole, expert, (first, last)
+        self.shape = (last - first, whole.shape[2])
+
+    def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+        first, last = self._rows
+        rows = self._whole.read(0, self._expert, self._expert + 1)[0, first:last]
+        return rows if dim is None else rows.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
+
+
+def one_for_each_expert(
+    weights: Iterable[tuple[str, LazyWeight]], expected: Collection[str]
+) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield `weights`, with `...experts.gate_up_proj` [E, 2 I, H], gate first, and `...experts.down_proj` [E, H, I] taken apart into
+    the names that the model expects. A name that the model expects as it is stays so."""
+    for name, weight in weights:
+        found = None if name in expected else _STACKED.fullmatch(name)
+        if found is None or len(weight.shape) != 3 or f"{found[1]}.0.down_proj.weight" not in expected:
+            yield name, weight
+            continue
+        num_rows = weight.shape[1]
+        parts = {"down_proj": (0, num_rows)}
+        if found[2] == "gate_up_proj":
+            parts = {"gate_proj": (0, num_rows // 2), "up_proj": (num_rows // 2, num_rows)}
+        for expert in range(weight.shape[0]):
+            for matrix, rows in parts.items():
+                yield f"{found[1]}.{expert}.{matrix}.weight", _Part(weight, expert, *rows)
