@@ -11,6 +11,8 @@ from pelton.ops.interface import LinearSpec, LinearWeights
 from pelton.quantization.interface import LinearShard
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pelton.model.build import BuildConfig
 
 
@@ -23,23 +25,31 @@ class PlainWeights:
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
         num_cols = shards[0].cols[1] - shards[0].cols[0]
-        is_row_parallel = num_cols < shards[0].num_cols
         num_rows = sum(shard.rows[1] - shard.rows[0] + shard.padding for shard in shards)
         weight = _parameter(config, num_rows, num_cols)
         row = 0
         for shard in shards:
             count = shard.rows[1] - shard.rows[0]
-            dim, (start, stop) = (1, shard.cols) if is_row_parallel else (0, shard.rows)
-            config.weights.expect(
-                f"{shard.name}.weight", (shard.num_rows, shard.num_cols), weight[row : row + count],
-                dim=dim, start=start, stop=stop,
-            )  # fmt: skip
+            self.expect(config, shard, weight[row : row + count])
             row += count
             weight.data[row : row + shard.padding] = 0
             row += shard.padding
         bias_vector = make_bias(config, shards) if bias else None
         spec = LinearSpec(in_features=num_cols, out_features=num_rows, has_bias=bias_vector is not None)
         return LinearWeights(spec, {"weight": weight}, bias_vector)
+
+    def expect(self, config: BuildConfig, shard: LinearShard, target: Tensor) -> None:
+        """Tell `config.weights` what fills `target` [rows, columns], this rank's part of the matrix in the model's dtype."""
+        is_row_parallel = shard.cols[1] - shard.cols[0] < shard.num_cols
+        dim, (start, stop) = (1, shard.cols) if is_row_parallel else (0, shard.rows)
+        shape = (shard.num_rows, shard.num_cols)
+        config.weights.expect(f"{shard.name}.weight", shape, target, dim=dim, start=start, stop=stop)
+
+
+def decoded_weights(config: BuildConfig) -> PlainWeights | None:
+    """Return what fills matrices that an op reads in the model's dtype; None where the quantization method cannot decode."""
+    method = config.quantization
+    return method if isinstance(method, PlainWeights) else getattr(method, "decoded", None)
 
 
 def make_bias(config: BuildConfig, shards: Sequence[LinearShard]) -> nn.Parameter | None:

@@ -25,7 +25,7 @@ from pelton.ops.interface import (
 )
 from pelton.ops.moe import ExpertsSpec, Moe, MoeNeeds, MoeTensors, RoutingSpec
 from pelton.quantization.interface import LinearShard
-from pelton.quantization.plain import PlainWeights
+from pelton.quantization.plain import decoded_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,7 +157,7 @@ class SparseMoe(nn.Module):
 
 
 def _check_method(config: BuildConfig, prefix: str) -> None:
-    if not isinstance(config.quantization, PlainWeights):
+    if decoded_weights(config) is None:
         raise ConfigError(
             f"quantization is {config.quantization.name!r}, and {prefix} has experts, which this version keeps in the model's "
             "dtype alone. Leave quantization unset, or take a checkpoint that is not quantized."
@@ -174,20 +174,14 @@ def _plain_experts(
     first = config.parallel.rank * width
     gate_up = _parameter(config, num_experts, 2 * width, hidden)
     down = _parameter(config, num_experts, hidden, width)
+    method, own = decoded_weights(config), (first, first + width)
+    assert method is not None, "see `_check_method`"
     for index in range(num_experts):
         for name, part in ((names.gate, gate_up[index, :width]), (names.up, gate_up[index, width:])):
-            config.weights.expect(
-                f"{prefix}.{index}.{name}.weight",
-                (intermediate_size, hidden),
-                part,
-                dim=0,
-                start=first,
-                stop=first + width,
-            )
-        config.weights.expect(
-            f"{prefix}.{index}.{names.down}.weight", (hidden, intermediate_size), down[index],
-            dim=1, start=first, stop=first + width,
-        )  # fmt: skip
+            shard = LinearShard(f"{prefix}.{index}.{name}", intermediate_size, hidden, own, (0, hidden))
+            method.expect(config, shard, part)
+        shard = LinearShard(f"{prefix}.{index}.{names.down}", hidden, intermediate_size, (0, hidden), own)
+        method.expect(config, shard, down[index])
     return {"gate_up": gate_up, "down": down}
 
 

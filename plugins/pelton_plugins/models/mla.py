@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pelton.layers.linear import ShardLinear
+from pelton.quantization.plain import PlainWeights, decoded_weights
 from pelton_plugins.models.normed import head_shard
 
 if TYPE_CHECKING:
@@ -31,7 +32,5 @@ class LatentUp(nn.Module):
             config.adapters.refuse(prefix, "it is multiplied with queries, not with rows of a step")
         start, stop = shard.rows
         self.weight = nn.Parameter(config.empty(stop - start, latent_dim), requires_grad=False)
-        config.weights.expect(
-            f"{prefix}.weight", (shard.num_rows, latent_dim), self.weight, dim=0, start=start, stop=stop
-        )
+        (decoded_weights(config) or PlainWeights()).expect(config, shard, self.weight)
         self.by_head = self.weight.data.view(-1, head_rows, latent_dim)  # [heads, head_rows, latent_dim]

@@ -16,6 +16,7 @@ import torch
 from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearSpec, LinearWeights
 from pelton.quantization.plain import PlainWeights, make_bias
+from pelton_plugins.quantization.fp8_decoded import DecodedFp8
 from pelton_plugins.quantization.numbers import E4M3, round_rows, row_scales
 from pelton_plugins.quantization.reference import FORMAT
 
@@ -161,19 +162,20 @@ class SerializedFp8(StoredFp8):
     name: ClassVar[str] = "fp8"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        if settings.get("weight_block_size"):
-            raise ConfigError(
-                f"config.json's quantization_config has weight_block_size {settings['weight_block_size']}; weights have one scale "
-                "for a matrix or a row here. Take a checkpoint of that kind, or one that is not quantized with quantization 'fp8'."
-            )
         scheme = settings.get("activation_scheme", "dynamic")
         if scheme not in ("dynamic", "static"):
             raise ConfigError(f"quantization_config.activation_scheme is {scheme!r}; use dynamic or static.")
         self._inputs = DYNAMIC if scheme == "dynamic" else STATIC
-        self._left_out = tuple(settings.get("ignored_layers") or settings.get("modules_to_not_convert") or ())
+        self._left_out = left_out(settings)
+        self.decoded = DecodedFp8(settings, self._left_out)
 
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
         return not is_part_of(shard.name, self._left_out), self._inputs
+
+
+def left_out(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the modules that config.json's quantization_config leaves in the checkpoint's dtype."""
+    return tuple(settings.get("ignored_layers") or settings.get("modules_to_not_convert") or ())
 
 
 def is_part_of(name: str, modules: Sequence[str]) -> bool:
@@ -184,4 +186,8 @@ def is_part_of(name: str, modules: Sequence[str]) -> bool:
 def make_fp8(config: EngineConfig, model: ResolvedModel) -> QuantizationMethod:
     """Make the method that `quantization: fp8` means for this checkpoint."""
     settings = model.hf_config.get("quantization_config") or {}
-    return SerializedFp8(settings) if settings.get("quant_method") == "fp8" else Fp8AtLoad()
+    if settings.get("quant_method") != "fp8":
+        return Fp8AtLoad()
+    if settings.get("weight_block_size"):
+        return DecodedFp8(settings, left_out(settings))
+    return SerializedFp8(settings)

@@ -289,7 +289,7 @@ def changed(**group):
             "strategy 'group', dynamic True", id="groups-of-inputs",
         ),
         pytest.param(compressed("channel", "token", ignore=["model.layers.0.self_attn.k_proj"]), "differ in it", id="merged"),
-        pytest.param({"quant_method": "fp8", "weight_block_size": [128, 128]}, r"weight_block_size \[128, 128\]", id="block"),
+        pytest.param({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]", id="block"),
         pytest.param({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme is 'odd'", id="scheme"),
     ],
 )  # fmt: skip

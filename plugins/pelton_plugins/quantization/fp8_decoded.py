@@ -1,0 +1,105 @@
+"""Matrices that a checkpoint has in e4m3, decoded into the model's dtype while they load.
+
+All of a checkpoint whose scales are for blocks (DeepSeek-V3, section 3.3 of arXiv:2412.19437; Qwen3's FP8 releases), and experts of
+any: their product reads the model's dtype. Numbers times their scale are float32, rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pelton.errors import ConfigError
+from pelton.quantization.plain import PlainWeights
+from pelton_plugins.quantization.numbers import E4M3
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.model.build import BuildConfig
+    from pelton.model.loading import LazyWeight
+    from pelton.quantization.interface import LinearShard
+
+
+class DecodedFp8(PlainWeights):
+    """Plain weights from e4m3 and a scale for each block, row, or matrix."""
+
+    name = "fp8"
+
+    def __init__(self, settings: Mapping[str, Any], left_out: Sequence[str]) -> None:
+        """settings: config.json's quantization_config; left_out: modules that are not in e4m3."""
+        block, self._left_out = settings.get("weight_block_size"), left_out
+        if block is not None and not (len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
+            raise ConfigError(
+                f"quantization_config.weight_block_size is {block!r}; expected two sizes, such as [128, 128]."
+            )
+        self._block = block
+        self._scale = "weight_scale_inv" if block else "weight_scale"
+        self._has_input_scales = settings.get("activation_scheme") == "static"
+
+    def create(
+        self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
+    ) -> Any:
+        method = PlainWeights() if is_vocabulary else super()
+        return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+
+    def expect(self, config: BuildConfig, shard: LinearShard, target: Tensor) -> None:
+        if any(f".{module}." in f".{shard.name}." for module in self._left_out):
+            super().expect(config, shard, target)
+            return
+        halves = _Halves(shard, self._block, self._scale)
+        shape = (shard.num_rows, shard.num_cols)
+        config.weights.expect(f"{shard.name}.weight", shape, target, fill=halves.take_weight)
+        config.weights.expect(f"{shard.name}.{self._scale}", None, target, fill=halves.take_scale)
+        if self._has_input_scales:  # inputs are not rounded here
+            config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
+
+
+class _Halves:
+    """A matrix and its scales, which come in any order."""
+
+    def __init__(self, shard: LinearShard, block: Sequence[int] | None, scale: str) -> None:
+        self._shard, self._block, self._name = shard, block, scale
+        self._numbers: Tensor | None = None
+        self._scales: Tensor | None = None
+
+    def take_weight(self, weight: LazyWeight, target: Tensor) -> None:
+        self._numbers = weight.read()
+        if self._numbers.dtype != E4M3:
+            raise ConfigError(
+                f"{self._shard.name}.weight is {str(self._numbers.dtype).removeprefix('torch.')}, and config.json's "
+                "quantization_config says it is float8_e4m3fn. Check that config.json belongs to these weights."
+            )
+        self._decode(target)
+
+    def take_scale(self, weight: LazyWeight, target: Tensor) -> None:
+        scales, shard = weight.read().float(), self._shard
+        if self._block:
+            wanted = math.ceil(shard.num_rows / self._block[0]), math.ceil(shard.num_cols / self._block[1])
+            is_right = tuple(scales.shape) == wanted
+        else:
+            wanted, is_right = (shard.num_rows, 1), scales.numel() in (1, shard.num_rows)
+        if not is_right:
+            raise ConfigError(
+                f"{shard.name}.{self._name} is {list(scales.shape)}; expected {list(wanted)} for a weight of "
+                f"{[shard.num_rows, shard.num_cols]}. Check that config.json belongs to these weights."
+            )
+        self._scales = scales
+        self._decode(target)
+
+    def _decode(self, target: Tensor) -> None:
+        if self._numbers is None or self._scales is None:
+            return
+        rows, columns = torch.arange(*self._shard.rows), torch.arange(*self._shard.cols)
+        numbers = self._numbers[slice(*self._shard.rows), slice(*self._shard.cols)].to(target.device).float()
+        if self._block:
+            scales = self._scales[rows // self._block[0]][:, columns // self._block[1]]
+        else:
+            scales = self._scales.flatten()
+            scales = scales.unsqueeze(-1) if len(scales) == 1 else scales[rows].unsqueeze(-1)
+        target.copy_(numbers * scales.to(target.device))
+        self._numbers = self._scales = None
