@@ -92,7 +92,7 @@ class ReferenceEmbed:
 
 class ReferenceAddNorm:
     is_recordable = True
-    handles = frozenset(["post_norm", "tp_size", "unit_offset"])
+    handles = frozenset(["post_norm", "tp_size", "unit_offset", "is_centered", "has_norm_bias"])
 
     @staticmethod
     def unsupported(needs: AddNormNeeds) -> list[str]:

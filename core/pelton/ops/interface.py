@@ -104,6 +104,8 @@ class NormSpec:
     size: int
     eps: float
     unit_offset: bool = optional(False)
+    is_centered: bool = optional(False)  # layer norm: x less its mean in place of x
+    has_norm_bias: bool = optional(False)  # the weight is [2, size]: what is multiplied, and what is added behind it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,36 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1, 1], "attention_bias": True}),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": False}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 0.5},
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "sliding_window": 40}),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"use_bias": True}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 24, "logit_scale": 0.7}),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 24, "use_bias": True}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 32, "query_pre_attn_scalar": 24}),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "intermediate_size": [96] * 6,
+            "sliding_window": 32,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE - 20,
+            "laurel_rank": 12,
+            "altup_num_inputs": 3,
+            "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.0],
+        },
+    ),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "q_lora_rank": 40}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 6, "num_experts_per_tok": 2}),
@@ -129,6 +159,7 @@ SEEDS = {
     "gemma4": 1,
     "deepseek_v2": 1,
     "deepseek_v3": 1,
+    "starcoder2": 2,
 }  # others: 1
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5."""
@@ -194,6 +225,7 @@ def _randomize(model: Any) -> None:
     gains = {
         "o_proj.weight": 3.0,
         "down_proj.weight": 3.0,
+        "c_proj.weight": 4.0,
         "q_proj.weight": 2.0,
         "experts.down_proj": 3.0,
         "gate.weight": 2.0,
@@ -205,7 +237,8 @@ def _randomize(model: Any) -> None:
             elif is_gemma and name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
                 weight.normal_(2.0, 0.2)
             elif weight.dim() == 1:
-                weight.normal_(1.0 if "norm" in name and not is_gemma else 0.0, 0.2)
+                is_factor = "norm" in name and not is_gemma and not name.endswith(".bias")
+                weight.normal_(1.0 if is_factor else 0.0, 0.2)
             elif "embed_tokens" in name or "lm_head" in name:
                 weight.normal_(0.0, 0.5 / embed_scale)
             else:

@@ -72,7 +72,9 @@ class StepMemory:
         """About what a step computes in: hidden states of its tokens, logits of its rows (with 16 bytes each also
         probabilities and their float64 sums)."""
         hf, item_bytes = self._loaded.build.hf, self._loaded.build.dtype.itemsize
-        widest = max(hf.get("intermediate_size", 0) * 2, hf.get("hidden_size", 0) * 4)
+        inner = hf.get("intermediate_size", 0)
+        inner = max(inner) if isinstance(inner, list) else inner  # of each layer
+        widest = max(inner * 2, hf.get("hidden_size", 0) * 4)
         hidden_bytes: int = num_tokens * widest * item_bytes * 2
         return hidden_bytes + num_rows * self._loaded.info.vocab_size * bytes_a_logit
 

@@ -7,6 +7,8 @@ the MLP's by the next layer, the last one's by the head.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
@@ -20,6 +22,10 @@ from pelton.model.build import BuildConfig
 
 
 class Gemma3DecoderLayer(nn.Module):
+    has_head_norms: ClassVar[bool] = True
+    global_every: ClassVar[int] = 6
+    """Layers without a window, where config.json does not say."""
+
     def __init__(self, index: int, *, previous_norm: RMSNorm | None, config: BuildConfig, prefix: str) -> None:
         """previous_norm: the norm after the MLP of the layer below; None for the first layer."""
         super().__init__()
@@ -27,7 +33,7 @@ class Gemma3DecoderLayer(nn.Module):
         hidden_size, num_heads, head_dim = hf.hidden_size, hf.num_attention_heads, hf.get("head_dim", 256)
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         bias = bool(hf.get("attention_bias"))
-        is_local = _is_local(index, config)
+        is_local = _is_local(index, config, self.global_every)
 
         def norm(name: str, size: int = hidden_size) -> RMSNorm:
             return RMSNorm(size, unit_offset=True, config=config, prefix=f"{prefix}.{name}")
@@ -37,11 +43,13 @@ class Gemma3DecoderLayer(nn.Module):
             hidden_size, num_heads, hf.num_key_value_heads, head_dim,
             norm=self.input_layernorm, post_norm=previous_norm, bias=bias, config=config, prefix=attention,
         )  # fmt: skip
-        self.q_norm, self.k_norm = norm("self_attn.q_norm", head_dim), norm("self_attn.k_norm", head_dim)
+        self.q_norm = self.k_norm = None
+        if self.has_head_norms:
+            self.q_norm, self.k_norm = norm("self_attn.q_norm", head_dim), norm("self_attn.k_norm", head_dim)
         self.attn = AttentionLayer(
             self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim,
             scale=hf.get("query_pre_attn_scalar", 256) ** -0.5, soft_cap=hf.get("attn_logit_softcapping"),
-            rope=_rope(is_local, head_dim, config), sliding_window=hf.sliding_window if is_local else None,
+            rope=self.rope(is_local, head_dim, config), sliding_window=hf.sliding_window if is_local else None,
             q_norm=self.q_norm, k_norm=self.k_norm, config=config, prefix=f"{attention}.attn",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
@@ -62,8 +70,13 @@ class Gemma3DecoderLayer(nn.Module):
         activated, residual = self.gate_up_proj(hidden, residual)
         return self.down_proj(activated), residual
 
+    def rope(self, is_local: bool, head_dim: int, config: BuildConfig) -> Rope:
+        return _rope(is_local, head_dim, config)
+
 
 class Gemma3ForCausalLM(Decoder):
+    layer_class = Gemma3DecoderLayer
+
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf = config.hf
@@ -74,7 +87,7 @@ class Gemma3ForCausalLM(Decoder):
         self.layers = nn.ModuleList()
         post_norm: RMSNorm | None = None
         for index in range(hf.num_hidden_layers):
-            layer = Gemma3DecoderLayer(
+            layer = self.layer_class(
                 index, previous_norm=post_norm, config=config, prefix=f"{prefix}model.layers.{index}"
             )
             post_norm = layer.post_feedforward_layernorm
@@ -86,12 +99,12 @@ class Gemma3ForCausalLM(Decoder):
         )  # fmt: skip
 
 
-def _is_local(index: int, config: BuildConfig) -> bool:
+def _is_local(index: int, config: BuildConfig, global_every: int) -> bool:
     """From `layer_types`, or from the older pattern: every n-th layer is global."""
     layer_types = config.hf.get("layer_types")
     if layer_types is not None:
         return bool(layer_types[index] == "sliding_attention")
-    pattern: int = config.hf.get("sliding_window_pattern", 6)
+    pattern: int = config.hf.get("sliding_window_pattern", global_every)
     return (index + 1) % pattern != 0
 
 

@@ -5,6 +5,8 @@ A sub-layer returns its bare output; the residual is added by the layer that rea
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
@@ -13,14 +15,19 @@ from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
-from pelton.layers.rope import get_rope
-from pelton.model.build import BuildConfig
+from pelton.layers.rope import Rope, get_rope
+from pelton.model.build import BuildConfig, HFConfig
 
 
 class LlamaDecoderLayer(nn.Module):
     """Norm, attention, norm, MLP: five kernels in decode. Models of this shape override what follows `forward`."""
 
-    def __init__(self, index: int, *, config: BuildConfig, prefix: str) -> None:
+    merged_qkv: ClassVar[str | None] = None
+    """Name of the checkpoint's tensor that has q, k and v below each other, where one has."""
+    merged_gate_up: ClassVar[str | None] = None
+
+    def __init__(self, index: int, *, config: BuildConfig, prefix: str, previous_norm: RMSNorm | None = None) -> None:
+        """previous_norm: the norm behind the MLP of the layer below, where layers have one (`post_norms`)."""
         super().__init__()
         hf = config.hf
         hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
@@ -30,12 +37,14 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
         self.qkv_proj = QKVLinear(
             hidden_size, num_heads, hf.get("num_key_value_heads", num_heads), head_dim,
-            norm=self.input_layernorm, bias=self.qkv_bias(config), config=config, prefix=attention,
+            norm=self.input_layernorm, post_norm=previous_norm, bias=self.qkv_bias(config), merged=self.merged_qkv,
+            config=config, prefix=attention,
         )  # fmt: skip
         self.q_norm, self.k_norm = self.query_key_norms(head_dim, config, attention)
         self.attn = AttentionLayer(
             self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim,
-            rope=get_rope(config, head_dim), sliding_window=self.sliding_window(index, config),
+            rope=self.rope(index, head_dim, config), scale=self.attention_scale(config),
+            sliding_window=self.sliding_window(index, config),
             q_norm=self.q_norm, k_norm=self.k_norm, sinks=self.sinks(config, attention), config=config,
             prefix=f"{attention}.attn",
         )  # fmt: skip
@@ -47,6 +56,7 @@ class LlamaDecoderLayer(nn.Module):
             prefix=f"{attention}.o_proj",
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm")
+        self.attention_post_norm, self.mlp_post_norm = self.post_norms(config, prefix)
         self.make_mlp(index, config, f"{prefix}.mlp")
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -64,18 +74,33 @@ class LlamaDecoderLayer(nn.Module):
     def output_bias(self, config: BuildConfig) -> bool:
         return bool(config.hf.get("attention_bias"))
 
+    def mlp_bias(self, config: BuildConfig) -> bool:
+        return bool(config.hf.get("mlp_bias"))
+
     def sliding_window(self, index: int, config: BuildConfig) -> int | None:
         return None
+
+    def rope(self, index: int, head_dim: int, config: BuildConfig) -> Rope | None:
+        return get_rope(config, head_dim)
+
+    def attention_scale(self, config: BuildConfig) -> float | None:
+        """Return what logits of attention are multiplied by; None: 1 / sqrt(head_dim)."""
+        return None
+
+    def post_norms(self, config: BuildConfig, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None]:
+        """Return norms of what attention and the MLP give, before it is added to the residual."""
+        return None, None
 
     def sinks(self, config: BuildConfig, prefix: str) -> Tensor | None:
         """Logits [num_heads] of a key without a value, of this rank's heads (`self.qkv_proj.num_heads`)."""
         return None
 
     def make_mlp(self, index: int, config: BuildConfig, prefix: str) -> None:
-        hf, bias = config.hf, bool(config.hf.get("mlp_bias"))
+        hf, bias = config.hf, self.mlp_bias(config)
         self.gate_up_proj = MergedGateUp(
             hf.hidden_size, hf.intermediate_size, activation=hf.get("hidden_act", "silu"),
-            norm=self.post_attention_layernorm, bias=bias, config=config, prefix=prefix,
+            norm=self.post_attention_layernorm, post_norm=self.attention_post_norm, bias=bias,
+            merged=self.merged_gate_up, config=config, prefix=prefix,
         )  # fmt: skip
         self.down_proj = RowParallelLinear(
             hf.intermediate_size, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.down_proj"
@@ -94,14 +119,24 @@ class LlamaForCausalLM(Decoder):
         super().__init__(config=config)
         hf = config.hf
         self.embed_tokens = VocabEmbedding(
-            hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}model.embed_tokens"
+            hf.vocab_size,
+            hf.hidden_size,
+            scale=self.embedding_scale(hf),
+            config=config,
+            prefix=f"{prefix}model.embed_tokens",
         )
-        self.layers = nn.ModuleList(
-            self.layer_class(index, config=config, prefix=f"{prefix}model.layers.{index}")
-            for index in range(hf.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList()
+        post_norm: RMSNorm | None = None
+        for index in range(hf.num_hidden_layers):
+            below = {} if post_norm is None else {"previous_norm": post_norm}
+            layer = self.layer_class(index, config=config, prefix=f"{prefix}model.layers.{index}", **below)
+            post_norm = layer.mlp_post_norm
+            self.layers.append(layer)
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
         self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
+            norm=self.norm, post_norm=post_norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
             config=config, prefix=f"{prefix}lm_head",
         )  # fmt: skip
+
+    def embedding_scale(self, hf: HFConfig) -> float | None:
+        return None

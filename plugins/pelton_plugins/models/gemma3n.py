@@ -1,0 +1,207 @@
+"""Gemma 3n, text: each layer has several streams, of which one goes through attention and MLP and corrects the others (AltUp:
+Baykal et al., arXiv:2301.13310), a low-rank path beside attention (LAuReL: Menghani et al., arXiv:2411.07501), an input of its own, and
+in the first layers an MLP that keeps the largest gates alone. The last layers read the keys and values of earlier ones.
+
+T tokens, H hidden size, A streams, E numbers of a layer's own input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pelton.attention.metadata import ForwardBatch
+from pelton.errors import ConfigError
+from pelton.layers.decoder import Decoder
+from pelton.layers.embedding import LMHead, VocabEmbedding
+from pelton.layers.linear import RowParallelLinear
+from pelton.layers.norm import RMSNorm
+from pelton.model.build import BuildConfig
+from pelton.ops.reference import ACTIVATIONS
+from pelton_plugins.models.gemma4 import Gemma4Attention
+from pelton_plugins.models.normed import NormedLinear, whole_shard
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+_LEAST_MAGNITUDE = 1e-5
+
+
+class Gemma3nAltUp(nn.Module):
+    """What the streams are taken to be before a layer, and how its result corrects them."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        hf = config.hf
+        size, self.count = hf.hidden_size, hf.altup_num_inputs
+        self.active = hf.get("altup_active_idx", 0)
+        self.router_norm = RMSNorm(size, config=config, prefix=f"{prefix}.router_norm")
+
+        def parameter(name: str, *shape: int) -> nn.Parameter:
+            made = nn.Parameter(config.empty(*shape), requires_grad=False)
+            config.weights.expect(f"{prefix}.{name}", shape, made)
+            return made
+
+        self.router = parameter("modality_router.weight", self.count, size)
+        self.prediction = parameter("prediction_coefs.weight", self.count**2, self.count)
+        self.correction = parameter("correction_coefs.weight", self.count, self.count)
+        self.output_scale = parameter("correct_output_scale", size)
+        self.is_scaled = bool(hf.get("altup_correct_scale", True))
+
+    def _modalities(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, A]"""
+        routed = nn.functional.linear(self.router_norm(x) * x.shape[1] ** -1.0, self.router)
+        return torch.tanh(routed.float()).to(x.dtype)
+
+    def predict(self, streams: Tensor) -> Tensor:
+        """[A, T, H] -> [A, T, H]"""
+        modalities = self._modalities(streams[self.active])
+        factors = nn.functional.linear(modalities, self.prediction).unflatten(
+            1, (self.count, self.count)
+        )  # t, to, from
+        return streams + torch.einsum("tij,jth->ith", factors, streams)
+
+    def correct(self, predicted: Tensor, activated: Tensor) -> Tensor:
+        """[A, T, H], [T, H] -> [A, T, H]"""
+        factors = nn.functional.linear(self._modalities(activated), self.correction) + 1.0
+        return predicted + (activated - predicted[self.active]) * factors.T[:, :, None]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.output_scale if self.is_scaled else x
+
+
+class Gemma3nDecoderLayer(nn.Module):
+    def __init__(self, index: int, *, config: BuildConfig, prefix: str, model_prefix: str) -> None:
+        super().__init__()
+        hf = config.hf
+        size, self.index = hf.hidden_size, index
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(size, config=config, prefix=f"{prefix}.{name}")
+
+        def matrix(name: str, columns: int, rows: int) -> RowParallelLinear:
+            return RowParallelLinear(columns, rows, config=config, prefix=f"{prefix}.{name}")
+
+        self.altup = Gemma3nAltUp(config=config, prefix=f"{prefix}.altup")
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attn = Gemma4Attention(
+            index, self.input_layernorm, config=config, prefix=f"{prefix}.self_attn", model_prefix=model_prefix
+        )
+        rank = hf.laurel_rank
+        self.laurel_left, self.laurel_right = (
+            matrix("laurel.linear_left", size, rank),
+            matrix("laurel.linear_right", rank, size),
+        )
+        self.post_laurel_norm = norm("laurel.post_laurel_norm")
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
+        widths, mlp = hf.intermediate_size, f"{prefix}.mlp"
+        width = widths[index] if isinstance(widths, list) else widths
+        self.gate_up_proj = NormedLinear(
+            [whole_shard(f"{mlp}.{name}", width, size) for name in ("gate_proj", "up_proj")],
+            norm=self.pre_feedforward_layernorm, config=config,
+        )  # fmt: skip
+        self.down_proj = matrix("mlp.down_proj", width, size)
+        self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+        self.activation = ACTIVATIONS[_ACTIVATIONS[hf.get("hidden_activation", "gelu_pytorch_tanh")]]
+        shares = hf.get("activation_sparsity_pattern") or 0.0
+        share = float(shares[index] if isinstance(shares, list) else shares)
+        # Of a normal distribution, how many deviations above the mean that share of numbers ends.
+        self.deviations = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(share))) if share > 0.0 else None
+        own = hf.hidden_size_per_layer_input
+        self.per_layer_input_gate = matrix("per_layer_input_gate", size, own)
+        self.per_layer_projection = matrix("per_layer_projection", own, size)
+        self.post_per_layer_input_norm = norm("post_per_layer_input_norm")
+
+    def forward(self, streams: Tensor, own_input: Tensor, batch: ForwardBatch) -> Tensor:
+        """streams [A, T, H], own_input [T, E] -> [A, T, H]"""
+        predicted = self.altup.predict(streams)
+        active = predicted[self.altup.active]
+        normed = self.input_layernorm(active)
+        beside = normed + self.post_laurel_norm(self.laurel_right(self.laurel_left(normed)))
+        attended, _ = self.self_attn(active.clone(), batch)
+        x = (active + self.post_attention_layernorm(attended) + beside) * 2.0**-0.5
+        gate_up, _ = self.gate_up_proj(x.clone(), None)
+        gate, up = gate_up.chunk(2, dim=-1)
+        x = x + self.post_feedforward_layernorm(self.down_proj(self.activation(self._largest(gate)) * up))
+        corrected = self.altup.correct(predicted, x)
+        first = self.activation(self.per_layer_input_gate(self.altup.scaled(corrected[self.altup.active]))) * own_input
+        corrected[1:] += self.post_per_layer_input_norm(self.per_layer_projection(first))
+        return corrected
+
+    def _largest(self, gate: Tensor) -> Tensor:
+        """What gates exceed the least that is kept by; zero for the others."""
+        if self.deviations is None:
+            return gate
+        mean, deviation = gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)
+        return torch.relu(gate - (mean + deviation * self.deviations))
+
+
+class Gemma3nForCausalLM(Decoder):
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__(config=config)
+        hf, model = config.hf, f"{prefix}model"
+        if config.parallel.size > 1:
+            raise ConfigError("Gemma 3n runs on one rank in this version: set tensor_parallel_size to 1.")
+        size, self.own_size = hf.hidden_size, hf.hidden_size_per_layer_input
+        self.embed_tokens = VocabEmbedding(
+            hf.vocab_size, size, scale=size**0.5, config=config, prefix=f"{model}.embed_tokens"
+        )
+        self.num_own_ids = hf.vocab_size_per_layer_input
+        all_inputs = hf.num_hidden_layers * self.own_size
+        self.embed_tokens_per_layer = VocabEmbedding(
+            self.num_own_ids,
+            all_inputs,
+            scale=self.own_size**0.5,
+            config=config,
+            prefix=f"{model}.embed_tokens_per_layer",
+        )
+
+        def matrix(name: str, rows: int) -> RowParallelLinear:
+            return RowParallelLinear(size, rows, config=config, prefix=f"{model}.{name}")
+
+        self.per_layer_model_projection = matrix("per_layer_model_projection", all_inputs)
+        self.per_layer_projection_norm = RMSNorm(
+            self.own_size, config=config, prefix=f"{model}.per_layer_projection_norm"
+        )
+        others = range(hf.altup_num_inputs - 1)
+        self.altup_projections = nn.ModuleList(matrix(f"altup_projections.{index}", size) for index in others)
+        self.altup_unembed_projections = nn.ModuleList(
+            matrix(f"altup_unembed_projections.{index}", size) for index in others
+        )
+        self.layers = nn.ModuleList(
+            Gemma3nDecoderLayer(index, config=config, prefix=f"{model}.layers.{index}", model_prefix=model)
+            for index in range(hf.num_hidden_layers)
+        )
+        self.norm = RMSNorm(size, config=config, prefix=f"{model}.norm")
+        self.lm_head = LMHead(
+            norm=self.norm, embedding=self.embed_tokens, tied=hf.get("tie_word_embeddings", True),
+            soft_cap=hf.get("final_logit_softcapping"), config=config, prefix=f"{prefix}lm_head",
+        )  # fmt: skip
+
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        hidden = self.embed_tokens(batch.input_ids)
+        own_inputs = self._own_inputs(batch.input_ids, hidden)
+        streams = torch.stack([hidden, *(_as_large(matrix(hidden), hidden) for matrix in self.altup_projections)])
+        for layer in self.layers:
+            assert isinstance(layer, Gemma3nDecoderLayer)
+            streams = layer(streams, own_inputs[:, layer.index], batch)
+        first = streams[0]
+        rest = [
+            _as_large(matrix(stream), first)
+            for matrix, stream in zip(self.altup_unembed_projections, streams[1:], strict=True)
+        ]
+        return torch.stack([first, *rest]).mean(0), None
+
+    def _own_inputs(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
+        """[T, layers, E]: half of the token alone, half of its embedding."""
+        shape = (-1, self.own_size)
+        projected = self.per_layer_model_projection(hidden) * hidden.shape[1] ** -0.5
+        of_hidden = self.per_layer_projection_norm(projected.unflatten(1, shape))
+        known = torch.where(input_ids < self.num_own_ids, input_ids, 0)
+        return (of_hidden + self.embed_tokens_per_layer(known).unflatten(1, shape)) * 2.0**-0.5
+
+
+def _as_large(x: Tensor, like: Tensor) -> Tensor:
+    """x [T, H], each row scaled to the magnitude of that of `like`."""
+    wanted = like.square().mean(-1, keepdim=True).sqrt()
+    found = x.square().mean(-1, keepdim=True).clamp(min=_LEAST_MAGNITUDE).sqrt()
+    return x * wanted / found
