@@ -32,16 +32,3 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """For model authors' own layers; the built-in ones hand the weight to a fused op instead."""
         return rms_norm(x, self.weight, self.spec)
-
-
-class LayerNorm(RMSNorm):
-    """(x - mean) / deviation * w, and with `bias` + b: the weight is [2, size] then. Fits wherever an `RMSNorm` does."""
-
-    def __init__(self, size: int, *, config: BuildConfig, prefix: str, eps: float, bias: bool = False) -> None:
-        nn.Module.__init__(self)
-        self.spec = NormSpec(size=size, eps=eps, is_centered=True, has_norm_bias=bias)
-        shape = (2, size) if bias else (size,)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=config.dtype, device=config.device), requires_grad=False)
-        config.weights.expect(f"{prefix}.weight", (size,), self.weight[0] if bias else self.weight)
-        if bias:
-            config.weights.expect(f"{prefix}.bias", (size,), self.weight[1])

@@ -1,7 +1,7 @@
 """Rotary position embedding: one table of cosines and sines per set of parameters, shared by layers.
 
 Reads both forms of config.json: `rope_theta` and `rope_scaling`, and transformers 5's `rope_parameters`, which may
-be one set or one per layer type. Scalings: linear, dynamic, llama3, yarn, proportional, longrope.
+be one set or one per layer type. Scalings: linear, dynamic, llama3, yarn, proportional.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from pelton.model.build import BuildConfig, HFConfig
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "proportional", "longrope")
-_OTHER_NAMES = {"su": "longrope"}
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +42,6 @@ class RopeParameters:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     share: float = 1.0  # proportional: of all frequencies, those that turn anything
-    short_factors: tuple[float, ...] = ()  # longrope: of each frequency, up to the original length
-    long_factors: tuple[float, ...] = ()  # beyond it
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,6 @@ def rope_parameters(
     elif only_layer_type:
         given = {}
     rope_type = given.get("rope_type") or given.get("type") or "default"
-    rope_type = _OTHER_NAMES.get(rope_type, rope_type)
     if rope_type not in SCALINGS:
         raise ConfigError(
             f"rope_type is {rope_type!r}; this version has {', '.join(SCALINGS)}. Use another checkpoint."
@@ -107,7 +103,7 @@ def rope_parameters(
     original = int(original or max_positions)
     factor = given.get("factor")
     if factor is None:
-        if rope_type not in ("default", "yarn", "proportional", "longrope"):
+        if rope_type not in ("default", "yarn", "proportional"):
             raise ConfigError(f"rope_type {rope_type!r} needs a factor in rope_parameters {dict(given)}; add one.")
         factor = 1.0 if rope_type == "proportional" else max_positions / original
     share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
@@ -127,17 +123,7 @@ def rope_parameters(
         mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
         truncate=bool(given.get("truncate", True)),
         share=float(share) if rope_type == "proportional" else 1.0,
-        short_factors=_factors(given, "short_factor", rope_type),
-        long_factors=_factors(given, "long_factor", rope_type),
     )
-
-
-def _factors(given: Mapping[str, Any], name: str, rope_type: str) -> tuple[float, ...]:
-    if rope_type != "longrope":
-        return ()
-    if not given.get(name):
-        raise ConfigError(f"rope_type 'longrope' needs {name} in rope_parameters; add it, a number for each frequency.")
-    return tuple(map(float, given[name]))
 
 
 def cos_sin_table(parameters: RopeParameters, max_len: int) -> Tensor:
@@ -146,9 +132,6 @@ def cos_sin_table(parameters: RopeParameters, max_len: int) -> Tensor:
     if parameters.rope_type == "dynamic":
         angles = positions[:, None] * _dynamic_frequencies(parameters, positions)
         scale = 1.0
-    elif parameters.rope_type == "longrope":
-        frequencies, scale = _longrope(parameters, is_long=max_len > parameters.original_max_position_embeddings)
-        angles = positions[:, None] * frequencies
     else:
         frequencies, scale = _FREQUENCIES[parameters.rope_type](parameters)
         angles = positions[:, None] * frequencies
@@ -214,23 +197,6 @@ def _yarn(parameters: RopeParameters) -> tuple[Tensor, float]:
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     keep = 1.0 - ramp.clamp(0.0, 1.0)
     return frequencies * keep + frequencies / factor * (1.0 - keep), _yarn_scale(parameters)
-
-
-def _longrope(parameters: RopeParameters, *, is_long: bool) -> tuple[Tensor, float]:
-    """Ding et al., LongRoPE (arXiv:2402.13753). Which factors count goes by the longest sequence that is served, not by each one's
-    length so far: a token's key must not depend on what follows it."""
-    factors = torch.tensor(parameters.long_factors if is_long else parameters.short_factors, dtype=torch.float32)
-    frequencies, _ = _default(parameters)
-    if len(factors) != len(frequencies):
-        raise ConfigError(
-            f"rope_parameters have {len(factors)} factors of longrope; a head's {parameters.rotary_dim} turned numbers take "
-            f"{len(frequencies)}."
-        )
-    scale, growth = parameters.attention_factor, parameters.factor
-    if scale is None:
-        original = parameters.original_max_position_embeddings
-        scale = 1.0 if growth <= 1.0 else math.sqrt(1.0 + math.log(growth) / math.log(original))
-    return frequencies / factors, scale
 
 
 def _yarn_scale(parameters: RopeParameters) -> float:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
-from pelton.layers.norm import LayerNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
 from pelton_plugins.models.interleaved import Neighbours
+from pelton_plugins.models.layer_norm import LayerNorm
 from pelton_plugins.models.parallel import ParallelDecoderLayer
 from pelton_plugins.models.qwen2 import window_of_layer
 

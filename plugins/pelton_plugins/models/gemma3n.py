@@ -26,7 +26,7 @@ _LEAST_MAGNITUDE = 1e-5
 
 
 class Gemma3nAltUp(nn.Module):
-    """What the streams are taken to be before a layer, and how its result corrects them."""
+    """Predictions of the streams before a layer, and their correction by its result."""
 
     def __init__(self, *, config: BuildConfig, prefix: str) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Gemma3nDecoderLayer(nn.Module):
         return corrected
 
     def _largest(self, gate: Tensor) -> Tensor:
-        """What gates exceed the least that is kept by; zero for the others."""
+        """Return by how much gates exceed the least that is kept; zero for the others."""
         if self.deviations is None:
             return gate
         mean, deviation = gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)

@@ -12,11 +12,11 @@ from pelton.layers.attention import AttentionLayer
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import ACTIVATION_NAMES, QKVLinear, RowParallelLinear
-from pelton.layers.norm import LayerNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
 from pelton.ops.reference import ACTIVATIONS
 from pelton.quantization.interface import LinearShard
+from pelton_plugins.models.layer_norm import LayerNorm
 from pelton_plugins.models.normed import NormedLinear
 
 

@@ -24,11 +24,7 @@ VARIANTS = {
     "yarn-given-scale": {**ROPE_VARIANTS["yarn"], "attention_factor": 1.25, "beta_fast": 8.0, "beta_slow": 2.0},
     "yarn-mscale": {**ROPE_VARIANTS["yarn"], "mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False},
     "default": {"rope_type": "default", "rope_theta": 5e5},
-    "longrope": {
-        "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
-        "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + 2.0 * i for i in range(8)],
-    },
-}  # fmt: skip
+}
 
 
 def transformers_table(parameters, length, **fields):
@@ -57,18 +53,6 @@ def test_the_older_form_of_config_json_means_the_same(parameters):
     fields = {"rope_theta": parameters["rope_theta"], "rope_scaling": {"type": parameters["rope_type"], **old}}
     new = HFConfig({"rope_parameters": parameters, "max_position_embeddings": 512})
     assert rope_parameters(HFConfig({**fields, "max_position_embeddings": 512}), 16) == rope_parameters(new, 16)
-
-
-def test_factors_of_longrope_go_by_the_longest_sequence():
-    parameters = VARIANTS["longrope"]
-    made = rope_parameters(HFConfig({"rope_parameters": parameters, "max_position_embeddings": 512}), 16)
-    short = transformers_table(parameters, 64, max_position_embeddings=512)
-    torch.testing.assert_close(cos_sin_table(made, 64), short, atol=1e-5, rtol=0)
-    assert not torch.allclose(cos_sin_table(made, 65)[:64], short, atol=1e-2)
-    with pytest.raises(ConfigError, match="needs short_factor in rope_parameters"):
-        rope_parameters(HFConfig({"rope_parameters": parameters | {"short_factor": None}}), 16)
-    with pytest.raises(ConfigError, match="8 factors of longrope; a head's 32 turned numbers take 16"):
-        cos_sin_table(rope_parameters(HFConfig({"rope_parameters": parameters}), 32), 64)
 
 
 @pytest.mark.parametrize("variant", ROPE_VARIANTS)
@@ -130,7 +114,7 @@ def test_part_of_a_head_may_be_rotated():
 @pytest.mark.parametrize(
     "scaling, message",
     [
-        ({"rope_type": "longer", "factor": 2.0}, "rope_type is 'longer'; this version has default, linear"),
+        ({"rope_type": "longrope", "factor": 2.0}, "rope_type is 'longrope'; this version has default, linear"),
         ({"rope_type": "linear"}, "rope_type 'linear' needs a factor"),
     ],
 )
