@@ -90,19 +90,28 @@ class ReferenceEmbed:
         return embed if needs.tp_size == 1 else embed_shard
 
 
+def layer_norm(x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor:
+    """Over the last axis, in float32; the result has x's dtype. weight [size], or [2, size] with a bias."""
+    factor, bias = (weight, None) if weight.dim() == 1 else weight.float().unbind()
+    return F.layer_norm(x.float(), (spec.size,), factor.float(), bias, spec.eps).to(x.dtype)
+
+
 class ReferenceAddNorm:
     is_recordable = True
-    handles = frozenset(["post_norm", "tp_size", "unit_offset", "is_centered", "has_norm_bias"])
+    handles = frozenset(["post_norm", "tp_size", "unit_offset", "is_centered"])
 
     @staticmethod
     def unsupported(needs: AddNormNeeds) -> list[str]:
-        return []
+        is_centered = needs.post_norm is not None and needs.post_norm.is_centered
+        return ["a layer norm of a sub-layer's output"] if is_centered else []
 
     @staticmethod
     def bind(needs: AddNormNeeds, tensors: AddNormTensors) -> AddNorm:
+        normed = layer_norm if needs.norm.is_centered else rms_norm
+
         def add_norm(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual = add_residual(hidden, residual, tensors.post_norm, needs.post_norm, tensors.reduce)
-            return rms_norm(residual, tensors.norm, needs.norm), residual
+            return normed(residual, tensors.norm, needs.norm), residual
 
         return add_norm
 

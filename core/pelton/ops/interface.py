@@ -104,8 +104,9 @@ class NormSpec:
     size: int
     eps: float
     unit_offset: bool = optional(False)
-    is_centered: bool = optional(False)  # layer norm: x less its mean in place of x
-    has_norm_bias: bool = optional(False)  # the weight is [2, size]: what is multiplied, and what is added behind it
+    is_centered: bool = optional(
+        False
+    )  # layer norm: x less its mean; a weight [2, size] has what is added behind it too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +114,8 @@ class InputRounding:
     """How a product's inputs are rounded before it: to `dtype`, after the division by a scale."""
 
     dtype: str  # torch's name of an 8-bit type
-    is_dynamic: bool = (
-        True  # a scale for each token, from its largest number; False: `tensors["input_scale"]`, float32 []
-    )
+    is_dynamic: bool = True
+    """A scale for each token, from its largest number; False: `tensors["input_scale"]`, float32 []."""
     bound: float | None = None  # the largest number that a dynamic scale is made for; larger ones saturate
 
 

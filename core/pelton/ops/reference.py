@@ -30,11 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor:
-    """Over the last axis, in float32; the result has x's dtype. A layer norm where the spec says so."""
-    if spec.is_centered:
-        factor, bias = weight.unbind() if spec.has_norm_bias else (weight, None)
-        bias = None if bias is None else bias.float()
-        return F.layer_norm(x.float(), (spec.size,), factor.float(), bias, spec.eps).to(x.dtype)
+    """Over the last axis, in float32; the result has x's dtype."""
     if spec.unit_offset:
         return F.rms_norm(x.float(), (spec.size,), 1.0 + weight.float(), spec.eps).to(x.dtype)
     return F.rms_norm(x.float(), (spec.size,), None, spec.eps).to(x.dtype) * weight
