@@ -104,9 +104,7 @@ class NormSpec:
     size: int
     eps: float
     unit_offset: bool = optional(False)
-    is_centered: bool = optional(
-        False
-    )  # layer norm: x less its mean; a weight [2, size] has what is added behind it too
+    is_centered: bool = optional(False)  # a layer norm: x less its mean; a weight [2, size] has its bias too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
