@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -43,7 +44,7 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
     def on_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
         request_id = str(request.scope.get("pelton_request_id", ""))
         body = describe(error, request_id, in_detail=state.config.return_errors_in_detail)
-        headers = {"allow": ", ".join(sorted(methods.get(request.url.path, ())))} if body.error.code == 405 else {}
+        headers = {"allow": ", ".join(_allowed(methods, request.url.path))} if body.error.code == 405 else {}
         return Response(
             msgspec.json.encode(body), status_code=body.error.code, media_type="application/json", headers=headers
         )
@@ -65,6 +66,22 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
     wraps = [_wrap(entry, state) for entry in plugins.entries("pelton_http_middleware")]
     state.writes_directly = not wraps  # theirs may change what is sent
     return Middleware(router, state, wraps, public=public)
+
+
+_VARIABLE = re.compile(r"\\\{\w+:(\w+)\\\}")
+"""A variable in the path of a route, escaped."""
+
+
+def _matches(variable: re.Match[str]) -> str:
+    return ".+" if variable[1] == "path" else "[^/]+"
+
+
+def _allowed(methods: Mapping[str, Collection[str]], path: str) -> list[str]:
+    """The methods of the route that a path belongs to. methods: by the paths of routes, as the router writes them."""
+    for route, found in methods.items():
+        if re.fullmatch(_VARIABLE.sub(_matches, re.escape(route)), path):
+            return sorted(found)
+    return []
 
 
 def _wrap(entry: Entry, state: ServerState) -> Callable[[ASGIApp], ASGIApp]:

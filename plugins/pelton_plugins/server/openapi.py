@@ -93,6 +93,8 @@ def _operation(handler: HTTPRouteHandler, schema_of: dict[Any, dict[str, Any]]) 
         ]
     if request is not None:
         found["requestBody"] = {"required": True} | _content(schema_of[request])
+        if "stream" in request.__struct_fields__:
+            found["responses"]["200"].setdefault("content", {})["text/event-stream"] = {"schema": {"type": "string"}}
     return found
 
 

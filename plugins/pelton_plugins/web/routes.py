@@ -10,9 +10,9 @@ from litestar import Request, Response, get
 
 FOLDER = Path(__file__).parent / "static"
 MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
+    ".html": "text/html",  # the router adds the charset
+    ".css": "text/css",
+    ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
 HEADERS = {

@@ -202,6 +202,13 @@ def test_the_content_type_of_metrics_has_one_charset(shared):
 def test_405_says_which_methods_there_are(shared):
     reply = shared.client.request("DELETE", COMPLETIONS)
     assert reply.status_code == 405 and "POST" in reply.headers["allow"]
+    for path, methods in (
+        ("/v1/responses/resp_x", "DELETE, GET"),
+        ("/v1/models/a/b", "GET"),
+        ("/v1/responses/x/cancel", "POST"),
+    ):
+        reply = shared.client.request("PATCH", path)
+        assert (reply.status_code, reply.headers["allow"].replace("HEAD, ", "")) == (405, methods)
 
 
 # Streams past the middleware

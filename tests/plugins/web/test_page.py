@@ -156,7 +156,7 @@ def test_files_come_with_a_strict_policy_and_without_a_key(start):
         policy = reply.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
         assert reply.headers["x-content-type-options"] == "nosniff"
-        assert kind is None or reply.headers["content-type"].startswith(kind)
+        assert kind is None or reply.headers["content-type"] == f"{kind}; charset=utf-8"
         again = server.client.get(path, headers={"if-none-match": reply.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
     assert server.client.get("/ui/../config.py").status_code in (401, 404)
