@@ -201,7 +201,7 @@ def decode_kernel(
         first_part = head * SPLITS + first_split
     finish(
         output + token_index.to(tl.int64) * stride_output, 0, GROUP, top, total, sums, head, split, num_splits, first_part,
-        first_part, part_sums, part_stats, arrivals, sinks, HEAD_DIM, PADDED_DIM, GROUP, GROUP, MEMBERS, PARTS, 1,
+        first_part, part_sums, part_stats, arrivals, sinks, HEAD_DIM, PADDED_DIM, GROUP, GROUP, MEMBERS, PARTS, 1, False,
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _KEYS = 32  # of a chunk
 _LEAST = 2  # chunks of a split
+_DEALT_UP_TO, _WARPS, _PARTS, _PER_SM = 256, 2, 2048, 8
 
 
 @triton.jit
@@ -300,7 +301,7 @@ def drafts_kernel(
     finish(
         output + first_token.to(tl.int64) * stride_output, stride_output, query_len * GROUP, top, total, sums, head, split,
         num_splits, first_part, first_part, part_sums, part_stats, arrivals, None, HEAD_DIM, PADDED_DIM, TOKENS * GROUP, GROUP,
-        MEMBERS, PARTS, 1,
+        MEMBERS, PARTS, 1, True,
     )  # fmt: skip
 
 
@@ -332,9 +333,9 @@ class DraftParts:
 
 def drafts_shape(num_rows: int, num_kv_heads: int, max_seq_len: int, row_bytes: int, num_sms: int) -> LaunchShape:
     """As `launch_shape`: few rows share all programs that run at once, more rows have as many each, a power of two."""
-    num_pairs, programs = num_rows * num_kv_heads, PROGRAMS_PER_SM * num_sms
+    num_pairs, programs = num_rows * num_kv_heads, _PER_SM * num_sms
     is_early, most = row_bytes <= 256, -(-max_seq_len // (_KEYS * _LEAST))
-    if num_pairs <= FEW_PAIRS:
+    if num_pairs <= _DEALT_UP_TO:
         most_rows = triton.next_power_of_2(num_rows)  # a kernel is compiled for each number of splits
         splits = min(max(programs // num_kv_heads, 2 * most_rows), most_rows * most)
         return LaunchShape(splits, 0, _KEYS, 2, least=_LEAST, is_early=is_early, is_dealt=num_rows > 1)
@@ -378,6 +379,7 @@ def drafts_attention(
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     group, padded_dim = output.shape[1] // num_kv_heads, padded(head_dim)
     columns, members = max(triton.next_power_of_2(group * num_tokens), 8), triton.next_power_of_2(group * num_tokens)
+    num_warps = _WARPS if columns * padded_dim <= 2048 else 2 * _WARPS
     made = new.norm_rope if new else NormRope(0)
     spec = made.norm_spec
     constants = {
@@ -385,7 +387,7 @@ def drafts_attention(
         "WINDOW": sliding_window or 0, "SOFT_CAP": soft_cap, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim, "ROTARY_DIM": made.rotary_dim, "NUM_KV_HEADS": num_kv_heads, "GROUP": group,
         "TOKENS": num_tokens, "NEW": triton.next_power_of_2(num_tokens), "M": columns, "MEMBERS": members, "N": shape.keys,
-        "SPLITS": shape.splits, "LEAST": shape.least, "PARTS": max(2, min(16, 4096 // (members * padded_dim))),
+        "SPLITS": shape.splits, "LEAST": shape.least, "PARTS": max(2, min(16, _PARTS * num_warps // (members * padded_dim))),
         "IS_EARLY": shape.is_early and new is not None, "STAGES": shape.num_stages, "PDL": pdl,
     }  # fmt: skip
     strides = (query.stride(0), output.stride(0), block_table.stride(0), *k_cache.stride()[:3])
@@ -403,6 +405,5 @@ def drafts_attention(
         shape.is_dealt,
         alignment(*arguments[:16]),
     )
-    num_warps = 2 if columns * padded_dim <= 2048 else 4
     grid = (num_kv_heads, shape.splits) if shape.is_dealt else (num_kv_heads, num_rows, shape.splits)
     _launch(key, grid, arguments, constants, num_warps=num_warps, **launch_options(pdl))

@@ -405,6 +405,51 @@ def merge_parts(
 
 
 @triton.jit
+def merge_tiles(
+    first_part,
+    other_parts,
+    part_step,
+    num_parts,
+    top,
+    total,
+    part_sums,
+    part_stats,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """`merge_parts` for several warps: each part is a tile of its own. An axis of parts would be shared out to the warps, and summed
+    by way of shared memory."""
+    member = tl.arange(0, MEMBERS)
+    dim = tl.arange(0, PADDED_DIM)
+    sums = tl.zeros([MEMBERS, PADDED_DIM], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        tops, totals, rows = (), (), ()
+        for i in tl.static_range(PARTS):
+            part = tl.where(start + i == 0, first_part, other_parts + (start + i) * part_step).to(tl.int64)
+            is_part = (member < GROUP) & (start + i < num_parts)
+            stats = part_stats + part * (2 * GROUP) + member
+            tops += (tl.load(stats, mask=is_part, other=NOTHING, cache_modifier=".cg"),)
+            totals += (tl.load(stats + GROUP, mask=is_part, other=0.0, cache_modifier=".cg"),)
+            place = part_sums + part * (GROUP * HEAD_DIM) + member * HEAD_DIM
+            is_number = is_part[:, None] & (dim < HEAD_DIM)[None, :]
+            rows += (tl.load(place[:, None] + dim[None, :], mask=is_number, other=0.0, cache_modifier=".cg"),)
+        new_top = top
+        for i in tl.static_range(PARTS):
+            new_top = tl.maximum(new_top, tops[i])
+        shrink = tl.exp2(top - new_top)
+        total, sums = total * shrink, sums * shrink[:, None]
+        for i in tl.static_range(PARTS):
+            weight = tl.exp2(tops[i] - new_top)
+            total += totals[i] * weight
+            sums += rows[i] * weight[:, None]
+        top = new_top
+    return top, total, sums
+
+
+@triton.jit
 def finish(
     output,  # pointer to the row's first head
     stride_token,  # of output
@@ -428,6 +473,7 @@ def finish(
     MEMBERS: tl.constexpr,
     PARTS: tl.constexpr,
     PART_STEP: tl.constexpr,
+    BY_TILES: tl.constexpr,  # of several warps
 ):
     """The output of a (row, kv head): from its only part, or, of several, merged by those whose parts arrive last.
 
@@ -460,10 +506,16 @@ def finish(
                     sink = tl.load(sinks + member, mask=is_member, other=0.0).to(tl.float32) * LOG2E
                     merged_top = tl.where(is_root, sink, merged_top)
                     merged_total = tl.where(is_root, 1.0, merged_total)
-                merged_top, merged_total, merged = merge_parts(
-                    part, other_parts + first * part_step, part_step, size, merged_top, merged_total, part_sums,
-                    part_stats, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
-                )  # fmt: skip
+                if BY_TILES:
+                    merged_top, merged_total, merged = merge_tiles(
+                        part, other_parts + first * part_step, part_step, size, merged_top, merged_total, part_sums,
+                        part_stats, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
+                    )  # fmt: skip
+                else:
+                    merged_top, merged_total, merged = merge_parts(
+                        part, other_parts + first * part_step, part_step, size, merged_top, merged_total, part_sums,
+                        part_stats, HEAD_DIM, PADDED_DIM, GROUP, MEMBERS, PARTS,
+                    )  # fmt: skip
                 tl.store(counter, 0)  # for the next launch
                 if is_root:
                     result = (merged / merged_total[:, None]).to(output.dtype.element_ty)

@@ -222,5 +222,5 @@ def streamed_decode_kernel(
             finish(
                 output + token_index.to(tl.int64) * stride_output, 0, GROUP, top, total, sums, head, program - first_program,
                 num_parts, first_program * 2 + 1, first_program * 2, part_sums, part_stats, arrivals, sinks, HEAD_DIM,
-                PADDED_DIM, GROUP, GROUP, MEMBERS, PARTS, 2,
+                PADDED_DIM, GROUP, GROUP, MEMBERS, PARTS, 2, False,
             )  # fmt: skip
