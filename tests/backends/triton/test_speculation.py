@@ -88,12 +88,14 @@ SHAPES = {
     "alone": LaunchShape(1, 0, 32, 2, least=2),
     "dealt": LaunchShape(40, 0, 32, 2, is_dealt=True),
     "early": LaunchShape(3, 0, 16, 2, is_early=True),
+    "many parts": LaunchShape(32, 0, 16, 2),
     "dealt early": LaunchShape(21, 0, 32, 2, is_early=True, is_dealt=True),
 }
 CASES = [
     SimpleNamespace(dtype="float32", heads=4, kv_heads=2, dim=64, window=None, cap=None, tokens=4, shape="fixed"),
     SimpleNamespace(dtype="float32", heads=4, kv_heads=1, dim=32, window=20, cap=None, tokens=3, shape="dealt"),
     SimpleNamespace(dtype="float32", heads=2, kv_heads=2, dim=80, window=None, cap=20.0, tokens=6, shape="alone"),
+    SimpleNamespace(dtype="float32", heads=4, kv_heads=2, dim=32, window=None, cap=None, tokens=4, shape="many parts"),
     SimpleNamespace(dtype="bfloat16", heads=8, kv_heads=2, dim=64, window=None, cap=None, tokens=4, shape="dealt"),
 ]
 LENGTHS = (300, 1, 33, 0, 90)
