@@ -155,7 +155,7 @@ class Attention:
         )  # fmt: skip
 
     def drafts(self) -> None:
-        rows, shape = ROWS // 4, drafts_shape(ROWS // 4, KV_HEADS, 8192, 2 * HEAD_DIM, 132)
+        rows, shape = ROWS // 4, drafts_shape(ROWS // 4, KV_HEADS, HEADS // KV_HEADS, 4, 8192, 2 * HEAD_DIM, 132)
         parts = DraftParts.allocate(
             torch.device("cpu"), max_rows=rows, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_tokens=4
         )

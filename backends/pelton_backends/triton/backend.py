@@ -157,8 +157,8 @@ class TritonBackend(AttentionBackend):
         """As `_deal`, of rows with drafts."""
         needs, common, num_tokens = self.needs, metadata.common, metadata.num_tokens
         shape = drafts_shape(
-            common.num_reqs, needs.num_kv_heads, self.max_model_len, row_bytes(needs.head_dim, getattr(torch, needs.dtype)),
-            num_sms(self.device),
+            common.num_reqs, needs.num_kv_heads, needs.num_heads // needs.num_kv_heads, num_tokens, self.max_model_len,
+            row_bytes(needs.head_dim, getattr(torch, needs.dtype)), num_sms(self.device),
         )  # fmt: skip
         if shape.is_dealt:
             deal_rows(

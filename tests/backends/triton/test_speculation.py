@@ -241,10 +241,13 @@ def test_queries_keys_and_values_of_drafted_rows_are_made_and_written_as_by_the_
 def test_shapes_of_drafted_launches_fit_the_buffers() -> None:
     for rows in (1, 2, 3, 8, 32, 33, 128, 1024):
         for kv_heads in (1, 2, 8, 32):
-            shape = drafts_shape(rows, kv_heads, 40_960, 256, num_sms(torch.device("meta")))
+            shape = drafts_shape(rows, kv_heads, 32 // kv_heads, 4, 40_960, 256, num_sms(torch.device("meta")))
             parts = DraftParts.allocate(
                 torch.device("meta"), max_rows=1024, num_heads=32, num_kv_heads=kv_heads, head_dim=128, num_tokens=4
             )
             assert parts.sums.shape[0] >= kv_heads * shape.splits * (1 if shape.is_dealt else rows)
             assert not shape.is_dealt or parts.shares.shape[0] >= shape.splits >= rows
-    assert drafts_shape(1, 8, 128, 256, 132).splits == 2, "no more programs than pieces"
+    assert drafts_shape(1, 8, 2, 4, 128, 256, 132).splits == 2, "no more programs than pieces"
+    for group, at_once in ((2, 6), (4, 4)):
+        shape = drafts_shape(32, 8, group, 4, 8192, 256, 132)
+        assert shape.is_dealt and 8 * shape.splits <= at_once * 132, "as many programs as registers let run at once"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _KEYS = 32  # of a chunk
 _LEAST = 2  # chunks of a split
-_DEALT_UP_TO, _WARPS, _PARTS, _PER_SM = 256, 2, 2048, 8
+_NUMBERS_MERGED = 2048  # of parts, that a warp holds at a time
 
 
 @triton.jit
@@ -331,16 +331,28 @@ class DraftParts:
         )
 
 
-def drafts_shape(num_rows: int, num_kv_heads: int, max_seq_len: int, row_bytes: int, num_sms: int) -> LaunchShape:
-    """As `launch_shape`: few rows share all programs that run at once, more rows have as many each, a power of two."""
-    num_pairs, programs = num_rows * num_kv_heads, _PER_SM * num_sms
+def drafts_shape(
+    num_rows: int, num_kv_heads: int, group: int, num_tokens: int, max_seq_len: int, row_bytes: int, num_sms: int
+) -> LaunchShape:
+    """As `launch_shape`: few rows share all programs that run at once, more rows have as many each, a power of two.
+
+    A program that has to wait for another's registers loads nothing early: 32 rows of 250 tokens and 3 drafts would take 1,024
+    programs of 2 warps and 168 registers, of which 792 run at once.
+    """
+    columns = tile_columns(group, num_tokens)
+    num_pairs, programs = num_rows * num_kv_heads, (6 if columns == 8 else 4 if columns == 16 else 2) * num_sms
     is_early, most = row_bytes <= 256, -(-max_seq_len // (_KEYS * _LEAST))
-    if num_pairs <= _DEALT_UP_TO:
+    if num_pairs <= FEW_PAIRS:
         most_rows = triton.next_power_of_2(num_rows)  # a kernel is compiled for each number of splits
         splits = min(max(programs // num_kv_heads, 2 * most_rows), most_rows * most)
         return LaunchShape(splits, 0, _KEYS, 2, least=_LEAST, is_early=is_early, is_dealt=num_rows > 1)
-    splits = 1 << max(min(2 * programs // num_pairs, most).bit_length() - 1, 0)
+    splits = 1 << max(min(2 * PROGRAMS_PER_SM * num_sms // num_pairs, most).bit_length() - 1, 0)
     return LaunchShape(splits, 0, _KEYS, 2, least=_LEAST, is_early=is_early)
+
+
+def tile_columns(group: int, num_tokens: int) -> int:
+    """Query heads of a kv head and a row's tokens in the kernel's tile: a tensor core's has 8 at least."""
+    return int(max(triton.next_power_of_2(group * num_tokens), 8))
 
 
 def span(num_tokens: int, sliding_window: int | None) -> int | None:
@@ -378,8 +390,8 @@ def drafts_attention(
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     group, padded_dim = output.shape[1] // num_kv_heads, padded(head_dim)
-    columns, members = max(triton.next_power_of_2(group * num_tokens), 8), triton.next_power_of_2(group * num_tokens)
-    num_warps = _WARPS if columns * padded_dim <= 2048 else 2 * _WARPS
+    columns, members = tile_columns(group, num_tokens), triton.next_power_of_2(group * num_tokens)
+    num_warps = 2 if columns * padded_dim <= 2048 else 4
     made = new.norm_rope if new else NormRope(0)
     spec = made.norm_spec
     constants = {
@@ -387,7 +399,7 @@ def drafts_attention(
         "WINDOW": sliding_window or 0, "SOFT_CAP": soft_cap, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim, "ROTARY_DIM": made.rotary_dim, "NUM_KV_HEADS": num_kv_heads, "GROUP": group,
         "TOKENS": num_tokens, "NEW": triton.next_power_of_2(num_tokens), "M": columns, "MEMBERS": members, "N": shape.keys,
-        "SPLITS": shape.splits, "LEAST": shape.least, "PARTS": max(2, min(16, _PARTS * num_warps // (members * padded_dim))),
+        "SPLITS": shape.splits, "LEAST": shape.least, "PARTS": max(2, min(16, _NUMBERS_MERGED * num_warps // (members * padded_dim))),
         "IS_EARLY": shape.is_early and new is not None, "STAGES": shape.num_stages, "PDL": pdl,
     }  # fmt: skip
     strides = (query.stride(0), output.stride(0), block_table.stride(0), *k_cache.stride()[:3])
