@@ -298,6 +298,71 @@ def attention_page() -> str:
     return "\n\n".join(parts)
 
 
+def naming(words: Sequence[str], folders: Sequence[str]) -> str:
+    """Links to the test files under `folders` that have one of `words` in quotes."""
+    found = sorted(
+        path
+        for folder in folders
+        for path in (DOCS.parent / "tests" / folder).rglob("test_*.py")
+        if any(f'"{word}"' in path.read_text() for word in words)
+    )
+    return ", ".join(f"[{path.stem}](../{path.relative_to(DOCS.parent).as_posix()})" for path in found) or "none"
+
+
+EQUALITY_TESTS = {
+    "e2e/test_equality.py": "support/pelton_e2e.py", "e2e/test_experts.py": "e2e/test_experts.py",
+    "e2e/test_families.py": "e2e/test_families.py", "e2e/test_cache_kinds.py": "e2e/test_cache_kinds.py",
+}  # fmt: skip
+"""Tests that compare ids with transformers', and the files that have their families."""
+
+
+def tests_of(families: Sequence[str]) -> str:
+    """Links to the tests of `EQUALITY_TESTS` that go through one of these families."""
+    found = []
+    for test, file in EQUALITY_TESTS.items():
+        text = (DOCS.parent / "tests" / file).read_text()
+        if any(f'"{family}"' in text for family in families):
+            found.append(f"[{Path(test).stem}](../tests/{test})")
+    return ", ".join(found) or "none"
+
+
+def models_page() -> str:
+    """The models and the forms of weights there are, and the tests that name them."""
+    from pelton.testing.models import FAMILIES
+
+    plugins = load_plugins(only=[])
+    models = [entry for entry in plugins.entries("pelton_models") if entry.implementation == "pelton"]
+    rows = []
+    for entry in sorted(models, key=lambda entry: (entry.kind, entry.name)):
+        families = [family for family, (_, model, _) in FAMILIES.items() if model in entry.architectures]
+        tested = (
+            tests_of(families)
+            if families
+            else naming([module := entry.name.partition("-")[0], f"xlm_{module}"], ["plugins/models"])
+        )
+        names = ", ".join(f"`{name}`" for name in entry.architectures)
+        rows.append((f"`{entry.name}`", names, entry.kind, entry.doc, tested))
+    folders = ("plugins/quantization", "plugins/loaders", "core/quantization")
+    methods = [
+        (f"`{entry.name}`", entry.doc, naming([entry.name], folders))
+        for entry in sorted(plugins.entries("pelton_quantization_methods"), key=lambda entry: entry.name)
+    ]
+    parts = [
+        "# Models and forms of weights",
+        NOTE,
+        "Architectures that Pelton has a model of its own for, by the name in config.json. Others run on transformers' modules "
+        "([transformers_models.md](transformers_models.md)). A test of a model that generates compares greedy ids with those of "
+        "transformers in float32, token for token: batched, alone, in chunks, with hits of the prefix cache, after preemption. A test "
+        "of one that pools compares its vectors and scores.",
+        table(("model", "architectures", "kind", "what it has", "tests that name it"), rows),
+        "## Forms of weights",
+        "What `--quantization` or config.json's `quant_method` may name; [quantization.md](quantization.md) says how exact each is, and "
+        "what it refuses.",
+        table(("method", "what", "tests that name it"), methods),
+    ]
+    return "\n\n".join(parts)
+
+
 def project_frames(skipped: int) -> list[tuple[str, str]]:
     """(file below its tree, function) of the calls that led here, outermost first, without the last `skipped`."""
     frame: FrameType | None = sys._getframe(skipped)
@@ -371,6 +436,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "limits.md": limits_page,
     "metrics.md": metrics_page,
     "attention_backends.md": attention_page,
+    "models.md": models_page,
     "call_path.md": call_path_page,
 }
 

@@ -109,7 +109,7 @@ class GroupedWeights(ABC):
         for indices in by_name.values():
             shard = shards[indices[0]]
             wanted = self.tensors(shard, form)
-            _Collector(config, shard.name, wanted, partial(self._take, kept, form, [(i, shards[i]) for i in indices]))
+            Collector(config, shard.name, wanted, partial(self._take, kept, form, [(i, shards[i]) for i in indices]))
         vector = make_bias(config, shards) if bias else None
         spec = replace(kept.spec, has_bias=vector is not None, is_ordered=form.is_ordered)
         return LinearWeights(spec, kept.tensors, vector)
@@ -170,7 +170,7 @@ def _order(shard: LinearShard, numbers: Numbers, group: int) -> Tensor:
     return order
 
 
-class _Collector:
+class Collector:
     """The tensors of one matrix, which come in any order; `done` is called with all of them."""
 
     def __init__(

@@ -63,8 +63,10 @@ class RowTile(NamedTuple):
 
 
 def choose_row_tile(in_features: int, bits: int) -> RowTile:
+    """Measured on an H200, Llama-3.1-8B's shapes in 4 bits, us (GB/s): QKV 10.1 (1,320), O 5.5 (1,610), gate and up 33.2 (1,880), down 15.2
+    (2,050); eight warps took 16.5 for down, 16 rows a program 34.2 for gate and up."""
     quads = triton.cdiv(in_features, BLOCK) * bits
-    warps = min(max(triton.next_power_of_2(triton.cdiv(quads, 32)), 1), 8)
+    warps = min(max(triton.next_power_of_2(triton.cdiv(quads, 32)), 1), 4)
     num = triton.cdiv(quads, warps * 32)
     rows = 8 if num == 1 else 4
     return RowTile(warps, rows, num, min(num, 4))
@@ -82,12 +84,14 @@ class Tiling(NamedTuple):
 
 @cache
 def choose_tiling(num_tokens: int, out_features: int, in_features: int, programs: int) -> Tiling:
-    """programs: multiprocessors of the device. Unpacking keeps all of them busy, so K is cut until there are two programs for each."""
+    """programs: multiprocessors of the device. K is cut as measured on an H200: 8 rows O 12.9, gate and up 59.0, down 30.4 us; 32 rows
+    13.1, 60.1, 36.5; 128 rows 26.4, 113.9, 72.6."""
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), 128)
     rows = 128 if tokens == 128 else _SMALLEST_TILE
     tiles = triton.cdiv(out_features, rows) * triton.cdiv(num_tokens, tokens)
     blocks, split = triton.cdiv(in_features, BLOCK), 1
-    while tiles * split < 2 * programs and blocks >= 8 * split:
+    wanted, least = (3 * programs // 2, 16) if tokens == 128 else (4 * programs, 8)
+    while tiles * split < wanted and blocks >= least * split:
         split *= 2
     return Tiling(tokens, rows, split, 3 if tokens == 128 else 4, 8 if tokens == 128 else 4)
 

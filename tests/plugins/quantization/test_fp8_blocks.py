@@ -1,0 +1,78 @@
+"""Checkpoints in e4m3 with a scale for each block of a matrix, against transformers in float32 with the weights that they say."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError
+from pelton.model.build import make_build_config
+from pelton.model.resolve import resolve_model
+from pelton.plugins import load_plugins
+from pelton.testing.model_driver import ModelDriver
+from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.quantization.numbers import E4M3
+
+PLUGINS = load_plugins(only=[])
+PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2]
+KEPT = ("lm_head", "layers.1.mlp")
+
+
+def quantize_checkpoint(path, block, twin):
+    """In place; the twin gets what the blocks say, in float32."""
+    rows, columns = block
+    (file,), (other,) = path.glob("*.safetensors"), twin.glob("*.safetensors")
+    tensors, says = {}, {}
+    for name, tensor in load_file(file).items():
+        tensors[name] = says[name] = tensor
+        if not name.endswith("_proj.weight") or any(part in name for part in KEPT):
+            continue
+        scales = torch.zeros(-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns))
+        numbers, says[name] = torch.zeros(tensor.shape, dtype=E4M3), torch.zeros(tensor.shape)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                place = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
+                scales[i, j] = tensor[place].abs().max() / 448
+                numbers[place] = (tensor[place] / scales[i, j]).to(E4M3)
+                says[name][place] = numbers[place].float() * scales[i, j]
+        tensors[name], tensors[f"{name}_scale_inv"] = numbers, scales
+    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(says, other, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    settings = {"quant_method": "fp8", "weight_block_size": list(block), "modules_to_not_convert": list(KEPT)}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+def driver(path):
+    config = EngineConfig.from_flat(model=str(path))
+    model = resolve_model(config, PLUGINS)
+    made = make_build_config(
+        config, model, PLUGINS, device=torch.device("cpu"), max_num_seqs=4, max_num_batched_tokens=64
+    )
+    return ModelDriver(path, plugins=PLUGINS, quantization=made.quantization)
+
+
+@pytest.mark.parametrize("family, block", [("qwen2", (32, 32)), ("llama", (24, 40)), ("phi3", (16, 64))])
+def test_logits_are_those_of_transformers_with_the_dequantized_weights(family, block, tmp_path):
+    path, twin = (make_tiny_checkpoint(tmp_path / name, family, with_tokenizer=False) for name in ("m", "twin"))
+    quantize_checkpoint(path, block, twin)
+    model = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        want = model(torch.tensor([PROMPT])).logits[0]
+    run = driver(path)
+    got = torch.cat([run.step({"a": PROMPT[:7]})["a"], run.step({"a": PROMPT[7:]})["a"]])
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_that_are_not_e4m3_are_named(tmp_path):
+    path, twin = (make_tiny_checkpoint(tmp_path / name, "llama", with_tokenizer=False) for name in ("m", "twin"))
+    quantize_checkpoint(path, (32, 32), twin)
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name].float()}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"{name} is float32.*says it is float8_e4m3fn"):
+        driver(path)
