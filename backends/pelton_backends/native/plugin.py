@@ -62,6 +62,7 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             load="pelton_backends.native.backend:NativeBackend",
             priority=50,
             device_types=("cpu",),
+            aliases=("CPU_ATTN",),
             doc="paged prefill and decode in C, compiled at the first start",
         )
     ]

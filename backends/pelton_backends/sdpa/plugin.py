@@ -30,7 +30,7 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             load="pelton_backends.sdpa.backend:SDPABackend",
             priority=10,
             device_types=("cpu",),
-            aliases=("TORCH_SDPA", "CPU_ATTN"),
+            aliases=("TORCH_SDPA",),
             doc="torch's scaled_dot_product_attention over gathered blocks",
         ),
         BackendEntry(

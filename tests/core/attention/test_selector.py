@@ -140,7 +140,7 @@ def test_a_models_graph_support_is_the_least_of_its_backends():
 @pytest.mark.parametrize(
     "device_type, spelling, name",
     [
-        ("cuda", "TRITON_ATTN", "triton"), ("cuda", "triton", "triton"), ("cpu", "CPU_ATTN", "sdpa"),
+        ("cuda", "TRITON_ATTN", "triton"), ("cuda", "triton", "triton"), ("cpu", "CPU_ATTN", "native"),
         ("cpu", "TORCH_SDPA", "sdpa"), ("cpu", "SDPA", "sdpa"), ("cpu", "NATIVE", "native"),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ def make(model=None, **flat):
 
 
 def test_settings_reach_the_layers():
-    build = make(block_size=8, kv_cache_dtype="float32", attention_backend="CPU_ATTN")
+    build = make(block_size=8, kv_cache_dtype="float32", attention_backend="TORCH_SDPA")
     model = build_model(build, "LlamaForCausalLM", PLUGINS)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not model.training
     layer = build.attention_layers["model.layers.1.self_attn.attn"]
