@@ -69,12 +69,12 @@ class WeightMap:
         tensor may have targets: a merged matrix."""
         others = self._targets.setdefault(name, [])
         if others:
-            assert dim is not None and others[0].dim == dim and others[0].shape == shape, f"two layers read {name}"
             if fill is not None or others[0].fill is not None:
                 raise ConfigError(
                     f"Weight {name} is several matrices in one, which its quantization method cannot split. "
                     "Use the checkpoint without quantization."
                 )
+            assert dim is not None and others[0].dim == dim and others[0].shape == shape, f"two layers read {name}"
         others.append(WeightTarget(shape, target, dim, start, stop, fill))
 
     def ignore(self, pattern: str) -> None:

@@ -67,6 +67,13 @@ def test_logits_are_those_of_transformers_with_the_dequantized_weights(family, b
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+def test_a_merged_tensor_is_refused_by_name(tmp_path):
+    path, twin = (make_tiny_checkpoint(tmp_path / name, "phi3", with_tokenizer=False) for name in ("m", "twin"))
+    quantize_checkpoint(path, (32, 32), twin)
+    with pytest.raises(ConfigError, match=r"qkv_proj\.weight is several matrices in one"):
+        driver(path)
+
+
 def test_weights_that_are_not_e4m3_are_named(tmp_path):
     path, twin = (make_tiny_checkpoint(tmp_path / name, "llama", with_tokenizer=False) for name in ("m", "twin"))
     quantize_checkpoint(path, (32, 32), twin)
