@@ -102,6 +102,15 @@ class ModelEntry(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorEntry(Entry):
+    """`load` gives a `pelton.executor.interface.Executor` class."""
+
+    runs_several: bool = False
+    """It spreads one model over several ranks. Where no executor is named, sizes of parallel groups above 1 choose among those."""
+    aliases: tuple[str, ...] = ()  # what else settings may call it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderEntry(Entry):
     """`load` gives a `pelton.model.loading.WeightLoader` class; `name` is what --load-format takes."""
 

@@ -141,10 +141,13 @@ class Plugins:
         return [offer.entry for offer in self.offers(hook, **arguments) if offer.replaced_by is None]
 
     def find(self, hook: str, name: str, *, setting: str, **arguments: Any) -> Any:
-        """The entry called `name`. Raises `ConfigError` that lists the names there are."""
+        """The entry called `name`, or else the one with that alias. Raises `ConfigError` that lists the names there are."""
         entries = self.entries(hook, **arguments)
         for entry in entries:
             if entry.name == name:
+                return entry
+        for entry in entries:
+            if name in getattr(entry, "aliases", ()):
                 return entry
         known = ", ".join(e.name for e in entries) or "none"
         raise ConfigError(f"{setting} is {name!r}; available: {known}. Is its plugin installed, and in {ENV_FILTER}?")

@@ -27,7 +27,7 @@ class NativeEmbed:
     def unsupported(needs: EmbedNeeds) -> list[str]:
         if needs.weight_format != "plain":
             return [f"weight format {needs.weight_format!r}, only 'plain'"]
-        return refusals(needs)
+        return [f"tp_size {needs.tp_size}, only 1"] if needs.tp_size > 1 else refusals(needs)
 
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:

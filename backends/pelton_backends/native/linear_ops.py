@@ -29,8 +29,6 @@ def refusals(needs: Any) -> list[str]:
     """Reasons against an op that do not depend on the form of its weights."""
     if needs.dtype not in DTYPES:
         return [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
-    if getattr(needs, "tp_size", 1) > 1:
-        return [f"tp_size {needs.tp_size}, only 1"]
     activation = getattr(needs, "activation", "silu")
     if activation not in ACTIVATIONS:
         return [f"activation {activation!r}, only {', '.join(ACTIVATIONS)}"]
@@ -127,9 +125,15 @@ class LinearOp(FusedOp):
 class AddNormLinearOp(FusedOp):
     """With or without a gate."""
 
+    def __init__(self, needs: Any, tensors: Any) -> None:
+        super().__init__(needs, tensors)
+        self.reduce = tensors.reduce
+
     def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(product, residual'): residual' takes the memory of `residual`, or of `hidden` before the first layer."""
         hidden = hidden.contiguous()
+        if self.reduce is not None:
+            hidden = self.reduce(hidden)
         if residual is None:
             return self.result(hidden.shape[0], hidden, None, hidden.data_ptr()), hidden
         residual = residual.contiguous()
@@ -140,9 +144,14 @@ class AddNormLinearOp(FusedOp):
 class LogitsOp(FusedOp):
     def __init__(self, needs: AddNormLogitsNeeds, tensors: Any) -> None:
         super().__init__(needs, tensors)
-        self.vocab_size = needs.vocab_size
+        self.vocab_size, self.reduce, self.gather = needs.vocab_size, tensors.reduce, tensors.gather
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        if self.reduce is not None and self.gather is not None:
+            residual = None if residual is None else residual[rows]
+            address = None if residual is None else residual.data_ptr()
+            mine = self.result(rows.shape[0], self.reduce(hidden[rows]), address)
+            return self.gather(mine)[:, : self.vocab_size]
         hidden, rows = hidden.contiguous(), rows.contiguous()
         residual = None if residual is None else residual.contiguous()
         address = None if residual is None else residual.data_ptr()

@@ -88,6 +88,8 @@ class QuantEmbedding:
 
     @staticmethod
     def unsupported(needs: EmbedNeeds) -> list[str]:
+        if needs.tp_size > 1:
+            return [f"tp_size {needs.tp_size}, only 1"]
         return _format_refusals(needs.weight_format) or refusals(needs)
 
     @staticmethod

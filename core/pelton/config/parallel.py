@@ -11,13 +11,13 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sizes of the parallel groups."""
 
     tensor_parallel_size: int = 1
-    """Devices that share every layer. More than 1 needs an executor that a plugin brings; the built-in one runs one device."""
+    """Devices that share every layer: each holds a part of its heads and columns."""
     pipeline_parallel_size: int = 1
     """Devices that follow each other, each with some of the layers. More than 1 needs an executor that a plugin brings."""
     data_parallel_size: int = 1
     """Engines with a whole copy of the model each. This release runs 1."""
     distributed_executor_backend: str | None = None
-    """Name of an executor (in_process, or a plugin's); the offered one with the highest priority when unset."""
+    """Name of an executor (in_process, multiproc, or a plugin's); when unset, the best that is offered for one device or for several."""
     device: str | None = None
     """Device type (cpu, cuda, or a plugin's); the best platform that is present when unset."""
 
@@ -25,3 +25,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -497,9 +497,11 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, 
     if name is not None:
         entry = plugins.find("pelton_executors", name, setting="distributed_executor_backend")
     else:
-        entries = plugins.entries("pelton_executors")
+        is_spread = config.parallel.num_ranks > 1
+        entries = [e for e in plugins.entries("pelton_executors") if getattr(e, "runs_several", False) == is_spread]
         if not entries:
-            raise ConfigError("No plugin offers an executor; the built-in one is in pelton.builtin.")
+            what = f"for {config.parallel.num_ranks} ranks" if is_spread else "of one device"
+            raise ConfigError(f"No plugin offers an executor {what}; the built-in ones are in the plugin `executors`.")
         entry = entries[0]
     with plugins.blaming("when the executor starts"):
         if len(_parameters(entry)) == 3:

@@ -57,6 +57,9 @@ class Platform(ABC):
     def available_kv_cache_bytes(self, config: EngineConfig, *, weights_bytes: int, peak_activation_bytes: int) -> int:
         """Room for the KV pool, measured after weights are loaded and the largest step was run."""
 
+    def share_host(self, local_rank: int, num_local_ranks: int) -> None:  # noqa: B027
+        """Take this rank's part of what ranks of one host share, such as cores. Called first in each rank's own process."""
+
     def measure_peak_bytes(self, run: Callable[[], None]) -> int | None:
         """Run the largest step and say how much memory it took at its peak, beyond what was held before. None, without
         running it, where memory is not counted: the worker then makes an estimate."""

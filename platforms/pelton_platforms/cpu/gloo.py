@@ -7,15 +7,19 @@ file.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pelton.errors import EngineError
+from pelton.graphs.recordable import launch, recording
 from pelton.parallel.communicator import Communicator, CommunicatorContext
 
 if TYPE_CHECKING:
@@ -46,15 +50,27 @@ class GlooCommunicator(Communicator):
         # A group that is there when the process ends takes it down: its threads still run.
         atexit.register(_shut_down, weakref.ref(self))
 
+    # The two that models call: where a step is recorded, so are they, as calls on the addresses of their memory.
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         wide = tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
-        self._wait("all_reduce", lambda: self._group.allreduce([wide]))
+        if wide.numel():
+            launch(self._reduce_at, wide.data_ptr(), wide.numel(), wide.dtype)
         return wide.to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait("all_gather", lambda: self._group.allgather([parts], [tensor]))
-        return torch.cat(parts, dim)
+        tensor = tensor.contiguous()
+        gathered = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype)
+        if tensor.numel():
+            launch(self._gather_at, gathered.data_ptr(), tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        return torch.cat(gathered.unbind(), dim)
+
+    def _reduce_at(self, address: int, count: int, dtype: torch.dtype) -> None:
+        self._wait("all_reduce", lambda: self._group.allreduce([_tensor_at(address, count, dtype)]))
+
+    def _gather_at(self, target: int, source: int, count: int, dtype: torch.dtype) -> None:
+        parts = list(_tensor_at(target, count * self.size, dtype).view(self.size, count).unbind())
+        self._wait("all_gather", lambda: self._group.allgather([parts], [_tensor_at(source, count, dtype)]))
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
         if tensor.shape[dim] % self.size:
@@ -83,11 +99,18 @@ class GlooCommunicator(Communicator):
         self._group = None
 
     def _wait(self, what: str, begin: Callable[[], Any]) -> None:
-        with self._naming(what):
+        # A recorder of torch's ops must not see those that gloo is made of.
+        unseen = nullcontext() if recording.get() is None else _disable_current_modes()
+        with self._naming(what), unseen:
             begin().wait(self._timeout)
 
     def _naming(self, what: str) -> _Naming:
         return _Naming(f"rank {self.rank} of {self.size} in group {self._group_name!r}: {what}")
+
+
+def _tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
 
 
 class _Naming:

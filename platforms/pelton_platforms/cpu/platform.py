@@ -40,6 +40,14 @@ class CPUPlatform(Platform):
 
         return torch.device("cpu")
 
+    def share_host(self, local_rank: int, num_local_ranks: int) -> None:
+        """A rank has cores of its own, unless there are fewer than ranks."""
+        cores = host.core_cpus()[: host.usable_cores()]
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(
+                0, cores[local_rank * len(cores) // num_local_ranks :][: max(len(cores) // num_local_ranks, 1)]
+            )
+
     def init_device(self, config: EngineConfig, local_rank: int) -> None:
         """Threads within an op, none between ops: a step is one chain of ops."""
         import torch

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, PluginError
@@ -28,6 +28,9 @@ from pelton.utils.threads import take_short_turns
 from pelton.worker.interface import Worker, WorkerContext
 from pelton.worker.pending import PendingOutput
 from pelton.worker.select import describe_platform, start_worker
+
+if TYPE_CHECKING:
+    from pelton.platform.interface import Platform
 
 _SHUTDOWN_WAIT_S = 5.0
 _POLL_S = 20e-6  # of a device that is waited for with a time limit
@@ -159,24 +162,43 @@ class InProcessExecutor(Executor):
         from pelton.platform.select import select_platform
 
         config, plugins = context.config, context.plugins
-        check_one_device(config)
+        self.check_sizes(context)
         platform = select_platform(config, plugins)
-        platform.prepare(config)
+        self.prepare(context, platform)
         self._platform = platform
         self.max_concurrent_steps = max(config.scheduler.max_steps_in_flight, 1)
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None
         _live.add(self)
-        # Layers leave sums over one rank out when they are made: nothing calls it in a step.
-        parallel = GroupContext(OneRank())
-        worker_context = WorkerContext(
-            config=config, model=context.model, platform=platform, plugins=plugins, parallel=parallel
-        )
         try:
-            self._worker = self._run(lambda: start_worker(worker_context))
+            self._worker = self._run(lambda: self._start_worker(context, platform))
         except BaseException:
             self.shutdown()
             raise
+
+    # What an executor of one rank of several does otherwise.
+
+    def check_sizes(self, context: ExecutorContext) -> None:
+        """Raise `ConfigError` for settings that ask for more than one device."""
+        check_one_device(context.config)
+
+    def prepare(self, context: ExecutorContext, platform: Platform) -> None:
+        """Prepare the process for its platform, before anything is made on the device."""
+        platform.prepare(context.config)
+
+    def place(self, context: ExecutorContext, platform: Platform) -> tuple[int, GroupContext]:
+        """Return the number of the device on this host, and the worker's place among the ranks. On the worker's thread.
+        Layers leave sums over one rank out when they are made: nothing calls it in a step."""
+        return 0, GroupContext(OneRank())
+
+    def _start_worker(self, context: ExecutorContext, platform: Platform) -> Worker:
+        rank, parallel = self.place(context, platform)
+        return start_worker(
+            WorkerContext(
+                config=context.config, model=context.model, platform=platform, plugins=context.plugins, rank=rank,
+                parallel=parallel,
+            )
+        )  # fmt: skip
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         return self._run(self._alive().kv_cache_specs)

@@ -1,0 +1,329 @@
+"""`MultiProcExecutor`: a process for each rank of a model that is spread over the devices of one host.
+
+Jobs go to all ranks at once through a ring in shared memory (`ring.py`); every rank runs the same steps in the same order, with
+collectives between them. The first rank's answers count. A rank that ends or is stopped takes the others with it: whoever waits
+gets an error that names it, within a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import selectors
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import msgspec
+
+from pelton.errors import ConfigError, EngineDeadError, error_from_info
+from pelton.executor.interface import Executor, ExecutorContext, StepHandle
+from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
+from pelton.logging import get_logger
+from pelton.messages.report import DeviceReport, StepFit
+from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
+from pelton_plugins.executors.multiproc import messages
+from pelton_plugins.executors.multiproc.processes import RankProcess
+from pelton_plugins.executors.multiproc.ring import RingWriter, make_ring_file
+
+logger = get_logger(__name__)
+
+RING_BYTES = 1 << 24
+_CHECK_S = 0.25
+"""How often ranks that a signal may hold are looked at; one that is held at two looks counts as hung."""
+_OTHERS_S = 1.0
+"""How long the first rank may take to say of a step what another has said: that it failed."""
+_FULL_S = 50e-6  # between two looks at a ring without room
+_STOP_S = 5.0
+
+
+class RankStep(StepHandle):
+    """A step that all ranks run."""
+
+    def __init__(self, future: Future[ModelOutput]) -> None:
+        self._future = future
+
+    def ready(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> ModelOutput:
+        try:
+            return self._future.result(timeout_s)
+        except FutureTimeoutError:
+            if self._future.done():
+                raise
+            raise TimeoutError(f"The step did not end within {timeout_s} s.") from None
+
+
+class _Gathered:
+    """Answers of all ranks to one call."""
+
+    def __init__(self, size: int) -> None:
+        self.results: list[Any] = [None] * size
+        self.missing = size
+        self.done: Future[list[Any]] = Future()
+
+    def take(self, rank: int, answer: messages.CallDone) -> bool:
+        """True with the last one. The first error ends the wait: other ranks may wait for the one that failed."""
+        self.results[rank] = answer.result
+        self.missing -= 1
+        if not self.done.done():
+            if answer.error is not None:
+                self.done.set_exception(error_from_info(answer.error))
+            elif self.missing == 0:
+                self.done.set_result(self.results)
+        return self.missing == 0
+
+
+class MultiProcExecutor(Executor):
+    steps_are_ordered = True
+    max_concurrent_steps = 2
+
+    def __init__(self, context: ExecutorContext) -> None:
+        parallel = context.config.parallel
+        check_sizes(context)
+        self.size = parallel.tensor_parallel_size
+        self._error: EngineDeadError | None = None
+        self._steps: dict[int, Future[ModelOutput]] = {}
+        self._calls: dict[int, _Gathered] = {}
+        self._call_ids = itertools.count()
+        self._lock = threading.Lock()  # of the two tables, and of the error
+        self._write_lock = threading.Lock()
+        self._is_closing = False
+        self._folder = tempfile.mkdtemp(prefix="pelton-ranks-")
+        ring = make_ring_file(self.size, RING_BYTES)
+        try:
+            self._ring = RingWriter(ring, self.size)
+            self._ranks = [RankProcess(rank, self.size, ring) for rank in range(self.size)]
+        finally:
+            os.close(ring)
+        self._finalizer = weakref.finalize(self, _clean_up, self._ranks, self._folder)
+        self._watcher = threading.Thread(target=self._watch, name="pelton-ranks", daemon=True)
+        self._watcher.start()
+        plugins = context.plugins
+        start = messages.Start(
+            context.config, context.model, [plugin.name for plugin in plugins.loaded if not plugin.is_builtin],
+            plugins.digest(), os.path.join(self._folder, "store"),
+        )  # fmt: skip
+        try:
+            gathered = self._expect(next(self._call_ids))
+            self._write(start)
+            self.max_concurrent_steps = min(self._wait_for(gathered))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """Of the first rank: each holds as many heads as the others."""
+        found = self._all("kv_cache_specs")[0]
+        return {name: messages.spec_from_data(spec) for name, spec in found.items()}
+
+    def available_kv_cache_bytes(self) -> int:
+        found: list[int] = self._all("available_kv_cache_bytes")
+        return min(found)
+
+    def initialize_kv_cache(self, plan: KVCachePlan) -> None:
+        self._all("initialize_kv_cache", messages.plan_to_data(plan))
+
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        future: Future[ModelOutput] = Future()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._steps[output.step_id] = future
+        self._write(messages.Execute(output))
+        return RankStep(future)
+
+    def sample(self, masks: GrammarMasks) -> None:
+        self._write(messages.Sample(masks))
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._all("call", method, *args)[0]
+
+    def call_beside(self, method: str, *args: Any) -> Future[Any]:
+        """Over when every rank has done it."""
+        first: Future[Any] = Future()
+        gathered = self._begin("call_beside", method, *args)
+        gathered.done.add_done_callback(lambda done: _first_of(done, first))
+        return first
+
+    def fit_step(self) -> StepFit | None:
+        """The smallest of the ranks': they wait for each other."""
+        found = [msgspec.convert(fit, StepFit) for fit in self._all("fit_step") if fit is not None]
+        return min(found, key=lambda fit: fit.num_tokens) if len(found) == self.size else None
+
+    def prepare_ahead(self) -> bool:
+        return any(self._all("prepare_ahead"))
+
+    def report(self) -> DeviceReport:
+        reports = [msgspec.convert(found, DeviceReport) for found in self._all("report")]
+        first: DeviceReport = reports[0]
+        if self.size > 1:
+            first.device = f"{self.size} ranks, each {first.device}"
+            first.weights_bytes = sum(report.weights_bytes for report in reports)
+        return first
+
+    def check_health(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def check_device(self) -> None:
+        self._all("check_device")
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        if self._error is None:
+            with contextlib.suppress(EngineDeadError, OSError):
+                self._write(messages.Stop())
+                deadline = time.monotonic() + _STOP_S
+                while any(rank.process.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        self._fail("The executor was shut down.")
+        if self._watcher is not threading.current_thread():
+            self._watcher.join(2.0)
+        self._finalizer()
+        self._ring.close()
+
+    # -- to the ranks --
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        """Results of every rank, in order. Raises the first error that comes."""
+        return self._wait_for(self._begin(method, *args))
+
+    def _begin(self, method: str, *args: Any) -> _Gathered:
+        call_id = next(self._call_ids)
+        gathered = self._expect(call_id)
+        self._write(messages.Call(call_id, method, list(args)))
+        return gathered
+
+    def _expect(self, call_id: int) -> _Gathered:
+        gathered = _Gathered(self.size)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._calls[call_id] = gathered
+        return gathered
+
+    def _wait_for(self, gathered: _Gathered) -> list[Any]:
+        return gathered.done.result()
+
+    def _write(self, job: messages.Job) -> None:
+        data = messages.encode(job)
+        with self._write_lock:
+            self._ring.write(data, self._wake, self._wait_for_room)
+
+    def _wake(self) -> None:
+        for rank in self._ranks:
+            rank.wake()
+
+    def _wait_for_room(self) -> None:
+        if self._error is not None:
+            raise self._error
+        time.sleep(_FULL_S)
+
+    # -- from the ranks, on the watcher's thread --
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        for rank in self._ranks:
+            selector.register(rank.socket, selectors.EVENT_READ, rank)
+        held: set[int] = set()
+        next_look = time.monotonic() + _CHECK_S
+        with selector:
+            while self._error is None:
+                for key, _ in selector.select(_CHECK_S):
+                    self._hear(key.data)
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + _CHECK_S
+                    held = self._look_for_held(held)
+
+    def _hear(self, rank: RankProcess) -> None:
+        answers = rank.answers()
+        if answers is None:
+            if not self._is_closing:
+                self._fail(rank.describe_end())
+            elif self._error is None:
+                time.sleep(_FULL_S)  # `shutdown` is about to set it
+            return
+        for data in answers:
+            answer = messages.decode_answer(data)
+            if isinstance(answer, messages.CallDone):
+                gathered = self._calls[answer.call_id]
+                if gathered.take(rank.rank, answer):
+                    del self._calls[answer.call_id]
+            else:
+                self._finish_step(rank, answer)
+
+    def _finish_step(self, rank: RankProcess, answer: messages.StepDone) -> None:
+        if answer.error is not None and answer.is_fatal:
+            self._fail(f"{rank.name}: {answer.error.message}")
+        elif rank.rank > 0:
+            # All fail alike where the step was at fault: then the first says so too. One alone leaves the others in the middle.
+            assert answer.error is not None
+            threading.Timer(_OTHERS_S, self._fail_unless_done, (rank, answer)).start()
+        elif answer.error is not None:
+            self._steps.pop(answer.step_id).set_exception(error_from_info(answer.error))
+        else:
+            assert answer.output is not None
+            self._steps.pop(answer.step_id).set_result(answer.output)
+
+    def _fail_unless_done(self, rank: RankProcess, answer: messages.StepDone) -> None:
+        if answer.step_id in self._steps and answer.error is not None:
+            self._fail(f"{rank.name} failed in step {answer.step_id}: {answer.error.message}")
+
+    def _look_for_held(self, before: set[int]) -> set[int]:
+        held = {rank.rank for rank in self._ranks if rank.is_stopped()}
+        for rank in self._ranks:
+            if rank.rank in held & before:
+                self._fail(f"{rank.name} is held by a signal and answers nothing.")
+        return held
+
+    def _fail(self, reason: str) -> None:
+        """Everything that waits gets the reason, and so does all that comes; no rank is left."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = EngineDeadError(reason)
+            futures: list[Future[Any]] = [*self._steps.values(), *(call.done for call in self._calls.values())]
+            self._steps, self._calls = {}, {}
+        if not self._is_closing:
+            logger.error("%s The other ranks are ended.", reason)
+        for rank in self._ranks:
+            rank.kill()
+        for future in futures:
+            if not future.done():
+                future.set_exception(self._error)
+
+
+def check_sizes(context: ExecutorContext) -> None:
+    parallel = context.config.parallel
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(
+                f"{name} is {getattr(parallel, name)}; the executor multiproc spreads layers' tensors alone. Set it to 1."
+            )
+
+
+def _first_of(done: Future[list[Any]], first: Future[Any]) -> None:
+    error = done.exception()
+    if error is not None:
+        first.set_exception(error)
+    else:
+        first.set_result(done.result()[0])
+
+
+def _clean_up(ranks: list[RankProcess], folder: str) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.close()
+    shutil.rmtree(folder, ignore_errors=True)

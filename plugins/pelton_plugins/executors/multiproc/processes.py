@@ -1,0 +1,96 @@
+"""`RankProcess`: one rank's process as the executor sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from pelton_plugins.executors.multiproc.rank import FRAME
+
+_READ_BYTES = 1 << 20
+
+
+class RankProcess:
+    """Started in its constructor, with our import path, in a process group of its own."""
+
+    def __init__(self, rank: int, size: int, ring: int) -> None:
+        self.rank = rank
+        self._received = bytearray()
+        self.socket, theirs = socket.socketpair()
+        command = [
+            sys.executable, "-P", "-m", "pelton_plugins.executors.multiproc.rank", "--rank", str(rank), "--size", str(size),
+            "--ring", str(ring), "--socket", str(theirs.fileno()), "--parent-pid", str(os.getpid()),
+        ]  # fmt: skip
+        environment = dict(os.environ)
+        if "PYTHONPATH" in environment:
+            command += ["--python-path", environment["PYTHONPATH"]]
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if "zip" not in path)
+        if threading.current_thread() is threading.main_thread():
+            command.append("--die-with-parent")
+        with theirs:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(ring, theirs.fileno()), process_group=0
+            )
+        self.socket.setblocking(False)
+
+    @property
+    def name(self) -> str:
+        return f"Rank {self.rank} (pid {self.process.pid})"
+
+    def wake(self) -> None:
+        """There is more in the ring. A full socket has woken it already."""
+        with contextlib.suppress(OSError):
+            self.socket.send(b"\0")
+
+    def answers(self) -> list[bytes] | None:
+        """Return what has come, whole; None when the process has closed its side and all of it was returned."""
+        found, has_ended = [], False
+        with contextlib.suppress(BlockingIOError):
+            while not has_ended:
+                try:
+                    piece = self.socket.recv(_READ_BYTES)
+                except ConnectionError:
+                    piece = b""
+                has_ended = not piece
+                self._received += piece
+        while len(self._received) >= FRAME.size:
+            end = FRAME.size + FRAME.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                break
+            found.append(bytes(self._received[FRAME.size : end]))
+            del self._received[:end]
+        return None if has_ended and not found else found
+
+    def is_stopped(self) -> bool:
+        """True while a signal holds the process."""
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state in "Tt"
+
+    def describe_end(self, wait_s: float = 1.0) -> str:
+        try:
+            code = self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return f"{self.name} closed its connection."
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"{self.name} was killed by {signal.Signals(-code).name}."
+        return f"{self.name} ended with status {code}."
+
+    def kill(self) -> None:
+        """End it now. Idempotent."""
+        with contextlib.suppress(OSError):
+            self.process.kill()
+
+    def close(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2.0)
+        self.socket.close()

@@ -1,0 +1,200 @@
+"""The process of one rank: `python -m pelton_plugins.executors.multiproc.rank`, started by the executor and by nobody else.
+
+Inside is the executor of one worker, which knows its place among the ranks. Three threads: the main one takes jobs from the ring
+and notices the end of the engine; the worker's runs them in order; one answers. The first rank alone answers for steps, unless
+another's fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pelton.engine.process import die_with_parent, end_process
+from pelton.engine.protocol import error_info
+from pelton.errors import EngineDeadError, PeltonError, PluginError
+from pelton.executor.interface import ExecutorContext, StepHandle
+from pelton.logging import get_logger, setup
+from pelton.parallel.communicator import CommunicatorContext, GroupContext, make_communicator
+from pelton.plugins import load_plugins
+from pelton_plugins.executors.in_process import InProcessExecutor
+from pelton_plugins.executors.multiproc import messages
+from pelton_plugins.executors.multiproc.ring import RingReader
+
+if TYPE_CHECKING:
+    from pelton.platform.interface import Platform
+    from pelton.plugins import Plugins
+
+logger = get_logger(__name__)
+
+FRAME = struct.Struct("<Q")
+"""Length of an answer, before it."""
+_GRACE_S = 1.0
+
+
+class Rank:
+    def __init__(self, rank: int, size: int, ring: RingReader, parent: socket.socket) -> None:
+        self.rank, self.size = rank, size
+        self._ring, self._parent = ring, parent
+        self._send_lock = threading.Lock()
+        self._steps: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[messages.Call | None] = queue.SimpleQueue()
+        self._executor: InProcessExecutor | None = None
+
+    def run(self) -> None:
+        """Take jobs until told to stop. Ends the process when the engine is gone."""
+        start = self._next_job()
+        if not isinstance(start, messages.Start):
+            return
+        setup(start.config.observability.log_level if self.rank == 0 else "warning")
+        try:
+            self._executor = executor = self._make_executor(start)
+        except Exception as error:
+            if not isinstance(error, PeltonError):
+                logger.exception("Rank %d did not start", self.rank)
+            self._answer(messages.CallDone(0, None, error_info(error)))
+            return
+        self._answer(messages.CallDone(0, executor.max_concurrent_steps))
+        threading.Thread(target=self._answer_steps, name="pelton-steps", daemon=True).start()
+        threading.Thread(target=self._answer_calls, name="pelton-calls", daemon=True).start()
+        while not isinstance(job := self._next_job(), messages.Stop):
+            if isinstance(job, messages.Execute):
+                self._steps.put((job.output.step_id, executor.execute(job.output)))
+            elif isinstance(job, messages.Sample):
+                executor.sample(job.masks)
+            elif isinstance(job, messages.Call):
+                self._begin(executor, job)
+        executor.shutdown()
+
+    def _begin(self, executor: InProcessExecutor, call: messages.Call) -> None:
+        """Calls take their place between the steps, one after another; some go on beside them."""
+        if call.method in ("check_device", "call_beside"):
+            threading.Thread(target=self._answer_call, args=(executor, call), daemon=True).start()
+        else:
+            self._calls.put(call)
+
+    def _make_executor(self, start: messages.Start) -> InProcessExecutor:
+        plugins = load_plugins(only=start.plugin_names)
+        if plugins.digest() != start.plugin_digest:
+            raise PluginError(
+                f"Rank {self.rank} found other plugins than the engine: {', '.join(map(str, plugins.loaded))}. "
+                "Did an installation change while Pelton was starting?"
+            )
+        context = ExecutorContext(config=start.config, model=start.model, plugins=plugins)
+        return RankExecutor(context, self.rank, self.size, start.store)
+
+    def _answer_steps(self) -> None:
+        while True:
+            step_id, handle = self._steps.get()
+            try:
+                output = handle.result()
+            except BaseException as error:
+                is_fatal = isinstance(error, EngineDeadError)
+                self._answer(messages.StepDone(step_id, None, error_info(error), is_fatal))
+            else:
+                if self.rank == 0:
+                    self._answer(messages.StepDone(step_id, output))
+
+    def _answer_calls(self) -> None:
+        assert self._executor is not None
+        while (call := self._calls.get()) is not None:
+            self._answer_call(self._executor, call)
+
+    def _answer_call(self, executor: InProcessExecutor, call: messages.Call) -> None:
+        try:
+            result = self._call(executor, call.method, call.args)
+            messages.encode(messages.CallDone(call.call_id, result))
+        except BaseException as error:
+            self._answer(messages.CallDone(call.call_id, None, error_info(error)))
+        else:
+            self._answer(messages.CallDone(call.call_id, result))
+
+    def _call(self, executor: InProcessExecutor, method: str, args: list[Any]) -> Any:
+        if method == "kv_cache_specs":
+            return {name: messages.spec_to_data(spec) for name, spec in executor.kv_cache_specs().items()}
+        if method == "initialize_kv_cache":
+            return executor.initialize_kv_cache(messages.plan_from_data(args[0]))
+        if method == "call_beside":
+            return executor.call_beside(*args).result()
+        return getattr(executor, method)(*args)
+
+    def _next_job(self) -> messages.Job:
+        job: messages.Job = messages.decode_job(self._ring.read(self._wait))
+        return job
+
+    def _wait(self) -> None:
+        """Wait for the next piece of a job; the end of the engine is the end of this process."""
+        with contextlib.suppress(ConnectionError):
+            if self._parent.recv(4096):
+                return
+        end_process(1)
+
+    def _answer(self, answer: messages.Answer) -> None:
+        data = messages.encode(answer)
+        with self._send_lock, contextlib.suppress(OSError):
+            self._parent.sendall(FRAME.pack(len(data)) + data)
+
+
+class RankExecutor(InProcessExecutor):
+    """The worker of one of several ranks."""
+
+    def __init__(self, context: ExecutorContext, rank: int, size: int, store: str) -> None:
+        self._rank, self._size, self._store = rank, size, store
+        super().__init__(context)
+
+    def check_sizes(self, context: ExecutorContext) -> None: ...
+
+    def place(self, context: ExecutorContext, platform: Platform) -> tuple[int, GroupContext]:
+        return self._rank, GroupContext(self._communicator(context.plugins, platform, context))
+
+    def prepare(self, context: ExecutorContext, platform: Platform) -> None:
+        platform.share_host(self._rank, self._size)
+        super().prepare(context, platform)
+
+    def _communicator(self, plugins: Plugins, platform: Platform, context: ExecutorContext) -> Any:
+        return make_communicator(
+            plugins,
+            CommunicatorContext(
+                rank=self._rank, size=self._size, device=platform.device(self._rank), store=self._store,
+                engine_config=context.config,
+            ),
+            platform.device_type,
+        )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pelton_plugins.executors.multiproc.rank", description=__doc__)
+    for name in ("rank", "size", "ring", "socket", "parent-pid"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--die-with-parent", action="store_true")
+    parser.add_argument("--python-path", default=None, help="PYTHONPATH as the user set it")
+    arguments = parser.parse_args(argv)
+    if arguments.die_with_parent:
+        die_with_parent()
+    if os.getppid() != arguments.parent_pid:
+        return 1
+    os.environ.pop("PYTHONPATH", None)
+    if arguments.python_path is not None:
+        os.environ["PYTHONPATH"] = arguments.python_path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    setup()
+    ring = RingReader(arguments.ring, arguments.size, arguments.rank)
+    Rank(arguments.rank, arguments.size, ring, socket.socket(fileno=arguments.socket)).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end_process(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
