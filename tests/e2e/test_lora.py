@@ -86,6 +86,7 @@ def test_alone(case: Case, llm: LLM, name: str) -> None:
             {"max_model_len": 208, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 18}, id="preempted"
         ),
         pytest.param({"speculative_method": "ngram", "prompt_lookup_min": 1}, id="drafts"),
+        pytest.param({"tensor_parallel_size": 2}, id="two-ranks"),
     ],
 )
 def test_any_mix_with_base_requests(case: Case, settings: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ def undrafted(references: Callable[[str], Reference]) -> Callable[[str], list[li
         ),
         pytest.param({"async_scheduling": False, "max_num_batched_tokens": 16}, id="chunked-no-overlap"),
         pytest.param({"max_num_seqs": 1, "cudagraph_mode": "NONE"}, id="alone-eager"),
+        pytest.param({"tensor_parallel_size": 2, "drafts_on_device": True}, id="two-ranks"),
     ],
 )
 def test_greedy_ids_are_those_without_drafts(

@@ -76,6 +76,9 @@ class ExecutorConformance:
 
     @pytest.fixture
     def plan(self, executor: Executor) -> KVCachePlan:
+        return self.make_plan(executor)
+
+    def make_plan(self, executor: Executor) -> KVCachePlan:
         assert executor.available_kv_cache_bytes() > 0
         plan = plan_kv_cache(
             executor.kv_cache_specs(),

@@ -1,0 +1,113 @@
+"""Tensor parallelism over processes of this host: greedy ids equal transformers' float32 greedy ids, whatever happens to the batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pelton_e2e import Reference, eventually, generate, greedy, greedy_reference, make_llm, make_prompts, serving
+
+from pelton import LLM, SamplingParams
+from pelton.sampling_params import StructuredOutputsParams
+from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+
+NUM_TOKENS = 16
+LENGTHS = (1, 5, 16, 33, 129, 200)
+# All tokens kept, a window as well, latents with experts, sinks with experts.
+FAMILIES = ("llama", "gemma3", "deepseek_v3_moe", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    known: dict[str, Reference] = {}
+
+    def get(family: str) -> Reference:
+        if family not in known:
+            path = str(make_tiny_checkpoint(tmp_path_factory.mktemp(family), family))
+            prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+            known[family] = Reference(family, path, prompts, *greedy_reference(path, prompts, NUM_TOKENS))
+            assert known[family].min_top2_gap > 1e-4
+        return known[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_answer_as_transformers(made: Callable[[str], Reference], family: str) -> None:
+    """Batched, with recorded steps; then each prompt alone, chunked, with prefix hits."""
+    reference = made(family)
+    with make_llm(reference.path, tensor_parallel_size=2, max_num_batched_tokens=48) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
+        assert alone == reference.outputs[3:]
+        assert llm.kv_cache_usage() == 0.0
+
+
+def test_four_ranks_with_preemption_and_without_overlap(made: Callable[[str], Reference]) -> None:
+    """Two heads of keys on four ranks: two ranks hold each."""
+    reference = made("llama")
+    with make_llm(
+        reference.path, tensor_parallel_size=4, max_model_len=256, max_num_batched_tokens=64, num_gpu_blocks_override=21,
+        async_scheduling=False, enforce_eager=True,
+    ) as llm:  # fmt: skip
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        assert llm.num_preemptions() > 0
+
+
+def test_all_ranks_sample_the_same(made: Callable[[str], Reference]) -> None:
+    """What one rank samples by itself is what two do: with seeds, filters, penalties, logprobs, `n`, and under a grammar."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in made("llama").prompts]
+    params = [
+        SamplingParams(temperature=0.9, seed=7, top_k=20, top_p=0.9, presence_penalty=0.4, logprobs=2, n=2, max_tokens=20),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[a-c]{9}")),
+    ]  # fmt: skip
+
+    def answers(**settings: Any) -> list[Any]:
+        with LLM(
+            model=made("llama").path, dtype="float32", max_model_len=512, kv_cache_memory_bytes=2**26, **settings
+        ) as llm:
+            return [
+                [list(one.token_ids) for one in output.outputs]
+                for each in params for output in llm.generate(prompts, each, use_tqdm=False)
+            ]  # fmt: skip
+
+    assert answers(tensor_parallel_size=2) == answers()
+
+
+def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(
+    made: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    reference = made("llama")
+    flags = ["-tp", "2", "--dtype", "float32", "--max-model-len", "512"]
+    with serving(reference.path, *flags, log=tmp_path / "log") as (url, process):
+        body = {"model": reference.path, "prompt": reference.prompts[2], "max_tokens": NUM_TOKENS, "ignore_eos": True,
+                "temperature": 0, "return_token_ids": True}  # fmt: skip
+
+        def ask(**more: Any) -> httpx.Response:
+            return httpx.post(f"{url}/v1/completions", json=body | more, timeout=60)
+
+        assert ask().json()["choices"][0]["token_ids"] == reference.outputs[2]
+        (victim, *_) = ranks_below(process.pid)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"max_tokens": 300, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.kill(victim, signal.SIGKILL)
+            assert "was killed by SIGKILL" in "".join(lines)
+        assert eventually(lambda: ask().status_code == 200, 60)
+        assert ask().json()["choices"][0]["token_ids"] == reference.outputs[2]
+
+
+def ranks_below(pid: int) -> list[int]:
+    """Processes of ranks that descend from `pid`."""
+    found = []
+    children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))  # of each thread
+    for child in map(int, children.split()):
+        if b"executors.multiproc.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+            found.append(child)
+        found += ranks_below(child)
+    return found

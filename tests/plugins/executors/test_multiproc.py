@@ -1,0 +1,188 @@
+"""One process a rank: the ring, what crosses to the ranks, and what happens when one of them goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+import pytest
+from pelton_e2e import eventually
+
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, PluginError
+from pelton.executor.interface import ExecutorContext
+from pelton.kv_cache.spec import FullAttentionSpec, KVCacheGroup, KVCachePlan, KVCacheTensor, MambaSpec, MLASpec
+from pelton.plugins import load_plugins
+from pelton.testing.executor import ExecutorConformance, tiny_model
+from pelton_plugins.executors.multiproc import messages
+from pelton_plugins.executors.multiproc.executor import MultiProcExecutor
+from pelton_plugins.executors.multiproc.ring import RingReader, RingWriter, make_ring_file
+
+GONE_WITHIN_S = 1.5
+
+
+@pytest.fixture(scope="module")
+def for_suite() -> Iterator[MultiProcExecutor]:
+    executor = make_executor(tensor_parallel_size=2)
+    yield executor
+    executor.shutdown()
+
+
+class TestMultiProc(ExecutorConformance):
+    """With one executor for all tests, since two processes take seconds to start. The last test shuts it down."""
+
+    executor_class = MultiProcExecutor
+    _plans: ClassVar[dict[int, KVCachePlan]] = {}
+
+    @pytest.fixture
+    def executor(self, for_suite: MultiProcExecutor) -> MultiProcExecutor:
+        return for_suite
+
+    @pytest.fixture
+    def plan(self, executor: MultiProcExecutor) -> KVCachePlan:
+        if id(executor) not in self._plans:
+            self._plans[id(executor)] = self.make_plan(executor)
+        return self._plans[id(executor)]
+
+
+@pytest.fixture
+def ring() -> Iterator[tuple[RingWriter, list[RingReader]]]:
+    descriptor = make_ring_file(2, 64)
+    writer, readers = RingWriter(descriptor, 2), [RingReader(descriptor, 2, reader) for reader in range(2)]
+    os.close(descriptor)
+    yield writer, readers
+    for end in (writer, *readers):
+        end.close()
+
+
+def nap() -> None:
+    time.sleep(1e-4)
+
+
+def test_messages_of_any_size_reach_all_readers_in_order(ring):
+    writer, readers = ring
+    sent = [bytes([number % 251]) * size for number, size in enumerate([0, 1, 55, 56, 57, 64, 65, 1000, 3, 5000])]
+    got: list[list[bytes]] = [[], []]
+
+    def read(reader: int) -> None:
+        for _ in sent:
+            got[reader].append(readers[reader].read(nap))
+            time.sleep(0.002 * reader)  # a slow one holds up the writer, not the message
+
+    threads = [threading.Thread(target=read, args=(reader,)) for reader in range(2)]
+    for thread in threads:
+        thread.start()
+    for message in sent:
+        writer.write(message, lambda: None, nap)
+    for thread in threads:
+        thread.join(20)
+    assert got == [sent, sent]
+
+
+def test_a_full_ring_is_waited_for_by_a_call_that_may_give_up(ring):
+    writer, _ = ring
+
+    class Gone(Exception): ...
+
+    def give_up() -> None:
+        raise Gone
+
+    writer.write(b"x" * 40, lambda: None, give_up)
+    with pytest.raises(Gone):
+        writer.write(b"y" * 40, lambda: None, give_up)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSpec(FullAttentionSpec):
+    scales: tuple[int, ...] = (1,)
+
+
+def through_msgpack(data):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
+
+
+def test_plans_with_specs_of_plugins_cross():
+    full = OwnSpec(block_size=16, num_kv_heads=2, head_dim=8, dtype="float32", scales=(3, 4))
+    state = MambaSpec(block_size=16, state_bytes=12, states=(((3,), "float32"),))
+    latent = MLASpec(block_size=16, latent_dim=9, dtype="bfloat16")
+    plan = KVCachePlan(
+        7, (KVCacheTensor(64, ("a", "b")),), (KVCacheGroup(("a",), full, 1, (full,)), KVCacheGroup(("b", "c"), state, 0, (state, latent)))
+    )  # fmt: skip
+    assert messages.plan_from_data(through_msgpack(messages.plan_to_data(plan))) == plan
+
+
+def test_only_specs_cross():
+    with pytest.raises(PluginError, match=r"os:system is not a KVCacheSpec"):
+        messages.spec_from_data({"class": "os:system", "fields": {}})
+    with pytest.raises(PluginError, match="cannot cross to another process"):
+        messages.spec_from_data({"class": "pelton.kv_cache.spec:MLASpec", "fields": {"block_size": "many"}})
+
+
+def make_executor(**settings) -> MultiProcExecutor:
+    flat = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64, "device": "cpu"} | settings
+    config = EngineConfig.from_flat(**flat)
+    return MultiProcExecutor(ExecutorContext(config=config, model=tiny_model(), plugins=load_plugins()))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[MultiProcExecutor]:
+    executor = make_executor(tensor_parallel_size=2)
+    yield executor
+    executor.shutdown()
+
+
+def test_every_rank_has_its_share(shared):
+    assert all(spec.num_kv_heads == 1 for spec in shared.kv_cache_specs().values()), "of 2, each rank has one"
+    assert shared.report().device.startswith("2 ranks, each cpu")
+
+
+def test_a_rank_s_error_keeps_its_class(shared):
+    with pytest.raises(NotSupportedError, match="has no method 'fly'"):
+        shared.call("fly")
+    with pytest.raises(NotSupportedError, match="has no method 'fly'"):
+        shared.call_beside("fly").result(20)
+    shared.check_health()
+
+
+def test_a_model_that_does_not_divide_is_refused_with_its_reason():
+    with pytest.raises(ConfigError, match="does not divide by tensor_parallel_size 3"):
+        make_executor(tensor_parallel_size=3)
+
+
+def test_what_it_does_not_spread_is_refused():
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        make_executor(pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "is held by a signal")]
+)
+def test_a_rank_that_goes_takes_the_others_and_is_named(number, said):
+    executor = make_executor(tensor_parallel_size=2)
+    pids = [rank.process.pid for rank in executor._ranks]
+    began = time.monotonic()
+    os.kill(pids[1], number)
+    with pytest.raises(EngineDeadError, match=rf"Rank 1 \(pid {pids[1]}\) {said}"):
+        while time.monotonic() < began + 30:
+            executor.check_health()
+            time.sleep(0.01)
+    assert time.monotonic() - began < 10 * GONE_WITHIN_S, "a second on a quiet machine"
+    with pytest.raises(EngineDeadError):
+        executor.call("report")
+    executor.shutdown()
+    assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids)), "a rank is left"
+
+
+def test_nothing_is_left_after_shutdown():
+    executor = make_executor(tensor_parallel_size=2)
+    pids, folder = [rank.process.pid for rank in executor._ranks], executor._folder
+    executor.shutdown()
+    executor.shutdown()
+    assert not os.path.exists(folder)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
