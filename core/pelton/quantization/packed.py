@@ -41,11 +41,6 @@ class PackedWeights(ABC):
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
-        if config.parallel.size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {config.parallel.size}; quantization {self.name!r} serves 1. "
-                "Leave quantization unset."
-            )
         found = [self.kind(shard, is_vocabulary=is_vocabulary) for shard in shards]
         kinds = [kind for kind in found if kind is not None]
         if not kinds:
@@ -56,35 +51,36 @@ class PackedWeights(ABC):
                 f"quantization is {self.name!r}, and {plain} is not quantized, though other parts of its merged matrix "
                 "are. Leave quantization unset."
             )
-        num_cols = shards[0].num_cols
-        if num_cols % BLOCK:
+        first_col, last_col = shards[0].cols
+        if first_col % BLOCK or last_col % BLOCK:
+            share = "" if config.parallel.size == 1 else f" of which this rank has [{first_col}, {last_col})"
             raise ConfigError(
-                f"quantization is {self.name!r}, and {shards[0].name} has {num_cols} columns; "
+                f"quantization is {self.name!r}, and {shards[0].name} has {shards[0].num_cols} columns{share}; "
                 f"blocks take a multiple of {BLOCK}. Leave quantization unset."
             )
         tensors = {}
-        for index, (shard, kind) in enumerate(zip(shards, kinds, strict=True)):
-            panels = config.empty(*panels_shape(kind, shard.num_rows, num_cols), dtype=torch.uint8)
+        parts = tuple(shard.rows[1] - shard.rows[0] + shard.padding for shard in shards)
+        for index, (shard, kind, num_rows) in enumerate(zip(shards, kinds, parts, strict=True)):
+            panels = config.empty(*panels_shape(kind, num_rows, last_col - first_col), dtype=torch.uint8)
             tensors[f"part{index}"] = panels
             config.weights.expect(
-                f"{shard.name}.weight", (shard.num_rows, num_cols), panels, fill=partial(self._fill, kind)
+                f"{shard.name}.weight", (shard.num_rows, shard.num_cols), panels, fill=partial(self._fill, kind, shard)
             )
-        parts = tuple(shard.num_rows for shard in shards)
+        vector = make_bias(config, shards) if bias else None
         spec = LinearSpec(
-            in_features=num_cols,
-            out_features=sum(parts),
-            weight_format=weight_format(kinds),
-            has_bias=bias,
-            parts=parts,
-        )
-        return LinearWeights(spec, tensors, make_bias(config, shards) if bias else None)
+            in_features=last_col - first_col, out_features=sum(parts), weight_format=weight_format(kinds),
+            has_bias=vector is not None, parts=parts,
+        )  # fmt: skip
+        return LinearWeights(spec, tensors, vector)
 
-    def _fill(self, kind: BlockKind, weight: LazyWeight, panels: Tensor) -> None:
-        num_rows, num_cols = weight.shape
-        step = max(NUMBERS_AT_ONCE // num_cols // PANEL_ROWS, 1) * PANEL_ROWS
-        for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
-            target = panels[start // PANEL_ROWS : -(-stop // PANEL_ROWS)]
+    def _fill(self, kind: BlockKind, shard: LinearShard, weight: LazyWeight, panels: Tensor) -> None:
+        """This rank's rows and columns; zeros for padding behind them."""
+        (first, last), (left, right) = shard.rows, (col // BLOCK * kind.block_bytes for col in shard.cols)
+        panels[-(-(last - first) // PANEL_ROWS) :].zero_()
+        step = max(NUMBERS_AT_ONCE // shard.num_cols // PANEL_ROWS, 1) * PANEL_ROWS
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            target = panels[(start - first) // PANEL_ROWS : -(-(stop - first) // PANEL_ROWS)]
             packed = torch.empty(target.shape, dtype=torch.uint8)
-            pack(self.read_blocks(weight, kind, start, stop), kind, packed)
+            pack(self.read_blocks(weight, kind, start, stop)[:, left:right], kind, packed)
             target.copy_(packed)

@@ -1,9 +1,11 @@
 """Methods that quantize at load: what they make of a model, and what they refuse."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
+from pelton_ranks import run_ranks
 
 from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
@@ -86,8 +88,23 @@ def test_large_matrices_are_packed_a_part_at_a_time(tmp_path, monkeypatch):
     assert torch.equal(driver(path, "q4_1").step({"a": PROMPT})["a"], whole)
 
 
-def test_more_than_one_rank_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2; quantization 'q8_0' serves 1"):
+@pytest.mark.parametrize("method", ["q8_0", "q4_1"])
+def test_two_ranks_hold_parts_of_the_blocks_of_one(tmp_path, method):
+    """A vocabulary of 321 rows leaves padding on the second rank."""
+    path = make_tiny_checkpoint(tmp_path / "m", "qwen2", intermediate_size=128, vocab_size=321, with_tokenizer=False)
+    whole = driver(path, method)
+    want = whole.step({"a": PROMPT})["a"]
+    results, ranks = run_ranks(2, partial(driver, method=method), path, [PROMPT])
+    for got in results:
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)  # inputs are rounded to 8 bits in other groups
+    held = [sum(p.numel() for p in d.model.parameters() if p.dtype == torch.uint8) for d in (whole, ranks[1])]
+    assert held[0] / 2 <= held[1] < 0.55 * held[0]
+
+
+def test_a_rank_s_part_of_a_block_is_refused(checkpoint):
+    with pytest.raises(
+        ConfigError, match=r"down_proj has 96 columns of which this rank has \[0, 48\); .* multiple of 32"
+    ):
         driver(checkpoint, "q8_0", parallel=ParallelContext(0, 2))
 
 
