@@ -120,7 +120,7 @@ class MultiProcExecutor(Executor):
             raise
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Of the first rank: each holds as many heads as the others."""
+        """Return those of the first rank: each holds as many heads as the others."""
         found = self._all("kv_cache_specs")[0]
         return {name: messages.spec_from_data(spec) for name, spec in found.items()}
 
@@ -154,7 +154,7 @@ class MultiProcExecutor(Executor):
         return first
 
     def fit_step(self) -> StepFit | None:
-        """The smallest of the ranks': they wait for each other."""
+        """Return the smallest of the ranks': they wait for each other."""
         found = [msgspec.convert(fit, StepFit) for fit in self._all("fit_step") if fit is not None]
         return min(found, key=lambda fit: fit.num_tokens) if len(found) == self.size else None
 

@@ -52,7 +52,7 @@ Job = Start | Execute | Sample | Call | Stop
 
 
 class StepDone(_Message):
-    """Of the first rank; of others when the step failed there."""
+    """The first rank's answer for a step; another's when the step failed there."""
 
     step_id: int
     output: ModelOutput | None = None
@@ -62,7 +62,7 @@ class StepDone(_Message):
 
 
 class CallDone(_Message):
-    """Of every rank."""
+    """A rank's answer to a call; every rank gives one."""
 
     call_id: int
     result: Any = None
