@@ -1,4 +1,4 @@
-"""Messages between the executor and its ranks, as msgpack: jobs to all of them through the ring, answers through a socket each.
+"""Messages between the executor and its ranks, as msgpack: jobs to all of them through the ring, answers through a socket each."""
 
 from __future__ import annotations
 
