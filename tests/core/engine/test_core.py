@@ -196,6 +196,22 @@ def test_a_failing_scheduler_ends_requests_and_not_the_engine(make_core, monkeyp
     assert run(core)["b"][-1].finish_reason is FinishReason.LENGTH
 
 
+def test_steps_that_fail_are_counted_until_one_does_not(make_core, monkeypatch):
+    core, _ = make_core()
+    with monkeypatch.context() as patched:
+        patched.setattr(core._scheduler, "schedule", lambda: 1 / 0)
+        for count in (1, 2, 3):
+            core.add_request(make_request(str(count), 3, 3))
+            stats = core.step().stats
+            assert stats.num_failed_steps >= count and "ZeroDivisionError" in stats.step_failure
+            while core.has_work():
+                core.step()
+    core.add_request(make_request("last", 3, 3))
+    while core.has_work():
+        stats = core.step().stats or stats
+    assert (stats.num_failed_steps, stats.step_failure) == (0, "")
+
+
 def test_a_dead_executor_ends_the_engine_with_its_cause(make_core):
     core, executor = make_core()
     core.add_request(make_request("a", 3, 9))
