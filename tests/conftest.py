@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
         pelton_references.folder = config.cache.mkdir("references")
+    os.environ.setdefault(
+        "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker"
+    )  # of runs that tests start; see addopts
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,8 @@ a line of JSON how many kernels each compiled.
 
     python pelton_rehearsed.py FAMILY MODE [KV_DTYPE]        a program of its own: other tests interpret Triton's kernels
 
+FAMILY may also be the folder of such a model: making one imports transformers, which takes seconds.
+
 Tensors are on the CPU, where torch's part of a step runs.
 """
 
@@ -89,8 +91,12 @@ def pretend_hopper() -> None:
                 setattr(module, name, lambda device, answer=answer: answer)
 
 
+def make_checkpoint(folder: Path, family: str) -> Path:
+    return make_tiny_checkpoint(folder / family, family, head_dim=64, max_position_embeddings=MAX_MODEL_LEN)
+
+
 def start(family: str, mode: CUDAGraphMode, kv_dtype: str, folder: Path) -> DeviceWorker:
-    path = make_tiny_checkpoint(folder / family, family, head_dim=64, max_position_embeddings=MAX_MODEL_LEN)
+    path = Path(family) if Path(family).is_dir() else make_checkpoint(folder, family)
     config = EngineConfig.from_flat(
         model=str(path), device="cpu", dtype="bfloat16", kv_cache_dtype=kv_dtype, skip_tokenizer_init=True,
         max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_TOKENS, max_model_len=MAX_MODEL_LEN,

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from pelton_programs import run_program
 
+from pelton.testing.models import make_tiny_checkpoint
+
 
 def start(cache: Path, *arguments: str) -> dict[str, int]:
     (found,) = run_program("pelton_rehearsed.py", *arguments, TRITON_CACHE_DIR=str(cache))
@@ -24,7 +26,12 @@ def start(cache: Path, *arguments: str) -> dict[str, int]:
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_steps_of_any_size_find_their_kernels_and_so_does_a_second_start(tmp_path, arguments):
+def test_steps_of_any_size_find_their_kernels_and_so_does_a_second_start(tmp_path, tmp_path_factory, arguments):
+    family, *rest = arguments
+    model = make_tiny_checkpoint(
+        tmp_path_factory.mktemp("model") / family, family, head_dim=64, max_position_embeddings=4096
+    )
+    arguments = (str(model), *rest)
     nothing = {"of_the_last_two": 0, "of_all": 0, "of_all_layers": 0, "of_odd_steps": 0}
     first = start(tmp_path, *arguments)
     if "NONE" in arguments:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pelton.sampling.columns import columns_of
-from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK
+from pelton.sampling.error_codes import NOT_FINITE, NOTHING_ALLOWED, OK, PROCESSED_WRONG
 from pelton.sampling_params import SamplingParams
 from pelton_platforms.device.sampling.filters import (
     _threshold_by_bisection,
@@ -283,3 +283,20 @@ def test_bitmask_has_one_bit_a_token(vocab, num_words):
 
 def test_tokens_beyond_the_mask_are_not_allowed():
     assert unpack_bitmask(torch.tensor([[-1]], dtype=torch.int32), 40).tolist() == [[True] * 32 + [False] * 8]
+
+
+def test_processed_logits_are_sampled_and_codes_of_processors_are_the_rows():
+    logits = torch.zeros(2, VOCAB)
+
+    def process(given: torch.Tensor) -> torch.Tensor:
+        given[0, 7] = 9.0
+        return torch.tensor([OK, PROCESSED_WRONG])
+
+    token_ids, codes = sample(logits, metadata([{"temperature": 0.0}] * 2), process=process)
+    assert token_ids[0] == 7 and codes.tolist() == [OK, PROCESSED_WRONG]
+
+
+def test_a_row_that_was_not_finite_before_keeps_its_code_whatever_a_processor_says():
+    logits = torch.full((1, VOCAB), math.nan)
+    _, codes = sample(logits, metadata([{"temperature": 0.0}]), process=lambda given: torch.tensor([PROCESSED_WRONG]))
+    assert codes.tolist() == [NOT_FINITE]

@@ -148,3 +148,18 @@ def test_untouched_rows_cost_no_time_to_clear():
     flags = (tables.has_penalties, tables.has_bias, tables.has_banned, tables.has_min_tokens, tables.has_bad_words)
     assert not any(flag.any() for flag in flags)
     assert not tables.bias.any() and not tables.banned.any() and not tables.stop_ids.any()
+
+
+def test_drafts_before_a_row_count_as_its_output():
+    new = NewRequest(
+        request_id="0", slot=0, token_ids=[3, 4], num_prompt_tokens=1, side_slot=0, eos_token_ids=EOS, block_ids=[[]],
+        sampling_params=SamplingParams(frequency_penalty=0.5, max_tokens=9), bad_words_token_ids=[],
+    )  # fmt: skip
+    tables = SideTables(1, VOCAB, torch.device("cpu"))
+    tables.add(new)
+    side = rows_of(tables, [new], {0: [3, 4]}, [0])
+    side.has_penalties, side.draft_rows, side.draft_token_ids = True, torch.tensor([0, 0]), torch.tensor([4, 9])
+    logits = torch.zeros(1, VOCAB)
+    apply_side_tables(logits, side)
+    # Of the output: token 4 once, and two drafts, 4 and 9.
+    assert {token: value for token, value in enumerate(logits[0].tolist()) if value} == {4: -1.0, 9: -0.5}
