@@ -9,7 +9,6 @@ step serves whatever is chosen; a tile that no expert has ends at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,12 +51,6 @@ class _Tile:
     inner: int
     warps: int
     stages: int
-
-
-@cache
-def _counts(device: torch.device, num_experts: int) -> Tensor:
-    """Pairs of each expert: zeros before and after each call."""
-    return torch.zeros(num_experts, dtype=torch.int32, device=device)
 
 
 class TritonMoe:
@@ -103,7 +96,6 @@ class _BoundMoe:
         self._options = launch_options(self._pdl)
         self._is_wide = tensors.router.dtype == torch.float32
         device = tensors.router.device
-        self._counts = _counts(device, routing.num_experts)
         self._is_sorted = (
             is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
             and not experts.has_bias and experts.activation in ACTIVATIONS
@@ -150,8 +142,11 @@ class _BoundMoe:
         )  # fmt: skip
         return logits
 
-    def _choose(self, x: Tensor, slots: Tensor, ranks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Experts [T, k] int32 and their weights [T, k] float32. ranks [T, k] int32: is given each pair's place among its expert's."""
+    def _choose(
+        self, x: Tensor, slots: Tensor, ranks: Tensor | None = None, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Experts [T, k] int32 and their weights [T, k] float32. ranks [T, k] int32: is given each pair's place among its expert's;
+        counts [E] int32, zeros: is given how many there are."""
         num_tokens, tensors = x.shape[0], self._tensors
         experts = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         shares = torch.empty((num_tokens, self._top_k), dtype=torch.float32, device=x.device)
@@ -160,7 +155,7 @@ class _BoundMoe:
              tensors.correction is None, tensors.load is None, ranks is None),
             (num_tokens,),
             (self._logits(x), tensors.router_bias, tensors.correction, slots, experts, shares, tensors.load,
-             None if ranks is None else self._counts, ranks),
+             counts, ranks),
             self._routing, num_warps=1 if self._num_experts <= 128 else 4, **self._options,
         )  # fmt: skip
         return experts, shares
@@ -222,12 +217,11 @@ class _BoundMoe:
         out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {
-            "H": hidden, "E": num_experts, "EB": triton.next_power_of_2(num_experts), "K": self._top_k, "BLOCK": block,
-            "PDL": self._pdl,
+            "H": hidden, "E": num_experts, "K": self._top_k, "BLOCK": block, "PDL": self._pdl,
         }  # fmt: skip
         _combine(
             self._key(x, pairs.dtype, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),
-            (pairs, experts, shares, places, out, None if places is None else self._counts),
+            (pairs, experts, shares, places, out),
             constants, num_warps=4, **self._options,
         )  # fmt: skip
         return out
@@ -237,7 +231,8 @@ class _BoundMoe:
         num_tokens, num_pairs = x.shape[0], x.shape[0] * self._top_k
         ranks = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         places = torch.empty_like(ranks)
-        experts, shares = self._choose(x, slots, ranks)
+        counts = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
+        experts, shares = self._choose(x, slots, ranks, counts)
         most_tiles = triton.cdiv(num_pairs, rows) + num_experts
         arranged = torch.empty((most_tiles * rows, hidden), dtype=x.dtype, device=x.device)
         tile_expert = torch.empty(most_tiles, dtype=torch.int32, device=x.device)
@@ -248,7 +243,7 @@ class _BoundMoe:
         }  # fmt: skip
         _place(
             self._key(x, *constants.values()), (num_tokens,),
-            (x, experts, ranks, self._counts, places, arranged, tile_expert, num_tiles, x.stride(0)),
+            (x, experts, ranks, counts, places, arranged, tile_expert, num_tiles, x.stride(0)),
             constants, num_warps=4, **self._options,
         )  # fmt: skip
         activation = str(self._activation["ACTIVATION"])

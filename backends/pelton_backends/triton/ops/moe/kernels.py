@@ -144,19 +144,15 @@ def down_kernel(
 
 @triton.jit
 def combine_kernel(
-    pair_ptr, expert_ptr, share_ptr, place_ptr, out_ptr, count_ptr,
-    H: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    pair_ptr, expert_ptr, share_ptr, place_ptr, out_ptr,
+    H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding. The first program leaves `count`
-    zeros. place: where each pair's row is, and share its weight; without them pairs lie by their number, weighted already."""
+    """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding. place: where each
+    pair's row is, and share its weight; without them pairs lie by their number, weighted already."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < H
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    if count_ptr is not None:  # noqa: SIM102 (what is None the compiler knows)
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            bins = tl.arange(0, EB)
-            tl.store(count_ptr + bins, tl.zeros((EB,), tl.int32), mask=bins < E)
     is_token = tl.load(expert_ptr + row * K) < E
     result = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
