@@ -176,6 +176,7 @@ def metrics_page() -> str:
         rows.append((f"`pelton_{family.name}`", family.kind, ", ".join(labels), family.help + note))
     http = HttpMetrics()
     http.observe("/v1/models", "GET", 200, 0.1)
+    http.count_tool_answer("hermes", 1)
     http_rows = [
         (f"`{metric.name}`", type(metric).__name__.lower(), ", ".join(metric.labels), metric.documentation)
         for metric in http.snapshot()

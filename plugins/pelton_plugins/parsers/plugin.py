@@ -28,6 +28,8 @@ def pelton_tool_parsers() -> Sequence[Entry]:
         Entry(name="mistral", load=f"{_HOME}.json_formats:MistralParser", doc="[TOOL_CALLS], in all its versions"),
         Entry(name="deepseek_v3", load=f"{_HOME}.deepseek:DeepSeekV3Parser", doc="DeepSeek V3 and R1"),
         Entry(name="deepseek_v31", load=f"{_HOME}.deepseek:DeepSeekV31Parser", doc="DeepSeek V3.1"),
+        Entry(name="deepseek_v32", load=f"{_HOME}.dsml:DSMLParser", doc="<｜DSML｜invoke>: DeepSeek V3.2"),
+        Entry(name="deepseek_v4", load=f"{_HOME}.dsml:DSMLParser", doc="as deepseek_v32: DeepSeek V4"),
         Entry(name="granite", load=f"{_HOME}.json_formats:GraniteParser", doc="<|tool_call|> with a list: Granite 3"),
         Entry(name="openai", load=f"{_HOME}.harmony:HarmonyParser", doc="Harmony: gpt-oss"),
         Entry(name="gpt_oss", load=f"{_HOME}.harmony:HarmonyParser", doc="as openai"),

@@ -23,7 +23,7 @@ from pelton_plugins.server.state import ServerState
 
 def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
     """Routes come from the `pelton_http_routes` hook, the built-in ones too."""
-    state.parsers = Parsers(state.config, plugins)
+    state.parsers = Parsers(state.config, plugins, state.http_metrics)
     handlers: list[Any] = []
     for entry in plugins.entries("pelton_http_routes"):
         make_routes = entry.resolve()

@@ -62,7 +62,11 @@ class ChoiceReader:
         events = self._reader.feed(output.text)
         if output.finish_reason is not None:
             events += self._reader.finish()
-        return [kept for event in events if (kept := self._kept(event)) is not None]
+        found = [kept for event in events if (kept := self._kept(event)) is not None]
+        plan = self._reading.plan
+        if output.finish_reason is not None and plan is not None and plan.count is not None:
+            plan.count(self.num_calls)
+        return found
 
     def _kept(self, event: Event) -> Event | None:
         reading = self._reading

@@ -26,6 +26,7 @@ class HttpCounts(msgspec.Struct):
     fine_seconds: Series | None = None
     request_bytes: dict[str, Series] = {}
     response_bytes: dict[str, Series] = {}
+    tool_answers: dict[tuple[str, str], int] = {}
     num_in_progress: int = 0
     num_stalled: int = 0
 
@@ -39,6 +40,7 @@ class HttpMetrics:
         self._fine_seconds = BucketCounts(FINE_SECONDS)
         self._request_bytes: dict[str, BucketCounts] = {}
         self._response_bytes: dict[str, BucketCounts] = {}
+        self._tool_answers: dict[tuple[str, str], int] = {}
         self.num_in_progress = 0
         self.num_stalled = 0
         """Connections that were closed because their client did not read, or did not send."""
@@ -54,18 +56,25 @@ class HttpMetrics:
         _series(self._request_bytes, handler, BYTES).observe(num_bytes_in)
         _series(self._response_bytes, handler, BYTES).observe(num_bytes_out)
 
+    def count_tool_answer(self, parser: str, num_calls: int) -> None:
+        """Count an answer that a tool parser has read to its end."""
+        key = (parser, "calls" if num_calls else "no_calls")
+        self._tool_answers[key] = self._tool_answers.get(key, 0) + 1
+
     # Over several processes
 
     def take(self) -> HttpCounts:
         """Return what was counted since the last `take`."""
         requests, self._requests = self._requests, {}
         stalled, self.num_stalled = self.num_stalled, 0
+        tool_answers, self._tool_answers = self._tool_answers, {}
         return HttpCounts(
             requests=requests,
             seconds={key: series.take() for key, series in self._seconds.items()},
             fine_seconds=self._fine_seconds.take(),
             request_bytes={key: series.take() for key, series in self._request_bytes.items()},
             response_bytes={key: series.take() for key, series in self._response_bytes.items()},
+            tool_answers=tool_answers,
             num_in_progress=self.num_in_progress,
             num_stalled=stalled,
         )
@@ -84,6 +93,8 @@ class HttpMetrics:
         ):
             for handler, series in theirs.items():
                 _series(mine, handler, BYTES).add(*series)
+        for answer, count in told.tool_answers.items():
+            self._tool_answers[answer] = self._tool_answers.get(answer, 0) + count
         self.num_stalled += told.num_stalled
 
     # What others see
@@ -106,6 +117,14 @@ class HttpMetrics:
             found.append(
                 Counter(name="http_requests", labels=labels, documentation="HTTP requests answered.", value=count)
             )
+        for (parser, outcome), count in self._tool_answers.items():
+            found.append(
+                Counter(
+                    name="tool_call_parser_invocations", labels={"parser": parser, "outcome": outcome},
+                    documentation="Answers that a tool parser has read, by whether calls were in them (calls, no_calls).",
+                    value=count,
+                )
+            )  # fmt: skip
         for (handler, method), buckets in self._seconds.items():
             found.append(
                 _histogram(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from pelton_plugins.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from pelton.plugins import Plugins
+    from pelton_plugins.server.http_metrics import HttpMetrics
 
 logger = get_logger(__name__)
 
@@ -37,8 +39,10 @@ ParserClass = type[OutputParser]
 class Parsers:
     """Made with the application; `of_model` adds what the checkpoint says, once it is there."""
 
-    def __init__(self, config: ServerConfig, plugins: Plugins) -> None:
+    def __init__(self, config: ServerConfig, plugins: Plugins, metrics: HttpMetrics | None = None) -> None:
         self._plugins = plugins
+        self._metrics = metrics
+        self._tool_name = config.tool_call_parser or CHECKPOINTS_OWN
         self.tool = self._tool(config.tool_call_parser)
         self.reasoning = self._reasoning(config.reasoning_parser)
         self._allows_auto = config.enable_auto_tool_choice is not False
@@ -96,7 +100,12 @@ class Parsers:
             forced = self._tool(FORCED)
             assert forced is not None
             chain = [*chain, forced]
-        return AnswerPlan(chain, context) if chain else None
+        if not chain:
+            return None
+        reads_calls = tools == "required" or (tools == "auto" and self.tool is not None)
+        name = FORCED if tools == "required" else self._tool_name
+        count = partial(self._metrics.count_tool_answer, name) if reads_calls and self._metrics is not None else None
+        return AnswerPlan(chain, context, count)
 
     def hidden(self, plan: AnswerPlan, tokenizer: Any) -> re.Pattern[str] | None:
         """The special tokens that the plan's parsers do not read, where they need to see others; None: they need none."""
@@ -120,6 +129,8 @@ class AnswerPlan:
 
     chain: list[ParserClass]
     context: ParserContext
+    count: Callable[[int], None] | None = None
+    """Takes how many calls an answer had, where a tool parser reads it."""
 
     @property
     def markers(self) -> frozenset[str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pelton.parsing.interface import Arguments, Content, ParserContext, Reasoning, ToolCall
 from pelton.testing.output_parser import OutputParserConformance, Sample
 from pelton_plugins.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
+from pelton_plugins.parsers.dsml import DSMLParser
 from pelton_plugins.parsers.harmony import HarmonyParser
 from pelton_plugins.parsers.json_formats import (
     GraniteParser,
@@ -225,6 +226,48 @@ class TestDeepSeekV31(OutputParserConformance):
         ),
         sample('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}', *PARIS),
         sample("<｜tool▁call▁begin｜>x", Content("<｜tool▁call▁begin｜>x")),
+    )  # fmt: skip
+
+
+def dsml(name, *parameters, block="function_calls"):
+    """A block with one call, as DeepSeek's own encoding writes it."""
+    inside = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n'
+        for key, is_text, value in parameters
+    )
+    return f'<｜DSML｜{block}>\n<｜DSML｜invoke name="{name}">\n{inside}</｜DSML｜invoke>\n</｜DSML｜{block}>'
+
+
+class TestDSML(OutputParserConformance):
+    parser_class = DSMLParser
+    samples = (
+        sample("I look.\n\n" + dsml("get_weather", ("city", "true", "Paris")), Content("I look."), *PARIS),
+        sample(dsml("get_weather", ("city", "true", "Paris"), block="tool_calls"), *PARIS),
+        sample(
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+            'Paris</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n'
+            "</｜DSML｜function_calls>", *PARIS, *NOW,
+        ),
+        # What is marked as text stays as it is, line breaks at its ends and what looks like JSON or a tag too.
+        sample(
+            dsml("f", ("a", "true", '\n"1"\n'), ("b", "true", "3"), ("c", "true", "</parameter> <｜DSML｜ </invoke>")),
+            ToolCall("f"), Arguments('{"a": "\\n\\"1\\"\\n", "b": "3", "c": "</parameter> <｜DSML｜ </invoke>"}'),
+        ),
+        sample(
+            dsml("f", ("a", "false", "3"), ("b", "false", '{"x": [1, null]}'), ("c", "false", "true"), ("d", "false", "many")),
+            ToolCall("f"), Arguments('{"a": 3, "b": {"x": [1, null]}, "c": true, "d": "many"}'),
+        ),
+        # The attribute is missing: the schema says it. The same parameter twice; tags that do not close.
+        sample(
+            '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city">1</｜DSML｜parameter><｜DSML｜parameter name="days">3'
+            '<｜DSML｜parameter name="city">2</｜DSML｜invoke>', ToolCall("get_weather"), Arguments('{"city": "1", "days": 3}'),
+        ),
+        sample('<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris',
+               *PARIS),
+        # No calls at all.
+        sample("<｜DSML｜function_calls> are tags", Content("<｜DSML｜function_calls> are tags")),
+        sample("</｜DSML｜function_calls>", Content("</｜DSML｜function_calls>")),
+        sample('<｜DSML｜invoke name="x\ny', Content('<｜DSML｜invoke name="x\ny')),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from typing import ClassVar
 
+import httpx
 import msgspec
 import openai
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from pelton.errors import ConfigError
 from pelton.parsing.interface import Arguments, Content, ParserContext, ToolCall
 from pelton.testing.output_parser import merged
+from pelton_plugins.server.http_metrics import HttpMetrics
 from pelton_plugins.server.parsing import AnswerReader
 from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool, constraint
 
@@ -73,6 +75,21 @@ def test_deltas_of_a_call_name_it_once(hermes):
     assert len(calls) > 5, "the arguments come as they are generated"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_answers_that_a_tool_parser_reads_are_counted(hermes):
+    """Whole or streamed, with calls or without; not those of requests without tools."""
+    for answer, is_streamed in ((CALL, False), ("Hello.", False), (CALL, True)):
+        hermes.llm.answer = answer
+        assert hermes.post(CHAT, {"messages": HI, "tools": [WEATHER], "stream": is_streamed}).status_code == 200
+    assert hermes.post(CHAT, {"messages": HI}).status_code == 200
+    told = httpx.get(f"{hermes.url}/metrics").text
+    assert 'tool_call_parser_invocations_total{parser="hermes",outcome="calls"} 2' in told
+    assert 'tool_call_parser_invocations_total{parser="hermes",outcome="no_calls"} 1' in told
+    told, added = hermes.state.http_metrics.take(), HttpMetrics()
+    for _ in range(2):
+        added.add(told)
+    assert added.take().tool_answers == {("hermes", "calls"): 4, ("hermes", "no_calls"): 2}
 
 
 def test_reasoning_streams_under_both_names(hermes):
