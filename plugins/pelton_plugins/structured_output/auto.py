@@ -53,8 +53,10 @@ _COUNTED = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 def num_states(regex: str) -> int:
-    """More states than a regex of ordinary form has: its characters, times the counts that stand in it."""
+    """More states than a regex of ordinary form has: its characters, times the counts that stand in it, up to a work too great."""
     count = len(regex)
     for least, most in _COUNTED.findall(regex):
-        count *= max(int(most or least or 1), 1)
+        if count > _MAX_WORK:  # no more to know, and of a long regex a number of thousands of digits
+            break
+        count *= max(int((most or least or "1")[:18]), 1)
     return count

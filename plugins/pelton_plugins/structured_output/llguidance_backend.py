@@ -10,8 +10,10 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
 
 import llguidance
 import msgspec
@@ -29,6 +31,11 @@ _MAX_CACHED = 512
 """Compiled constraints that are kept, the last used ones."""
 _SLOW_S = 2e-3
 """CPU time of a first mask, made again, of a grammar whose masks are made apart from the others'."""
+_STACK_BYTES = 256 * 2**20
+"""Of the thread that compiles. The library descends a level for each rule or reference that leads to the next, and needs up to 4 kB for
+it; a constraint of the greatest length has 33,000. It is address space: what is not touched takes no memory."""
+_TOO_MUCH = ("items; max is", "fuel", "too many states", "TooComplex")
+"""Parts of the errors of a grammar that met one of the limits below in mid-answer."""
 _LIMITS: dict[str, int] = {
     "initial_lexer_fuel": 2_000_000,  # to build the lexer: 50,000 a millisecond
     "step_lexer_fuel": 200_000,  # of a mask: 14,000 a millisecond
@@ -36,6 +43,10 @@ _LIMITS: dict[str, int] = {
     "max_lexer_states": 100_000,  # 1 to 2 kB each
     "max_grammar_size": 500_000,
 }
+
+
+_stack_lock = threading.Lock()
+T = TypeVar("T")
 
 
 class LLGrammar(Grammar):
@@ -91,7 +102,13 @@ class LLGrammar(Grammar):
 
     def check(self) -> None:
         if self.matcher.is_error():
-            raise EngineError(f"llguidance: {_first_line(self.matcher.get_error())}")
+            message = _first_line(self.matcher.get_error())
+            if any(sign in message for sign in _TOO_MUCH):
+                raise RequestError(
+                    f"structured_outputs takes more work at this place than a token may: {message}",
+                    param="structured_outputs",
+                )
+            raise EngineError(f"llguidance: {message}")
 
 
 def num_threads(num_cores: int) -> int:
@@ -157,7 +174,7 @@ class LLGuidanceBackend(StructuredOutputBackend):
             if found is not None:
                 self._made.move_to_end(key)
         if found is None:
-            found = self._compile(params)
+            found = on_deep_stack(partial(self._compile, params))
             with self._lock:
                 self.num_compiled += 1
                 self._made[key] = found
@@ -183,6 +200,27 @@ class LLGuidanceBackend(StructuredOutputBackend):
 
     def _matcher(self, source: str) -> Any:
         return llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+
+
+def on_deep_stack(function: Callable[[], T]) -> T:
+    """Call a function on a thread of its own, with room for deep recursion in native code: what overflows a stack ends the process."""
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(function())
+        except BaseException as error:
+            made.set_exception(error)
+
+    with _stack_lock:  # the size is that of all threads which start meanwhile
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="pelton-compile")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return made.result()
 
 
 def refusal(params: StructuredOutputsParams, message: str) -> RequestError:

@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pelton.errors import RequestError
@@ -14,7 +15,7 @@ from pelton.structured.interface import Grammar, StructuredOutputBackend, Struct
 from pelton.testing.models import EOS_ID, VOCAB_SIZE, make_tiny_tokenizer
 from pelton.testing.structured_output import StructuredOutputConformance, allowed_tokens
 from pelton_plugins.structured_output import llguidance_backend
-from pelton_plugins.structured_output.auto import AutoBackend
+from pelton_plugins.structured_output.auto import AutoBackend, num_states
 from pelton_plugins.structured_output.index_process import IndexProcess
 from pelton_plugins.structured_output.llguidance_backend import LLGuidanceBackend
 from pelton_plugins.structured_output.outlines_backend import OutlinesBackend
@@ -227,6 +228,39 @@ def test_what_is_too_large_or_makes_no_sense_is_refused(guidance, params, words)
     assert words in str(refused.value)
 
 
+def chained(count: int) -> dict:
+    """A schema whose definitions lead to each other, one by one."""
+    return {
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)} | {f"d{count}": {"const": 1}},
+        "$ref": "#/$defs/d0",
+    }
+
+
+@pytest.mark.parametrize(
+    "params, text",
+    [
+        ({"json": chained(7000)}, "1"),
+        ({"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(15_000)) + 'r15000: "ab"\n'}, "ab"),
+    ],
+    ids=["references", "rules"],
+)
+def test_rules_that_lead_to_each_other_without_end_end_no_process(guidance, params, text):
+    """The library descends a level for each: on an ordinary stack 3,000 end the process, that is, the engine."""
+    grammar = guidance.compile(StructuredOutputsParams(**params))
+    bitmask = np.zeros((2, -(-VOCAB_SIZE // 32)), dtype="<i4")
+    other = guidance.compile(StructuredOutputsParams(**params))
+    grammar.filler.fill([(grammar, 0, []), (other, 1, [])], bitmask)
+    assert bitmask[0].any() and (bitmask[0] == bitmask[1]).all()
+    assert takes(guidance, StructuredOutputsParams(**params), text)
+
+
+def test_the_states_of_a_regex_with_very_many_counts_are_bounded(context):
+    assert 2**24 < num_states("a{1,9}" * 40_000) < 2**40
+    assert 2**24 < num_states("a{" + "9" * 5000 + "}") < 2**80
+    regex = r"[a-c\d]{1,9}" * 8000
+    assert AutoBackend(context).compile(StructuredOutputsParams(regex=regex)).name == "llguidance"
+
+
 def test_a_constraint_is_compiled_once(guidance):
     params = StructuredOutputsParams(json={**SCHEMA, "title": "once"})
     before = guidance.num_compiled
@@ -268,8 +302,6 @@ def test_auto_says_which_it_chose(context, caplog):
 
 def test_the_tree_of_a_step_is_filled_in_one_call(guidance, monkeypatch):
     """Masks of many rows, drafts among them, are those that each row would get alone."""
-    import numpy as np
-
     grammars = [guidance.compile(params) for params in (*REGULAR, *OTHERS)]
     alone = [guidance.compile(params) for params in (*REGULAR, *OTHERS)]
     for _ in range(3):
