@@ -34,7 +34,7 @@ _SLOW_S = 2e-3
 _STACK_BYTES = 256 * 2**20
 """Of the thread that compiles. The library descends a level for each rule or reference that leads to the next, and needs up to 4 kB for
 it; a constraint of the greatest length has 33,000. It is address space: what is not touched takes no memory."""
-_TOO_MUCH = ("items; max is", "fuel", "too many states", "TooComplex")
+_TOO_MUCH = ("items; max is", "lexer error", "fuel", "too many", "TooComplex")
 """Parts of the errors of a grammar that met one of the limits below in mid-answer."""
 _LIMITS: dict[str, int] = {
     "initial_lexer_fuel": 2_000_000,  # to build the lexer: 50,000 a millisecond

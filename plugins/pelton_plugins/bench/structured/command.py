@@ -28,7 +28,7 @@ from pelton.structured.interface import Grammar, StructuredOutputBackend, Struct
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, today, versions, write_json
 
-_MOST_BEGINNINGS = 5000
+_MOST_BEGINNINGS = 20_000
 """Texts that are tried to find the order of an instance's properties."""
 LEAST_PASSING, MOST_REJECTED = 0.88, 0.005
 MOST_COMPILE_P50_S, MOST_COMPILE_P99_S, MOST_MASK_P50_S = 5e-3, 50e-3, 50e-6
