@@ -11,6 +11,7 @@ import pytest
 from pelton import LLM, SamplingParams
 from pelton.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from pelton.testing.models import EOS_ID, make_tiny_checkpoint
+from pelton_plugins.structured_output.llguidance_backend import BatchFiller, LLGrammar, LLGuidanceBackend
 
 PROMPTS = ["This sucks", "The weather is beautiful"]
 SCHEMA = {
@@ -109,3 +110,56 @@ def test_a_bad_schema_is_the_clients_error_and_the_engine_goes_on(llm):
     assert output.outputs[0].finish_reason == "error"
     assert output.error.kind == "RequestError" and "/properties/a/type is 'strng'" in output.error.message
     assert llm.generate(PROMPTS[:1], constrained(), use_tqdm=False)[0].outputs[0].token_ids[-1] == EOS_ID
+
+
+def test_a_grammar_that_raises_while_masks_are_made_ends_its_request_alone(llm, monkeypatch):
+    """In the middle of its answer; what the others give is what they give without it."""
+    bad = StructuredOutputsParams(json={"const": "x" * 40}, disable_any_whitespace=True)
+    compile_, fill, fill_row = LLGuidanceBackend.compile, BatchFiller.fill, LLGrammar.fill_bitmask
+    marked = []
+
+    def compiled(backend, params):
+        grammar = compile_(backend, params)
+        if params.json == bad.json:
+            marked.append(grammar)
+        return grammar
+
+    def is_due(grammar):
+        return grammar in marked and grammar.num_masks > 3
+
+    def filled(filler, rows, bitmask):
+        for grammar, _, _ in rows:
+            grammar.num_masks = getattr(grammar, "num_masks", 0) + 1
+        if any(is_due(grammar) for grammar, _, _ in rows):
+            raise RuntimeError("broken")
+        fill(filler, rows, bitmask)
+
+    def filled_row(grammar, row, drafts=()):
+        if is_due(grammar):
+            raise RuntimeError("broken")
+        fill_row(grammar, row, drafts)
+
+    others = [constrained(seed=1), SamplingParams(temperature=1.0, seed=2, max_tokens=40), constrained(seed=3)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(["Hi"] * 3, others, use_tqdm=False)]
+    monkeypatch.setattr(LLGuidanceBackend, "compile", compiled)
+    monkeypatch.setattr(BatchFiller, "fill", filled)
+    monkeypatch.setattr(LLGrammar, "fill_bitmask", filled_row)
+    *found, ended = llm.generate(
+        ["Hi"] * 4, [*others, SamplingParams(max_tokens=60, structured_outputs=bad)], use_tqdm=False
+    )
+    assert [output.outputs[0].token_ids for output in found] == expected
+    assert "broken" in str(ended.error) and 0 < len(ended.outputs[0].token_ids) <= 4
+
+
+def test_logprobs_are_the_models_and_not_those_of_the_mask(llm):
+    """Of the token that was sampled too: those that the same text has as a prompt."""
+    (output,) = llm.generate(["Hi"], constrained(seed=1, logprobs=2), use_tqdm=False)
+    answer, prompt = output.outputs[0], output.prompt_token_ids
+    again = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
+    (read,) = llm.generate([{"prompt_token_ids": [*prompt, *answer.token_ids]}], again, use_tqdm=False)
+    behind = read.prompt_logprobs[len(prompt) :]
+    assert len(answer.token_ids) == len(answer.logprobs) == len(behind) > 10
+    for token, mine, known in zip(answer.token_ids, answer.logprobs, behind, strict=True):
+        assert mine.keys() == known.keys() and token in mine
+        assert all(abs(mine[one].logprob - known[one].logprob) < 1e-3 for one in mine)
+        assert mine[token].rank == known[token].rank
