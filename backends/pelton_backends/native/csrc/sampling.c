@@ -277,18 +277,47 @@ static float cut_by_mass(const struct work *work, const float *weights, int64_t 
 
 /* ---- masks and side tables ---- */
 
-/* As a grammar allows: a bit for each token. */
-static void apply_mask(const struct sampler *op, int64_t slot, float *values) {
-    const uint32_t *words = op->mask_words + slot * op->mask_stride;
+/* As a grammar allows, a bit for each token: the numbers come to `values`, -inf where the bit is 0, and each group's highest of them to
+   `tops`, in one pass over the row. unmasked: of the numbers as they were. */
+INLINE struct scanned mask_chunks(const struct work *work, const float *from, const uint32_t *words, int64_t num_chunks,
+                                  struct scanned *unmasked) {
+    vec best = vec_all(-INFINITY), best_before = best;
+    ivec is_nan = {0};
     uvec lane_bit = {0};
     for (int lane = 0; lane < LANES; lane++)
         lane_bit[lane] = 1u << lane;
-    for (int64_t first = 0; first < op->vocab_size; first += 32) {
-        for (int64_t i = 0; i < 32; i += LANES) {
-            ivec is_allowed = ((words[first / 32] >> i) & lane_bit) != 0;
-            vec_store(values + first + i, vec_choose(is_allowed, vec_load(values + first + i), vec_all(-INFINITY)));
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+        vec top = vec_all(-INFINITY);
+        for (int64_t i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i += LANES) {
+            vec x = vec_load(from + i);
+            ivec is_allowed = ((words[i / 32] >> (i % 32)) & lane_bit) != 0;
+            is_nan |= x != x;
+            best_before = vec_max(x, best_before);
+            x = vec_choose(is_allowed, x, vec_all(-INFINITY));
+            top = vec_max(x, top);
+            vec_store(work->values + i, x);
         }
+        vec_store(work->tops + chunk * LANES, top);
+        best = vec_max(top, best);
     }
+    *unmasked = (struct scanned){highest_lane(best_before), vec_bits(is_nan) != 0};
+    return (struct scanned){highest_lane(best), vec_bits(is_nan) != 0};
+}
+
+static struct scanned scan_masked(const struct work *work, const float *from, int64_t count, const uint32_t *words,
+                                  struct scanned *unmasked) {
+    int64_t num_whole = count / CHUNK, num_chunks = work->width / CHUNK;
+    uint32_t last_words[CHUNK / 32] = {0};
+    memcpy(work->values + num_whole * CHUNK, from + num_whole * CHUNK, (size_t)(count - num_whole * CHUNK) * sizeof *from);
+    fill(work->values, count, work->width);
+    for (int64_t word = num_whole * CHUNK / 32; word < (count + 31) / 32; word++)
+        last_words[word - num_whole * CHUNK / 32] = words[word];
+    struct work rest = *work;
+    rest.values += num_whole * CHUNK, rest.tops += num_whole * LANES;
+    struct scanned before, found = mask_chunks(work, from, words, num_whole, unmasked);
+    struct scanned last = mask_chunks(&rest, rest.values, last_words, num_chunks - num_whole, &before);
+    *unmasked = (struct scanned){before.best > unmasked->best ? before.best : unmasked->best, before.has_nan | unmasked->has_nan};
+    return (struct scanned){last.best > found.best ? last.best : found.best, found.has_nan | last.has_nan};
 }
 
 static void ban(const uint8_t *is_banned, int64_t count, float *values) {
@@ -483,18 +512,24 @@ static int is_usable(struct scanned found) { return !found.has_nan && isfinite(f
 static struct taken take(const struct sampler *op, const struct work *work, const float *logits, int64_t slot) {
     int64_t position = op->batch->num_computed_tokens[slot] + 1, vocab_size = op->vocab_size;
     float temperature = op->temperature[slot];
-    int is_changed = has_side(op, slot) || has_mask(op, slot), divides = temperature > 0.0f && temperature != 1.0f;
-    struct scanned found = scan(work, logits, vocab_size, divides && !is_changed ? temperature : 1.0f);
+    int is_masked = has_mask(op, slot), is_changed = has_side(op, slot) || is_masked;
+    int divides = temperature > 0.0f && temperature != 1.0f;
+    struct scanned found, masked;
+    if (is_masked)
+        masked = scan_masked(work, logits, vocab_size, op->mask_words + slot * op->mask_stride, &found);
+    else
+        found = scan(work, logits, vocab_size, divides && !is_changed ? temperature : 1.0f);
     if (!is_usable(found) && divides && !is_changed) /* the temperature may be too low to divide by */
         found = scan(work, logits, vocab_size, 1.0f), temperature = 0.0f;
     if (!is_usable(found))
         return (struct taken){0, NOT_FINITE};
     if (is_changed) {
-        if (has_mask(op, slot))
-            apply_mask(op, slot, work->values);
-        if (has_side(op, slot))
+        if (has_side(op, slot)) {
             apply_side_tables(op, slot, position, work->values);
-        found = scan(work, work->values, vocab_size, 1.0f);
+            found = scan(work, work->values, vocab_size, 1.0f);
+        } else {
+            found = masked;
+        }
         if (!is_usable(found))
             return (struct taken){0, NOTHING_ALLOWED};
         if (divides)
