@@ -72,6 +72,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contextlib.Abs
 @pytest.fixture(scope="module")
 def server(started) -> Iterator[Serving]:
     with started("--enable-request-id-headers", "--max-stored-responses", "50", "--chat-template", TEMPLATE) as running:
+        assert eventually(lambda: running.sample("pelton_api_processes") == 2, 30)
         yield running
 
 
