@@ -57,7 +57,7 @@ class StepKernelConformance:
             )
 
     @pytest.mark.parametrize("needs", [
-        {"kv_dtype": "fp8"}, {"quantization": "nobodys"}, {"tp_size": 2}, {"has_adapters": True},
+        {"kv_dtype": "fp8"}, {"quantization": "nobodys"}, {"tp_size": 2},
     ], ids=lambda needs: next(iter(needs)))  # fmt: skip
     def test_refuses_what_it_has_not_read_about(self, needs: dict[str, Any]) -> None:
         (name,) = needs

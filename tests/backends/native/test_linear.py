@@ -184,7 +184,6 @@ def test_add_norm_logits_equal_the_reference(isa, dtype, rows, soft_cap, num_col
     "changes, reason",
     [
         ({"dtype": "float16"}, "dtype float16"),
-        ({"tp_size": 2}, "tp_size 2"),
         ({"linear": LinearSpec(in_features=8, out_features=8, weight_format="q4")}, "weight format 'q4'"),
     ],
     ids=str,

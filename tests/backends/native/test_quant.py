@@ -203,7 +203,6 @@ def test_embedding_equals_the_reference(isa, dtype, scale, kind):
     "changes, reason",
     [
         ({"dtype": "float16"}, "dtype float16, only float32, bfloat16"),
-        ({"tp_size": 2}, "tp_size 2, only 1"),
         ({"linear": LinearSpec(in_features=32, out_features=8)}, "weight format 'plain', only q8_0, q4_0, q4_1"),
         ({"linear": LinearSpec(in_features=32, out_features=8, weight_format="q4_1", parts=(2, 2, 2, 2))}, "4 parts"),
     ],

@@ -111,9 +111,9 @@ def test_the_setting_names_whose_modules(tmp_path):
     }
     with pytest.raises(ConfigError, match=r"model_impl is 'thunder'; there is auto, pelton, transformers\."):
         LLM(model=str(path), model_impl="thunder", **small)
-    other = make_checkpoint(tmp_path / "phi3", "phi3")
+    other = make_checkpoint(tmp_path / "stablelm", "stablelm")
     for name in ("pelton", "vllm"):
-        with pytest.raises(ConfigError, match="No model plugin offers architecture 'Phi3ForCausalLM'"):
+        with pytest.raises(ConfigError, match="No model plugin offers architecture 'StableLmForCausalLM'"):
             LLM(model=other, model_impl=name, **small)
 
 
