@@ -257,9 +257,9 @@ class MultiProcExecutor(Executor):
         for data in answers:
             answer = messages.decode_answer(data)
             if isinstance(answer, messages.CallDone):
-                gathered = self._calls[answer.call_id]
-                if gathered.take(rank.rank, answer):
-                    del self._calls[answer.call_id]
+                gathered = self._calls.get(answer.call_id)
+                if gathered is not None and gathered.take(rank.rank, answer):
+                    self._calls.pop(answer.call_id, None)
             else:
                 self._finish_step(rank, answer)
 
@@ -270,11 +270,13 @@ class MultiProcExecutor(Executor):
             # All fail alike where the step was at fault: then the first says so too. One alone leaves the others in the middle.
             assert answer.error is not None
             threading.Timer(_OTHERS_S, self._fail_unless_done, (rank, answer)).start()
+        elif (future := self._steps.pop(answer.step_id, None)) is None:
+            pass  # it was told meanwhile that a rank is gone
         elif answer.error is not None:
-            self._steps.pop(answer.step_id).set_exception(error_from_info(answer.error))
+            future.set_exception(error_from_info(answer.error))
         else:
             assert answer.output is not None
-            self._steps.pop(answer.step_id).set_result(answer.output)
+            future.set_result(answer.output)
 
     def _fail_unless_done(self, rank: RankProcess, answer: messages.StepDone) -> None:
         if answer.step_id in self._steps and answer.error is not None:
