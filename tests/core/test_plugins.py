@@ -12,9 +12,13 @@ import pytest
 
 from pelton import hookspecs
 from pelton.cli.main import main
+from pelton.config import EngineConfig
+from pelton.engine.core import make_executor
 from pelton.entries import Entry, ModelEntry, PlatformEntry
 from pelton.errors import ConfigError, PluginError
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.plugins import load_plugins
+from pelton.testing.fake_model import fake_resolved_model
 from pelton.worker.interface import WorkerContext
 from pelton.worker.select import start_worker
 
@@ -63,6 +67,19 @@ def model(name: str, priority: int = 50, load: str = "X") -> str:
 
 def names(entries) -> list[str]:
     return [entry.name for entry in entries]
+
+
+EXECUTORS = """
+from pelton.errors import ConfigError
+
+class Mine:
+    def __init__(self, context):
+        raise ConfigError(f"mine for {context.config.parallel.num_ranks}")
+
+@hookimpl
+def pelton_executors():
+    return [ENTRY(name="mine", load=__name__ + ":Mine", priority=99 OPTIONS)]
+"""
 
 
 # What loads.
@@ -395,3 +412,33 @@ def test_check_reports_a_probe_that_raises_as_its_plugins_problem(install, capsy
     install("bread", DEVICES.format(probe="raise OSError('hot')"))
     code, result = checked(capsys)
     assert (code, result["problems"]) == (1, ["Platform 'toaster' fails in its probe: OSError: hot"])
+
+
+# Executors follow from the sizes.
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_executor_that_does_not_say_what_it_runs_is_taken_for_any_size(install, ranks):
+    install("mine", EXECUTORS.replace("ENTRY", "Entry").replace("OPTIONS", ""))
+    with pytest.raises(ConfigError, match=f"^mine for {ranks}$"):
+        make_one(tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize("ranks, runs_several", [(1, False), (2, True)])
+def test_one_that_says_so_is_taken_for_its_sizes_alone(install, ranks, runs_several):
+    body = EXECUTORS.replace("ENTRY", "ExecutorEntry").replace("OPTIONS", f", runs_several={runs_several}")
+    install("mine", body)
+    with pytest.raises(ConfigError, match=f"^mine for {ranks}$"):
+        make_one(tensor_parallel_size=ranks)
+
+
+def test_executors_are_found_by_what_other_engines_call_them():
+    plugins = load_plugins(only=[])
+    for alias, name in {"mp": "multiproc", "uni": "in_process", "multiproc": "multiproc"}.items():
+        assert plugins.find("pelton_executors", alias, setting="distributed_executor_backend").name == name
+
+
+def make_one(**settings):
+    return make_executor(
+        EngineConfig.from_flat(**settings), fake_resolved_model(max_model_len=64), load_plugins(), PluginMetrics()
+    )

@@ -17,7 +17,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data_parallel_size: int = 1
     """Engines with a whole copy of the model each. This release runs 1."""
     distributed_executor_backend: str | None = None
-    """Name of an executor (in_process, multiproc, or a plugin's); when unset, the best that is offered for one device or for several."""
+    """Name of an executor that a plugin offers; when unset, the best that is offered for one device or for several."""
     device: str | None = None
     """Device type (cpu, cuda, or a plugin's); the best platform that is present when unset."""
 

@@ -498,10 +498,12 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, 
         entry = plugins.find("pelton_executors", name, setting="distributed_executor_backend")
     else:
         is_spread = config.parallel.num_ranks > 1
-        entries = [e for e in plugins.entries("pelton_executors") if getattr(e, "runs_several", False) == is_spread]
+        entries = [e for e in plugins.entries("pelton_executors") if getattr(e, "runs_several", is_spread) == is_spread]
         if not entries:
             what = f"for {config.parallel.num_ranks} ranks" if is_spread else "of one device"
-            raise ConfigError(f"No plugin offers an executor {what}; the built-in ones are in the plugin `executors`.")
+            raise ConfigError(
+                f"No plugin that is loaded offers an executor {what}; see PELTON_PLUGINS and `pelton plugins`."
+            )
         entry = entries[0]
     with plugins.blaming("when the executor starts"):
         if len(_parameters(entry)) == 3:

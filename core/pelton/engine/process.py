@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -33,6 +32,7 @@ from pelton.logging import get_logger, setup
 from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
 from pelton.messages.request import EngineRequest
 from pelton.utils.cache_folder import remove_private_folders
+from pelton.utils.own_process import read_arguments
 
 if TYPE_CHECKING:
     from pelton.engine.core import EngineCore
@@ -42,7 +42,6 @@ logger = get_logger(__name__)
 WATCH_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 1.0
 EXIT_GRACE_S = 1.0  # what the step loop gets to end by itself after `Shutdown`
-PR_SET_PDEATHSIG = 1
 _IDLE_WAITS, _IDLE_WAIT_S = 10, 0.02
 """Short waits without a message behind which an engine counts as idle. One long wait would be over as well when the process was
 stopped meanwhile."""
@@ -341,28 +340,11 @@ def is_parent_gone(parent_pid: int, wait_s: float) -> bool:
     return os.getppid() != parent_pid
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill us when the thread that started us ends: right only when that was its main thread."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pelton.engine.process", description=__doc__)
     parser.add_argument("--socket-dir", required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--hang-dump-s", type=float, default=60.0)
-    parser.add_argument("--die-with-parent", action="store_true")
-    parser.add_argument("--python-path", default=None, help="PYTHONPATH as the user set it")
-    arguments = parser.parse_args(argv)
-    if arguments.die_with_parent:
-        die_with_parent()
-    if os.getppid() != arguments.parent_pid:
-        return 1
-    # The front end passed its sys.path in PYTHONPATH; processes that we start get the user's again.
-    os.environ.pop("PYTHONPATH", None)
-    if arguments.python_path is not None:
-        os.environ["PYTHONPATH"] = arguments.python_path
+    arguments = read_arguments(parser, argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     setup()

@@ -33,6 +33,7 @@ from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
 from pelton.messages.request import EngineRequest
 from pelton.model.resolved import ResolvedModel
+from pelton.utils.own_process import own_program
 
 if TYPE_CHECKING:
     from pelton.plugins import Plugins
@@ -251,17 +252,8 @@ class _Connection(Channel):
 
 
 def _spawn(socket_dir: str, hang_dump_s: float) -> subprocess.Popen[bytes]:
-    """Start our own entry point with this process's import path, in a process group of its own (Ctrl-C is ours)."""
-    command = [
-        sys.executable, "-P", "-m", "pelton.engine.process",
-        "--socket-dir", socket_dir, "--parent-pid", str(os.getpid()), "--hang-dump-s", str(hang_dump_s),
-    ]  # fmt: skip
-    environment = dict(os.environ)
-    if "PYTHONPATH" in environment:
-        command += ["--python-path", environment["PYTHONPATH"]]
-    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if "zip" not in path)
-    if threading.current_thread() is threading.main_thread():
-        command.append("--die-with-parent")
+    """Start the engine's program in a process group of its own (Ctrl-C is ours)."""
+    command, environment = own_program("pelton.engine.process", socket_dir=socket_dir, hang_dump_s=hang_dump_s)
     return subprocess.Popen(
         command,
         env=environment,

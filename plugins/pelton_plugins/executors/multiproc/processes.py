@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
-import sys
-import threading
 from pathlib import Path
 
+from pelton.utils.own_process import own_program
 from pelton_plugins.executors.multiproc.rank import FRAME
 
 _READ_BYTES = 1 << 20
@@ -23,16 +21,8 @@ class RankProcess:
         self.rank = rank
         self._received = bytearray()
         self.socket, theirs = socket.socketpair()
-        command = [
-            sys.executable, "-P", "-m", "pelton_plugins.executors.multiproc.rank", "--rank", str(rank), "--size", str(size),
-            "--ring", str(ring), "--socket", str(theirs.fileno()), "--parent-pid", str(os.getpid()),
-        ]  # fmt: skip
-        environment = dict(os.environ)
-        if "PYTHONPATH" in environment:
-            command += ["--python-path", environment["PYTHONPATH"]]
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if "zip" not in path)
-        if threading.current_thread() is threading.main_thread():
-            command.append("--die-with-parent")
+        program = "pelton_plugins.executors.multiproc.rank"
+        command, environment = own_program(program, rank=rank, size=size, ring=ring, socket=theirs.fileno())
         with theirs:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(ring, theirs.fileno()), process_group=0

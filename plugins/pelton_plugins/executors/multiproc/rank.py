@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import os
 import queue
 import signal
 import socket
@@ -20,13 +19,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pelton.engine.process import die_with_parent, end_process
+from pelton.engine.process import end_process
 from pelton.engine.protocol import error_info
 from pelton.errors import EngineDeadError, PeltonError, PluginError
 from pelton.executor.interface import ExecutorContext, StepHandle
 from pelton.logging import get_logger, setup
 from pelton.parallel.communicator import CommunicatorContext, GroupContext, make_communicator
 from pelton.plugins import load_plugins
+from pelton.utils.own_process import read_arguments
 from pelton_plugins.executors.in_process import InProcessExecutor
 from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.ring import RingReader
@@ -174,18 +174,9 @@ class RankExecutor(InProcessExecutor):
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pelton_plugins.executors.multiproc.rank", description=__doc__)
-    for name in ("rank", "size", "ring", "socket", "parent-pid"):
+    for name in ("rank", "size", "ring", "socket"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--die-with-parent", action="store_true")
-    parser.add_argument("--python-path", default=None, help="PYTHONPATH as the user set it")
-    arguments = parser.parse_args(argv)
-    if arguments.die_with_parent:
-        die_with_parent()
-    if os.getppid() != arguments.parent_pid:
-        return 1
-    os.environ.pop("PYTHONPATH", None)
-    if arguments.python_path is not None:
-        os.environ["PYTHONPATH"] = arguments.python_path
+    arguments = read_arguments(parser, argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     setup()

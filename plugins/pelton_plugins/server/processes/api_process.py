@@ -23,6 +23,7 @@ from pelton.logging import get_logger, setup
 from pelton.metrics.snapshot import Metric
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.plugins import load_plugins
+from pelton.utils.own_process import read_arguments
 from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.server.processes import control
 from pelton_plugins.server.processes.joined_client import JoinedClient
@@ -256,11 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pelton_plugins.server.processes.api_process", description=__doc__)
     for name in ("--control-fd", "--listen-fd", "--load-fd"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--python-path", default=None, help="PYTHONPATH as the user set it")
-    arguments = parser.parse_args(argv)
-    os.environ.pop("PYTHONPATH", None)
-    if arguments.python_path is not None:
-        os.environ["PYTHONPATH"] = arguments.python_path
+    arguments = read_arguments(parser, argv)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(serve(arguments))
     sys.stderr.flush()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from pelton.logging import get_logger
+from pelton.utils.own_process import own_program
 from pelton_plugins.server.processes import control
 from pelton_plugins.server.processes.load_counts import LoadCounts
 
@@ -67,14 +66,8 @@ class Child:
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        environment = dict(os.environ)
-        command = [sys.executable, "-P", "-m", PROGRAM]
-        if "PYTHONPATH" in environment:
-            command += ["--python-path", environment["PYTHONPATH"]]
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if "zip" not in path)
-        files = {"--control-fd": theirs.fileno(), "--listen-fd": self._listener.fileno(), "--load-fd": self._load_file}
-        for flag, number in files.items():
-            command += [flag, str(number)]
+        files = {"control_fd": theirs.fileno(), "listen_fd": self._listener.fileno(), "load_fd": self._load_file}
+        command, environment = own_program(PROGRAM, is_bound=False, **files)
         self._process = await asyncio.create_subprocess_exec(
             *command,
             env=environment,
