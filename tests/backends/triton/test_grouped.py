@@ -91,6 +91,20 @@ def test_columns_that_fill_no_block_and_rows_that_fill_no_tile(device):
 def test_several_pieces_of_a_long_row(device):
     for bits, size in ((4, 9216), (8, 5120)):
         check(make(1, size, 16, device, bits, 128, norm=False), GroupedLinear)
+    check(make(1, 256, 1100, device, 4, 128, norm=False), GroupedLinear)  # 32 rows a program
+
+
+@pytest.mark.parametrize("bits, group, size, tile", [
+    (4, 128, 3584, grouped.RowTile(2, 32, 4, 2, SPLIT=4)),
+    (4, 32, 896, grouped.RowTile(2, 16, 2, 2, SPLIT=2)),
+    (8, 128, 992, grouped.RowTile(1, 32, 3, 3, SPLIT=3)),
+])  # fmt: skip
+def test_programs_share_a_long_row(bits, group, size, tile, device, monkeypatch):
+    monkeypatch.setattr(grouped, "choose_row_tile", lambda *_: tile)
+    group = -1 if size % group else group
+    for is_ordered in (False, True):
+        case = make(1, size, 52, device, bits, group, norm=False, bias=True, is_ordered=is_ordered)
+        check(case, GroupedLinear)
 
 
 OPTIONS = [

@@ -50,7 +50,10 @@ BLOCK = 128  # columns
 NUMBERS_AT_ONCE = 2**25
 """Of a matrix, dequantized for cuBLAS."""
 _SMALLEST_TILE = 64  # rows of a weight
-ONE, TWO_23 = 0x3F800000, 0x4B000000  # bits of 1.0 and 2.0 ** 23
+TWO_23 = 0x4B000000
+"""Bits of 2.0 ** 23."""
+POWERS = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
+"""Bits of 128 and of 1,024, twice."""
 
 
 class RowTile(NamedTuple):
@@ -60,16 +63,22 @@ class RowTile(NamedTuple):
     R: int
     NUM: int
     AHEAD: int
+    SPLIT: int = 1  # programs that share K: of a product without a norm before it
 
 
-def choose_row_tile(in_features: int, bits: int) -> RowTile:
-    """Measured on an H200, Llama-3.1-8B's shapes in 4 bits, us (GB/s): QKV 10.1 (1,320), O 5.5 (1,610), gate and up 33.2 (1,880), down 15.2
-    (2,050); eight warps took 16.5 for down, 16 rows a program 34.2 for gate and up."""
-    quads = triton.cdiv(in_features, BLOCK) * bits
-    warps = min(max(triton.next_power_of_2(triton.cdiv(quads, 32)), 1), 4)
-    num = triton.cdiv(quads, warps * 32)
-    rows = 8 if num == 1 else 4
-    return RowTile(warps, rows, num, min(num, 4))
+@cache
+def choose_row_tile(num_rows: int, in_features: int, bits: int, programs: int) -> RowTile:
+    """num_rows: of the weight; programs: multiprocessors of the device.
+
+    Measured on an H200, Llama-3.1-8B's shapes in 4 bits, us (GB/s): QKV 7.1 (1,880; eight warps 7.9), O 5.3 (1,690; four warps 5.7), gate
+    and up 20.4 (3,060; 16 rows 24.5), down 16.3 (1,910).
+    """
+    blocks = triton.cdiv(in_features, BLOCK)
+    rows = 32 if num_rows >= 32 * 4 * programs else 16
+    warps = 4 if blocks <= 32 and num_rows >= rows * 2 * programs else 8
+    warps = min(triton.next_power_of_2(blocks), warps)
+    num = triton.cdiv(blocks, warps)
+    return RowTile(warps, rows, num, max(min(num, (8 if rows == 16 else 4) * 4 // bits), 1))
 
 
 class Tiling(NamedTuple):
@@ -84,14 +93,14 @@ class Tiling(NamedTuple):
 
 @cache
 def choose_tiling(num_tokens: int, out_features: int, in_features: int, programs: int) -> Tiling:
-    """programs: multiprocessors of the device. K is cut as measured on an H200: 8 rows O 12.9, gate and up 59.0, down 30.4 us; 32 rows
-    13.1, 60.1, 36.5; 128 rows 26.4, 113.9, 72.6."""
+    """programs: multiprocessors of the device. K is cut as measured on an H200: 8 rows O 10.8, gate and up 54.5, down 26.8 us; 32 rows
+    12.0, 56.7, 29.0; 64 rows 13.6, 66.8, 34.0; 128 rows 22.2, 94.8, 59.2."""
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), 128)
     rows = 128 if tokens == 128 else _SMALLEST_TILE
     tiles = triton.cdiv(out_features, rows) * triton.cdiv(num_tokens, tokens)
     blocks, split = triton.cdiv(in_features, BLOCK), 1
-    wanted, least = (3 * programs // 2, 16) if tokens == 128 else (4 * programs, 8)
-    while tiles * split < wanted and blocks >= least * split:
+    wanted = {16: 2 * programs, 32: 2 * programs, 64: programs, 128: programs // 2}[tokens]
+    while tiles * split < wanted and blocks >= 8 * split:
         split *= 2
     return Tiling(tokens, rows, split, 3 if tokens == 128 else 4, 8 if tokens == 128 else 4)
 
@@ -114,10 +123,11 @@ class GroupedMatrix:
         self.counters = torch.zeros(num_counters, dtype=torch.int32, device=self.codes.device)
         pdl = has_pdl(self.codes.device)
         self.launch_flags = {"PDL": pdl, **launch_options(pdl)}
-        self.row_tile = choose_row_tile(spec.in_features, self.form["B"])
+        self.row_tile = choose_row_tile(spec.out_features, spec.in_features, self.form["B"], self.programs)
 
     def row_flags(self, tile: RowTile) -> dict[str, Any]:
-        return {"N": self.num_columns, **self.form, **tile._asdict(), "num_warps": tile.W, **self.launch_flags}
+        flags = {"W": tile.W, "R": tile.R, "NUM": tile.NUM, "AHEAD": tile.AHEAD}
+        return {"N": self.num_columns, **self.form, **flags, "num_warps": tile.W, **self.launch_flags}
 
     def num_row_programs(self, tile: RowTile) -> int:
         return triton.cdiv(self.num_columns, tile.R if self.activation is None else tile.R // 2)
@@ -125,10 +135,13 @@ class GroupedMatrix:
     def multiply_one(self, x: Tensor) -> Tensor:
         """x [1, K] -> [1, N], without an activation."""
         out = torch.empty((1, self.num_columns), dtype=x.dtype, device=x.device)
+        tile, num_tiles, partials = self.row_tile, self.num_row_programs(self.row_tile), None
+        if tile.SPLIT > 1:
+            partials = torch.empty((num_tiles, tile.SPLIT, tile.R), dtype=torch.float32, device=x.device)
         launch(
-            one_row_kernel, (self.num_row_programs(self.row_tile),),
-            x, self.order, self.codes, self.scales, self.bias, out, ONE,
-            **self.row_flags(self.row_tile),
+            one_row_kernel, (num_tiles, tile.SPLIT),
+            x, self.order, self.codes, self.scales, self.bias, out, partials, self.counters, POWERS[x.dtype],
+            SPLIT=tile.SPLIT, **self.row_flags(tile),
         )  # fmt: skip
         return out
 
@@ -238,7 +251,7 @@ def _add_norm_product(
         launch(
             one_row_add_norm_kernel, (matrix.num_row_programs(tile),),
             hidden, residual, tensors.norm, tensors.post_norm, matrix.order, matrix.codes, matrix.scales, matrix.bias,
-            out, total, norm.eps, post_eps, ONE, **flags,
+            out, total, norm.eps, post_eps, POWERS[hidden.dtype], **flags,
         )  # fmt: skip
         return out, hidden if total is None else total
 

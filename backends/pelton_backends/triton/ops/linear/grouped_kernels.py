@@ -1,10 +1,13 @@
-"""Kernels of products with weights of 4 or 8 bits in groups: one row streams the matrix, more rows multiply on tensor cores.
+"""Kernels of products with weights of 4 or 8 bits in groups, on tensor cores: one row streams the matrix, and more rows.
 
 Shapes   K = in_features, N = out_features, B = 4 or 8 bits, G = columns of a group (a multiple of 32 that divides 128, or of 128).
-Codes    `codes` [N, ceil(K / 128) 4 B] int32. 128 columns of a row are 4 B words: code j of word i is column 4 B j + i, at bit B j.
+Codes    `codes` [N, ceil(K / 128) 4 B] int32. 128 columns of a row are 16 words of four bits a column, and of 8 bits 16 more with the upper
+         half. Word 4 t + 2 u + v has, at bits 4 p and 4 p + 16, columns 32 p + 16 u + 8 v + 2 t and the one behind it: so a thread
+         that loads four words has what an instruction (16 rows, 16 columns) wants from it.
 Scales   `scales` [N, K / G] int32: a float32 whose last 8 bits are the zero point. A weight is (code - zero point) * scale.
-Codes become floats without a conversion, which has a quarter of the rate of other instructions: a code within the mantissa of
-1.0 is 1 + code / 2^s, exactly. Sums take off what the ones add.
+Numbers  Codes become numbers without a conversion, which has a quarter of the rate of other instructions: put below the bits of a
+         power of two they are power + code, exactly. `one_row_kernel` takes what the powers add off a group's sums, whose products are
+         exact, in float32; its weights are never rounded. `many_rows_kernel` rounds them to the model's dtype.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pelton_backends.triton.ops.linear.gemv_kernels import add_bias, store_output
-from pelton_backends.triton.ops.linear.split_k import store_result, tile_rows
+from pelton_backends.triton.ops.linear.gemv_kernels import INTERPRETED_DOT, add_bias, store_output
+from pelton_backends.triton.ops.linear.split_k import store_result
 from pelton_backends.triton.ops.pieces import activated, normed
 from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
 
@@ -27,166 +30,198 @@ def scale_of(word):
     return (word & -256).to(tl.float32, bitcast=True), zero
 
 
-# One row.
+# One row. A program has R rows of the weight by all of K, or by its SPLIT-th from block `start` on, which is LAST at most: NUM pieces of
+# W blocks of 128 columns, one a warp.
 
 
 @triton.jit
-def _columns(i: tl.constexpr, j: tl.constexpr, W: tl.constexpr, B: tl.constexpr):
-    """Columns of code j of piece i's words [W 128]."""
-    word = tl.arange(0, W * 128) + i * W * 128
-    return word // (4 * B) * 128 + word % (4 * B) + j * 4 * B
-
-
-@triton.jit
-def _load_columns(x, order, i: tl.constexpr, K: tl.constexpr, W: tl.constexpr, B: tl.constexpr):
-    """Piece i of a row, a tensor [W 128] for each code of a word; zeros outside."""
-    parts = ()
-    for j in tl.static_range(32 // B):
-        columns = _columns(i, j, W, B)
-        if K % 128 == 0 and (i + 1) * W * 4096 // B <= K:
-            parts += (tl.load(x + (columns if order is None else tl.load(order + columns))),)
-        else:
-            inside = columns < K
-            place = columns if order is None else tl.load(order + columns, mask=inside, other=0)
-            parts += (tl.load(x + place, mask=inside, other=0.0),)
-    return parts
-
-
-@triton.jit
-def _load_row(x, order, K: tl.constexpr, W: tl.constexpr, B: tl.constexpr, NUM: tl.constexpr):
-    parts = ()
-    for i in tl.static_range(NUM):
-        parts += _load_columns(x, order, i, K, W, B)
-    return parts
-
-
-@triton.jit
-def _tile_rows(first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr):
-    """Rows first .. first + R / PARTS - 1 of each part, and whether they are there."""
-    r = tl.arange(0, R)
-    row = first + r % (R // PARTS)
-    return row + r // (R // PARTS) * N, row < N
-
-
-@triton.jit
-def _load_codes(
-    codes, first, i: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-    B: tl.constexpr,
+def _load_words(
+    codes, first, start, i: tl.constexpr, half: tl.constexpr, LAST: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    B: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Words of piece i of a program's rows [R, W 128]."""
-    WORDS: tl.constexpr = (K + 127) // 128 * 4 * B
-    rows, inside = _tile_rows(first, N, PARTS, R)
-    words = tl.arange(0, W * 128) + i * W * 128
-    place = codes + rows.to(tl.int64)[:, None] * WORDS + words[None, :]
-    if (i + 1) * W * 128 > WORDS or N % (R // PARTS) != 0:
-        mask = inside[:, None] & (words < WORDS)[None, :]
-        return tl.load(place, mask=mask, other=0, eviction_policy="evict_first")
+    """Words of piece i of a program's rows [8, W, R / 8, 16]; zeros outside. half: the upper one of 8 bits is 1."""
+    BLOCKS: tl.constexpr = (K + 127) // 128
+    block = tl.arange(0, W)[None, :, None, None] + (start + i * W)
+    words = block * (4 * B) + half * 16 + tl.arange(0, 16)[None, None, None, :]
+    r = tl.arange(0, R // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    row = first + r % (R // PARTS)
+    place = codes + (row + r // (R // PARTS) * N).to(tl.int64) * (BLOCKS * 4 * B) + words
+    if LAST + (i + 1) * W > BLOCKS or N % (R // PARTS) != 0:
+        return tl.load(place, mask=(row < N) & (block < BLOCKS), other=0, eviction_policy="evict_first")
     return tl.load(place, eviction_policy="evict_first")
 
 
 @triton.jit
 def _load_scales(
-    scales, first, i: tl.constexpr, s: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr,
-    W: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    scales, first, start, i: tl.constexpr, s: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Scales of piece i of a program's rows [R, W 32], one for four words; s: which group of a block of 128, where it has several."""
+    """Scales of piece i of a program's rows [8, R / 8, 32 / R, W]: a lane has one row's, and 32 / R lanes the same. s: which group of
+    a block, where it has several."""
     GROUPS: tl.constexpr = K // G
-    rows, inside = _tile_rows(first, N, PARTS, R)
-    quads = tl.arange(0, W * 32) + i * W * 32
-    group = (quads // B * 128 + s * G) // G
-    # Transposed, so that neighbouring threads have neighbouring quads, as they have them of the codes.
-    mask = (group < GROUPS)[:, None] & inside[None, :]
-    return tl.trans(tl.load(scales + rows[None, :] * GROUPS + group[:, None], mask=mask, other=0))
+    group = ((tl.arange(0, W)[None, None, None, :] + (start + i * W)) * 128 + s * G) // G
+    r = tl.arange(0, R // 8)[None, :, None, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    r = r + tl.zeros([1, 1, 32 // R, 1], tl.int32)
+    row = first + r % (R // PARTS)
+    place = scales + (row + r // (R // PARTS) * N) * GROUPS + group
+    return tl.load(place, mask=(row < N) & (group < GROUPS), other=0)
 
 
 @triton.jit
-def _value(words, one, j: tl.constexpr, B: tl.constexpr):
-    """Code j of each word, as 1 + code / 128 (4 bits, even j), 1 + code / 2048 (odd j), 1 + code / 256 (8 bits)."""
-    if B == 4:
-        # Two codes lie within the mantissa at each shift.
-        SHIFT: tl.constexpr = 16 - 8 * (j // 2) if j % 2 == 0 else 12 - 4 * j
-        MASK: tl.constexpr = 0xF0000 if j % 2 == 0 else 0xF000
-    else:
-        SHIFT: tl.constexpr = 15 - 8 * j
-        MASK: tl.constexpr = 0x7F8000
-    if SHIFT > 0:
-        words = words << SHIFT
-    elif SHIFT < 0:
-        words = words >> (-SHIFT)
-    return ((words & MASK) | one).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _row_product(
-    codes, scales, tile, groups, x, one, first, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr,
-    W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+def _load_piece(
+    codes, scales, first, start, i: tl.constexpr, LAST: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    B: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A program's rows times one row -> [R, 1] float32. tile, groups: the first AHEAD pieces' words and scales."""
-    PER: tl.constexpr = 32 // B
-    SUBS: tl.constexpr = (128 // G) if G < 128 else 1  # groups of a block
-    STEPS: tl.constexpr = PER // SUBS  # codes of a word in one group
-    SPREAD: tl.constexpr = 128.0 if B == 4 else 256.0
-    total = tl.zeros([R, W * 32], tl.float32)
-    for i in tl.static_range(NUM):
-        for s in tl.static_range(SUBS):
-            scale, zero = scale_of(groups[i * SUBS + s])
-            acc = tl.zeros([R, W * 128], tl.float32)
-            plain = x[i * PER + s * STEPS].to(tl.float32)
-            ones = plain * (16.0 if B == 4 and s * STEPS % 2 == 1 else 1.0)
-            for j in tl.static_range(s * STEPS, (s + 1) * STEPS):
-                number = x[i * PER + j].to(tl.float32)
-                if j > s * STEPS:
-                    plain += number
-                if B == 4 and j % 2 == 1:
-                    number = number * 16.0
-                if j > s * STEPS:
-                    ones += number
-                acc += _value(tile[i], one, j, B) * number[None, :]
-            product = tl.sum(tl.reshape(acc, [R, W * 32, 4]), axis=2)
-            product -= tl.sum(tl.reshape(ones, [W * 32, 4]), axis=1)[None, :]
-            product -= zero * (tl.sum(tl.reshape(plain, [W * 32, 4]), axis=1) * (1.0 / SPREAD))[None, :]
-            total += product * (scale * SPREAD)
-        if i + AHEAD < NUM:
-            tile += (_load_codes(codes, first, i + AHEAD, N, K, PARTS, W, R, B),)
-            for s in tl.static_range(SUBS):
-                groups += (_load_scales(scales, first, i + AHEAD, s, N, K, G, PARTS, W, R, B),)
-    return tl.sum(total, axis=1)[:, None]
+    """Words, then scales."""
+    SUBS: tl.constexpr = (128 // G) if G < 128 else 1
+    tensors = ()
+    for half in tl.static_range(B // 4):
+        tensors += (_load_words(codes, first, start, i, half, LAST, N, K, B, PARTS, W, R),)
+    for s in tl.static_range(SUBS):
+        tensors += (_load_scales(scales, first, start, i, s, N, K, G, PARTS, W, R),)
+    return tensors
 
 
 @triton.jit
 def _load_tile(
-    codes, scales, first, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
-    R: tl.constexpr, B: tl.constexpr, AHEAD: tl.constexpr,
+    codes, scales, first, start, LAST: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
+    PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    SUBS: tl.constexpr = (128 // G) if G < 128 else 1
     tile = ()
-    groups = ()
     for i in tl.static_range(AHEAD):
-        tile += (_load_codes(codes, first, i, N, K, PARTS, W, R, B),)
+        tile += _load_piece(codes, scales, first, start, i, LAST, N, K, G, B, PARTS, W, R)
+    return tile
+
+
+@triton.jit
+def _columns(start, i: tl.constexpr, s: tl.constexpr, W: tl.constexpr, SUBS: tl.constexpr):
+    """Columns of group s of the blocks of piece i [W, 128 / SUBS]."""
+    return (tl.arange(0, W)[:, None] + (start + i * W)) * 128 + s * (128 // SUBS) + tl.arange(0, 128 // SUBS)[None, :]
+
+
+@triton.jit
+def _load_row(
+    x, order, start, LAST: tl.constexpr, K: tl.constexpr, W: tl.constexpr, NUM: tl.constexpr, SUBS: tl.constexpr
+):  # fmt: skip
+    """A row, a tensor for each group of a piece; zeros outside."""
+    parts = ()
+    for i in tl.static_range(NUM):
         for s in tl.static_range(SUBS):
-            groups += (_load_scales(scales, first, i, s, N, K, G, PARTS, W, R, B),)
-    return tile, groups
+            columns = _columns(start, i, s, W, SUBS)
+            if K % 128 == 0 and (LAST + (i + 1) * W) * 128 <= K:
+                parts += (tl.load(x + (columns if order is None else tl.load(order + columns))),)
+            else:
+                inside = columns < K
+                place = columns if order is None else tl.load(order + columns, mask=inside, other=0)
+                parts += (tl.load(x + place, mask=inside, other=0.0),)
+    return parts
+
+
+@triton.jit
+def _left_operand(
+    words, magic, s: tl.constexpr, W: tl.constexpr, R: tl.constexpr, SUBS: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Words [8, W, R / 8, 16] -> group s of their codes, and the power of two whose bits `magic` has twice [W, R, 128 / SUBS].
+
+    No number moves between threads: lane 4 g + t has words 4 t .. 4 t + 3 of row g, and the instruction wants from it columns 2 t,
+    2 t + 1, 2 t + 8, 2 t + 9. (With `tl.join` in place of shifts by a tensor, Triton would choose another order of columns.)
+    """
+    PAIRS: tl.constexpr = 4 // SUBS
+    shift = (tl.arange(0, PAIRS) + s * PAIRS) * 4
+    pair = ((tl.reshape(words, [8, W, R // 8, 16, 1]) >> shift[None, None, None, None, :]) & 0xF000F) | magic
+    half = tl.arange(0, 2) * 16
+    codes = tl.reshape(pair, [8, W, R // 8, 16, PAIRS, 1]) >> half[None, None, None, None, None, :]
+    codes = tl.reshape(codes.to(tl.int16).to(dtype, bitcast=True), [8, W, R // 8, 4, 2, 2, PAIRS, 2])  # g w r t u v p b
+    return tl.reshape(tl.permute(codes, [1, 2, 0, 6, 4, 5, 3, 7]), [W, R, 128 // SUBS])
+
+
+@triton.jit
+def _group_product(
+    words, upper, group, x, magic, s: tl.constexpr, B: tl.constexpr, W: tl.constexpr, R: tl.constexpr, SUBS: tl.constexpr
+):  # fmt: skip
+    """[W, R, 1] float32. upper: words of the upper half of 8 bits."""
+    POWER: tl.constexpr = 128.0 if x.dtype == tl.bfloat16 else 1024.0
+    right = tl.reshape(x, [W, 128 // SUBS, 1])
+    left = _left_operand(words, magic, s, W, R, SUBS, x.dtype)
+    if INTERPRETED_DOT:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    product = tl.dot(left, right)
+    if B == 8:
+        left = _left_operand(upper, magic, s, W, R, SUBS, x.dtype)
+        if INTERPRETED_DOT:
+            left = left.to(tl.float32)
+        product += 16.0 * tl.dot(left, right)
+    scale, zero = scale_of(tl.reshape(tl.permute(tl.max(group, axis=2), [2, 1, 0]), [W, R, 1]))
+    zero += POWER if B == 4 else 17.0 * POWER
+    return (product - tl.sum(x.to(tl.float32), axis=1)[:, None, None] * zero) * scale
+
+
+@triton.jit
+def _row_product(
+    codes, scales, tile, x, magic, first, start, LAST: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    B: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """A program's rows times one row -> [R, 1] float32. tile: the first AHEAD pieces."""
+    SUBS: tl.constexpr = (128 // G) if G < 128 else 1
+    COUNT: tl.constexpr = B // 4 + SUBS  # tensors of a piece
+    total = tl.zeros([W, R, 1], tl.float32)
+    for i in tl.static_range(NUM):
+        for s in tl.static_range(SUBS):
+            total += _group_product(
+                tile[i * COUNT],
+                tile[i * COUNT + B // 4 - 1],
+                tile[i * COUNT + B // 4 + s],
+                x[i * SUBS + s],
+                magic,
+                s,
+                B,
+                W,
+                R,
+                SUBS,
+            )
+        if i + AHEAD < NUM:
+            tile += _load_piece(codes, scales, first, start, i + AHEAD, LAST, N, K, G, B, PARTS, W, R)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
 def one_row_kernel(
-    x, order, codes, scales, bias, out, one, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
-    W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    x, order, codes, scales, bias, out, partials, counters, magic, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    B: tl.constexpr, W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [1, N] = x [1, K] weight^T + bias.
 
-    order [K] int32 or None: which column of x each column of the weight meets. one: the bits of 1.0, as an argument; two constants
-    do not fit into the instruction that cuts out a code and adds them.
+    order [K] int32 or None: which column of x each column of the weight meets. magic: the bits of a power of two, twice, as an
+    argument: two constants do not fit into the instruction that cuts out codes and adds them. partials [N / R, SPLIT, R] float32 and
+    counters [N / R] int32, zeros: the last program of a tile sums its parts, in order.
     """
+    SUBS: tl.constexpr = (128 // G) if G < 128 else 1
+    LAST: tl.constexpr = (SPLIT - 1) * NUM * W
     first = tl.program_id(0) * R
+    start = tl.program_id(1) * (NUM * W)
     let_next_start(PDL)
-    tile, groups = _load_tile(codes, scales, first, N, K, G, 1, W, R, B, AHEAD)
+    tile = _load_tile(codes, scales, first, start, LAST, N, K, G, B, 1, W, R, AHEAD)
     wait_for_inputs(PDL)
-    row = _load_row(x, order, K, W, B, NUM)
-    y = _row_product(codes, scales, tile, groups, row, one, first, N, K, G, 1, W, R, B, NUM, AHEAD)
-    if bias is not None:
-        y = add_bias(y, bias, first, N, R)
-    store_output(out, y, first, 1, N, 1, R)
+    row = _load_row(x, order, start, LAST, K, W, NUM, SUBS)
+    y = _row_product(codes, scales, tile, row, magic, first, start, LAST, N, K, G, B, 1, W, R, NUM, AHEAD)
+    if SPLIT == 1:
+        if bias is not None:
+            y = add_bias(y, bias, first, N, R)
+        store_output(out, y, first, 1, N, 1, R)
+    else:
+        cells = partials + tl.program_id(0) * (SPLIT * R) + tl.arange(0, R)[:, None]
+        tl.store(cells + tl.program_id(1) * R, y)
+        tl.debug_barrier()  # all threads' stores come before the one thread's increment, which releases them
+        counter = counters + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(counter, 0)
+            y = tl.load(cells, cache_modifier=".cg")
+            for i in tl.static_range(1, SPLIT):
+                y += tl.load(cells + i * R, cache_modifier=".cg")
+            if bias is not None:
+                y = add_bias(y, bias, first, N, R)
+            store_output(out, y, first, 1, N, 1, R)
 
 
 @triton.jit
@@ -195,7 +230,7 @@ def _normed_row(x, norm, eps, UNIT_OFFSET: tl.constexpr, K: tl.constexpr, COUNT:
     squares = x[0].to(tl.float32) * x[0].to(tl.float32)
     for i in tl.static_range(1, COUNT):
         squares += x[i].to(tl.float32) * x[i].to(tl.float32)
-    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    scale = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
     result = ()
     for i in tl.static_range(COUNT):
         result += (normed(x[i].to(tl.float32), scale, norm[i], UNIT_OFFSET, x[i].dtype),)
@@ -204,7 +239,7 @@ def _normed_row(x, norm, eps, UNIT_OFFSET: tl.constexpr, K: tl.constexpr, COUNT:
 
 @triton.jit
 def one_row_add_norm_kernel(
-    hidden, residual, norm, post_norm, order, codes, scales, bias, out, new_residual, eps, post_eps, one,
+    hidden, residual, norm, post_norm, order, codes, scales, bias, out, new_residual, eps, post_eps, magic,
     UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
@@ -212,24 +247,25 @@ def one_row_add_norm_kernel(
     """residual' = [post_norm](hidden) + residual [1, K], stored by the first program; out [1, N] = norm(residual') weight^T + bias.
 
     With an activation the weight has N rows of gate, then N of up, and out = activation(gate) * up; a program has R / 2 rows of
-    both. residual, post_norm, order and bias may be None. order, one: as in `one_row_kernel`.
+    both. residual, post_norm, order and bias may be None. order, magic: as in `one_row_kernel`.
     """
     PARTS: tl.constexpr = 1 if ACTIVATION is None else 2
     H: tl.constexpr = R // PARTS
-    COUNT: tl.constexpr = NUM * (32 // B)
+    SUBS: tl.constexpr = (128 // G) if G < 128 else 1
+    COUNT: tl.constexpr = NUM * SUBS
     pid = tl.program_id(0)
     first = pid * H
     let_next_start(PDL)
-    tile, groups = _load_tile(codes, scales, first, N, K, G, PARTS, W, R, B, AHEAD)
-    norms = _load_row(norm, order, K, W, B, NUM)
+    tile = _load_tile(codes, scales, first, 0, 0, N, K, G, B, PARTS, W, R, AHEAD)
+    norms = _load_row(norm, order, 0, 0, K, W, NUM, SUBS)
     if post_norm is not None:
-        post_norms = _load_row(post_norm, order, K, W, B, NUM)
+        post_norms = _load_row(post_norm, order, 0, 0, K, W, NUM, SUBS)
     wait_for_inputs(PDL)
-    x = _load_row(hidden, order, K, W, B, NUM)
+    x = _load_row(hidden, order, 0, 0, K, W, NUM, SUBS)
     if post_norm is not None:
         x = _normed_row(x, post_norms, post_eps, POST_UNIT_OFFSET, K, COUNT)
     if residual is not None:
-        old = _load_row(residual, order, K, W, B, NUM)
+        old = _load_row(residual, order, 0, 0, K, W, NUM, SUBS)
         added = ()
         for i in tl.static_range(COUNT):
             added += ((x[i].to(tl.float32) + old[i].to(tl.float32)).to(x[i].dtype),)
@@ -237,12 +273,12 @@ def one_row_add_norm_kernel(
     if new_residual is not None:  # noqa: SIM102 (one is known when it is compiled)
         if pid == 0:
             for i in tl.static_range(COUNT):
-                columns = _columns(i // (32 // B), i % (32 // B), W, B)
+                columns = _columns(0, i // SUBS, i % SUBS, W, SUBS)
                 inside = columns < K
                 place = columns if order is None else tl.load(order + columns, mask=inside, other=0)
                 tl.store(new_residual + place, x[i], mask=inside)
     x = _normed_row(x, norms, eps, UNIT_OFFSET, K, COUNT)
-    y = _row_product(codes, scales, tile, groups, x, one, first, N, K, G, PARTS, W, R, B, NUM, AHEAD)
+    y = _row_product(codes, scales, tile, x, magic, first, 0, 0, N, K, G, B, PARTS, W, R, NUM, AHEAD)
     if ACTIVATION is None:
         if bias is not None:
             y = add_bias(y, bias, first, N, R)
@@ -260,25 +296,54 @@ def one_row_add_norm_kernel(
 
 
 @triton.jit
+def _tile_rows(tile, N: tl.constexpr, ACTIVATION: tl.constexpr, R: tl.constexpr):
+    """Rows of the weight that a tile has, as `split_k.tile_rows`, in the order in which threads load them: warp w of R / 16, with its lane
+    4 g + t, has rows 16 w + g and 16 w + 8 + g of the tile, where an instruction wants them."""
+    lane = tl.arange(0, R)
+    lane = lane % (R // 2) // 8 * 16 + lane // (R // 2) * 8 + lane % 8
+    if ACTIVATION is None:
+        return tl.minimum(tile * R + lane, N - 1)
+    HALF: tl.constexpr = R // 2
+    return tl.minimum(tile * HALF + lane % HALF, N // 2 - 1) + (lane // HALF) * (N // 2)
+
+
+@triton.jit
+def _codes_of(
+    codes, rows, step, magic, half: tl.constexpr, K: tl.constexpr, B: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Codes of one block of 128 columns and what magic is [R, 128] float32; rows of the result in the order of the tile."""
+    WORDS: tl.constexpr = (K + 127) // 128 * 4 * B
+    place = codes + rows.to(tl.int64)[:, None] * WORDS + step * (4 * B) + half * 16 + tl.arange(0, 16)[None, :]
+    shift = tl.arange(0, 8) * 4  # of codes 4 b + 2 p1 + p0
+    code = (tl.reshape(tl.load(place), [R, 1, 16]) >> shift[None, :, None]) & 15
+    code = tl.reshape(code, [2, R // 16, 8, 2, 2, 2, 4, 2, 2])  # h w g b p1 p0 t u v
+    code = tl.reshape(tl.permute(code, [1, 0, 2, 4, 5, 7, 8, 6, 3]), [R, 128])
+    return (code | magic).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _block_of_weights(
     codes, scales, rows, step, magic, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """Columns 128 step .. 128 step + 127 of these rows [R, 128] in `dtype`, zeros behind the last. magic: the bits of 2^23."""
-    WORDS: tl.constexpr = (K + 128 - 1) // 128 * 4 * B
-    PER: tl.constexpr = 32 // B
+    """Columns 128 step .. 128 step + 127 of these rows [R, 128] in `dtype`, zeros behind the last. magic: the bits of 2^23. rows: as
+    `_tile_rows` has them."""
     GROUPS: tl.constexpr = K // G
     SUBS: tl.constexpr = (128 // G) if G < 128 else 1
-    word = tl.load(codes + rows.to(tl.int64)[:, None] * WORDS + step * 4 * B + tl.arange(0, 4 * B)[None, :])
-    shift = tl.arange(0, PER) * B
-    code = (tl.reshape(word, [R, 1, 4 * B]) >> shift[None, :, None]) & ((1 << B) - 1)
-    number = (code | magic).to(tl.float32, bitcast=True)
-    number = tl.reshape(number, [R, SUBS, 128 // SUBS])
+    number = _codes_of(codes, rows, step, magic, 0, K, B, R)
+    if B == 8:
+        number += (_codes_of(codes, rows, step, magic, 1, K, B, R) - 8388608.0) * 16.0
     group = (step * 128 + tl.arange(0, SUBS) * (128 // SUBS)) // G
-    scale, zero = scale_of(
-        tl.load(scales + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0)
-    )
-    weight = (number - tl.reshape(zero + 8388608.0, [R, SUBS, 1])) * tl.reshape(scale, [R, SUBS, 1])
+    word = tl.load(scales + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0)
+    word = tl.reshape(tl.permute(tl.reshape(word, [2, R // 16, 8, SUBS]), [1, 0, 2, 3]), [R, SUBS, 1])
+    scale, zero = scale_of(word)
+    weight = (tl.reshape(number, [R, SUBS, 128 // SUBS]) - (zero + 8388608.0)) * scale
     return tl.reshape(weight.to(dtype), [R, 128])
+
+
+@triton.jit
+def _as_tile(rows, R: tl.constexpr):
+    """Rows in the order of the tile."""
+    return tl.reshape(tl.permute(tl.reshape(rows, [2, R // 16, 8]), [1, 0, 2]), [R])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -293,7 +358,7 @@ def many_rows_kernel(
     slot = (tile * tl.num_programs(2) + tl.program_id(2)) * SPLIT  # of the first part
     BLOCKS: tl.constexpr = (K + 128 - 1) // 128
     NUM_STEPS: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
-    rows = tile_rows(tile, N, ACTIVATION, R)
+    rows = _tile_rows(tile, N, ACTIVATION, R)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     columns = tl.arange(0, 128)
@@ -310,6 +375,7 @@ def many_rows_kernel(
         w = _block_of_weights(codes, scales, rows, step, magic, K, G, B, R, x.dtype.element_ty)
         total = dot(w, y, total)
 
+    rows = _as_tile(rows, R)
     if SPLIT > 1:
         cells = tl.arange(0, R)[:, None] * M + tl.arange(0, M)[None, :]
         tl.store(partials + (slot + part) * (R * M) + cells, total)
@@ -331,11 +397,12 @@ def dequantize_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """out [N, K], R rows by 128 columns a program."""
+    loaded = _tile_rows(tl.program_id(0), N, None, R)
     rows = tl.program_id(0) * R + tl.arange(0, R)
     step = tl.program_id(1)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    weight = _block_of_weights(codes, scales, tl.minimum(rows, N - 1), step, magic, K, G, B, R, out.dtype.element_ty)
+    weight = _block_of_weights(codes, scales, loaded, step, magic, K, G, B, R, out.dtype.element_ty)
     columns = step * 128 + tl.arange(0, 128)
     place = out + rows.to(tl.int64)[:, None] * K + columns[None, :]
     tl.store(place, weight, mask=(rows < N)[:, None] & (columns < K)[None, :])
