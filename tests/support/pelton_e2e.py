@@ -127,11 +127,20 @@ def gap_reference(family: str, path: str, prompts: list[list[int]], num_tokens: 
         torch.set_float32_matmul_precision("highest")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         model.to(device)
+        _take_limit(model)
         with _soft_capped(model):
             return _greedy_with_gaps(model, prompts, num_tokens)
 
     outputs, gaps = cached(path, [prompts, num_tokens, device], compute)
     return GapReference(family, path, prompts, outputs, gaps)
+
+
+def _take_limit(model: Any) -> None:
+    """Some versions of transformers clamp the experts of gpt-oss to 7, whatever the configuration says."""
+    limit = getattr(model.config, "swiglu_limit", None)
+    for module in model.modules():
+        if limit is not None and hasattr(module, "gate_up_proj_bias"):
+            module.limit = limit
 
 
 @contextlib.contextmanager
