@@ -13,6 +13,7 @@ import pytest
 from pelton_e2e import Reference, eventually, generate, greedy, greedy_reference, make_llm, make_prompts, serving
 
 from pelton import LLM, SamplingParams
+from pelton.errors import ConfigError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -46,6 +47,23 @@ def test_two_ranks_answer_as_transformers(made: Callable[[str], Reference], fami
         alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
         assert alone == reference.outputs[3:]
         assert llm.kv_cache_usage() == 0.0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3_moe", "gpt_oss"])
+def test_ranks_with_whole_experts_answer_as_transformers(made: Callable[[str], Reference], family: str) -> None:
+    """Experts that all tokens take, and attention, are shared as without expert parallelism."""
+    reference = made(family)
+    with make_llm(
+        reference.path, tensor_parallel_size=2, enable_expert_parallel=True, max_num_batched_tokens=48
+    ) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_experts_that_a_model_does_not_have_are_refused(made: Callable[[str], Reference]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"enable_expert_parallel is set, .*LlamaForCausalLM\) has no experts: .* Leave it off"
+    ):
+        make_llm(made("llama").path, tensor_parallel_size=2, enable_expert_parallel=True)
 
 
 def test_four_ranks_with_preemption_and_without_overlap(made: Callable[[str], Reference]) -> None:

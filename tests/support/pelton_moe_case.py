@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,3 +76,34 @@ def check_moe(
         assert torch.equal(tensors.load, load)
     else:
         assert ((got - want).abs() <= tolerance * (1 + want.abs())).float().mean() > 0.999
+
+
+def check_whole_experts(
+    implementation: Any,
+    needs: MoeNeeds,
+    tensors: MoeTensors,
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    counts: Sequence[int],
+) -> None:
+    """Ranks that hold so many experts each, all of each: their results add up to the result of one rank with all, their loads too."""
+    assert tensors.load is not None and sum(counts) == needs.routing.num_experts
+    want = ReferenceMoe.bind(needs, tensors)(x, slots)
+    total, first = torch.zeros_like(want), 0
+    load = torch.zeros_like(tensors.load)
+    for count in counts:
+        part = MoeTensors(
+            tensors.router, {name: one[first : first + count].clone() for name, one in tensors.experts.items()},
+            tensors.router_bias, tensors.correction, torch.zeros_like(load),
+        )  # fmt: skip
+        held = replace(needs, experts=replace(needs.experts, first_expert=first, num_held=count))
+        assert implementation.unsupported(held) == []
+        op = implementation.bind(held, part)
+        if hasattr(op, "weights_loaded"):
+            op.weights_loaded()
+        total += op(x, slots)
+        assert part.load is not None
+        load += part.load
+        first += count
+    torch.testing.assert_close(total, want, atol=1e-4, rtol=1e-4)
+    assert torch.equal(load, tensors.load)

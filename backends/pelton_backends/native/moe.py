@@ -25,6 +25,7 @@ class _Moe(Structure):
         ("gate_up", Linear), ("down", Linear), ("weight_stride", c_int64 * 2), ("bias_stride", c_int64 * 2),
         ("router", c_void_p), ("router_bias", c_void_p), ("correction", c_void_p), ("load", c_void_p),
         ("num_experts", c_int64), ("top_k", c_int64), ("num_groups", c_int64), ("top_groups", c_int64),
+        ("first_expert", c_int64), ("num_held", c_int64),
         ("scale", c_float), ("router_dtype", c_int32), ("bias_dtype", c_int32), ("is_sigmoid", c_int32),
         ("is_renormalized", c_int32), ("is_top2", c_int32), ("scales_input", c_int32),
     )  # fmt: skip
@@ -32,7 +33,17 @@ class _Moe(Structure):
 
 class NativeMoe:
     handles = frozenset(
-        ["has_correction", "scales_input", "limit", "has_bias", "has_router_bias", "counts_load", "weight_format"]
+        [
+            "has_correction",
+            "scales_input",
+            "limit",
+            "has_bias",
+            "has_router_bias",
+            "counts_load",
+            "weight_format",
+            "first_expert",
+            "num_held",
+        ]
     )
     is_recordable: ClassVar[bool] = True
 
@@ -84,7 +95,8 @@ class _BoundMoe:
         self.op = _Moe(
             matrices[0], matrices[1], (c_int64 * 2)(*strides), (c_int64 * 2)(*bias_strides), tensors.router.data_ptr(),
             _address(bias), _address(tensors.correction), _address(tensors.load), routing.num_experts, routing.top_k,
-            routing.num_groups, routing.top_groups, routing.scale, _dtype(tensors.router),
+            routing.num_groups, routing.top_groups, spec.first_expert,
+            routing.num_experts if spec.num_held is None else spec.num_held, routing.scale, _dtype(tensors.router),
             0 if bias is None else _dtype(bias), routing.scoring == "sigmoid", routing.is_renormalized,
             routing.group_score == "top2", routing.scales_input,
         )  # fmt: skip

@@ -53,7 +53,17 @@ class ReferenceMoe:
     token, so that nothing is asked of the device: right, and slow."""
 
     handles = frozenset(
-        ["has_correction", "scales_input", "limit", "has_bias", "has_router_bias", "counts_load", "weight_format"]
+        [
+            "has_correction",
+            "scales_input",
+            "limit",
+            "has_bias",
+            "has_router_bias",
+            "counts_load",
+            "weight_format",
+            "first_expert",
+            "num_held",
+        ]
     )
     is_recordable = False
 
@@ -68,9 +78,10 @@ class ReferenceMoe:
     @staticmethod
     def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
         routing, spec, weights = needs.routing, needs.experts, tensors.experts
+        num_held = routing.num_experts if spec.num_held is None else spec.num_held
 
         def expert(index: int, x: Tensor, share: Tensor) -> Tensor:
-            """The weighted output [n, H] for rows x [n, H] with weights share [n, 1]."""
+            """The weighted output [n, H] of this rank's expert `index` for rows x [n, H] with weights share [n, 1]."""
             if routing.scales_input:
                 x = (x * share).to(x.dtype)
             bias = {name: weights[name][index] for name in ("gate_up_bias", "down_bias") if spec.has_bias}
@@ -83,20 +94,23 @@ class ReferenceMoe:
             if tensors.router_bias is not None:
                 logits = logits + tensors.router_bias.float()
             chosen, share = route(logits, routing, tensors.correction)
-            chosen = torch.where((slot_mapping < 0).unsqueeze(-1), routing.num_experts, chosen)
+            chosen = chosen - spec.first_expert
+            is_here = (slot_mapping >= 0).unsqueeze(-1) & (chosen >= 0) & (chosen < num_held)
+            chosen = torch.where(is_here, chosen, num_held)
             if tensors.load is not None:
                 ones = torch.ones_like(chosen).flatten()
-                counts = torch.zeros(routing.num_experts + 1, dtype=torch.int64, device=x.device)
-                tensors.load.add_(counts.index_add_(0, chosen.flatten(), ones)[:-1])
+                counts = torch.zeros(num_held + 1, dtype=torch.int64, device=x.device)
+                held = tensors.load[spec.first_expert : spec.first_expert + num_held]
+                held.add_(counts.index_add_(0, chosen.flatten(), ones)[:-1])
             result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
             if x.device.type != "cpu":
-                for index in range(routing.num_experts):
+                for index in range(num_held):
                     is_its = chosen == index
                     own = torch.where(is_its, share, 0.0).sum(dim=-1, keepdim=True)
                     result += torch.where(is_its.any(dim=-1, keepdim=True), expert(index, x, own), 0.0)
                 return result.to(x.dtype)
             for index in sorted(set(chosen.flatten().tolist())):
-                if index < routing.num_experts:
+                if index < num_held:
                     tokens, place = torch.where(chosen == index)
                     result.index_add_(0, tokens, expert(index, x[tokens], share[tokens, place].unsqueeze(-1)))
             return result.to(x.dtype)

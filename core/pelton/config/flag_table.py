@@ -20,6 +20,7 @@ from pelton.errors import ConfigError
 SHORT_FLAGS = {
     "-O": "--optimization-level",
     "-tp": "--tensor-parallel-size",
+    "-ep": "--enable-expert-parallel",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
     "-q": "--quantization",

@@ -16,6 +16,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Devices that follow each other, each with some of the layers. More than 1 needs an executor that a plugin brings."""
     data_parallel_size: int = 1
     """Engines with a whole copy of the model each. This release runs 1."""
+    enable_expert_parallel: bool = False
+    """Ranks of tensor parallelism hold whole experts, each some of them, in place of a part of each."""
     distributed_executor_backend: str | None = None
     """Name of an executor that a plugin offers; when unset, the best that is offered for one device or for several."""
     device: str | None = None

@@ -109,6 +109,15 @@ class BuildConfig:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def has_whole_experts(self) -> bool:
+        """Expert parallelism: each rank holds some experts, all of each."""
+        return (
+            self.parallel.size > 1
+            and self.engine_config is not None
+            and self.engine_config.parallel.enable_expert_parallel
+        )
+
     def plugin_settings(self, name: str, struct: type[S]) -> S:
         """The settings of a plugin, for its own layers: see `pelton.config.plugin_settings`."""
         return read_settings(self.engine_config or EngineConfig(), name, struct)

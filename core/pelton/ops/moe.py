@@ -37,7 +37,7 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """One rank's part of all E experts: down(gated(gate_up(x)))."""
+    """One rank's part of the experts: down(gated(gate_up(x)))."""
 
     hidden_size: int  # H
     intermediate_size: int  # I
@@ -47,6 +47,10 @@ class ExpertsSpec:
     weight_format: str = optional("plain")
     """plain: `gate_up` [E, 2 I, H], gate rows first, and `down` [E, H, I], of the model's dtype."""
     has_bias: bool = optional(False)  # `gate_up_bias` [E, 2 I] and `down_bias` [E, H]
+    first_expert: int = optional(0)
+    num_held: int | None = optional(None)
+    """Expert parallelism: this rank has these alone, from `first_expert` on, each whole, and E is `num_held` in the shapes above. It
+    leaves to other ranks what those they have give. None: it has all, of each a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class MoeTensors:
     experts: dict[str, Tensor]  # by the names of `ExpertsSpec`
     router_bias: Tensor | None = None  # [E]
     correction: Tensor | None = None  # [E] float32
-    load: Tensor | None = None  # [E] int64: how many tokens each expert has had; added to
+    load: Tensor | None = None  # [E] int64: how many tokens each expert that this rank has was given; added to
 
 
 class Moe(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from pelton.attention.metadata import ForwardBatch
     from pelton.model.build import BuildConfig
+    from pelton.parallel.context import ParallelContext
 
 
 class GatedMLP(LinearModule):
@@ -104,10 +106,14 @@ class SparseMoe(nn.Module):
         shared: takes every token; shared_gate: the name of the matrix [1, H] whose sigmoid it is multiplied by, if any."""
         super().__init__()
         parallel = config.parallel
-        width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
+        first, num_held, width = 0, None, intermediate_size
+        if config.has_whole_experts:
+            first, num_held = _held(parallel, routing.num_experts, prefix)
+        else:
+            width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
         spec = ExpertsSpec(
             hidden_size=hidden_size, intermediate_size=width, activation=_activation(activation), limit=limit,
-            has_bias=has_bias,
+            has_bias=has_bias, first_expert=first, num_held=num_held,
         )  # fmt: skip
         self.routing, self.norm, self.shared = routing, norm, shared
         self.router = _parameter(config, routing.num_experts, hidden_size)
@@ -169,20 +175,41 @@ def _check_method(config: BuildConfig, prefix: str) -> None:
 def _plain_experts(
     config: BuildConfig, prefix: str, spec: ExpertsSpec, intermediate_size: int, num_experts: int, names: ExpertNames
 ) -> dict[str, nn.Parameter]:
-    """Experts in the model's dtype, each matrix from a checkpoint tensor of its own: this rank's rows of gate and up, columns of down."""
-    hidden, width = spec.hidden_size, spec.intermediate_size
-    first = config.parallel.rank * width
-    gate_up = _parameter(config, num_experts, 2 * width, hidden)
-    down = _parameter(config, num_experts, hidden, width)
+    """Experts in the model's dtype, each matrix from a checkpoint tensor of its own: of each this rank's rows of gate and up, columns of
+    down; or all of those that it holds whole."""
+    hidden, width, held = spec.hidden_size, spec.intermediate_size, experts_here(spec, num_experts)
+    first = 0 if width == intermediate_size else config.parallel.rank * width
+    gate_up = _parameter(config, len(held), 2 * width, hidden)
+    down = _parameter(config, len(held), hidden, width)
     method, own = decoded_weights(config), (first, first + width)
     assert method is not None, "see `_check_method`"
-    for index in range(num_experts):
-        for name, part in ((names.gate, gate_up[index, :width]), (names.up, gate_up[index, width:])):
+    for place, index in enumerate(held):
+        for name, part in ((names.gate, gate_up[place, :width]), (names.up, gate_up[place, width:])):
             shard = LinearShard(f"{prefix}.{index}.{name}", intermediate_size, hidden, own, (0, hidden))
             method.expect(config, shard, part)
         shard = LinearShard(f"{prefix}.{index}.{names.down}", hidden, intermediate_size, (0, hidden), own)
-        method.expect(config, shard, down[index])
+        method.expect(config, shard, down[place])
+    elsewhere = [str(index) for index in range(num_experts) if index not in held]
+    if elsewhere:
+        config.weights.ignore(rf"{re.escape(prefix)}\.({'|'.join(elsewhere)})\..*")
     return {"gate_up": gate_up, "down": down}
+
+
+def experts_here(spec: ExpertsSpec, num_experts: int) -> range:
+    """Return those of which this rank has anything."""
+    count = num_experts if spec.num_held is None else spec.num_held
+    return range(spec.first_expert, spec.first_expert + count)
+
+
+def _held(parallel: ParallelContext, num_experts: int, prefix: str) -> tuple[int, int]:
+    """The first expert that this rank holds and how many: ranks differ by one at most."""
+    if num_experts < parallel.size:
+        raise ConfigError(
+            f"tensor_parallel_size is {parallel.size}, and {prefix} has {num_experts} experts, of which each rank holds some "
+            f"(enable_expert_parallel). Use at most {num_experts} ranks."
+        )
+    first = num_experts * parallel.rank // parallel.size
+    return first, num_experts * (parallel.rank + 1) // parallel.size - first
 
 
 def _parameter(config: BuildConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -15,7 +15,7 @@ from pelton.errors import ConfigError
 from pelton.layers.linear import split_heads
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.ops.moe import ExpertsSpec, RoutingSpec
-from pelton_plugins.models.experts import ExpertNames, SparseMoe
+from pelton_plugins.models.experts import ExpertNames, SparseMoe, experts_here
 from pelton_plugins.models.moe import MoeDecoderLayer, MoeForCausalLM, num_experts
 from pelton_plugins.models.qwen2 import window_of_layer
 
@@ -60,20 +60,20 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
     """Tensors of all experts together, gate and up in turns."""
     hf, parallel = config.hf, config.parallel
     count, hidden, whole, width = num_experts(hf), spec.hidden_size, hf.intermediate_size, spec.intermediate_size
-    first = parallel.rank * width
+    held = experts_here(spec, count)
+    first = 0 if width == whole else parallel.rank * width
     shapes = {
-        "gate_up": (count, 2 * width, hidden), "down": (count, hidden, width),
-        "gate_up_bias": (count, 2 * width), "down_bias": (count, hidden),
+        "gate_up": (len(held), 2 * width, hidden), "down": (len(held), hidden, width),
+        "gate_up_bias": (len(held), 2 * width), "down_bias": (len(held), hidden),
     }  # fmt: skip
     tensors = {name: nn.Parameter(config.empty(*shape), requires_grad=False) for name, shape in shapes.items()}
     gate_up, down = tensors["gate_up"].data, tensors["down"].data
-    expect, pieces = config.weights.expect, {"first": first, "width": width}
+    expect, pieces = config.weights.expect, {"first": first, "width": width, "held": held}
     if _is_mxfp4(hf):
         for name, rows, columns, target, put in (
-            ("gate_up_proj", 2 * whole, hidden, gate_up, partial(_put_gate_up, **pieces)),
-            ("down_proj", hidden, whole, down, partial(_put_down, **pieces)),
-        ):
-            halves = _Mxfp4Halves(put)
+            ("gate_up_proj", 2 * whole, hidden, gate_up, _put_gate_up), ("down_proj", hidden, whole, down, _put_down),
+        ):  # fmt: skip
+            halves = _Mxfp4Halves(partial(put, first=first, width=width), held)
             blocks = columns // _BLOCK
             expect(f"{prefix}.{name}_blocks", (count, rows, blocks, _BLOCK // 2), target, fill=halves.take_blocks)
             expect(f"{prefix}.{name}_scales", (count, rows, blocks), target, fill=halves.take_scales)
@@ -82,9 +82,10 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
         expect(f"{prefix}.down_proj", (count, whole, hidden), down, fill=partial(_fill_down, **pieces))
     bias = tensors["gate_up_bias"].data
     expect(f"{prefix}.gate_up_proj_bias", (count, 2 * whole), bias, fill=partial(_fill_gate_up_bias, **pieces))
-    holds_bias = parallel.rank == 0  # sums over ranks have it once
+    holds_bias = len(held) < count or parallel.rank == 0  # sums over ranks have it once
     tensors["down_bias"].data.zero_()
-    expect(f"{prefix}.down_proj_bias", (count, hidden), tensors["down_bias"].data if holds_bias else None)
+    bias = tensors["down_bias"].data if holds_bias else None
+    expect(f"{prefix}.down_proj_bias", (count, hidden), bias, dim=0, start=held.start, stop=held.stop)
     return tensors
 
 
@@ -102,36 +103,36 @@ def _put_down(rows: Tensor, target: Tensor, *, first: int, width: int) -> None:
     target.copy_(rows[:, first : first + width])
 
 
-def _fill_gate_up(weight: LazyWeight, target: Tensor, *, first: int, width: int) -> None:
-    for index, one in enumerate(target):
+def _fill_gate_up(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: range) -> None:
+    for index, one in zip(held, target, strict=True):
         _put_gate_up(weight.read(0, index, index + 1)[0].t(), one, first=first, width=width)
 
 
-def _fill_down(weight: LazyWeight, target: Tensor, *, first: int, width: int) -> None:
-    for index, one in enumerate(target):
+def _fill_down(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: range) -> None:
+    for index, one in zip(held, target, strict=True):
         _put_down(weight.read(0, index, index + 1)[0].t(), one, first=first, width=width)
 
 
-def _fill_gate_up_bias(weight: LazyWeight, target: Tensor, *, first: int, width: int) -> None:
-    for one, row in zip(target, weight.read(), strict=True):
+def _fill_gate_up_bias(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: range) -> None:
+    for one, row in zip(target, weight.read(0, held.start, held.stop), strict=True):
         _put_gate_up(row, one, first=first, width=width)
 
 
 class _Mxfp4Halves:
-    """A matrix of each expert, which comes as two tensors in any order: blocks [E, rows, blocks, 16] uint8, of which each byte
+    """A matrix of each expert that is here; all come as two tensors in any order: blocks [E, rows, blocks, 16] uint8, of which each byte
     holds two numbers, the lower four bits first, and scales [E, rows, blocks] uint8, exponents of two."""
 
-    def __init__(self, put: partial[None]) -> None:
-        self._put = put
+    def __init__(self, put: partial[None], held: range) -> None:
+        self._put, self._held = put, held
         self._blocks: Tensor | None = None
         self._scales: Tensor | None = None
 
     def take_blocks(self, weight: LazyWeight, target: Tensor) -> None:
-        self._blocks = weight.read().to(torch.uint8)
+        self._blocks = weight.read(0, self._held.start, self._held.stop).to(torch.uint8)
         self._decode(target)
 
     def take_scales(self, weight: LazyWeight, target: Tensor) -> None:
-        self._scales = weight.read().to(torch.uint8)
+        self._scales = weight.read(0, self._held.start, self._held.stop).to(torch.uint8)
         self._decode(target)
 
     def _decode(self, target: Tensor) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_ONE = re.compile(r"(.*\.experts)\.\d+\.down_proj\.weight")
 
 
 class _Part(LazyWeight):
@@ -32,9 +33,10 @@ def one_for_each_expert(
 ) -> Iterator[tuple[str, LazyWeight]]:
     """Yield `weights`, with `...experts.gate_up_proj` [E, 2 I, H], gate first, and `...experts.down_proj` [E, H, I] taken apart into
     the names that the model expects. A name that the model expects as it is stays so."""
+    layers = {found[1] for name in expected if (found := _ONE.fullmatch(name))}
     for name, weight in weights:
         found = None if name in expected else _STACKED.fullmatch(name)
-        if found is None or len(weight.shape) != 3 or f"{found[1]}.0.down_proj.weight" not in expected:
+        if found is None or len(weight.shape) != 3 or found[1] not in layers:
             yield name, weight
             continue
         num_rows = weight.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pelton_moe_case import ROUTINGS, SIZES, check_moe, moe_case
+from pelton_moe_case import ROUTINGS, SIZES, check_moe, check_whole_experts, moe_case
 
 from pelton.ops.moe import RoutingSpec
 from pelton_backends.native.moe import NativeMoe
@@ -38,6 +38,15 @@ def test_biases_and_the_activation_of_gpt_oss(dtype: torch.dtype, isa: str) -> N
             has_bias=True,
         )
         check_moe(NativeMoe, *made, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_whole_experts_of_several_ranks(num_tokens: int, isa: str) -> None:
+    made = moe_case(CPU, ROUTINGS["groups"], num_tokens, sizes=IN_PANELS)
+    check_whole_experts(NativeMoe, *made, counts=(1, 8, 3))
+    routing = RoutingSpec(num_experts=6, top_k=2)
+    made = moe_case(CPU, routing, num_tokens, activation="swiglu_oai", limit=0.5, has_bias=True)
+    check_whole_experts(NativeMoe, *made, counts=(3, 3))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])

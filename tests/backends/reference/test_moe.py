@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pelton_moe_case import ROUTINGS, check_whole_experts, moe_case
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
 from pelton_backends.reference.moe import ReferenceMoe, route
@@ -120,3 +121,10 @@ def test_experts_one_token_at_a_time(experts: dict[str, Any], scales_input: bool
         torch.testing.assert_close(got[row].double(), want, atol=1e-4, rtol=1e-4)
     assert tensors.load is not None
     assert tensors.load.tolist() == counts
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_whole_experts_of_several_ranks(name: str) -> None:
+    made = moe_case(torch.device("cpu"), ROUTINGS[name], 11)
+    num_experts = ROUTINGS[name].num_experts
+    check_whole_experts(ReferenceMoe, *made, counts=(2, num_experts - 3, 1))

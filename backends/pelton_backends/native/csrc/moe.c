@@ -28,9 +28,9 @@ struct moe_call {
     char *output;
     int64_t num_tokens, num_pairs; /* num_pairs: with a place */
     float *logits;                 /* [tokens, experts] */
-    int32_t *experts, *places;     /* [tokens, k], ascending by expert; of padding -1 */
+    int32_t *experts, *places;     /* [tokens, k], ascending by expert, counted from the first that is here; of padding and others -1 */
     float *shares;                 /* [tokens, k] */
-    int32_t *pairs, *first;        /* of each place its pair; of each expert its first place, [experts + 1] */
+    int32_t *pairs, *first;        /* of each place its pair; of each expert here its first place, [held + 1] */
     /* of the product under way */
     struct linear matrix;
     const struct engine *engine;
@@ -118,7 +118,7 @@ static void keep_groups(const struct moe *op, const float *choice, char *is_take
         is_taken[i] = !is_kept[i / size];
 }
 
-/* A token's experts, ascending, and their weights. */
+/* A token's experts, ascending, and their weights. Those that are not here get -1. */
 static void run_choose(void *context, int64_t token, struct turn *turn) {
     const struct moe_call *call = context;
     const struct moe *op = call->op;
@@ -148,20 +148,24 @@ static void run_choose(void *context, int64_t token, struct turn *turn) {
     }
     for (int64_t j = 0; j < k; j++)
         shares[j] = (op->is_renormalized ? shares[j] / (sum + 1e-20f) : shares[j]) * op->scale;
+    for (int64_t j = 0; j < k; j++) {
+        int64_t here = experts[j] - op->first_expert;
+        experts[j] = here >= 0 && here < op->num_held ? (int32_t)here : -1;
+    }
 }
 
 /* Give every pair its place. */
 static void sort_pairs(struct moe_call *call) {
     const struct moe *op = call->op;
     int64_t pairs = call->num_tokens * op->top_k;
-    int32_t *first = call->first, next[op->num_experts];
-    memset(first, 0, (size_t)(op->num_experts + 1) * sizeof *first);
+    int32_t *first = call->first, next[op->num_held];
+    memset(first, 0, (size_t)(op->num_held + 1) * sizeof *first);
     for (int64_t pair = 0; pair < pairs; pair++)
         if (call->experts[pair] >= 0)
             first[call->experts[pair] + 1]++;
-    for (int64_t expert = 0; expert < op->num_experts; expert++) {
+    for (int64_t expert = 0; expert < op->num_held; expert++) {
         if (op->load != NULL)
-            op->load[expert] += first[expert + 1];
+            op->load[op->first_expert + expert] += first[expert + 1];
         first[expert + 1] += first[expert];
         next[expert] = first[expert];
     }
@@ -170,7 +174,7 @@ static void sort_pairs(struct moe_call *call) {
         if (call->places[pair] >= 0)
             call->pairs[call->places[pair]] = (int32_t)pair;
     }
-    call->num_pairs = first[op->num_experts];
+    call->num_pairs = first[op->num_held];
 }
 
 /* ---- products ---- */
@@ -274,10 +278,10 @@ INLINE int64_t panels_together(const struct moe_call *call, int64_t num_groups) 
 /* Cut all experts' products into tasks; parts may be NULL. -> their number. */
 static int64_t cut_parts(const struct moe_call *call, struct part *parts) {
     int64_t num_groups = 0, count = 0;
-    for (int64_t expert = 0; expert < call->op->num_experts; expert++)
+    for (int64_t expert = 0; expert < call->op->num_held; expert++)
         num_groups += groups_of(call->engine, call->first[expert + 1] - call->first[expert]);
     int64_t together = panels_together(call, num_groups);
-    for (int64_t expert = 0; expert < call->op->num_experts; expert++) {
+    for (int64_t expert = 0; expert < call->op->num_held; expert++) {
         int64_t first = call->first[expert], rows = call->first[expert + 1] - first;
         int64_t groups = groups_of(call->engine, rows), blocks = blocks_of(call->engine, rows);
         for (int64_t group = 0; group < groups; group++)
@@ -307,7 +311,7 @@ static void multiply(struct moe_call *call, int index, struct part *parts, const
     take_matrix(call, index);
     call->rows = rows, call->result = result, call->parts = parts;
     int64_t count = cut_parts(call, parts), numbers = call->num_pairs * call->shape.k;
-    pool_do((struct pool_work){.run = run_pack, .context = call, .num_tasks = call->op->num_experts, .is_small = numbers <= 1 << 14});
+    pool_do((struct pool_work){.run = run_pack, .context = call, .num_tasks = call->op->num_held, .is_small = numbers <= 1 << 14});
     pool_do((struct pool_work){.run = run_part, .context = call, .context_bytes = sizeof *call, .num_tasks = count, .has_shares = 1,
                           .is_small = numbers * call->matrix.out_features <= 1 << 16});
 }
@@ -356,9 +360,9 @@ static int run_tokens(struct moe_call *call) {
     int64_t most_parts = 0;
     for (int index = 0; index < 2; index++) { /* each pair in a group of its own is the most that there can be */
         take_matrix(call, index);
-        most_parts = most(most_parts, least(pairs, op->num_experts + pairs / call->engine->most_rows) * call->shape.num_panels);
+        most_parts = most(most_parts, least(pairs, op->num_held + pairs / call->engine->most_rows) * call->shape.num_panels);
     }
-    int64_t bytes = 64 * 16 + tokens * op->num_experts * 4 + 4 * pairs * 4 + (op->num_experts + 1) * 4 +
+    int64_t bytes = 64 * 16 + tokens * op->num_experts * 4 + 4 * pairs * 4 + (op->num_held + 1) * 4 +
                     most_parts * (int64_t)sizeof(struct part) + pairs * pair_bytes(call);
     char *memory = pelton_shared((size_t)bytes);
     if (memory == NULL)
@@ -367,7 +371,7 @@ static int run_tokens(struct moe_call *call) {
     call->logits = cut(&memory, tokens * op->num_experts * 4);
     call->experts = cut(&memory, pairs * 4), call->places = cut(&memory, pairs * 4);
     call->shares = cut(&memory, pairs * 4), call->pairs = cut(&memory, pairs * 4);
-    call->first = cut(&memory, (op->num_experts + 1) * 4);
+    call->first = cut(&memory, (op->num_held + 1) * 4);
     struct part *parts = cut(&memory, most_parts * (int64_t)sizeof *parts);
     char *inner = cut(&memory, pairs * op->down.in_features * element), *outer = cut(&memory, pairs * op->down.out_features * element);
     call->packed = memory;
@@ -406,7 +410,7 @@ EXPORT int pelton_moe_pack(struct moe *op) {
         char *weight = (char *)matrix->weight;
         if (op->weight_stride[index] % 64 || pelton_pack(matrix, weight))
             continue;
-        for (int64_t expert = 1; expert < op->num_experts; expert++)
+        for (int64_t expert = 1; expert < op->num_held; expert++)
             if (pelton_pack(matrix, weight + expert * op->weight_stride[index]))
                 return 1;
         matrix->is_packed = 1;

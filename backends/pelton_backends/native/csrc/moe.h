@@ -5,12 +5,13 @@
 #include "linear.h"
 
 struct moe {
-    struct linear gate_up, down;      /* expert 0's: `weight_stride` bytes and `bias_stride` bytes on are expert 1's */
+    struct linear gate_up, down;      /* this rank's first expert's: `weight_stride` and `bias_stride` bytes on are the next one's */
     int64_t weight_stride[2], bias_stride[2];
     const void *router, *router_bias; /* [experts, hidden], [experts] or NULL */
     const float *correction;          /* [experts] or NULL */
     int64_t *load;                    /* [experts] or NULL: added to */
     int64_t num_experts, top_k, num_groups, top_groups;
+    int64_t first_expert, num_held;   /* whose matrices are here */
     float scale;
     int32_t router_dtype, bias_dtype, is_sigmoid, is_renormalized, is_top2, scales_input;
 };

@@ -43,6 +43,9 @@ _FULL_S = 50e-6  # between two looks at a ring without room
 _STOP_S = 5.0
 
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what config.json calls them
+
+
 class RankStep(StepHandle):
     """A step that all ranks run."""
 
@@ -313,6 +316,12 @@ def check_sizes(context: ExecutorContext) -> None:
             raise ConfigError(
                 f"{name} is {getattr(parallel, name)}; the executor multiproc spreads layers' tensors alone. Set it to 1."
             )
+    hf = context.model.hf_config
+    if parallel.enable_expert_parallel and not any(hf.get(name) for name in _EXPERT_COUNTS):
+        raise ConfigError(
+            f"enable_expert_parallel is set, and {context.model.name} ({context.model.architecture}) has no experts: config.json has "
+            f"none of {', '.join(_EXPERT_COUNTS)}. Leave it off."
+        )
 
 
 def _first_of(done: Future[list[Any]], first: Future[Any]) -> None:
