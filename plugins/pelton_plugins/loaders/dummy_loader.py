@@ -2,7 +2,8 @@
 
 A loader hands out what a checkpoint holds; this one has none, so the worker tells it which tensors the model
 expects. Each is drawn on its own from its name: the same in every run, on every rank, for one type of device. On a GPU the
-device draws, in the model's dtype, in place; its numbers are others than the CPU's.
+device draws, in the model's dtype, in place; its numbers are others than the CPU's. Of an AWQ checkpoint (config.json's
+quantization_config) the packed numbers are random words, and the scales such that weights are as large as those of other models.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.resolved import ResolvedModel
 
 _SCALE = 0.02  # of matrices, as most models are initialised
+_PACKED = (".qweight", ".qzeros")
+_GROUP_SCALES = (0.002, 0.004)  # times a code of 4 bits minus another: 0.02
 
 
 class RandomWeight(LazyWeight):
@@ -33,9 +36,17 @@ class RandomWeight(LazyWeight):
 
     def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
         if self._drawn is None:
-            generator = torch.Generator().manual_seed(self._number())
-            self._drawn = torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
-        return _part(self._drawn, dim, start, stop).to(self._dtype)
+            self._drawn = self._draw(torch.Generator().manual_seed(self._number()))
+        part = _part(self._drawn, dim, start, stop)
+        return part if part.dtype == torch.int32 else part.to(self._dtype)
+
+    def _draw(self, generator: torch.Generator) -> Tensor:
+        if self.name.endswith(_PACKED):
+            return torch.randint(-(2**31), 2**31, self.shape, generator=generator, dtype=torch.int32)
+        if self.name.endswith(".scales"):
+            least, most = _GROUP_SCALES
+            return torch.rand(self.shape, generator=generator) * (most - least) + least
+        return torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
 
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
         if target.device.type == "cpu" or target.dtype != self._dtype:

@@ -19,6 +19,7 @@ from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.loaders.dummy_loader import RandomWeight
 from pelton_plugins.quantization import grouped
 
 PLUGINS = load_plugins(only=[])
@@ -247,6 +248,22 @@ def test_the_engine_gives_the_same_ids_alone_and_together(tmp_path):
         together = [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
         alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
     assert together == alone
+
+
+def test_dummy_weights_of_a_quantized_checkpoint(tmp_path):
+    """What `bench table --models llama3.1-8b-w4` measures: packed words by chance, weights as large as those of other models."""
+    path = make_tiny_checkpoint(tmp_path / "m", "llama", with_tokenizer=False, **SIZES, num_hidden_layers=1)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": FORMS["awq"].config}))
+    settings = {"max_model_len": 64, "max_num_seqs": 2, "kv_cache_memory_bytes": 2**22, "dtype": "float32"}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
+    with LLM(model=str(path), load_format="dummy", skip_tokenizer_init=True, disable_log_stats=True, **settings) as llm:
+        (found,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    values = [entry.logprob for step in found.outputs[0].logprobs for entry in step.values()]
+    assert all(np.isfinite(values)) and len(found.outputs[0].token_ids) == 4
+    words, scales = (RandomWeight(f"a.{name}", (64, 8), torch.bfloat16, 0).read() for name in ("qweight", "scales"))
+    assert words.dtype == torch.int32 and words.min() < 0 < words.max()
+    assert scales.dtype == torch.bfloat16 and scales.min() > 0
 
 
 REFUSED = [

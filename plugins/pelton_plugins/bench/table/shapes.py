@@ -85,6 +85,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 151645,
     },
 }
+SHAPES["llama3.1-8b-w4"] = {
+    **SHAPES["llama3.1-8b"],
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+}
 DENSE = ("qwen3-0.6b", "llama3.1-8b")
 """What commands measure unless they are asked for others."""
 
