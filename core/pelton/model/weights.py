@@ -23,6 +23,7 @@ IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.masked_bias")
 _SHOWN = 5  # names in an error
 
 Fill = Callable[[LazyWeight, "Tensor"], None]
+Check = Callable[[str, LazyWeight], None]
 
 
 class Copier(Protocol):
@@ -50,7 +51,7 @@ class WeightMap:
 
     def __init__(self) -> None:
         self._targets: dict[str, list[WeightTarget]] = {}
-        self._ignored = [re.compile(pattern) for pattern in IGNORED]
+        self._ignored: dict[re.Pattern[str], Check | None] = {re.compile(pattern): None for pattern in IGNORED}
         self.make_copier: Callable[[], Copier] | None = None
         """The platform's way to its device; torch's plain copies when None."""
 
@@ -65,21 +66,17 @@ class WeightMap:
         stop: int | None = None,
         fill: Fill | None = None,
     ) -> None:
-        """`target` is filled with the slice [start, stop) along `dim` of the checkpoint's `name`, or by `fill`. Several slices of one
-        tensor may have targets: a merged matrix."""
+        """`target` is filled with the slice [start, stop) along `dim` of the checkpoint's `name`, or by `fill`, which takes its part of it.
+        Several parts of one tensor may have targets: a merged matrix."""
         others = self._targets.setdefault(name, [])
         if others:
-            if fill is not None or others[0].fill is not None:
-                raise ConfigError(
-                    f"Weight {name} is several matrices in one, which its quantization method cannot split. "
-                    "Use the checkpoint without quantization."
-                )
-            assert dim is not None and others[0].dim == dim and others[0].shape == shape, f"two layers read {name}"
+            is_part = dim is not None if fill is None else others[0].fill is not None
+            assert is_part and others[0].dim == dim and others[0].shape == shape, f"two layers read {name}"
         others.append(WeightTarget(shape, target, dim, start, stop, fill))
 
-    def ignore(self, pattern: str) -> None:
-        """Checkpoint names that match (a regular expression) are skipped without an error."""
-        self._ignored.append(re.compile(pattern))
+    def ignore(self, pattern: str, check: Check | None = None) -> None:
+        """Checkpoint names that match (a regular expression) are skipped without an error, unless `check` of name and weight raises one."""
+        self._ignored[re.compile(pattern)] = check
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Every checkpoint name with the shape it must have; () where it may have any."""
@@ -93,8 +90,11 @@ class WeightMap:
         for name, weight in weights:
             targets = self._targets.get(name)
             if targets is None:
-                if not any(pattern.fullmatch(name) for pattern in self._ignored):
+                checks = [check for pattern, check in self._ignored.items() if pattern.fullmatch(name)]
+                if not checks:
                     unexpected.append(name)
+                for check in filter(None, checks):
+                    check(name, weight)
                 continue
             _check_shape(name, weight, targets[0])
             for target in targets:

@@ -1,7 +1,8 @@
 """compressed-tensors checkpoints: each group of the configuration says which matrices it is of and how they are quantized; what it
 ignores stays in the model's dtype.
 
-Served: 8-bit floating point ("float-quantized"), and integers of 4 or 8 bits with inputs as they are ("pack-quantized").
+Served: 8-bit floating point ("float-quantized"), integers of 4 or 8 bits with inputs as they are ("pack-quantized"), and int8
+("int-quantized"), whose inputs are not rounded here, which is nearer to the model that was quantized.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearWeights
 from pelton.quantization.plain import PlainWeights
+from pelton_plugins.quantization.cache_scales import check_cache_scales
 from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, StoredFp8
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 NAME = "compressed-tensors"
 FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 PACKED_FORMATS = ("pack-quantized",)
+INTEGER_FORMATS = ("int-quantized",)
 ADVICE = "Take a checkpoint of that form, or one that is not quantized."
 
 
@@ -60,7 +63,7 @@ class CompressedTensors:
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
-        config.weights.ignore(r".*\.[kv]_scale")  # of a cache in fp8, which --kv-cache-dtype decides
+        check_cache_scales(config)
         is_embedding = is_vocabulary and not shards[0].name.endswith("lm_head")
         methods = [None if is_embedding else self._method_of(shard) for shard in shards]
         if methods.count(methods[0]) < len(methods):
@@ -130,6 +133,48 @@ class _Packed(GroupedWeights):
         return Numbers(codes, scales, zeros, found.get("weight_g_idx"))
 
 
+class _Int8(_Packed):
+    """`weight` [out, in] int8, `weight_scale` [out, groups], or one number; with zero points `weight_zero_point` int8, alike. Scales
+    and zero points of inputs are not used."""
+
+    def tensors(self, shard: LinearShard, form: GroupForm) -> Mapping[str, tuple[int, ...] | None]:
+        wanted: dict[str, tuple[int, ...] | None] = {"weight": (shard.num_rows, shard.num_cols), "weight_scale": None}
+        if not form.is_symmetric:
+            wanted["weight_zero_point"] = None
+        return wanted
+
+    def create(
+        self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
+    ) -> LinearWeights:
+        config.weights.ignore(r".*\.input_(scale|zero_point)")
+        return super().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+
+    def numbers(self, shard: LinearShard, form: GroupForm, found: Mapping[str, Tensor]) -> Numbers:
+        weight = found["weight"]
+        if weight.dtype != torch.int8:
+            raise ConfigError(
+                f"{shard.name}.weight is {str(weight.dtype).removeprefix('torch.')}, and config.json's quantization_config says it is "
+                "int8. Check that config.json belongs to these weights."
+            )
+        groups = 1 if form.group_size == WHOLE else shard.num_cols // form.group_size
+
+        def of_groups(name: str) -> Tensor:
+            tensor = found[name]
+            if tuple(tensor.shape) not in [(shard.num_rows, groups), (shard.num_rows,) * (groups == 1), (1,), ()]:
+                raise ConfigError(
+                    f"{shard.name}.{name} is {list(tensor.shape)}; expected {[shard.num_rows, groups]}. Check that config.json "
+                    "belongs to these weights."
+                )
+            return tensor.reshape(-1, groups if tensor.dim() == 2 else 1).expand(shard.num_rows, groups)
+
+        def codes(rows: slice) -> Tensor:
+            return weight[rows].to(torch.int16) + 128
+
+        scales = of_groups("weight_scale")
+        zeros = torch.zeros_like(scales) if form.is_symmetric else of_groups("weight_zero_point")
+        return Numbers(codes, scales, zeros.to(torch.int32) + 128)
+
+
 def _names(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
@@ -146,18 +191,36 @@ def _method(name: str, group: Mapping[str, Any], form: str | None) -> Quantizati
                 f"config.json's quantization_config rounds inputs of packed weights ({name}); served are inputs as they are. {ADVICE}"
             )
         return _Packed(_group_form(name, group.get("weights") or {}))
+    if form in INTEGER_FORMATS:
+        _check_integer_inputs(name, group.get("input_activations"))
+        made = _group_form(name, group.get("weights") or {}, ("group", "channel", "tensor"))
+        if made.bits != 8 or made.is_ordered:
+            raise ConfigError(
+                f"config.json's quantization_config has {made.bits} bits in the format {form!r} ({name}); served are 8, in order. {ADVICE}"
+            )
+        return _Int8(made)
     raise ConfigError(
         f"config.json's quantization_config has the format {form!r} ({name}); served are {FLOAT_FORMATS[0]!r}, 8-bit floating "
-        f"point, and {PACKED_FORMATS[0]!r}, integers of 4 or 8 bits. {ADVICE}"
+        f"point, {PACKED_FORMATS[0]!r}, integers of 4 or 8 bits, and {INTEGER_FORMATS[0]!r}, int8. {ADVICE}"
     )
 
 
-def _group_form(name: str, weights: Mapping[str, Any]) -> GroupForm:
+def _check_integer_inputs(group: str, inputs: Mapping[str, Any] | None) -> None:
+    if inputs and (inputs.get("type", "int"), inputs.get("num_bits", 8)) != ("int", 8):
+        raise ConfigError(
+            f"config.json's quantization_config rounds inputs to type {inputs.get('type')!r}, {inputs.get('num_bits')} bits ({group}); "
+            f"beside int8 weights served is int, 8. {ADVICE}"
+        )
+
+
+def _group_form(
+    name: str, weights: Mapping[str, Any], strategies: Sequence[str] = ("group", "channel")
+) -> GroupForm:  # fmt: skip
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
-    if weights.get("type", "int") != "int" or strategy not in ("group", "channel") or weights.get("dynamic"):
+    if weights.get("type", "int") != "int" or strategy not in strategies or weights.get("dynamic"):
         raise ConfigError(
             f"config.json's quantization_config has weights of type {weights.get('type')!r}, strategy {strategy!r} ({name}); served "
-            f"is int, group or channel, not dynamic. {ADVICE}"
+            f"is int, {' or '.join(strategies)}, not dynamic. {ADVICE}"
         )
     order = weights.get("actorder") or None
     if order not in (None, True, "group", "weight", "static"):

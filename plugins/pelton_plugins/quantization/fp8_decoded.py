@@ -15,6 +15,7 @@ import torch
 
 from pelton.errors import ConfigError
 from pelton.quantization.plain import PlainWeights
+from pelton_plugins.quantization.cache_scales import check_cache_scales
 from pelton_plugins.quantization.numbers import E4M3
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class DecodedFp8(PlainWeights):
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> Any:
+        check_cache_scales(config)
         method = PlainWeights() if is_vocabulary else super()
         return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
 

@@ -32,7 +32,7 @@ def driver(path, method=None, **fields):
     return ModelDriver(path, ops=reference_only(), **chosen, **fields)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "phi3"])
 def checkpoint(request, tmp_path_factory):
     return make_tiny_checkpoint(tmp_path_factory.mktemp("quant") / request.param, request.param)
 

@@ -156,6 +156,7 @@ def assert_same(got, want):
     [
         ("compressed-channel-token", "llama"), ("compressed-tensor-tensor", "qwen3"), ("compressed-weights-only", "gemma3"),
         ("compressed-mixed", "qwen2"), ("fbgemm", "llama"), ("serialized-static", "mistral"),
+        ("compressed-channel-token", "phi3"),
     ],
 )  # fmt: skip
 def test_logits_are_those_of_transformers_with_the_dequantized_weights(form, family, tmp_path):
@@ -177,8 +178,9 @@ def test_logits_are_those_of_transformers_with_the_dequantized_weights(form, fam
     assert formats == ({"fp8_e4m3", "plain"} if len(form.kept) > 1 else {"fp8_e4m3"})
 
 
-def test_rounded_as_it_loads_is_the_checkpoint_with_a_scale_for_each_row(tmp_path):
-    path = make_tiny_checkpoint(tmp_path / "m", "llama", with_tokenizer=False)
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_rounded_as_it_loads_is_the_checkpoint_with_a_scale_for_each_row(family, tmp_path):
+    path = make_tiny_checkpoint(tmp_path / "m", family, with_tokenizer=False)
     got = driver(path, quantization="fp8").step({"a": PROMPT})["a"]
     form = FORMS["compressed-channel-token"]
     assert_same(got, reference_logits(path, form, PROMPT))
