@@ -38,6 +38,7 @@ MAX_ITEMS = 256  # `multi_modal_items`
 MAX_ITEM_TEXT_CHARS = 256  # kind and hash of each
 MAX_ITEM_BYTES = 64 * 2**20  # tensors of each
 MAX_PROMPT_EMBEDS_BYTES = 64 * 2**20  # `prompt_embeds`
+MAX_ABS_PROMPT_EMBEDS = 1e4  # each of their numbers, either sign
 MAX_TENSOR_DIMENSIONS = 8  # of a tensor's shape
 MAX_ADAPTER_NAME_CHARS = 256  # `adapter.name`
 MAX_ADAPTER_PATH_CHARS = 4096  # `adapter.path`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from pelton import limits
 from pelton.config import EngineConfig
-from pelton.engine.input_processor import InputProcessor
+from pelton.engine.input_processor import InputProcessor, read_prompt_embeds
 from pelton.errors import RequestError
 from pelton.messages.request import AdapterRef, EngineRequest, MultiModalItem, PoolingParams, TensorData
 from pelton.model.resolved import ResolvedModel
@@ -88,6 +89,10 @@ CASES: dict[str, tuple[str, Callable[[int], object]]] = {
     "MAX_PROMPT_EMBEDS_BYTES": (
         "prompt_embeds",
         lambda size: engine_request(prompt_embeds=TensorData(bytes(size), "uint8", (1, size))),
+    ),
+    "MAX_ABS_PROMPT_EMBEDS": (
+        "prompt_embeds",
+        lambda size: read_prompt_embeds(TensorData(struct.pack("<2f", 0.0, -size), "float32", (1, 2)), 2),
     ),
     "MAX_TENSOR_DIMENSIONS": ("shape", lambda size: TensorData(b"x", "uint8", (1,) * size)),
     "MAX_ADAPTER_NAME_CHARS": ("adapter.name", lambda size: AdapterRef(id=1, name="x" * size)),

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from pelton.config import EngineConfig
 from pelton.entries import Entry
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, RequestError
 from pelton.messages.report import DeviceReport
@@ -52,6 +53,7 @@ class FakeAsyncLLM:
         self.answer = answer
         self.tokenizer: CharTokenizer | None = CharTokenizer()
         self.info = FakeInfo()
+        self.config = EngineConfig()
         self.model = ResolvedModel(
             name="fake", path="fake", weights_format="dummy", hf_config={}, architecture="Fake", dtype="float32",
             max_model_len=256, vocab_size=len(VOCAB), eos_token_ids=[0], generation_config={}, tokenizer_path=None,

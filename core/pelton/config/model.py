@@ -44,6 +44,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """File with a Jinja chat template, or the template itself; the tokenizer's own when unset."""
     model_impl: str = "auto"
     """Whose modules a model runs on: pelton (or vllm), transformers, or auto: Pelton's own where it has the model, else transformers'."""
+    enable_prompt_embeds: bool = False
+    """Take prompts as embeddings too: `{"prompt_embeds": tensor}`, and `prompt_embeds` of completions."""
     quantization: str | None = None
     """How weights are kept: gguf (a .gguf file's own blocks), q8_0, q4_1, q4_0, fp8 (quantized while they load), or another
     method that a plugin offers; from the checkpoint when unset."""

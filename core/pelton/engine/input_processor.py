@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 
 from pelton import limits
 from pelton.config import EngineConfig
 from pelton.engine.pooling_requests import check_pooling_params, truncated
 from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.logits_processors.requests import wanted_args
-from pelton.messages.request import AdapterRef, EngineRequest, PoolingParams, check_plain_data
+from pelton.messages.request import AdapterRef, EngineRequest, PoolingParams, TensorData, check_plain_data
 from pelton.model.resolved import ResolvedModel
 from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from pelton.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text}, or {"prompt_token_ids": ids} with the text beside it when known."""
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} with the text beside it when known, {"prompt_embeds": tensor}."""
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")
 
 
 @dataclass(slots=True)
@@ -89,8 +90,10 @@ class InputProcessor:
         return SamplingParams(**self._defaults)
 
     def text_length(self, prompt: Prompt) -> int:
-        """Characters that would have to be tokenized."""
+        """Characters that would have to be tokenized, or bytes of embeddings."""
         if isinstance(prompt, Mapping):
+            if isinstance(embeds := prompt.get("prompt_embeds"), TensorData):
+                return len(embeds.data)
             prompt = "" if prompt.get("prompt_token_ids") is not None else prompt.get("prompt", "")
         return len(prompt) if isinstance(prompt, str) else 0
 
@@ -121,7 +124,8 @@ class InputProcessor:
                 f"sampling_params is a {type(params).__name__}; give SamplingParams.", param="sampling_params"
             )
         params = msgspec.structs.replace(params)  # checked as its fields are now, whatever becomes of the user's
-        text, token_ids, param = self._tokenize(prompt)
+        embeds = self._embeds(prompt, params) if isinstance(prompt, Mapping) else None
+        text, token_ids, param = (None, [0] * embeds.shape[0], "prompt_embeds") if embeds else self._tokenize(prompt)
         self._check_prompt(token_ids, param)
         bad_words = self._check_params(params)
         kv_transfer_params = self._check_transfer(kv_transfer_params, params)
@@ -131,6 +135,7 @@ class InputProcessor:
             self._requests(
                 request_id, params, prompt_token_ids=token_ids, bad_words_token_ids=bad_words, priority=priority,
                 cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, adapter=adapter, tenant=tenant,
+                prompt_embeds=embeds,
             ),
         )  # fmt: skip
 
@@ -181,32 +186,16 @@ class InputProcessor:
     @staticmethod
     def _check_request_fields(request_id: str, priority: int, cache_salt: str | None, timeout_s: float | None) -> None:
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= limits.MAX_REQUEST_ID_CHARS:
-            raise RequestError(
-                f"request_id must be a string of 1 to {limits.MAX_REQUEST_ID_CHARS} characters",
-                param="request_id", value=request_id,
-            )  # fmt: skip
+            raise _wrong("request_id", request_id, f"a string of 1 to {limits.MAX_REQUEST_ID_CHARS} characters")
         if type(priority) is not int or abs(priority) > limits.MAX_ABS_PRIORITY:
-            raise RequestError(
-                f"priority must be an integer from {-limits.MAX_ABS_PRIORITY} to {limits.MAX_ABS_PRIORITY}",
-                param="priority", value=priority,
-            )  # fmt: skip
-        if cache_salt is not None and (
-            not isinstance(cache_salt, str) or not 1 <= len(cache_salt) <= limits.MAX_CACHE_SALT_CHARS
-        ):
-            raise RequestError(
-                f"cache_salt must be a string of 1 to {limits.MAX_CACHE_SALT_CHARS} characters",
-                param="cache_salt", value=cache_salt,
-            )  # fmt: skip
-        if timeout_s is not None and (
-            isinstance(timeout_s, bool)
-            or not isinstance(timeout_s, (int, float))
-            or not 0 < timeout_s <= limits.MAX_TIMEOUT_S
-        ):
-            raise RequestError(
-                f"timeout_s must be a number of seconds in (0, {limits.MAX_TIMEOUT_S:g}]",
-                param="timeout_s",
-                value=timeout_s,
-            )
+            most = limits.MAX_ABS_PRIORITY
+            raise _wrong("priority", priority, f"an integer from {-most} to {most}")
+        most = limits.MAX_CACHE_SALT_CHARS
+        if cache_salt is not None and not (isinstance(cache_salt, str) and 1 <= len(cache_salt) <= most):
+            raise _wrong("cache_salt", cache_salt, f"a string of 1 to {most} characters")
+        is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        if timeout_s is not None and not (is_number and 0 < timeout_s <= limits.MAX_TIMEOUT_S):
+            raise _wrong("timeout_s", timeout_s, f"a number of seconds in (0, {limits.MAX_TIMEOUT_S:g}]")
 
     # -- the prompt --
 
@@ -234,13 +223,19 @@ class InputProcessor:
                 param="prompt",
             )
         if self.tokenizer is None:
-            raise RequestError(
-                "The prompt is text, but there is no tokenizer (skip_tokenizer_init); give prompt_token_ids.",
-                param="prompt",
-            )
+            wrong = "The prompt is text, but there is no tokenizer (skip_tokenizer_init)"
+            raise RequestError(f"{wrong}; give prompt_token_ids.", param="prompt")
         found = self.tokenizer.encode(text)
         self._check_vocabulary(found, "prompt")
         return text, found, "prompt"
+
+    def _embeds(self, prompt: Mapping[str, Any], params: SamplingParams) -> TensorData | None:
+        given = prompt.get("prompt_embeds")
+        if given is not None and not self.config.model.enable_prompt_embeds:
+            raise NotSupportedError("enable_prompt_embeds is off here; send text or token ids.", param="prompt_embeds")
+        if given is not None and (params.prompt_logprobs is not None or prompt.get("prompt_token_ids") is not None):
+            raise _wrong("prompt_embeds", None, "without prompt_token_ids and prompt_logprobs, which are of tokens")
+        return None if given is None else read_prompt_embeds(given, self.model.hf_config["hidden_size"])
 
     def _read_ids(self, ids: Any) -> list[int]:
         try:  # a list that is right is checked and copied in one go; what is wrong with another is found out slowly
@@ -266,10 +261,8 @@ class InputProcessor:
     def _check_vocabulary(self, token_ids: list[int], param: str) -> None:
         lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
         if lowest < 0 or highest >= self.vocab_size:
-            raise RequestError(
-                f"Token id {lowest if lowest < 0 else highest} is not in the vocabulary; use 0 to {self.vocab_size - 1}.",
-                param=param,
-            )
+            wrong = f"Token id {lowest if lowest < 0 else highest} is not in the vocabulary"
+            raise RequestError(f"{wrong}; use 0 to {self.vocab_size - 1}.", param=param)
 
     # -- sampling parameters --
 
@@ -305,9 +298,8 @@ class InputProcessor:
             return
         wanted = self.vocab_size if value == -1 else value
         if wanted > most:
-            raise RequestError(
-                f"Requested {name} of {wanted}; at most {most} (max_logprobs) are allowed", param=name, value=value
-            )
+            found = f"Requested {name} of {wanted}"
+            raise RequestError(f"{found}; at most {most} (max_logprobs) are allowed", param=name, value=value)
 
     def _check_transfer(self, given: Mapping[str, Any] | None, params: SamplingParams) -> dict[str, Any] | None:
         """Return what is for the KV connector: the argument, or vLLM's place in `extra_args`."""
@@ -315,9 +307,7 @@ class InputProcessor:
         if found is None:
             return None
         if not isinstance(found, Mapping):
-            raise RequestError(
-                "kv_transfer_params must be a map from names to plain data", param="kv_transfer_params", value=found
-            )
+            raise _wrong("kv_transfer_params", found, "a map from names to plain data")
         if self.config.kv_transfer.kv_connector is None:
             raise NotSupportedError(
                 "No KV connector runs here; leave kv_transfer_params out.", param="kv_transfer_params"
@@ -327,10 +317,8 @@ class InputProcessor:
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         lowest, highest = min(ids), max(ids)
         if lowest < 0 or highest >= self.vocab_size:
-            raise RequestError(
-                f"{name} holds a token id that is not in the vocabulary (0 to {self.vocab_size - 1})",
-                param=name, value=lowest if lowest < 0 else highest,
-            )  # fmt: skip
+            wrong = f"{name} holds a token id that is not in the vocabulary (0 to {self.vocab_size - 1})"
+            raise RequestError(wrong, param=name, value=lowest if lowest < 0 else highest)
 
     def _resolve_reasoning_end(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
         """The same with token ids in place of a text."""
@@ -350,11 +338,9 @@ class InputProcessor:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for variant in (word.lstrip(), " " + word.lstrip()):
-                ids = (
-                    self.tokenizer.encode(variant, add_special_tokens=False)
-                    if variant.strip() or variant == word
-                    else []
-                )
+                if not variant.strip() and variant != word:
+                    continue
+                ids = self.tokenizer.encode(variant, add_special_tokens=False)
                 if ids and max(ids) < self.vocab_size:
                     found[tuple(ids)] = None
         return [list(ids) for ids in found]
@@ -379,6 +365,37 @@ def child_seed(seed: int, index: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return (value ^ (value >> 31)) & limits.MAX_SEED
+
+
+_FLOATS = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
+
+
+def read_prompt_embeds(given: Any, hidden_size: int) -> TensorData:
+    """Return embeddings [T, hidden_size]. given: a torch tensor, what torch makes one of, or `TensorData`. Raises `RequestError`."""
+    if not isinstance(given, TensorData):
+        import torch
+
+        try:
+            tensor = torch.as_tensor(given).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _wrong("prompt_embeds", None, f"a tensor: {error}") from None
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        given = TensorData(data, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    shape = given.shape[1:] if len(given.shape) == 3 and given.shape[0] == 1 else given.shape
+    if given.dtype not in _FLOATS or len(shape) != 2 or not shape[0] or shape[1] != hidden_size:
+        found = f"{given.dtype} {list(given.shape)}"
+        raise _wrong("prompt_embeds", found, f"[tokens, {hidden_size}] of {', '.join(_FLOATS)}")
+    numbers: Any = np.frombuffer(given.data, _FLOATS[given.dtype])
+    if given.dtype == "bfloat16":
+        numbers = (numbers.astype("<u4") << 16).view("<f4")
+    # What is not finite would stay in blocks that other requests get.
+    if not (largest := float(np.abs(numbers).max())) <= limits.MAX_ABS_PROMPT_EMBEDS:
+        raise _wrong("prompt_embeds", largest, f"of numbers up to {limits.MAX_ABS_PROMPT_EMBEDS:g} in size")
+    return TensorData(given.data, given.dtype, shape)
+
+
+def _wrong(name: str, value: Any, words: str) -> RequestError:
+    return RequestError(f"{name} must be {words}", param=name, value=value)
 
 
 def _as_ids(ids: Any) -> list[int]:

@@ -49,13 +49,3 @@ class BucketCounts:
         return dict(
             zip((*(repr(float(bound)) for bound in self.bounds), "+Inf"), accumulate(self._counts), strict=True)
         )
-
-
-def one_two_five(maximum: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50, ... up to and including `maximum`."""
-    bounds: list[float] = []
-    scale = 1
-    while scale <= maximum:
-        bounds += [scale * step for step in (1, 2, 5) if scale * step <= maximum]
-        scale *= 10
-    return bounds

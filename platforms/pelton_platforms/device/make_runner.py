@@ -11,6 +11,7 @@ from pelton_platforms.device.kv_pool import KVPool, LayerCache
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.logits_processors import make_processors
 from pelton_platforms.device.steps.model_runner import ModelRunner
+from pelton_platforms.device.steps.prompt_embeds import make_prompt_embeds
 from pelton_platforms.device.steps.step_ops import StepOps
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
         loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters
     runner = ModelRunner(loaded.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * num_parts)
     runner.step_kernel = loaded.step_kernel
+    runner.prompt_embeds = make_prompt_embeds(loaded)
     return runner
 
 

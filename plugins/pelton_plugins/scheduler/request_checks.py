@@ -20,6 +20,7 @@ class AdmissionLimits:
     has_adapters: bool
     has_connector: bool
     is_pooling: bool = False
+    takes_prompt_embeds: bool = False
 
     def check(self, request: EngineRequest, num_queued_reqs: int, num_queued_tokens: int) -> None:
         """Raises `RequestError`. num_queued: what waits already, and has never run."""
@@ -57,7 +58,7 @@ class AdmissionLimits:
         if request.multi_modal_items:
             kinds = ", ".join(sorted({item.kind for item in request.multi_modal_items}))
             raise NotSupportedError(f"This model reads text only; leave out: {kinds}.", param="multi_modal_items")
-        if request.prompt_embeds is not None:
+        if request.prompt_embeds is not None and not self.takes_prompt_embeds:
             raise NotSupportedError("This engine takes no embeddings; send token ids.", param="prompt_embeds")
         if request.adapter is not None and not self.has_adapters:
             raise NotSupportedError("This engine serves no adapters.", param="adapter", value=request.adapter.name)

@@ -81,6 +81,7 @@ class DefaultScheduler(Scheduler):
             has_adapters=context.adapter_is_ready is not None or context.adapters is not None,
             has_connector=context.connector is not None,
             is_pooling=context.is_pooling,
+            takes_prompt_embeds=context.engine_config is not None and context.engine_config.model.enable_prompt_embeds,
         )
         self._allocations = Allocations(
             kv_manager,

@@ -107,6 +107,10 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
             prompt.text = str(self.llm.tokenizer.decode(prompt.token_ids)) if self.llm.tokenizer else ""
         return prompt.text
 
+    def _prompt_ids(self, index: int, output: RequestOutput) -> list[int] | None:
+        """None of embeddings: nobody knows their tokens."""
+        return output.prompt_token_ids if self.prompts[index].embeds is None else None
+
     def _logprobs(
         self, index: int, output: RequestOutput, choice: CompletionOutput, *, is_first: bool
     ) -> CompletionLogprobs | None:
@@ -163,7 +167,7 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs)
             if self.request.prompt_logprobs is not None
             else None,
-            prompt_token_ids=output.prompt_token_ids if self.request.return_token_ids else None,
+            prompt_token_ids=self._prompt_ids(index, output) if self.request.return_token_ids else None,
         )
 
     def response(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
@@ -208,7 +212,7 @@ class _TextAnswer(CompletionAnswer[CompletionRequest, CompletionChoice]):
             "stop_reason": choice.stop_reason,
         }
         if self.request.return_token_ids:
-            chunk["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+            chunk["prompt_token_ids"] = self._prompt_ids(index, output) if is_first else None
             chunk["token_ids"] = list(choice.token_ids)
         return encode(chunk)
 

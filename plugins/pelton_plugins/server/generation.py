@@ -48,7 +48,9 @@ async def generate(
     readable = response_id[: limits.MAX_REQUEST_ID_CHARS - 40]
     streams: list[AsyncIterator[RequestOutput]] = [
         llm.generate(
-            {"prompt_token_ids": prompt.token_ids, "prompt": prompt.text},
+            {"prompt_token_ids": prompt.token_ids, "prompt": prompt.text}
+            if prompt.embeds is None
+            else {"prompt_embeds": prompt.embeds},
             params,
             f"{readable}-{index}-{unique}",
             priority=request.priority or 0,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pelton import limits
-from pelton.errors import NotSupportedError, RequestError
+from pelton.errors import RequestError
 from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, TokenizeRequest
 from pelton_plugins.server.rules import check_rules
@@ -116,12 +116,18 @@ def in_sent_names(message: str, param: str | None, request: msgspec.Struct) -> t
     return message, names.get(param or "", param)
 
 
+NOT_WITH_EMBEDS = ("echo", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search")
+"""They are of a prompt's tokens, which are not known."""
+
+
 def check_completion(request: CompletionRequest) -> None:
     check_common(request)
     if request.suffix:
         raise RequestError("This model does not fill in the middle; leave suffix out.", param="suffix")
     if request.prompt_embeds is not None:
-        raise NotSupportedError("prompt_embeds is not offered; send text or token ids.", param="prompt_embeds")
+        for name in NOT_WITH_EMBEDS:
+            if getattr(request, name):
+                raise RequestError(f"{name} does not go with prompt_embeds; leave one of them out.", param=name)
     if request.best_of is not None:
         n = 1 if request.n is None else request.n
         if not max(n, 1) <= request.best_of <= limits.MAX_N:

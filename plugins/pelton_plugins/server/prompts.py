@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pelton import limits
+from pelton.engine.input_processor import read_prompt_embeds
 from pelton.errors import ConfigError, NotSupportedError, RequestError
+from pelton.messages.request import TensorData
 from pelton.sampling_params import SamplingParams
+from pelton_plugins.server.embeds_body import decode_embeds
 from pelton_plugins.server.literal_text import mark as mark_specials
 from pelton_plugins.server.protocol import (
     ChatCompletionRequest,
@@ -32,7 +36,9 @@ T = TypeVar("T")
 @dataclass(slots=True, kw_only=True)
 class Prompt:
     token_ids: list[int]
+    """As many zeros as it has tokens, where it is given as embeddings."""
     text: str | None = None
+    embeds: TensorData | None = None
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -127,8 +133,12 @@ def check_fan_out(num_prompts: int, n: int) -> None:
 
 
 async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: SamplingParams) -> list[Prompt]:
-    """Text, texts, token ids or lists of token ids. Raises `RequestError` before anything runs."""
+    """Embeddings; then text, texts, token ids or lists of token ids. Raises `RequestError` before anything runs."""
+    first = await _read_embeds(llm, request) if request.prompt_embeds is not None else []
     given = request.prompt
+    if given is None and first:
+        check_fan_out(len(first), params.n)
+        return first
     if given is None or given == []:
         raise RequestError("prompt is empty; send text or token ids.", param="prompt")
     items: list[Any]
@@ -138,14 +148,14 @@ async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: 
         items = given
     else:
         raise RequestError("prompt mixes texts, token ids and lists; send one kind.", param="prompt")
-    check_fan_out(len(items), params.n)
+    check_fan_out(len(first) + len(items), params.n)
     special = True if request.add_special_tokens is None else request.add_special_tokens
     if isinstance(items[0], str):
         found = await tokenize_all(llm, items, add_special_tokens=special, request=request)
         read = [Prompt(token_ids=ids, text=text) for ids, text in zip(found, items, strict=True)]
     else:
         read = [Prompt(token_ids=ids) for ids in items]
-    prompts: list[Prompt] = []
+    prompts = first
     for prompt in read:
         if not prompt.token_ids:
             raise RequestError("prompt is empty; send text or token ids.", param="prompt")
@@ -153,6 +163,35 @@ async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: 
         check_length(llm, prompt, request.max_tokens)
         prompts.append(prompt)
     return prompts
+
+
+async def _read_embeds(llm: AsyncLLM | Any, request: CompletionRequest) -> list[Prompt]:
+    if not llm.config.model.enable_prompt_embeds:
+        raise NotSupportedError(
+            "This server takes no prompt_embeds (enable_prompt_embeds is off); send text or token ids.",
+            param="prompt_embeds",
+        )
+    given = request.prompt_embeds
+    texts = (
+        {"prompt_embeds": given}
+        if isinstance(given, str)
+        else {f"prompt_embeds[{i}]": t for i, t in enumerate(given or ())}
+    )
+    prompts = []
+    hidden_size = llm.model.hf_config["hidden_size"]
+    for field, text in texts.items():
+        embeds = await off_loop(len(text), partial(_embeds, text, field, hidden_size))
+        prompts.append(Prompt(token_ids=[0] * embeds.shape[0], embeds=embeds))
+        check_length(llm, prompts[-1], request.max_tokens)
+    return prompts
+
+
+def _embeds(text: str, field: str, hidden_size: int) -> TensorData:
+    embeds = decode_embeds(text, field)
+    try:
+        return read_prompt_embeds(embeds, hidden_size)
+    except RequestError as error:
+        raise RequestError(str(error), param=field) from None
 
 
 async def render(

@@ -124,7 +124,9 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     best_of: int | None = None
     """Samples that are made of each prompt; the `n` likeliest are returned."""
     suffix: str | None = None
-    prompt_embeds: Any = None
+    prompt_embeds: str | list[str] | None = None
+    """Embeddings in place of a prompt, or before those in `prompt`: base64 of a safetensors file with one tensor
+    [tokens, hidden size], or of what `torch.save` writes of it. Needs --enable-prompt-embeds."""
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

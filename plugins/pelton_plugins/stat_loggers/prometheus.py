@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pelton import __version__
 from pelton.config import EngineConfig
-from pelton.metrics.buckets import BucketCounts, one_two_five
+from pelton.metrics.buckets import BucketCounts
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
 from pelton.metrics.stats import WAIT, FinishedRequestStats, IterationStats, SchedulerStats
 from pelton_plugins.stat_loggers.families import FAMILIES, UP_TO_MODEL_LEN, Family, help_text, is_shown, minor_version
@@ -237,3 +237,13 @@ class PrometheusLogger:
         if family.label is None or label is None:
             return self._labels
         return {**self._labels, family.label: label}
+
+
+def one_two_five(maximum: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to and including `maximum`."""
+    bounds: list[float] = []
+    scale = 1
+    while scale <= maximum:
+        bounds += [scale * step for step in (1, 2, 5) if scale * step <= maximum]
+        scale *= 10
+    return bounds

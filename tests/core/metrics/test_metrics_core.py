@@ -10,7 +10,7 @@ import pytest
 from pelton.config import EngineConfig
 from pelton.entries import StatLoggerEntry
 from pelton.errors import ConfigError, PluginError
-from pelton.metrics.buckets import BucketCounts, one_two_five
+from pelton.metrics.buckets import BucketCounts
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.snapshot import Gauge
 from pelton.metrics.stats import IterationStats, SchedulerStats
@@ -32,13 +32,6 @@ def test_buckets_agree_with_counting():
     counts.observe_all(values)
     for bound, cumulative in counts.cumulative().items():
         assert cumulative == sum(value <= float(bound) for value in values)
-
-
-@pytest.mark.parametrize(
-    "maximum, bounds", [(1, [1]), (4, [1, 2]), (50, [1, 2, 5, 10, 20, 50]), (99, [1, 2, 5, 10, 20, 50])]
-)
-def test_one_two_five(maximum, bounds):
-    assert one_two_five(maximum) == bounds
 
 
 class Recorder:

@@ -16,7 +16,7 @@ from pelton.plugins import load_plugins
 from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.stat_loggers import families as table
 from pelton_plugins.stat_loggers.log_line import LogLineLogger
-from pelton_plugins.stat_loggers.prometheus import PrometheusLogger
+from pelton_plugins.stat_loggers.prometheus import PrometheusLogger, one_two_five
 
 GOLDEN = Path(__file__).parent / "golden_ttft.txt"
 CONFIG = EngineConfig.from_flat(model="meta-llama/Llama-3.1-8B-Instruct", max_model_len=100)
@@ -355,3 +355,10 @@ def test_both_are_offered_by_default_and_light_to_import():
     code = "import sys, pelton_plugins.stat_loggers.plugin; print('prometheus_client' in sys.modules, 'torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    "maximum, bounds", [(1, [1]), (4, [1, 2]), (50, [1, 2, 5, 10, 20, 50]), (99, [1, 2, 5, 10, 20, 50])]
+)
+def test_one_two_five(maximum, bounds):
+    assert one_two_five(maximum) == bounds

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
     from pelton_platforms.device.steps.drafts import WorkerDraftProposer
+    from pelton_platforms.device.steps.prompt_embeds import PromptEmbeds
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class ModelRunner:
         self.pool = pool
         self.ops = ops
         self.connectors: dict[str, WorkerConnector] = {}
+        self.prompt_embeds: PromptEmbeds | None = None  # None: no prompt is given as embeddings
         self.graphs: GraphRunner | None = None
         self.tails = TailChooser(state, ops)
         self._program = StepProgram(model, state, backends, ops)
@@ -163,6 +165,8 @@ class ModelRunner:
             self.pool.zero_blocks(*self._staging.stage([block_ids]))
         if output.new:
             self.state.add(output.new)
+        if self.prompt_embeds is not None:
+            self.prompt_embeds.update(output)
         for name, connector in self.connectors.items():
             if name in output.extensions:
                 connector.start_load(output.extensions[name])
@@ -194,6 +198,7 @@ class ModelRunner:
         if (
             graphs is None or not num_rows or output.total_num_scheduled_tokens != num_rows + total_draft
             or False in output.samples or self.draft_proposer is not None or self.state.host.pooling
+            or (self.prompt_embeds is not None and self.prompt_embeds.are_read(output.slots))
         ):  # fmt: skip
             return None
         slots, has_masks = np.asarray(output.slots, dtype=np.int64), bool(output.grammar_rows)
@@ -244,7 +249,11 @@ class ModelRunner:
             self.state.append_blocks(output.block_appends)
         plan = plan_step(output, self.state.host)
         has_lora = self._has_adapters(plan.slots)
-        mode, key = self._place(plan, has_lora=has_lora)
+        embeds = (
+            self.prompt_embeds if self.prompt_embeds is not None and self.prompt_embeds.are_read(output.slots) else None
+        )
+        graphs = self.graphs if embeds is None else None
+        mode, key = self._place(plan, graphs, has_lora=has_lora)
         columns, tail = self._stage(plan), Logits() if output.grammar_rows else self._tail(plan, has_masks=False)
         inputs = self._inputs(plan, columns, tail, has_lora=has_lora)
         step = Step(output, plan, columns, inputs, tail)
@@ -252,19 +261,24 @@ class ModelRunner:
             return step
         if plan.has_drafts:
             self._place_drafts(output, plan.slots, plan.num_scheduled)
-        forward = None if self.graphs is None else partial(self.graphs.forward, mode, key, plan)
-        step.given = self._program.run(replace(key, tail=tail), inputs, forward)
+        forward = None if graphs is None else partial(graphs.forward, mode, key, plan)
+        if embeds is not None:
+            with embeds.placed(plan, self.state.host, self._staging):
+                step.given = self._program.run(replace(key, tail=tail), inputs, partial(self._program.forward, key))
+        else:
+            step.given = self._program.run(replace(key, tail=tail), inputs, forward)
         step.prompt_logprobs = self._sampler.prompt_logprobs(step)
         return step
 
     def _tail(self, plan: StepPlan, *, has_masks: bool) -> Tail | None:
         return self.tails.of_others(plan, has_masks=has_masks, has_proposer=self.draft_proposer is not None)
 
-    def _place(self, plan: StepPlan, *, has_lora: bool) -> tuple[CUDAGraphMode, BatchDescriptor]:
+    @staticmethod
+    def _place(plan: StepPlan, graphs: GraphRunner | None, *, has_lora: bool) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The mode and key of a step that is not a decode graph; its tokens padded to the key's."""
-        if self.graphs is None:
+        if graphs is None:
             return CUDAGraphMode.NONE, BatchDescriptor(plan.shape.num_tokens, plan.shape.num_reqs, has_lora=has_lora)
-        return self.graphs.place(plan, has_lora=has_lora)
+        return graphs.place(plan, has_lora=has_lora)
 
     def _has_adapters(self, slots: Ints) -> bool:
         return self.ops.adapters is not None and bool((self.state.host.adapter_slots[slots] >= 0).any())

@@ -69,7 +69,7 @@ class SideTables(SideTensors):
         restricted = np.array([own.allowed_token_ids is not None for own in params], dtype=bool)
         # Without penalties whatever is counted has no weight.
         prompts = [
-            r.token_ids[: r.num_prompt_tokens] if own.has_penalties else []
+            r.token_ids[: r.num_prompt_tokens] if own.has_penalties and r.prompt_embeds is None else []
             for r, own in zip(requests, params, strict=True)
         ]
         outputs = [
