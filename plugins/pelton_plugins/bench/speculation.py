@@ -11,11 +11,12 @@ import hashlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import msgspec
@@ -37,7 +38,10 @@ DOC = """Measure n-gram speculation: texts that go round, whose drafts are all r
 whose drafts are all wrong.
 Weights are random but for embedding and LM head: nothing is fetched. Drafts, those accepted and pauses are counted.
 
-  pelton bench speculation --models qwen3-0.6b --rows 1 8 32 --drafts 3 5"""
+Engines start one after another; with --kv-cache-memory-bytes, which leaves room for all, at once, and measure in turn.
+
+  pelton bench speculation --models qwen3-0.6b --rows 1 8 32 --drafts 3 5
+  pelton bench speculation --models llama3.1-8b --rows 1 --drafts 3 --texts repeats --kv-cache-memory-bytes 6000000000"""
 
 
 class SpeculationArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +53,8 @@ class SpeculationArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Requests at once."""
     drafts: list[int] = msgspec.field(default_factory=lambda: [3, 5])
     """num_speculative_tokens."""
+    texts: list[str] = msgspec.field(default_factory=lambda: list(CASES))
+    """Kinds of text: repeats, never repeats, misleads."""
     input_len: int = 128
     output_len: int = 256
     """At least 2: a step's time is that of the tokens after the first."""
@@ -59,6 +65,9 @@ class SpeculationArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_at_least(self, repeats=1, input_len=1, output_len=2)
+        for text in self.texts:
+            if text not in CASES:
+                raise ConfigError(f"--texts is {text!r}; use any of {', '.join(map(repr, CASES))}.")
 
 
 def run(argv: list[str]) -> int:
@@ -87,24 +96,38 @@ def _measure_model(
     longest = max(arguments.input_len, (_NGRAM + 1) * arguments.output_len) + arguments.output_len
     base = {"load_format": "cycle", "skip_tokenizer_init": True, "max_model_len": longest + 64, "model": str(untied)}
     found: dict[str, Any] = {}
-    for count in (0, *arguments.drafts):
-        own = {"speculative_config": {"method": "ngram", "num_speculative_tokens": count}} if count else {}
-        job = {"settings": base | settings | own, "arguments": msgspec.to_builtins(arguments)}
-        found[str(count)] = {f"{one.pop('case')}, {one['rows']}": one for one in _lines_of(job)}
-        print(f"{model}: {count} drafts done", file=sys.stderr)
+    with ExitStack() as stack:
+        engines: dict[int, Popen[str]] = {}
+
+        def start(count: int) -> None:
+            own = {"speculative_config": {"method": "ngram", "num_speculative_tokens": count}} if count else {}
+            job = {"settings": base | settings | own, "arguments": msgspec.to_builtins(arguments)}
+            command = [sys.executable, "-m", "pelton_plugins.bench.speculation", json.dumps(job)]
+            engines[count] = stack.enter_context(Popen(command, stdin=PIPE, stdout=PIPE, text=True))
+            stack.callback(engines[count].kill)  # those that still wait, when another fails
+
+        counts = (0, *arguments.drafts)
+        for count in counts if "kv_cache_memory_bytes" in settings else ():
+            start(count)
+        for count in counts:
+            if count not in engines:
+                start(count)
+            found[str(count)] = {f"{one.pop('case')}, {one['rows']}": one for one in _lines_of(engines[count])}
+            print(f"{model}: {count} drafts done", file=sys.stderr)
     return {"engines": found, "ids_are_equal": all(
         one["ids"] == found["0"][name]["ids"] for rows in found.values() for name, one in rows.items()
     )}  # fmt: skip
 
 
-def _lines_of(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, "-m", "pelton_plugins.bench.speculation", json.dumps(job)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-    if process.returncode:
+def _lines_of(process: Popen[str]) -> Iterator[dict[str, Any]]:
+    """Tell an engine that its turn has come, and yield what it measures."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    for line in process.stdout:
+        if line.startswith("{"):
+            yield json.loads(line)
+    if process.wait():
         raise EngineError(f"The measuring process ended with status {process.returncode}; its messages are above.")
 
 
@@ -151,16 +174,17 @@ def _reached(name: str, count: int, speedup: float, cost: float) -> str:
 # In the measuring process.
 
 
-def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A line for each case and number of rows."""
+def measure(job: dict[str, Any], until_its_turn: Callable[[], object] = lambda: None) -> Iterator[dict[str, Any]]:
+    """Yield a line for each case and number of rows, once the engine has started and `until_its_turn` has returned."""
     from pelton import LLM
     from pelton_plugins.bench.host.cycle_loader import num_round_tokens
     from pelton_plugins.bench.offline import greedy
 
     arguments = msgspec.convert(job["arguments"], SpeculationArguments)
     with LLM(**job["settings"], disable_log_stats=False) as llm:
+        until_its_turn()
         vocab_size = llm.llm_engine.model.vocab_size
-        for case in reversed(CASES):
+        for case in (case for case in reversed(CASES) if case in arguments.texts):
             for rows in arguments.rows:
                 seconds, firsts, ids, before = [], [], hashlib.sha256(), _counts(llm)
                 for repeat in range(arguments.repeats + 1):
@@ -219,5 +243,5 @@ def _counts(llm: Any) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for line in measure(json.loads(sys.argv[1])):
+    for line in measure(json.loads(sys.argv[1]), sys.stdin.read):  # which ends when the engine's turn has come
         print(json.dumps(line), flush=True)

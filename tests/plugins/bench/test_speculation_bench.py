@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pelton import LLM, SamplingParams
+from pelton.errors import ConfigError
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.bench import speculation
 from pelton_plugins.bench.host.cycle_loader import following
@@ -77,3 +79,17 @@ def test_drafts_are_all_right_where_texts_go_round_and_all_wrong_where_they_misl
     }
     table = speculation.render({"engines": found, "ids_are_equal": True})
     assert "never repeats" in table and "The ids are those without drafts." in table
+
+
+def test_engines_that_start_at_once_measure_in_turn_and_a_text_that_is_none_is_refused(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--kv-cache-memory-bytes", str(2**22), "--device", "cpu", "--log-level", "error"]
+    short = ["--rows", "1", "--drafts", "2", "--input-len", "16", "--output-len", "8", "--repeats", "1"]
+    result = tmp_path / "result.json"
+    arguments = ["--models", model, *short, "--texts", "repeats", *settings, "--output-json", str(result)]
+    assert speculation.run(arguments) == 0
+    engines = json.loads(result.read_text())["models"][model]["engines"]
+    assert {count: list(rows) for count, rows in engines.items()} == {"0": ["repeats, 1"], "2": ["repeats, 1"]}
+    with pytest.raises(ConfigError, match="--texts is 'often'; use any of 'repeats', 'never repeats', 'misleads'"):
+        speculation.run(["--texts", "often"])
