@@ -10,7 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
-from pelton_e2e import Reference, eventually, generate, greedy, greedy_reference, make_llm, make_prompts, serving
+from pelton_e2e import (
+    Reference,
+    eventually,
+    generate,
+    greedy,
+    greedy_reference,
+    make_llm,
+    make_prompts,
+    ranks_below,
+    serving,
+)
 
 from pelton import LLM, SamplingParams
 from pelton.errors import ConfigError
@@ -118,14 +128,3 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(
             assert "was killed by SIGKILL" in "".join(lines)
         assert eventually(lambda: ask().status_code == 200, 60)
         assert ask().json()["choices"][0]["token_ids"] == reference.outputs[2]
-
-
-def ranks_below(pid: int) -> list[int]:
-    """Processes of ranks that descend from `pid`."""
-    found = []
-    children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))  # of each thread
-    for child in map(int, children.split()):
-        if b"executors.multiproc.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
-            found.append(child)
-        found += ranks_below(child)
-    return found

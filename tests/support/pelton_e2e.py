@@ -275,6 +275,17 @@ def serving(
                 process.wait()
 
 
+def ranks_below(pid: int) -> list[int]:
+    """Processes of ranks that descend from `pid`."""
+    found = []
+    children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))  # of each thread
+    for child in map(int, children.split()):
+        if b"executors.multiproc.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+            found.append(child)
+        found += ranks_below(child)
+    return found
+
+
 def gauge(url: str, name: str) -> float:
     """One of a server's metrics."""
     with urllib.request.urlopen(url + "/metrics", timeout=10) as reply:

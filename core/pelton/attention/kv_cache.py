@@ -134,7 +134,7 @@ class _Binder:
                 f"{layers[second].selection.name}) want kernel blocks of {one} and of {other} tokens. Name one backend for "
                 "both with --attention-backend, or set block_size to the smaller number."
             )
-        return next(iter(sizes))
+        return next(iter(sizes), group.spec.block_size)  # none of its layers may be in this stage
 
 
 def _layout(layer: CacheLayer, block_size: int) -> KVLayout:

@@ -13,7 +13,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tensor_parallel_size: int = 1
     """Devices that share every layer: each holds a part of its heads and columns."""
     pipeline_parallel_size: int = 1
-    """Devices that follow each other, each with some of the layers. More than 1 needs an executor that a plugin brings."""
+    """Devices that follow each other, each with some of the layers."""
+    pipeline_layer_partition: tuple[int, ...] | None = None
+    """How many layers each of them has; as equal as can be when unset."""
     data_parallel_size: int = 1
     """Engines with a whole copy of the model each. This release runs 1."""
     enable_expert_parallel: bool = False

@@ -71,16 +71,16 @@ class LMHead(nn.Module):
         self,
         *,
         norm: RMSNorm,
-        embedding: VocabEmbedding,
+        embedding: VocabEmbedding | None,
         config: BuildConfig,
         prefix: str = "lm_head",
         tied: bool = False,
         post_norm: RMSNorm | None = None,
         soft_cap: float | None = None,
     ) -> None:
-        """tied: the embedding's matrix is used, and a copy of it in the checkpoint is not read."""
+        """tied: the embedding's matrix is used, not a copy of it in the checkpoint. embedding: None where another stage has it."""
         super().__init__()
-        vocab_size, hidden_size = embedding.vocab_size, norm.spec.size
+        vocab_size, hidden_size = config.hf.vocab_size if embedding is None else embedding.vocab_size, norm.spec.size
         if config.pooling is not None:
             config.weights.ignore(rf"{prefix}\.weight")
             self.add_norm = _bind_norm(norm, post_norm, config)
@@ -89,6 +89,7 @@ class LMHead(nn.Module):
             config.weights.ignore(rf"{prefix}\.weight")
             if config.adapters is not None:
                 config.adapters.refuse(prefix, "embeddings and output heads take none")
+            assert embedding is not None
             matrix: VocabMatrix = embedding
         else:
             self.matrix = matrix = VocabMatrix(vocab_size, hidden_size, config=config, prefix=prefix)

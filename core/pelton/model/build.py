@@ -94,6 +94,8 @@ class BuildConfig:
     """Where layers register that take LoRA adapters; None without `enable_lora`."""
     allocate: Callable[[Sequence[int], torch.dtype], Tensor] | None = None
     """The platform's memory for parameters and caches, zeroed; torch's own when None."""
+    runs_in_stages: bool = False
+    """Set by a model that heeds `parallel.stages`: others are refused there."""
     # Left by layers.
     weights: WeightMap = field(default_factory=WeightMap)
     cache_layers: dict[str, CacheLayer] = field(default_factory=dict)

@@ -121,6 +121,10 @@ def build_model(config: BuildConfig, architecture: str, plugins: Plugins) -> Any
     with blamed(f"Model {entry.name!r}", entry.load, ADVICE):
         model_class = load_model_class(entry)
         model = model_class(config=config)
+        if config.parallel.stages is not None and not config.runs_in_stages:
+            raise ConfigError(
+                f"pipeline_parallel_size is {config.parallel.stages.size}; {architecture} does not run in stages. Use tensor_parallel_size."
+            )
         return (model if config.pooling is None or entry.kind == POOL else _as_pooling(entry, model, config)).eval()
 
 

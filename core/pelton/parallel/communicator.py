@@ -1,7 +1,7 @@
 """Interface of a communicator: collectives between the ranks that share a model, one process each.
 
 A plugin offers one for a device type through the hook `pelton_communicators`. An executor that runs several workers makes one in
-each (`make_communicator`), and hands it to its worker as `WorkerContext.parallel` (`GroupContext`); a worker that is alone has `OneRank`.
+each (`make_communicator`), and hands it to its worker as `WorkerContext.parallel` (`GroupContext`). A worker that is alone has one, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pelton.errors import EngineError
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import Plugins, make
 
@@ -79,36 +78,11 @@ class Communicator(ABC):
         """Let go of the connections. Called once, without waiting for other ranks."""
 
 
-class OneRank(Communicator):
-    """The communicator of a rank that is alone: what comes in goes out."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        return tensor
-
-    def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        return tensor
-
-    def all_to_all(self, tensor: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        return tensor
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        raise EngineError(f"send to rank {to}: this rank is the only one.")
-
-    def recv(self, tensor: Tensor, source: int) -> Tensor:
-        raise EngineError(f"recv from rank {source}: this rank is the only one.")
-
-
 class GroupContext(ParallelContext):
     """This rank's place in a communicator's group: what layers ask."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__(communicator.rank, communicator.size)
+    def __init__(self, communicator: Communicator, stages: Communicator | None = None) -> None:
+        super().__init__(communicator.rank, communicator.size, stages)
         self.communicator = communicator
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -13,15 +13,19 @@ from pelton.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pelton.parallel.communicator import Communicator
+
 
 class ParallelContext:
-    """Tensor parallelism: `size` ranks, each with a slice of every layer."""
+    """Tensor parallelism: `size` ranks, each with a slice of every layer. stages: the ranks of pipeline parallelism that this one belongs
+    to, each with some of the layers, in their order; None where one has them all."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, stages: Communicator | None = None) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"Tensor-parallel rank is {rank} of {size}; use 0 to {size - 1}.")
         self.rank = rank
         self.size = size
+        self.stages = stages
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks; may reuse `tensor`'s memory."""

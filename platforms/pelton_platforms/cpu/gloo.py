@@ -50,7 +50,7 @@ class GlooCommunicator(Communicator):
         # A group that is there when the process ends takes it down: its threads still run.
         atexit.register(_shut_down, weakref.ref(self))
 
-    # The two that models call: where a step is recorded, so are they, as calls on the addresses of their memory.
+    # Those that models call: where a step is recorded, so are they, as calls on the addresses of their memory.
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         wide = tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
@@ -64,6 +64,15 @@ class GlooCommunicator(Communicator):
         if tensor.numel():
             launch(self._gather_at, gathered.data_ptr(), tensor.data_ptr(), tensor.numel(), tensor.dtype)
         return torch.cat(gathered.unbind(), dim)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        if tensor.numel():
+            launch(self._send_at, tensor.data_ptr(), tensor.numel(), tensor.dtype, to)
+
+    def recv(self, tensor: Tensor, source: int) -> Tensor:
+        if tensor.numel():
+            launch(self._recv_at, tensor.data_ptr(), tensor.numel(), tensor.dtype, source)
+        return tensor
 
     def _reduce_at(self, address: int, count: int, dtype: torch.dtype) -> None:
         self._wait("all_reduce", lambda: self._group.allreduce([_tensor_at(address, count, dtype)]))
@@ -88,12 +97,11 @@ class GlooCommunicator(Communicator):
         self._wait("all_to_all", lambda: self._group.alltoall_base(found, tensor.contiguous(), received, sent))
         return found
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        self._wait("send", lambda: self._group.send([tensor], to, 0))
+    def _send_at(self, address: int, count: int, dtype: torch.dtype, to: int) -> None:
+        self._wait(f"send to {to}", lambda: self._group.send([_tensor_at(address, count, dtype)], to, 0))
 
-    def recv(self, tensor: Tensor, source: int) -> Tensor:
-        self._wait("recv", lambda: self._group.recv([tensor], source, 0))
-        return tensor
+    def _recv_at(self, address: int, count: int, dtype: torch.dtype, source: int) -> None:
+        self._wait(f"recv from {source}", lambda: self._group.recv([_tensor_at(address, count, dtype)], source, 0))
 
     def shutdown(self) -> None:
         self._group = None

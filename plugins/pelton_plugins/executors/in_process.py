@@ -22,12 +22,13 @@ from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.parallel.communicator import GroupContext, OneRank
+from pelton.parallel.communicator import GroupContext
 from pelton.plugins import FIX_IT
 from pelton.utils.threads import take_short_turns
 from pelton.worker.interface import Worker, WorkerContext
 from pelton.worker.pending import PendingOutput
 from pelton.worker.select import describe_platform, start_worker
+from pelton_plugins.executors.one_rank import OneRank
 
 if TYPE_CHECKING:
     from pelton.platform.interface import Platform

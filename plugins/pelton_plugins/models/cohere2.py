@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
@@ -16,6 +14,7 @@ from pelton_plugins.models.interleaved import Neighbours
 from pelton_plugins.models.layer_norm import LayerNorm
 from pelton_plugins.models.parallel import ParallelDecoderLayer
 from pelton_plugins.models.qwen2 import window_of_layer
+from pelton_plugins.models.stages import StagedDecoder
 
 PATTERN = 4
 """Every so many layers one is global, where config.json does not say."""
@@ -48,20 +47,18 @@ class Cohere2DecoderLayer(ParallelDecoderLayer):
         return window if (index + 1) % hf.get("sliding_window_pattern", PATTERN) else None
 
 
-class Cohere2ForCausalLM(Decoder):
+class Cohere2ForCausalLM(StagedDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf, model = config.hf, f"{prefix}model"
-        self.embed_tokens = VocabEmbedding(hf.vocab_size, hf.hidden_size, config=config, prefix=f"{model}.embed_tokens")
+        is_tied = hf.get("tie_word_embeddings", True)
+        self.embed_tokens = self.make_embedding(config, f"{model}.embed_tokens", is_tied=is_tied)
         self.layers = nn.ModuleList(
             Cohere2DecoderLayer(index, config=config, prefix=f"{model}.layers.{index}")
-            for index in range(hf.num_hidden_layers)
+            for index in self.own_layers(config, f"{model}.layers")
         )
         self.norm = norm_of(config, f"{model}.norm")
-        self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=hf.get("tie_word_embeddings", True),
-            config=config, prefix=f"{prefix}lm_head",
-        )  # fmt: skip
+        self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)
         self.logit_scale = float(hf.get("logit_scale", 0.0625))
 
     def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:

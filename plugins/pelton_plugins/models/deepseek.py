@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.errors import ConfigError
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
@@ -23,6 +21,7 @@ from pelton_plugins.models.mla import HeadsLinear, LatentUp
 from pelton_plugins.models.moe import grouped_routing, num_experts, shared_experts
 from pelton_plugins.models.normed import NormedLinear, head_shard, whole_shard
 from pelton_plugins.models.stacked_experts import one_for_each_expert
+from pelton_plugins.models.stages import StagedDecoder
 
 _LATENT_NORM_EPS = 1e-6  # config.json's rms_norm_eps is of the others
 
@@ -130,29 +129,25 @@ def _routing(config: BuildConfig) -> RoutingSpec:
     )  # fmt: skip
 
 
-class DeepseekForCausalLM(Decoder):
+class DeepseekForCausalLM(StagedDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf = config.hf
         num_layers, num_dense = hf.num_hidden_layers, hf.get("first_k_dense_replace", 0)
         for index in range(hf.get("num_nextn_predict_layers", 0)):  # they predict further tokens, and nobody reads them
             config.weights.ignore(rf"{prefix}model\.layers\.{num_layers + index}\..*")
-        self.embed_tokens = VocabEmbedding(
-            hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}model.embed_tokens"
-        )
+        is_tied = bool(hf.get("tie_word_embeddings"))
+        self.embed_tokens = self.make_embedding(config, f"{prefix}model.embed_tokens", is_tied=is_tied)
         self.layers = nn.ModuleList(
             DeepseekDecoderLayer(
                 has_experts=bool(hf.get("n_routed_experts")) and index >= num_dense,
                 config=config,
                 prefix=f"{prefix}model.layers.{index}",
             )
-            for index in range(num_layers)
+            for index in self.own_layers(config, f"{prefix}model.layers")
         )
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
-        self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
-            config=config, prefix=f"{prefix}lm_head",
-        )  # fmt: skip
+        self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(one_for_each_expert(weights, self.weights.expected()))

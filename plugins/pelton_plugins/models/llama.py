@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.attention import AttentionLayer
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig, HFConfig
+from pelton_plugins.models.stages import StagedDecoder
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -110,33 +109,25 @@ class LlamaDecoderLayer(nn.Module):
         return None, None
 
 
-class LlamaForCausalLM(Decoder):
+class LlamaForCausalLM(StagedDecoder):
     """`layer_class` is all that a model of the same shape replaces."""
 
     layer_class = LlamaDecoderLayer
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
-        hf = config.hf
-        self.embed_tokens = VocabEmbedding(
-            hf.vocab_size,
-            hf.hidden_size,
-            scale=self.embedding_scale(hf),
-            config=config,
-            prefix=f"{prefix}model.embed_tokens",
-        )
+        hf, is_tied = config.hf, bool(config.hf.get("tie_word_embeddings"))
+        scale = self.embedding_scale(hf)
+        self.embed_tokens = self.make_embedding(config, f"{prefix}model.embed_tokens", is_tied=is_tied, scale=scale)
         self.layers = nn.ModuleList()
         post_norm: RMSNorm | None = None
-        for index in range(hf.num_hidden_layers):
+        for index in self.own_layers(config, f"{prefix}model.layers"):
             below = {} if post_norm is None else {"previous_norm": post_norm}
             layer = self.layer_class(index, config=config, prefix=f"{prefix}model.layers.{index}", **below)
             post_norm = layer.mlp_post_norm
             self.layers.append(layer)
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
-        self.lm_head = LMHead(
-            norm=self.norm, post_norm=post_norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
-            config=config, prefix=f"{prefix}lm_head",
-        )  # fmt: skip
+        self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied, post_norm=post_norm)
 
     def embedding_scale(self, hf: HFConfig) -> float | None:
         return None

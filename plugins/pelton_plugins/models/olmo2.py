@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from pelton.attention.metadata import ForwardBatch
 from pelton.errors import ConfigError
 from pelton.layers.attention import AttentionLayer
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
+from pelton_plugins.models.stages import StagedDecoder
 
 
 class Olmo2DecoderLayer(nn.Module):
@@ -69,7 +68,9 @@ class Olmo2DecoderLayer(nn.Module):
         return hidden + self.post_feedforward_layernorm(self.down_proj(activated)), None
 
 
-class Olmo2ForCausalLM(Decoder):
+class Olmo2ForCausalLM(StagedDecoder):
+    carries_residual = False
+
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         if config.parallel.size > 1:
@@ -77,13 +78,11 @@ class Olmo2ForCausalLM(Decoder):
                 "OLMo 2 norms queries and keys over all heads, which one rank has here: set tensor_parallel_size to 1."
             )
         hf, model = config.hf, f"{prefix}model"
-        self.embed_tokens = VocabEmbedding(hf.vocab_size, hf.hidden_size, config=config, prefix=f"{model}.embed_tokens")
+        is_tied = bool(hf.get("tie_word_embeddings"))
+        self.embed_tokens = self.make_embedding(config, f"{model}.embed_tokens", is_tied=is_tied)
         self.layers = nn.ModuleList(
             Olmo2DecoderLayer(index, config=config, prefix=f"{model}.layers.{index}")
-            for index in range(hf.num_hidden_layers)
+            for index in self.own_layers(config, f"{model}.layers")
         )
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{model}.norm")
-        self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")),
-            config=config, prefix=f"{prefix}lm_head",
-        )  # fmt: skip
+        self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)

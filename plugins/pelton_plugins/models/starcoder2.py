@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from pelton.attention.metadata import ForwardBatch
 from pelton.errors import ConfigError
 from pelton.layers.attention import AttentionLayer
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import ACTIVATION_NAMES, QKVLinear, RowParallelLinear
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
@@ -18,6 +16,7 @@ from pelton.ops.reference import ACTIVATIONS
 from pelton.quantization.interface import LinearShard
 from pelton_plugins.models.layer_norm import LayerNorm
 from pelton_plugins.models.normed import NormedLinear
+from pelton_plugins.models.stages import StagedDecoder
 
 
 def norm_of(config: BuildConfig, prefix: str) -> LayerNorm:
@@ -61,17 +60,15 @@ class Starcoder2DecoderLayer(nn.Module):
         return self.c_proj(self.activation(inner)), residual
 
 
-class Starcoder2ForCausalLM(Decoder):
+class Starcoder2ForCausalLM(StagedDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf, model = config.hf, f"{prefix}model"
-        self.embed_tokens = VocabEmbedding(hf.vocab_size, hf.hidden_size, config=config, prefix=f"{model}.embed_tokens")
+        is_tied = hf.get("tie_word_embeddings", True)
+        self.embed_tokens = self.make_embedding(config, f"{model}.embed_tokens", is_tied=is_tied)
         self.layers = nn.ModuleList(
             Starcoder2DecoderLayer(index, config=config, prefix=f"{model}.layers.{index}")
-            for index in range(hf.num_hidden_layers)
+            for index in self.own_layers(config, f"{model}.layers")
         )
         self.norm = norm_of(config, f"{model}.norm")
-        self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=hf.get("tie_word_embeddings", True),
-            config=config, prefix=f"{prefix}lm_head",
-        )  # fmt: skip
+        self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)

@@ -16,10 +16,10 @@ from pelton.errors import ConfigError, EngineDeadError, EngineError, NotSupporte
 from pelton.executor.interface import ExecutorContext
 from pelton.messages.report import DeviceReport
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
-from pelton.parallel.communicator import OneRank
 from pelton.worker.interface import Worker
 from pelton_plugins.executors import in_process
 from pelton_plugins.executors.in_process import InProcessExecutor, WorkerThread
+from pelton_plugins.executors.one_rank import OneRank
 
 
 class EchoWorker(Worker):

@@ -21,8 +21,10 @@ from pelton.kv_cache.spec import FullAttentionSpec, KVCacheGroup, KVCachePlan, K
 from pelton.messages.step import ModelOutput
 from pelton.plugins import load_plugins
 from pelton.testing.executor import ExecutorConformance, tiny_model
+from pelton.testing.kv_specs import full_spec, window_spec
 from pelton_plugins.executors.multiproc import messages
-from pelton_plugins.executors.multiproc.executor import MultiProcExecutor
+from pelton_plugins.executors.multiproc.executor import MultiProcExecutor, usable_bytes
+from pelton_plugins.executors.multiproc.rank import own_plan
 from pelton_plugins.executors.multiproc.ring import RingReader, RingWriter, make_ring_file
 
 GONE_WITHIN_S = 1.5
@@ -188,3 +190,26 @@ def test_nothing_is_left_after_shutdown():
     executor.shutdown()
     assert not os.path.exists(folder)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_plan_over_all_stages_fits_in_each() -> None:
+    """Layers alike: as many blocks as the stage with the least memory for a layer has. Of two kinds, which may share buffers: each
+    stage has room for all."""
+    one, other = full_spec(), window_spec(32)
+    assert usable_bytes([600, 300], [{"a": one, "b": one}, {"c": one}]) == 900
+    assert usable_bytes([600, 100], [{"a": one, "b": one}, {"c": one}]) == 300
+    assert usable_bytes([600, 300], [{"a": one}, {"b": other}]) == 300
+
+
+def test_a_stage_takes_its_layers_of_the_plan() -> None:
+    """Groups and blocks stay, also where a group has no layer here; a buffer that none of its layers uses is left out."""
+    full, window = full_spec(), window_spec(32)
+    plan = KVCachePlan(
+        num_blocks=7, tensors=(KVCacheTensor(70, ("f0", "w0")), KVCacheTensor(70, ("w1",))),
+        groups=(KVCacheGroup(("f0",), full), KVCacheGroup(("w0", "w1"), window)),
+    )  # fmt: skip
+    assert own_plan(plan, {"w0": window}) == KVCachePlan(
+        num_blocks=7,
+        tensors=(KVCacheTensor(70, ("w0",)),),
+        groups=(KVCacheGroup((), full), KVCacheGroup(("w0",), window)),
+    )

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -91,7 +92,8 @@ class MultiProcExecutor(Executor):
     def __init__(self, context: ExecutorContext) -> None:
         parallel = context.config.parallel
         check_sizes(context)
-        self.size = parallel.tensor_parallel_size
+        self.size = parallel.num_ranks
+        self._tp_size = parallel.tensor_parallel_size
         self._error: EngineDeadError | None = None
         self._steps: dict[int, Future[ModelOutput]] = {}
         self._calls: dict[int, _Gathered] = {}
@@ -123,13 +125,16 @@ class MultiProcExecutor(Executor):
             raise
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Return those of the first rank: each holds as many heads as the others."""
-        found = self._all("kv_cache_specs")[0]
-        return {name: messages.spec_from_data(spec) for name, spec in found.items()}
+        """Return those of all stages, each from its first rank: the others hold as many heads."""
+        found = self._all("kv_cache_specs")[:: self._tp_size]
+        self._stage_specs = [{name: messages.spec_from_data(spec) for name, spec in stage.items()} for stage in found]
+        return {name: spec for stage in self._stage_specs for name, spec in stage.items()}
 
     def available_kv_cache_bytes(self) -> int:
+        """Return what all stages have together, for the plan that is over all their layers."""
         found: list[int] = self._all("available_kv_cache_bytes")
-        return min(found)
+        stages = [min(found[first : first + self._tp_size]) for first in range(0, self.size, self._tp_size)]
+        return usable_bytes(stages, self._stage_specs)
 
     def initialize_kv_cache(self, plan: KVCachePlan) -> None:
         self._all("initialize_kv_cache", messages.plan_to_data(plan))
@@ -311,17 +316,39 @@ class MultiProcExecutor(Executor):
 
 def check_sizes(context: ExecutorContext) -> None:
     parallel = context.config.parallel
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        if getattr(parallel, name) > 1:
-            raise ConfigError(
-                f"{name} is {getattr(parallel, name)}; the executor multiproc spreads layers' tensors alone. Set it to 1."
-            )
+    if parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {parallel.data_parallel_size}; the executor multiproc runs one engine. Set it to 1."
+        )
+    if parallel.pipeline_parallel_size > 1:
+        config = context.config
+        for name, is_set in (
+            ("enable_lora", config.lora.enable_lora), ("kv_transfer_config", config.kv_transfer.kv_connector is not None),
+            ("runner pooling", context.model.pooling is not None),
+        ):  # fmt: skip
+            if is_set:
+                raise ConfigError(
+                    f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, which does not go with {name}. "
+                    "Use tensor_parallel_size."
+                )
     hf = context.model.hf_config
     if parallel.enable_expert_parallel and not any(hf.get(name) for name in _EXPERT_COUNTS):
         raise ConfigError(
             f"enable_expert_parallel is set, and {context.model.name} ({context.model.architecture}) has no experts: config.json has "
             f"none of {', '.join(_EXPERT_COUNTS)}. Leave it off."
         )
+
+
+def usable_bytes(stages: Sequence[int], specs: Sequence[Mapping[str, KVCacheSpec]]) -> int:
+    """Return the bytes of a plan over all layers whose part in each stage fits there. stages: bytes of each; specs: of its layers.
+
+    Where layers share buffers, a stage may need all of them: then the plan may be as large as the smallest stage.
+    """
+    kinds = {spec for stage in specs for spec in stage.values()}
+    if len(kinds) != 1:
+        return min(stages)
+    total = sum(map(len, specs))
+    return min(size * total // len(own) for size, own in zip(stages, specs, strict=True))
 
 
 def _first_of(done: Future[list[Any]], first: Future[Any]) -> None:

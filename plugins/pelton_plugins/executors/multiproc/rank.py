@@ -16,24 +16,26 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pelton.engine.process import end_process
 from pelton.engine.protocol import error_info
 from pelton.errors import EngineDeadError, PeltonError, PluginError
 from pelton.executor.interface import ExecutorContext, StepHandle
+from pelton.kv_cache.spec import KVCacheGroup, KVCachePlan, KVCacheSpec
 from pelton.logging import get_logger, setup
-from pelton.parallel.communicator import CommunicatorContext, GroupContext, make_communicator
+from pelton.parallel.communicator import Communicator, CommunicatorContext, GroupContext, make_communicator
 from pelton.plugins import load_plugins
 from pelton.utils.own_process import read_arguments
 from pelton_plugins.executors.in_process import InProcessExecutor
 from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.ring import RingReader
+from pelton_plugins.executors.one_rank import OneRank
 
 if TYPE_CHECKING:
     from pelton.platform.interface import Platform
-    from pelton.plugins import Plugins
 
 logger = get_logger(__name__)
 
@@ -123,7 +125,7 @@ class Rank:
         if method == "kv_cache_specs":
             return {name: messages.spec_to_data(spec) for name, spec in executor.kv_cache_specs().items()}
         if method == "initialize_kv_cache":
-            return executor.initialize_kv_cache(messages.plan_from_data(args[0]))
+            return executor.initialize_kv_cache(own_plan(messages.plan_from_data(args[0]), executor.kv_cache_specs()))
         if method == "call_beside":
             return executor.call_beside(*args).result()
         return getattr(executor, method)(*args)
@@ -155,21 +157,52 @@ class RankExecutor(InProcessExecutor):
     def check_sizes(self, context: ExecutorContext) -> None: ...
 
     def place(self, context: ExecutorContext, platform: Platform) -> tuple[int, GroupContext]:
-        return self._rank, GroupContext(self._communicator(context.plugins, platform, context))
+        """Ranks of one stage follow each other."""
+        parallel = context.config.parallel
+        stage, rank = divmod(self._rank, parallel.tensor_parallel_size)
+        stages = None
+        if parallel.pipeline_parallel_size > 1:
+            stages = self._communicator(context, platform, stage, parallel.pipeline_parallel_size, f"pp{rank}")
+        if parallel.tensor_parallel_size == 1:
+            return self._rank, GroupContext(OneRank(), stages)
+        group = self._communicator(context, platform, rank, parallel.tensor_parallel_size, f"tp{stage}")
+        return self._rank, GroupContext(group, stages)
 
     def prepare(self, context: ExecutorContext, platform: Platform) -> None:
         platform.share_host(self._rank, self._size)
         super().prepare(context, platform)
 
-    def _communicator(self, plugins: Plugins, platform: Platform, context: ExecutorContext) -> Any:
+    def _communicator(
+        self, context: ExecutorContext, platform: Platform, rank: int, size: int, group: str
+    ) -> Communicator:
         return make_communicator(
-            plugins,
+            context.plugins,
             CommunicatorContext(
-                rank=self._rank, size=self._size, device=platform.device(self._rank), store=self._store,
+                rank=rank, size=size, device=platform.device(self._rank), store=self._store, group=group,
                 engine_config=context.config,
             ),
             platform.device_type,
         )  # fmt: skip
+
+
+def own_plan(plan: KVCachePlan, own: Mapping[str, KVCacheSpec]) -> KVCachePlan:
+    """Return the part of `plan` that is for the layers of this rank's stage: the same groups and blocks."""
+    tensors = tuple(
+        replace(tensor, shared_by=tuple(name for name in tensor.shared_by if name in own)) for tensor in plan.tensors
+    )
+    return replace(
+        plan,
+        tensors=tuple(tensor for tensor in tensors if tensor.shared_by),
+        groups=tuple(_own_layers(group, own) for group in plan.groups),
+    )
+
+
+def _own_layers(group: KVCacheGroup, own: Mapping[str, KVCacheSpec]) -> KVCacheGroup:
+    places = [place for place, name in enumerate(group.layer_names) if name in own]
+    return replace(
+        group, layer_names=tuple(group.layer_names[place] for place in places),
+        layer_specs=tuple(group.layer_specs[place] for place in places) if group.layer_specs else (),
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

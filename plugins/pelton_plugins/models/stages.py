@@ -1,0 +1,129 @@
+"""A decoder whose layers may be spread over stages: pipeline parallelism. Huang et al., GPipe (arXiv:1811.06965), section 2."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from pelton.errors import ConfigError
+from pelton.layers.decoder import Decoder
+from pelton.layers.embedding import LMHead, VocabEmbedding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+    from pelton.layers.norm import RMSNorm
+    from pelton.model.build import BuildConfig
+
+
+class StagedDecoder(Decoder):
+    """A stage gives the next one hidden states and residual, each [T, H] in the model's dtype (over ranks of tensor parallelism as partial
+    as they are). The last one's logits go to all, so that every stage samples the same tokens. A subclass makes its parts by the methods
+    below: only those of this stage are there.
+    """
+
+    carries_residual: ClassVar[bool] = True
+    """Its layers return a residual; where they add it up themselves, it is None."""
+
+    def __init__(self, *, config: BuildConfig) -> None:
+        super().__init__(config=config)
+        config.runs_in_stages = True
+        stages = config.parallel.stages
+        self._stages = stages
+        self._stage, self._last = (0, 0) if stages is None else (stages.rank, stages.size - 1)
+        self._made_of = config.dtype, config.hf.hidden_size, config.hf.vocab_size
+
+    def own_layers(self, config: BuildConfig, prefix: str) -> range:
+        """Return the layers of this stage, of those called `{prefix}.0` and on; the others' tensors stay in the checkpoint."""
+        total = config.hf.num_hidden_layers
+        if self._stages is None:
+            return range(total)
+        counts = _counts(config, total, self._stages.size)
+        first = sum(counts[: self._stage])
+        own = range(first, first + counts[self._stage])
+        elsewhere = "|".join(str(index) for index in range(total) if index not in own)
+        config.weights.ignore(rf"{re.escape(prefix)}\.({elsewhere})\..*")
+        return own
+
+    def make_embedding(
+        self, config: BuildConfig, prefix: str, *, is_tied: bool, scale: float | None = None
+    ) -> VocabEmbedding | None:
+        """Make it in the first stage, and in the last one where the head has the same matrix."""
+        if self._stage == 0 or (is_tied and self._stage == self._last):
+            return VocabEmbedding(
+                config.hf.vocab_size, config.hf.hidden_size, scale=scale, config=config, prefix=prefix
+            )
+        config.weights.ignore(rf"{re.escape(prefix)}\..*")
+        return None
+
+    def make_head(
+        self, config: BuildConfig, prefix: str, *, norm: RMSNorm, is_tied: bool, post_norm: RMSNorm | None = None
+    ) -> LMHead | None:
+        """Make it in the last stage. post_norm: as in `LMHead`."""
+        if self._stages is not None and post_norm is not None:
+            raise ConfigError(
+                f"pipeline_parallel_size is {self._stages.size}; this model's layers end in a norm that the next stage would need. "
+                "Use tensor_parallel_size."
+            )
+        if self._stage == self._last:
+            embedding = self.embed_tokens
+            return LMHead(
+                norm=norm, post_norm=post_norm, embedding=embedding, tied=is_tied, config=config, prefix=prefix
+            )
+        config.weights.ignore(rf"{re.escape(prefix)}\..*")
+        return None
+
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        if self._stages is None:
+            return super().forward(batch)
+        residual: Tensor | None = None
+        if self._stage == 0:
+            hidden = self.embed_tokens(batch.input_ids)
+        else:
+            hidden = self._received(batch)
+            residual = self._received(batch) if self.carries_residual else None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, batch)
+        if self._stage < self._last:
+            for tensor in (hidden, residual) if self.carries_residual else (hidden,):
+                self._stages.send(tensor.contiguous(), self._stage + 1)
+        return hidden, residual
+
+    def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
+        if self._stages is None:
+            return super().compute_logits(hidden, rows)
+        if self._stage < self._last:
+            made = torch.empty(len(rows), self._made_of[2], dtype=torch.float32, device=rows.device)
+            return self._stages.recv(made, self._last)
+        logits = super().compute_logits(hidden, rows).contiguous()
+        for stage in range(self._last):
+            self._stages.send(logits, stage)
+        return logits
+
+    def _received(self, batch: ForwardBatch) -> Tensor:
+        assert self._stages is not None
+        dtype, hidden_size, _ = self._made_of
+        made = torch.empty(len(batch.input_ids), hidden_size, dtype=dtype, device=batch.input_ids.device)
+        return self._stages.recv(made, self._stage - 1)
+
+
+def _counts(config: BuildConfig, total: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage: as the setting says; else as equal as can be, the later ones one more (the head is the last one's)."""
+    given = None if config.engine_config is None else config.engine_config.parallel.pipeline_layer_partition
+    if given is None:
+        ends = [total * stage // num_stages for stage in range(num_stages + 1)]
+        given = tuple(end - start for start, end in pairwise(ends))
+        if min(given) < 1:
+            raise ConfigError(
+                f"pipeline_parallel_size is {num_stages}, and the model has {total} layers. Use at most {total}."
+            )
+    elif len(given) != num_stages or sum(given) != total or min(given) < 1:
+        raise ConfigError(
+            f"pipeline_layer_partition is {', '.join(map(str, given))}; give {num_stages} numbers of 1 or more "
+            f"(pipeline_parallel_size) that add up to the model's {total} layers."
+        )
+    return given

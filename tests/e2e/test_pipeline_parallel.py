@@ -1,0 +1,133 @@
+"""Pipeline parallelism over processes of this host: greedy ids equal transformers' float32 greedy ids."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from pelton_e2e import (
+    Reference,
+    eventually,
+    generate,
+    greedy,
+    greedy_reference,
+    make_llm,
+    make_prompts,
+    ranks_below,
+    serving,
+)
+
+from pelton import LLM
+from pelton.errors import ConfigError
+from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+
+NUM_TOKENS = 16
+LENGTHS = (1, 5, 16, 33, 129, 200)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    known: dict[str, Reference] = {}
+
+    def get(family: str) -> Reference:
+        if family not in known:
+            path = str(make_tiny_checkpoint(tmp_path_factory.mktemp(family), family))
+            prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+            known[family] = Reference(family, path, prompts, *greedy_reference(path, prompts, NUM_TOKENS))
+            assert known[family].min_top2_gap > 1e-4
+        return known[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere2", "olmo2"])
+def test_two_stages_answer_as_transformers(made: Callable[[str], Reference], family: str) -> None:
+    """Batched, with recorded steps; then each prompt alone, chunked, with prefix hits. cohere2: only the last stage has a layer without
+    a window. olmo2: layers hand over no residual."""
+    reference = made(family)
+    with make_llm(reference.path, pipeline_parallel_size=2, max_num_batched_tokens=48) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
+        assert alone == reference.outputs[3:]
+        assert llm.kv_cache_usage() == 0.0
+
+
+def test_stages_of_two_ranks_with_whole_experts(made: Callable[[str], Reference]) -> None:
+    reference = made("deepseek_v3_moe")
+    with make_llm(reference.path, pipeline_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_unequal_stages_with_preemption_and_drafts(made: Callable[[str], Reference]) -> None:
+    reference = made("llama")
+    with make_llm(
+        reference.path, pipeline_parallel_size=3, pipeline_layer_partition=(1, 2, 1), max_model_len=256,
+        max_num_batched_tokens=64, num_gpu_blocks_override=21,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    ) as llm:  # fmt: skip
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        assert llm.num_preemptions() > 0
+
+
+def test_each_stage_has_its_own_weights_and_cache_alone(made: Callable[[str], Reference]) -> None:
+    """Of four layers two stages have two each: what the ranks hold together is one model, and room for twice the tokens of one rank."""
+    path = made("olmo2").path
+    memory = {"kv_cache_memory_bytes": 2**20, "enforce_eager": True}
+    with make_llm(path, **memory) as llm:
+        whole, blocks = weights_and_blocks(llm)
+    with make_llm(path, pipeline_parallel_size=2, **memory) as llm:
+        staged, staged_blocks = weights_and_blocks(llm)
+    assert whole <= staged <= 1.01 * whole  # the last norm is small, and everywhere
+    assert staged_blocks == 2 * blocks
+
+
+def weights_and_blocks(llm: LLM) -> tuple[int, int]:
+    info = llm.llm_engine.info
+    return info.report.weights_bytes, info.num_blocks
+
+
+@pytest.mark.parametrize(
+    "family, settings, message",
+    [
+        (
+            "llama",
+            {"pipeline_parallel_size": 5},
+            "pipeline_parallel_size is 5, and the model has 4 layers. Use at most 4",
+        ),
+        (
+            "llama",
+            {"pipeline_parallel_size": 2, "pipeline_layer_partition": (1, 2)},
+            "pipeline_layer_partition is 1, 2; give 2 numbers of 1 or more .* add up to the model's 4 layers",
+        ),
+        ("llama", {"pipeline_parallel_size": 2, "enable_lora": True}, "which does not go with enable_lora"),
+        ("gemma3", {"pipeline_parallel_size": 2}, "Gemma3ForCausalLM does not run in stages"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(
+    tmp_path: Path, family: str, settings: dict[str, object], message: str
+) -> None:
+    path = str(make_tiny_checkpoint(tmp_path, family))
+    with pytest.raises(ConfigError, match=message):
+        make_llm(path, **settings)
+
+
+def test_a_killed_stage_ends_its_requests_and_the_engine_comes_back(
+    made: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    reference = made("llama")
+    flags = ["-pp", "2", "--dtype", "float32", "--max-model-len", "512"]
+    with serving(reference.path, *flags, log=tmp_path / "log") as (url, process):
+        body = {"model": reference.path, "prompt": reference.prompts[2], "max_tokens": NUM_TOKENS, "ignore_eos": True,
+                "temperature": 0, "return_token_ids": True}  # fmt: skip
+
+        def ids() -> list[int] | None:
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            return answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else None
+
+        assert ids() == reference.outputs[2]
+        os.kill(ranks_below(process.pid)[-1], signal.SIGKILL)
+        assert eventually(lambda: ids() == reference.outputs[2], 60)
