@@ -108,6 +108,8 @@ class ExecutorEntry(Entry):
     runs_several: bool = False
     """It spreads one model over several ranks. Where no executor is named, sizes of parallel groups above 1 choose among those."""
     aliases: tuple[str, ...] = ()  # what else settings may call it
+    imports: tuple[str, ...] = ()
+    """Modules that take long to import and that it needs in any case. An engine's process imports them while its model is found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from pelton.errors import (
     RequestError,
 )
 from pelton.executor.interface import Executor, ExecutorContext, StepHandle
+from pelton.executor.select import find_executor
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager, KVManagerContext
 from pelton.kv_cache.planner import plan_kv_cache
@@ -198,10 +199,7 @@ class EngineCore:
         self._request_ids.add(request.request_id)
 
     def finish_requests(
-        self,
-        request_ids: Sequence[str],
-        reason: FinishReason = FinishReason.ABORT,
-        error: ErrorInfo | None = None,
+        self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT, error: ErrorInfo | None = None
     ) -> None:
         """End requests; those with a reason other than STOP get a last output from the next `step`."""
         known = [request_id for request_id in request_ids if request_id in self._request_ids]
@@ -493,18 +491,7 @@ def with_step_budget(config: EngineConfig, fit: StepFit | None) -> EngineConfig:
 
 def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics) -> Executor:
     """Make the executor that the settings name, or the best there is."""
-    name = config.parallel.distributed_executor_backend
-    if name is not None:
-        entry = plugins.find("pelton_executors", name, setting="distributed_executor_backend")
-    else:
-        is_spread = config.parallel.num_ranks > 1
-        entries = [e for e in plugins.entries("pelton_executors") if getattr(e, "runs_several", is_spread) == is_spread]
-        if not entries:
-            what = f"for {config.parallel.num_ranks} ranks" if is_spread else "of one device"
-            raise ConfigError(
-                f"No plugin that is loaded offers an executor {what}; see PELTON_PLUGINS and `pelton plugins`."
-            )
-        entry = entries[0]
+    entry = find_executor(config.parallel, plugins)
     with plugins.blaming("when the executor starts"):
         if len(_parameters(entry)) == 3:
             logger.warning(

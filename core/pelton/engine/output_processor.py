@@ -19,11 +19,7 @@ from pelton.errors import EngineError, ErrorInfo, PeltonError, RequestError
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
 from pelton.metrics.stats import FinishedRequestStats, IterationStats
-from pelton.outputs import (
-    CompletionOutput,
-    PoolingRequestOutput,
-    RequestOutput,
-)
+from pelton.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from pelton.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import queue
 import select
@@ -108,6 +109,7 @@ class EngineProcess:
     """Reader and watcher threads around one `EngineCore`."""
 
     def __init__(self, wire: Wire, *, parent_pid: int, hang_dump_s: float) -> None:
+        self.imports: Sequence[str] = ()  # modules, once it is greeted
         self._wire = wire
         self._parent_pid = parent_pid
         self._hang_dump_s = hang_dump_s
@@ -124,6 +126,9 @@ class EngineProcess:
     def run(self) -> None:
         """Handshake, start the core, step until told to stop."""
         self._wire.send(protocol.Hello(protocol.PROTOCOL, os.getpid()))
+        for name in self.imports:
+            with contextlib.suppress(ImportError):  # who needs it finds that out, and says so
+                importlib.import_module(name)
         start = self._inbox.get()
         if isinstance(start, protocol.Shutdown):
             return
@@ -344,12 +349,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pelton.engine.process", description=__doc__)
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--hang-dump-s", type=float, default=60.0)
+    parser.add_argument("--imports", default="", help="modules that the start needs, with commas")
     arguments = read_arguments(parser, argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     setup()
     wire = Wire(arguments.socket_dir)
     process = EngineProcess(wire, parent_pid=arguments.parent_pid, hang_dump_s=arguments.hang_dump_s)
+    process.imports = list(filter(None, arguments.imports.split(",")))
     process.start_threads()
     status = 0
     try:

@@ -40,25 +40,28 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2  # how long a death may go unnoticed where the kernel has no pidfd
 LAST_LINES = 20
+HANG_DUMP_S = 60.0
 
 
 class ProcessClient(EngineClient):
     """Starts the engine and waits until it is ready. Raises what stopped it, as the same class of error.
 
-    hang_dump_s: a step that runs longer makes the engine process write its stacks to stderr.
+    hang_dump_s: a step that runs longer makes the engine process write its stacks to stderr. connection: to a process that was
+    started before it was known what it serves.
     """
 
     def __init__(
-        self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, hang_dump_s: float = 60.0
-    ) -> None:
+        self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, hang_dump_s: float = HANG_DUMP_S,
+        connection: EngineConnection | None = None,
+    ) -> None:  # fmt: skip
         self._start_message = protocol.Start(
             protocol.PROTOCOL, config, model, plugins.digest(), [p.name for p in plugins.loaded if not p.is_builtin]
         )
         self._hang_dump_s = hang_dump_s
         self._is_closed = False
         self._call_ids = itertools.count()
-        self._connection = _Connection(self._start_message, hang_dump_s)
-        self.info: EngineInfo = self._connection.wait_ready()
+        self._connection = connection or EngineConnection(hang_dump_s)
+        self.info: EngineInfo = self._connection.start(self._start_message)
 
     @property
     def pid(self) -> int:
@@ -69,10 +72,10 @@ class ProcessClient(EngineClient):
         self._connection.close(0.0)
         if self._is_closed:
             raise EngineDeadError("The engine was shut down.")
-        self._connection = _Connection(self._start_message, self._hang_dump_s)
+        self._connection = EngineConnection(self._hang_dump_s)
         if self._is_closed:  # shutdown came meanwhile, and saw the old connection
             self._connection.close(0.0)
-        self.info = self._connection.wait_ready()
+        self.info = self._connection.start(self._start_message)
 
     @property
     def socket_dir(self) -> str:
@@ -131,11 +134,11 @@ class ProcessClient(EngineClient):
                 self._connection.close(0.0)
 
 
-class _Connection(Channel):
-    """One engine process from its start to its end."""
+class EngineConnection(Channel):
+    """One engine process from its start to its end. imports: modules that it imports while it is not told what to serve."""
 
-    def __init__(self, start: protocol.Start, hang_dump_s: float) -> None:
-        self._start = start
+    def __init__(self, hang_dump_s: float = HANG_DUMP_S, imports: Sequence[str] = ()) -> None:
+        self._start: Future[protocol.Start] = Future()
         self._ready: Future[EngineInfo] = Future()
         self._failure: str | None = None
         self._is_closing = False
@@ -144,7 +147,7 @@ class _Connection(Channel):
         self.socket_dir = protocol.make_socket_dir()
         super().__init__(self.socket_dir)
         try:
-            self.process = _spawn(self.socket_dir, hang_dump_s)
+            self.process = _spawn(self.socket_dir, hang_dump_s, imports)
         except BaseException:
             self._context.destroy(0)  # waits for open sockets otherwise, for ever, once it is collected
             shutil.rmtree(self.socket_dir, ignore_errors=True)
@@ -158,8 +161,10 @@ class _Connection(Channel):
         self._reader = threading.Thread(target=self._read, name="pelton-engine-reader", daemon=True)
         self._reader.start()
 
-    def wait_ready(self) -> EngineInfo:
+    def start(self, message: protocol.Start) -> EngineInfo:
+        """Say what to serve; blocks until the engine is ready. Raises what stops it."""
         try:
+            self._start.set_result(message)
             return self._ready.result()
         except BaseException:
             self.close(0.0)
@@ -232,7 +237,7 @@ class _Connection(Channel):
                 )
             )
             return
-        self.send(self._start)
+        self._start.add_done_callback(lambda start: self.send(start.result()))
 
     def _describe_end(self) -> str:
         if self._is_closing:
@@ -251,9 +256,13 @@ class _Connection(Channel):
         return "" if not last or last.startswith(("INFO ", "DEBUG ")) else f" Its last line: {last}"
 
 
-def _spawn(socket_dir: str, hang_dump_s: float) -> subprocess.Popen[bytes]:
+def _spawn(socket_dir: str, hang_dump_s: float, imports: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start the engine's program in a process group of its own (Ctrl-C is ours)."""
-    command, environment = own_program("pelton.engine.process", socket_dir=socket_dir, hang_dump_s=hang_dump_s)
+    command, environment = own_program(
+        "pelton.engine.process", socket_dir=socket_dir, hang_dump_s=hang_dump_s, imports=",".join(imports)
+    )
+    if imports:  # started ahead, in the main thread: it still ends by itself, and removes its folder then
+        command = [flag for flag in command if flag != "--die-with-parent"]
     return subprocess.Popen(
         command,
         env=environment,

@@ -27,10 +27,7 @@ class StopMatcher:
         self._held = ""
         if not any(first in text for first in self._firsts):
             return text
-        found = min(
-            ((at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
-            default=None,
-        )
+        found = min(((at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
         if found is not None:
             end, start, self.matched = found
             return text[: end if self._include else start]

@@ -212,10 +212,4 @@ def _yarn_scale(parameters: RopeParameters) -> float:
     return scale(1.0)
 
 
-_FREQUENCIES = {
-    "default": _default,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "proportional": _proportional,
-}
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}

@@ -15,6 +15,7 @@ def pelton_executors() -> Sequence[ExecutorEntry]:
     return [
         ExecutorEntry(
             name="in_process", aliases=("uni",), load="pelton_plugins.executors.in_process:InProcessExecutor", priority=10,
+            imports=("torch",),
             doc="one worker on a thread of the engine's process",
         ),
         ExecutorEntry(

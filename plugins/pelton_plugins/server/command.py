@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, PeltonError
 from pelton.logging import setup
+from pelton.plugins import load_plugins
 from pelton_plugins.server.config import ServerConfig
 
 HELP = "Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /metrics, ..."
@@ -20,9 +22,13 @@ def run(argv: list[str]) -> int:
         config.check_exposure()
         setup(parsed.config.observability.log_level)
 
-        from pelton_plugins.server.serve import run_server
+        from pelton_plugins.server.ahead import EngineAhead
 
-        return run_server(config, parsed.config, explicit=parsed.explicit)
+        plugins = load_plugins()
+        with contextlib.closing(EngineAhead(parsed.config, plugins)) as ahead:
+            from pelton_plugins.server.serve import run_server
+
+            return run_server(config, parsed.config, plugins, explicit=parsed.explicit, ahead=ahead)
     except PeltonError as error:
         print(f"pelton serve: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

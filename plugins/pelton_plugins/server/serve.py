@@ -31,6 +31,8 @@ from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.wire import BoundedHttpProtocol
 
 if TYPE_CHECKING:
+    from pelton.engine.client import EngineClient
+    from pelton_plugins.server.ahead import EngineAhead
     from pelton_plugins.server.processes.owner import Owner
 
 NICENESS = 5
@@ -51,14 +53,16 @@ class Server:
     """One engine behind one socket, from the bind to the last answer."""
 
     def __init__(
-        self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
-    ) -> None:
+        self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = (),
+        ahead: EngineAhead | None = None,
+    ) -> None:  # fmt: skip
         names = engine_config.model.served_model_name or [engine_config.model.model]
         self.config = config
         self.port = config.port  # once bound, the real one where this is 0
         self.engine_config = engine_config
         self.plugins = plugins
         self.explicit = explicit
+        self.ahead = ahead
         self.state = ServerState(config=config, model_names=names)
         if config.otlp_traces_endpoint is not None:
             from pelton_plugins.server.tracing import make_tracing
@@ -125,6 +129,7 @@ class Server:
             plugins=self.plugins,
             max_restarts=self.config.max_engine_restarts,
             explicit=self.explicit,
+            start_engine=self._start_engine,
         )
         try:
             await llm.start()
@@ -141,6 +146,11 @@ class Server:
             lower_priority()
         self.state.llm = llm
         self._announce(llm, time.perf_counter() - started)
+
+    def _start_engine(self, *arguments: Any) -> EngineClient:
+        from pelton.engine.process_client import ProcessClient
+
+        return ProcessClient(*arguments, connection=self.ahead and self.ahead.take())
 
     def _on_loaded(self, task: asyncio.Task[None]) -> None:
         """A server whose engine did not start ends; `_exit_code` says why."""
@@ -280,8 +290,9 @@ def run_server(
     plugins: Plugins | None = None,
     *,
     explicit: Collection[str] = (),
+    ahead: EngineAhead | None = None,
 ) -> int:
-    """Serve until a signal, on uvloop. explicit: flat names of the settings that the user gave."""
+    """Serve until a signal, on uvloop. explicit: flat names of the settings that the user gave. ahead: has the engine's process."""
     import uvloop
 
     config.check_exposure()
@@ -291,8 +302,8 @@ def run_server(
     if config.api_server_count > 1:
         from pelton_plugins.server.processes.owner import Owner
 
-        server = Owner(config, engine_config, plugins or load_plugins(), explicit)
+        server = Owner(config, engine_config, plugins or load_plugins(), explicit, ahead)
     else:
-        server = Server(config, engine_config, plugins or load_plugins(), explicit)
+        server = Server(config, engine_config, plugins or load_plugins(), explicit, ahead)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(server.run())

@@ -23,7 +23,7 @@ import zmq
 from pelton.config import EngineConfig
 from pelton.engine import process, process_client, protocol
 from pelton.engine.core import EngineCore
-from pelton.engine.process_client import ProcessClient
+from pelton.engine.process_client import EngineConnection, ProcessClient
 from pelton.errors import ConfigError, EngineDeadError, EngineError, PluginError, RequestError
 from pelton.messages.outputs import EngineOutput, FinishReason
 from pelton.messages.request import EngineRequest
@@ -537,6 +537,26 @@ def test_a_client_that_is_collected_takes_its_engine_along(start: Start, setting
     pid = client.pid
     del client
     assert wait_until(lambda: not is_running(pid), 2)
+
+
+# Started ahead.
+
+
+def test_a_client_takes_a_process_that_runs_already(settings: dict[str, Any]) -> None:
+    config, plugins = EngineConfig.from_flat(**settings), load_plugins()
+    connection = EngineConnection(imports=["colorsys", "no_such_module"])
+    client = ProcessClient(config, resolve_model(config, plugins), plugins, connection=connection)
+    try:
+        assert client.pid == connection.process.pid
+        client.add_request(request(max_tokens=4))
+        assert len(collect(client)[0]) == 4
+        client.kill("for the test")
+        client.restart()
+        assert client.pid != connection.process.pid
+        client.add_request(request(max_tokens=4))
+        assert len(collect(client)[0]) == 4
+    finally:
+        client.shutdown()
 
 
 # Hangs.

@@ -30,7 +30,7 @@ fake = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fake)
 
 class Engine(fake.FakeAsyncLLM):
-    def __init__(self, config, *, plugins=None, explicit=(), max_restarts=5):
+    def __init__(self, config, **others):
         super().__init__()
         self.step_s = 0.02
         time.sleep({load_s})
@@ -46,7 +46,9 @@ import pelton.sdk.async_llm
 pelton.sdk.async_llm.AsyncLLM = Engine
 from pelton_plugins.server import command, serve
 serve.start_table = lambda info, model: "  model  fake"
-serve.load_plugins = lambda: fake.RoutesOnly()
+command.load_plugins = fake.RoutesOnly
+import pelton_plugins.server.ahead
+pelton_plugins.server.ahead.EngineAhead = lambda config, plugins: open("/dev/null")  # no process
 {breaks}
 sys.exit(command.run(sys.argv[1:]))
 """

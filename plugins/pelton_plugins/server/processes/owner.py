@@ -24,6 +24,7 @@ from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutputs
 from pelton.metrics.snapshot import Counter, Gauge
 from pelton.plugins import Plugins
+from pelton_plugins.server.ahead import EngineAhead
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.http_metrics import HttpMetrics
 from pelton_plugins.server.metrics_text import render_text
@@ -63,15 +64,16 @@ class Owner:
     """One engine, one port, several processes, from the bind to the last answer."""
 
     def __init__(
-        self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = ()
-    ) -> None:
+        self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = (),
+        ahead: EngineAhead | None = None,
+    ) -> None:  # fmt: skip
         if engine_config.lora.allow_runtime_lora_updating:
             raise ConfigError(
                 f"allow_runtime_lora_updating is set, and api_server_count is {config.api_server_count}: an adapter that is "
                 "loaded through one process would be unknown to the others. Use one process, or --lora-modules."
             )
         self.config, self.engine_config, self.plugins, self.explicit = config, engine_config, plugins, explicit
-        self.port = config.port
+        self.port, self._ahead = config.port, ahead
         self.http = HttpMetrics()
         self.num_restarts = 0
         self._llm: Any = None
@@ -172,7 +174,7 @@ class Owner:
 
     def _start_engine(self, loop: asyncio.AbstractEventLoop) -> Any:
         def start(*arguments: Any) -> OwnedClient:
-            client = self._client = OwnedClient(*arguments)
+            client = self._client = OwnedClient(*arguments, connection=self._ahead and self._ahead.take())
             client.owner, client.loop = self, loop
             return client
 

@@ -1,0 +1,21 @@
+"""Find the executor that the settings name, or the best there is."""
+
+from __future__ import annotations
+
+from pelton.config.parallel import ParallelConfig
+from pelton.entries import Entry
+from pelton.errors import ConfigError
+from pelton.plugins import Plugins
+
+
+def find_executor(config: ParallelConfig, plugins: Plugins) -> Entry:
+    """Raises `ConfigError` when there is none."""
+    name = config.distributed_executor_backend
+    if name is not None:
+        return plugins.find("pelton_executors", name, setting="distributed_executor_backend")
+    is_spread = config.num_ranks > 1
+    for entry in plugins.entries("pelton_executors"):
+        if getattr(entry, "runs_several", is_spread) == is_spread:
+            return entry
+    what = f"for {config.num_ranks} ranks" if is_spread else "of one device"
+    raise ConfigError(f"No plugin that is loaded offers an executor {what}; see PELTON_PLUGINS and `pelton plugins`.")

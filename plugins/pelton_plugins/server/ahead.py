@@ -1,0 +1,27 @@
+"""The engine's process, started before the server's modules are imported and the model is found."""
+
+from __future__ import annotations
+
+from pelton.config import EngineConfig
+from pelton.engine.process_client import EngineConnection
+from pelton.executor.select import find_executor
+from pelton.plugins import Plugins
+
+
+class EngineAhead:
+    """A process that imports what its executor needs in any case. `close` ends it where no client has taken it."""
+
+    def __init__(self, config: EngineConfig, plugins: Plugins) -> None:
+        entry = find_executor(config.parallel, plugins)
+        self.imports = ("pelton.engine.core", *getattr(entry, "imports", ()))
+        self._connection: EngineConnection | None = EngineConnection(imports=self.imports)
+        self.pid = self._connection.process.pid
+
+    def take(self) -> EngineConnection | None:
+        """Return its connection, once."""
+        taken, self._connection = self._connection, None
+        return taken
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close(0.0)
