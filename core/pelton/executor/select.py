@@ -12,9 +12,11 @@ def find_executor(config: ParallelConfig, plugins: Plugins) -> Entry:
     """Raises `ConfigError` when there is none."""
     name = config.distributed_executor_backend
     if name is not None:
-        return plugins.find("pelton_executors", name, setting="distributed_executor_backend")
+        named: Entry = plugins.find("pelton_executors", name, setting="distributed_executor_backend")
+        return named
     is_spread = config.num_ranks > 1
-    for entry in plugins.entries("pelton_executors"):
+    entries: list[Entry] = plugins.entries("pelton_executors")
+    for entry in entries:
         if getattr(entry, "runs_several", is_spread) == is_spread:
             return entry
     what = f"for {config.num_ranks} ranks" if is_spread else "of one device"
