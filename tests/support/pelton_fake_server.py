@@ -160,6 +160,9 @@ class FakeAsyncLLM:
             )
         return found
 
+    async def reset_prefix_cache(self) -> bool:
+        return not self.running
+
     async def check_health(self) -> None:
         if self.down:
             raise self.down

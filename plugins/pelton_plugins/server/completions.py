@@ -23,7 +23,7 @@ from pelton_plugins.server.logprobs import (
     prompt_offsets,
 )
 from pelton_plugins.server.params import check_completion, sampling_params
-from pelton_plugins.server.prompts import read_prompts
+from pelton_plugins.server.prompts import Prompt, read_prompts
 from pelton_plugins.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
@@ -38,13 +38,20 @@ DEFAULT_MAX_TOKENS = 16  # fewer where the context ends before
 
 
 async def create_completion(exchange: Exchange, request: CompletionRequest) -> None:
+    llm, params, prompts = await prepare_completion(exchange, request)
+    await _TextAnswer(exchange, llm, request, params, prompts).run()
+
+
+async def prepare_completion(
+    exchange: Exchange, request: CompletionRequest
+) -> tuple[Any, SamplingParams, list[Prompt]]:
+    """The engine, and what it is to do. Raises `RequestError` for whatever is wrong with the request, before anything runs."""
     state = exchange.state
     llm = state.generating_engine()
     exchange.lora_request = await state.adapter_of(request.model)
     check_completion(request)
     params = _params(request, llm.model.generation_config)
-    prompts = await read_prompts(llm, request, params)
-    await _TextAnswer(exchange, llm, request, params, prompts).run()
+    return llm, params, await read_prompts(llm, request, params)
 
 
 def _params(request: CompletionRequest, model_defaults: dict[str, Any]) -> SamplingParams:

@@ -77,6 +77,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Send token usage in every stream, also when the client did not ask."""
     trust_request_chat_template: bool = False
     """Let requests bring their own chat template."""
+    disable_fastapi_docs: bool = False
+    """Offer neither /openapi.json nor /docs, the page made of it. The name is vLLM's."""
     enable_tokenizer_info_endpoint: bool = True
     """Answer /tokenizer_info: names of special tokens, and the chat template."""
     special_tokens_in_messages: bool = False

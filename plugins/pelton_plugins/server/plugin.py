@@ -52,10 +52,16 @@ def pelton_http_routes() -> Sequence[Entry]:
             load="pelton_plugins.server.routes.lora:routes",
             doc="/v1/load_lora_adapter, /v1/unload_lora_adapter",
         ),
+        Entry(name="cohere", load="pelton_plugins.server.routes.cohere:routes", doc="/cohere/v2/chat, /v2/embed"),
+        Entry(
+            name="extras",
+            load="pelton_plugins.server.routes.extras:routes",
+            doc="/invocations, batches of chats, /render, /derender, /inference/v1/generate, /reset_prefix_cache",
+        ),
         Entry(name="tokens", load="pelton_plugins.server.routes.tokens:routes", doc="/tokenize, /detokenize"),
         Entry(
             name="operations",
             load="pelton_plugins.server.routes.operations:routes",
-            doc="/health, /ping, /load, /version, /metrics, /openapi.json",
+            doc="/health, /ping, /load, /version, /metrics, /openapi.json, /docs",
         ),
     ]

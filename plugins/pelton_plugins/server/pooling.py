@@ -53,20 +53,26 @@ Outputs = list[PoolingRequestOutput[PoolingOutput]]
 Prompts = list[dict[str, Any]]
 
 
-async def create_embedding(exchange: Exchange, request: EmbeddingRequest) -> None:
+async def embeddings_of(exchange: Exchange, request: EmbeddingRequest) -> tuple[Outputs, Usage]:
+    """The vector of each input, and what the prompts used."""
     llm = _engine(exchange, request)
     params = _params(llm, "embed", request.dimensions, request.use_activation)
     outputs = await _run(llm, exchange, request, await _read(exchange, llm, request), params, "embd")
+    return outputs, _usage(outputs)
+
+
+async def create_embedding(exchange: Exchange, request: EmbeddingRequest) -> None:
+    outputs, usage = await embeddings_of(exchange, request)
     as_text = request.encoding_format == "base64"
 
     def response() -> EmbeddingResponse:
         return EmbeddingResponse(
             id=_id(exchange, request, "embd"), created=int(time.time()), model=_model(exchange, request),
             data=[
-                Embedding(index=index, embedding=_text(output) if as_text else output.outputs.numbers())
+                Embedding(index=index, embedding=as_base64(output) if as_text else output.outputs.numbers())
                 for index, output in enumerate(outputs)
             ],
-            usage=_usage(outputs),
+            usage=usage,
         )  # fmt: skip
 
     await _answer(exchange, response, 0 if as_text else _count(outputs))
@@ -146,7 +152,7 @@ async def create_pooling(exchange: Exchange, request: PoolingRequest) -> None:
     as_text = request.encoding_format == "base64"
 
     def rows(output: PoolingRequestOutput[PoolingOutput]) -> Any:
-        return _text(output) if as_text else output.outputs.data.tolist()
+        return as_base64(output) if as_text else output.outputs.data.tolist()
 
     await _answer(
         exchange,
@@ -309,7 +315,8 @@ async def _answer(exchange: Exchange, response: Callable[[], msgspec.Struct], nu
     await exchange.answer(body() if num_numbers <= MANY_NUMBERS else await asyncio.to_thread(body))
 
 
-def _text(output: PoolingRequestOutput[PoolingOutput]) -> str:
+def as_base64(output: PoolingRequestOutput[PoolingOutput]) -> str:
+    """float32 numbers, little-endian."""
     return base64.b64encode(output.outputs.tensor.data).decode()
 
 

@@ -134,7 +134,10 @@ def test_openapi_lists_every_route_with_its_structs(shared):
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/messages", "/v1/messages/count_tokens",
         "/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/live", "/ping", "/load",
         "/version", "/metrics", "/openapi.json", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/embeddings",
-        "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/docs", "/invocations",
+        "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/completions/render",
+        "/v1/completions/derender", "/inference/v1/generate", "/reset_prefix_cache", "/cohere/v2/chat", "/v2/chat", "/v2/embed",
+        "/cohere/v2/embed",
     }  # fmt: skip
     chat = spec["paths"]["/v1/chat/completions"]["post"]
     assert chat["summary"] == "Answer a conversation."

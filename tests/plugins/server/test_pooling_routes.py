@@ -182,6 +182,25 @@ async def test_coheres_client_reranks(cross_encoder, version):
             await client.rerank(model="other", query="a river", documents=TEXTS)
 
 
+async def test_coheres_client_embeds(encoder):
+    async with running(encoder) as http:
+        client = cohere.AsyncClientV2(api_key="none", base_url="http://tiny", httpx_client=http)
+        found = await client.embed(
+            model="tiny", texts=TEXTS, input_type="search_document", embedding_types=["float", "base64"]
+        )
+        plain = [row["embedding"] for row in (await ok(http, "/v1/embeddings", input=TEXTS))["data"]]
+        np.testing.assert_allclose(found.embeddings.float_, plain, atol=1e-6)
+        decoded = [np.frombuffer(base64.b64decode(text), "<f4") for text in found.embeddings.base64]
+        np.testing.assert_allclose(decoded, plain, atol=1e-6)
+        assert found.texts == TEXTS
+        with pytest.raises(cohere.core.api_error.ApiError) as refusal:
+            await client.embed(model="tiny", texts=[], input_type="search_document")
+        assert refusal.value.status_code == 400 and "texts" in str(refusal.value.body)
+        # SageMaker's route does what the fields ask for.
+        assert [row["embedding"] for row in (await ok(http, "/invocations", input=TEXTS))["data"]] == plain
+        assert len((await ok(http, "/invocations", text_1="a river", text_2=TEXTS))["data"]) == len(TEXTS)
+
+
 async def test_bad_embedding_requests(encoder):
     async with running(encoder) as client:
         for body, message in (

@@ -71,7 +71,7 @@ def compressed() -> bytes:
 @pytest.mark.parametrize(
     "data, words",
     [
-        (with_program(b"\x80\x02cos\nsystem\nX\x15\x00\x00\x00touch /tmp/pelton_pwn\x85R."), "not one plain tensor"),
+        (with_program(b"\x80\x02cos\nsystem\nX\x15\x00\x00\x00touch /tmp/pelton_pwn\x85R."), "cannot be read"),
         (with_program(b"\x80\x02(" + b"N" * 60_000 + b"t."), "cannot be read"),
         (with_program(b"\x80\x02N" + b"\x85" * 60_000 + b"."), "cannot be read"),
         (with_program(b"\x80\x02N" * 40_000 + b"."), "more than one tensor"),

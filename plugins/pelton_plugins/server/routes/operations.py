@@ -9,6 +9,7 @@ from litestar import HttpMethod, Response, get, route
 
 import pelton
 from pelton.errors import PeltonError
+from pelton_plugins.server.api_page import HEADERS, page
 from pelton_plugins.server.errors import UnavailableError, error_response, scrub
 from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.server.openapi import api
@@ -67,7 +68,14 @@ def routes(state: ServerState) -> list[Any]:
         assert state.openapi is not None
         return Response(state.openapi, media_type="application/json")
 
-    return [health, ready, live, ping, load, version, metrics, openapi]
+    @get("/docs", opt=api(None, None))
+    async def docs() -> Response[bytes]:
+        """This API, as a page to read."""
+        assert state.openapi is not None
+        return Response(page(state.openapi), media_type="text/html", headers=HEADERS)
+
+    described = [] if state.config.disable_fastapi_docs else [openapi, docs]
+    return [health, ready, live, ping, load, version, metrics, *described]
 
 
 def _json(value: Any) -> Response[bytes]:

@@ -1,0 +1,81 @@
+"""Routes of vLLM's beyond OpenAI's: /invocations, batches of chats, tokens in and out, /reset_prefix_cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Response, post
+from litestar.types import ASGIApp
+
+from pelton.errors import QueueFullError
+from pelton_plugins.server.chat_batch import BatchChatRequest, create_chat_batch
+from pelton_plugins.server.exchange import Exchange
+from pelton_plugins.server.invocations import Invocation
+from pelton_plugins.server.openapi import api
+from pelton_plugins.server.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+)
+from pelton_plugins.server.state import ServerState
+from pelton_plugins.server.token_io import (
+    DerenderChatRequest,
+    DerenderCompletionRequest,
+    TokensRequest,
+    TokensResponse,
+    create_tokens,
+    derender_chat,
+    derender_completion,
+    render_chat,
+    render_completion,
+)
+
+
+def routes(state: ServerState) -> list[Any]:
+    @post("/invocations", status_code=200, opt=api(None, None))
+    async def invocations() -> ASGIApp:
+        """Do what the body's fields ask for: messages, prompt, input, query with documents, or two texts to compare."""
+        return Invocation(state)
+
+    @post("/v1/chat/completions/batch", status_code=200, opt=api(BatchChatRequest, ChatCompletionResponse))
+    async def batch() -> ASGIApp:
+        """Answer several conversations, with a choice for each."""
+        return Exchange(state, BatchChatRequest, create_chat_batch)
+
+    @post("/v1/chat/completions/render", status_code=200, opt=api(ChatCompletionRequest, TokensRequest))
+    async def chat_render() -> ASGIApp:
+        """Make of a chat the request for /inference/v1/generate."""
+        return Exchange(state, ChatCompletionRequest, render_chat, generates=False)
+
+    @post("/v1/completions/render", status_code=200, opt=api(CompletionRequest, None))
+    async def completion_render() -> ASGIApp:
+        """Make of each prompt the request for /inference/v1/generate."""
+        return Exchange(state, CompletionRequest, render_completion, generates=False)
+
+    @post("/inference/v1/generate", status_code=200, opt=api(TokensRequest, TokensResponse))
+    async def tokens() -> ASGIApp:
+        """Continue token ids by token ids."""
+        return Exchange(state, TokensRequest, create_tokens)
+
+    @post("/v1/chat/completions/derender", status_code=200, opt=api(DerenderChatRequest, ChatCompletionResponse))
+    async def chat_derender() -> ASGIApp:
+        """Make the answer of a chat of generated tokens."""
+        return Exchange(state, DerenderChatRequest, derender_chat, generates=False)
+
+    @post("/v1/completions/derender", status_code=200, opt=api(DerenderCompletionRequest, CompletionResponse))
+    async def completion_derender() -> ASGIApp:
+        """Make the answer of a completion of generated tokens."""
+        return Exchange(state, DerenderCompletionRequest, derender_completion, generates=False)
+
+    @post("/reset_prefix_cache", status_code=200, opt=api(None, None))
+    async def reset_prefix_cache() -> Response[bytes]:
+        """Forget cached blocks. 429 while requests hold blocks."""
+        if not await state.engine().reset_prefix_cache():
+            raise QueueFullError("Requests hold blocks; try again when none runs.")
+        return Response(b"", media_type="text/plain")
+
+    return [
+        invocations, batch, chat_render, completion_render, tokens, chat_derender, completion_derender,
+        reset_prefix_cache,
+    ]  # fmt: skip
