@@ -101,6 +101,7 @@ def test_uniform_decode_is_full_else_pieces_else_nothing() -> None:
     assert (mode, key.num_tokens, key.uniform_query_len) == (PIECEWISE, 32, 0)
     mode, key = both.dispatch(257, 3)
     assert (mode, key.num_tokens, key.num_reqs) == (NONE, 257, 3)
+    assert both.dispatch(0, 0)[0] is NONE
     assert dispatcher(DECODE_ONLY).dispatch(30, 3)[0] is NONE
     assert dispatcher(DECODE_ONLY).dispatch(3, 3, 1)[0] is FULL
     assert dispatcher(PIECEWISE).dispatch(3, 3, 1)[0] is PIECEWISE

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pelton_platforms.device.steps.masks import MaskPlaces, runs
+from pelton_platforms.device.steps.staging import mask_column, mask_words
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,13 @@ def test_other_slots_have_no_mask_and_missing_words_allow_nothing(num_given):
     expected = np.zeros((2, 3), dtype=np.int32)
     expected[:, :num_given] = given
     assert words[[4, 1]].numpy().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_given, num_words", [(4, 4), (2, 4), (4, 2), (3, 3), (4, 3), (2, 3)])
+def test_a_column_holds_masks_of_the_models_words_whatever_their_own(num_given, num_words):
+    given = np.arange(1, 2 * num_given + 1, dtype="<i4").reshape(2, num_given)
+    column = mask_column(given.tobytes(), 2, num_words)
+    expected = np.zeros((2, num_words), dtype=np.int32)
+    expected[:, : min(num_given, num_words)] = given[:, :num_words]
+    assert column.dtype == np.int64
+    assert mask_words(torch.from_numpy(column.copy()), 2, num_words).tolist() == expected.tolist()
