@@ -46,7 +46,7 @@ from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_at
 from pelton_backends.triton.attention.decode_shares import LaunchShape, PartBuffers, deal_rows
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
-from pelton_backends.triton.ops.linear import fp8, gemv, hopper_split_k, large_batch, small_batch, split_k
+from pelton_backends.triton.ops.linear import fp8, fp8_one_row, gemv, hopper_split_k, large_batch, small_batch, split_k
 from pelton_backends.triton.ops.lora import gemv as lora_gemv
 from pelton_backends.triton.ops.lora import hopper as lora_hopper
 from pelton_backends.triton.ops.lora import linear as lora
@@ -79,6 +79,7 @@ PRODUCTS: dict[str, tuple[Any, tuple[int, int, int], dict[str, Any]]] = {
 E4M3 = {
     "gate and up in e4m3": (fp8.Fp8AddNormGatedLinear, (1, 1024, 6144), GATED),
     "down in e4m3": (fp8.Fp8Linear, (1, 3072, 1024), {"norm": False}),
+    "large gate and up in e4m3": (fp8.Fp8AddNormGatedLinear, (1, 1024, 17408), GATED),
     "down of 32 rows in e4m3": (fp8.Fp8Linear, (32, 3072, 1024), {"norm": False}),
 }
 ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
@@ -271,9 +272,9 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
 
     JITFunction.run = compile_only
     driver.set_active(Hopper())
-    hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = lambda device: (
-        True
-    )
+    hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = (
+        fp8_one_row.has_pdl
+    ) = lambda device: True
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     attention = Attention(dtype, kv_dtype)

@@ -15,7 +15,7 @@ from pelton_backends.reference.ops import (
     ReferenceAddNormLinear,
     ReferenceGated,
 )
-from pelton_backends.triton.ops.linear import fp8, hopper_split_k
+from pelton_backends.triton.ops.linear import fp8, fp8_one_row, hopper_split_k
 from pelton_backends.triton.ops.linear.fp8 import Fp8AddNormGatedLinear, Fp8AddNormLinear, Fp8Linear
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 from pelton_plugins.quantization.reference import Fp8LinearReference
@@ -85,14 +85,30 @@ def test_options(options, num_rows, device):
         check(make(num_rows, 160, 48, device, **kind, **options), implementation)
 
 
+LARGE = [
+    pytest.param(4096, 4112, {}, id="rows-of-64"),
+    pytest.param(1024, 17424, {"residual": False}, id="rows-of-128-and-a-rest"),
+    pytest.param(14336, 1184, {}, id="a-long-row-in-parts"),
+    pytest.param(2048, 8208, {"bias": True, "inputs": replace(DYNAMIC, is_dynamic=False)}, id="one-scale-bias"),
+    pytest.param(
+        4096, 8192, {"post_norm": True, "unit_offset": True, "inputs": replace(DYNAMIC, bound=1.0)}, id="norms-bound"
+    ),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-def test_one_row_of_a_large_matrix_is_streamed(op, device):
+@pytest.mark.parametrize("in_features, out_features, options", LARGE)
+def test_one_row_of_a_large_matrix_is_streamed(op, in_features, out_features, options, device):
     implementation, kind = OPS[op]
-    case = make(1, 4096, fp8.STREAMED_NUMBERS // 4096, device, dtype=torch.bfloat16, **kind)
-    if not hopper_split_k.can_multiply(case.packed.tensors["weight"]):
+    if op == "linear":
+        options = {name: value for name, value in options.items() if name in ("bias", "inputs")}
+    case = make(1, in_features, out_features, device, dtype=torch.bfloat16, **kind, **options)
+    assert case.weight.numel() >= fp8.ONE_ROW_NUMBERS
+    if not fp8_one_row.OneRowProduct.takes(case.packed.tensors["weight"]):
         pytest.skip("only on Hopper")
-    check(case, implementation)
+    for _ in range(2):  # the second finds the counters as the first left them
+        check(case, implementation)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ WRITES = {"STG", "ATOM", "ATOMG", "RED", "REDG", "UTMASTG", "UTMAREDG"}
 
 
 WITH_ADAPTERS = ("QKV with an adapter", "gate and up of 32 rows with adapters", "down of 32 rows with adapters")
-IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "down of 32 rows in e4m3")
+IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "down of 32 rows in e4m3")
 OTHERS = (*WITH_ADAPTERS, *IN_E4M3, "dealt", "latent", "sampling with all", "speculation", "drafts")
 Kernels = Callable[..., list[dict[str, Any]]]
 
@@ -92,12 +92,14 @@ def test_nothing_is_written_before_the_wait(chain: list[dict[str, Any]]) -> None
 def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers(bfloat16: Kernels) -> None:
     kernels = bfloat16(*IN_E4M3)
     assert [kernel["kernel"] for kernel in kernels] == [
-        "fp8_add_norm_linear_kernel", "fp8_linear_kernel", "_round_kernel", "multiply_kernel",
+        "fp8_add_norm_linear_kernel", "fp8_linear_kernel", "one_row_kernel", "_round_kernel", "multiply_kernel",
     ]  # fmt: skip
     for kernel in kernels:
         code = kernel["instructions"]
         assert kernel["stack"] == 0 and "ACQBULK" in code and not WRITES & set(code[: code.index("ACQBULK")])
     assert "QGMMA" in kernels[-1]["instructions"], "many rows are multiplied by tensor cores in e4m3"
+    code = kernels[2]["instructions"]
+    assert "UTMALDG" in code[: code.index("ACQBULK")] and "QGMMA" in code, "weights are on their way before the wait"
 
 
 def test_rows_are_dealt_out_by_a_kernel_that_waits_too(bfloat16: Kernels) -> None:

@@ -1,9 +1,9 @@
 """Products of rows and weights that are both float8_e4m3fn: the ops of weight format "fp8_e4m3" whose inputs are rounded too.
 
 Inputs are divided by a scale (of each row, from its largest number; or one that the checkpoint gives), rounded, and the product
-is multiplied by the scales of row and matrix. One row takes a matrix-vector kernel, which does the rounding itself, or where
-the matrix has `STREAMED_NUMBERS`, what more rows take: up to `MAX_STREAMED` of them a kernel that streams the matrix; beyond that
-`torch._scaled_mm` (cuBLAS). All round alike.
+is multiplied by the scales of row and matrix. One row takes a kernel that does the rounding itself: of a matrix of
+`ONE_ROW_NUMBERS` or more one that streams it (`fp8_one_row.py`), else a matrix-vector kernel. Up to `MAX_STREAMED` rows take a kernel
+that streams the matrix too; more take `torch._scaled_mm` (cuBLAS). All round alike.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pelton.ops.interface import (
 )
 from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.linear.fp8_gemv import fp8_add_norm_linear_kernel, fp8_linear_kernel
+from pelton_backends.triton.ops.linear.fp8_one_row import OneRowProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.linear.large_batch import MAX_HIDDEN_SIZE, add_norm_row, gated
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
 FORMAT = "fp8_e4m3"
 DTYPES = ("bfloat16", "float16")
 MAX_STREAMED = 128  # rows
+ONE_ROW_NUMBERS = 16 << 20
+"""From here on one row is faster with the kernel that makes the row and streams the matrix: all matrices of Llama-3.1-8B, see
+docs/performance.md. A matrix-vector kernel's many programs each norm and round the row, which then takes longer than their weights."""
 STREAMED_NUMBERS = 32 << 20
-"""From here on one row is faster through Hopper's copy engine: gate, up and down of Llama-3.1-8B, a step 2,674 to 2,594 us on an
-H200. A matrix-vector kernel's programs each norm and round the row, which then takes longer than their weights."""
+"""From here on, where that kernel does not take the row, what more rows take is faster than a matrix-vector kernel."""
 MULTIPLE = 16  # of rows and columns of a matrix: what `torch._scaled_mm` takes
 
 
@@ -216,6 +219,22 @@ class _Fp8Matrix:
             self.few = HopperProduct(self.weight, self.bias, activation, self.counters, self.scale)
         self.streams_one = self.few is not None and self.weight.numel() >= STREAMED_NUMBERS
 
+    def one_row(self, norm: Norm | None = None, post_norm: Norm | None = None) -> OneRowProduct | None:
+        """The kernel that streams the matrix for one row and makes that row itself, where it pays."""
+        if self.weight.numel() < ONE_ROW_NUMBERS or not OneRowProduct.takes(self.weight):
+            return None
+        return OneRowProduct(
+            self.weight,
+            self.scale,
+            self.bias,
+            self.activation,
+            self.counters,
+            self.input_scale,
+            self.bound,
+            norm,
+            post_norm,
+        )
+
     def multiply(self, rows: Tensor, scales: Tensor) -> Tensor:
         """rows [T, K], rounded."""
         num_rows = rows.shape[0]
@@ -269,8 +288,11 @@ class Fp8Linear:
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
         matrix = _Fp8Matrix(tensors.linear, needs.dtype)
+        one_row = matrix.one_row()
 
         def call(x: Tensor) -> Tensor:
+            if x.shape[0] == 1 and one_row is not None:
+                return one_row(x.contiguous())[0]
             if x.shape[0] == 1 and not matrix.streams_one:
                 return matrix.multiply_one(x.contiguous())
             return matrix.multiply(*rounded(x, matrix.input_scale, matrix.bound))
@@ -307,7 +329,11 @@ def _add_norm_product(
         )  # fmt: skip
         return out, total
 
+    one_row = matrix.one_row(before, after)
+
     def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if hidden.shape[0] == 1 and one_row is not None:
+            return one_row(hidden.contiguous(), None if residual is None else residual.contiguous())
         if hidden.shape[0] == 1 and not matrix.streams_one:
             return one(hidden, residual)
         residual, rows, scales = add_norm_rounded(hidden, residual, before, after, matrix.input_scale, matrix.bound)

@@ -59,6 +59,15 @@ def activated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
+def scale_of(x_scale, tokens, num_tokens):
+    """Scales of the tokens, [1, M] from [T] in memory, or the only row's number."""
+    if x_scale.dtype.is_ptr():
+        return gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))[None, :]
+    else:
+        return x_scale
+
+
+@gluon.jit
 def store_result(
     total, weight_scale, x_scale, bias, out, tile, token, num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
@@ -71,8 +80,8 @@ def store_result(
         columns = tile * R + gl.arange(0, R, gl.SliceLayout(1, layout))
         tokens = token + gl.arange(0, M, gl.SliceLayout(0, layout))
         if weight_scale is not None:
-            scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))
-            total = total * gl.load(weight_scale + gl.minimum(columns, N - 1))[:, None] * scale[None, :]
+            scale = scale_of(x_scale, tokens, num_tokens)
+            total = total * gl.load(weight_scale + gl.minimum(columns, N - 1))[:, None] * scale
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[:, None]
         is_inside = (tokens < num_tokens)[None, :] & (columns < N)[:, None]
@@ -84,7 +93,7 @@ def store_result(
         columns = tile * (R // 2) + gl.arange(0, R // 2, gl.SliceLayout(1, half))
         tokens = token + gl.arange(0, M, gl.SliceLayout(0, half))
         if weight_scale is not None:
-            scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))[None, :]
+            scale = scale_of(x_scale, tokens, num_tokens)
             gate = gate * gl.load(weight_scale + gl.minimum(columns, HALF - 1))[:, None] * scale
             up = up * gl.load(weight_scale + HALF + gl.minimum(columns, HALF - 1))[:, None] * scale
         if bias is not None:
