@@ -158,9 +158,9 @@ def test_a_model_that_does_not_divide_is_refused_with_its_reason():
         make_executor(tensor_parallel_size=3)
 
 
-def test_what_it_does_not_spread_is_refused():
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
-        make_executor(pipeline_parallel_size=2)
+def test_what_does_not_run_in_stages_is_refused():
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, which does not go with enable_lora"):
+        make_executor(pipeline_parallel_size=2, enable_lora=True)
 
 
 @pytest.mark.parametrize(

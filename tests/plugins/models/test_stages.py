@@ -1,0 +1,82 @@
+"""Which parts of a model a stage makes, and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pelton.config import EngineConfig
+from pelton.errors import ConfigError
+from pelton.model.registry import build_model
+from pelton.parallel.context import ParallelContext
+from pelton.plugins import load_plugins
+from pelton.testing.model_driver import make_test_build
+
+HF = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8, "query_pre_attn_scalar": 8,
+}  # fmt: skip
+
+
+def make(
+    stage: int,
+    num_stages: int,
+    architecture: str = "LlamaForCausalLM",
+    hf: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    stages: Any = SimpleNamespace(rank=stage, size=num_stages)
+    build = make_test_build(
+        {**HF, **(hf or {})}, parallel=ParallelContext(0, 1, stages), engine_config=EngineConfig.from_flat(**settings)
+    )
+    return build_model(build, architecture, load_plugins(only=[])), build
+
+
+@pytest.mark.parametrize(
+    "num_stages, settings, counts",
+    [(2, {}, [2, 3]), (3, {}, [1, 2, 2]), (5, {}, [1] * 5), (2, {"pipeline_layer_partition": (4, 1)}, [4, 1])],
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_each_part_is_in_one_stage(num_stages: int, settings: dict[str, Any], counts: list[int], is_tied: bool) -> None:
+    """And a tied embedding in the first and in the last one. What one stage reads of a checkpoint the others skip."""
+    names: set[str] = set()
+    for stage in range(num_stages):
+        model, build = make(stage, num_stages, hf={"tie_word_embeddings": is_tied}, **settings)
+        is_first, is_last = stage == 0, stage == num_stages - 1
+        assert len(model.layers) == len(build.cache_layers) == counts[stage]
+        assert (model.embed_tokens is not None) == (is_first or (is_last and is_tied))
+        assert (model.lm_head is not None) == is_last
+        own = set(build.weights.expected())
+        assert not names & own - {"model.norm.weight", *(["model.embed_tokens.weight"] if is_tied else [])}
+        names |= own
+    build = make(0, 1)[1]
+    assert names | {"lm_head.weight"} == set(build.weights.expected())
+
+
+@pytest.mark.parametrize(
+    "num_stages, architecture, settings, message",
+    [
+        (6, "LlamaForCausalLM", {}, "pipeline_parallel_size is 6, and the model has 5 layers. Use at most 5"),
+        (
+            2,
+            "LlamaForCausalLM",
+            {"pipeline_layer_partition": (1, 2)},
+            "pipeline_layer_partition is 1, 2; give 2 numbers of 1 or more .* add up to the model's 5 layers",
+        ),
+        (2, "Gemma3ForCausalLM", {}, "pipeline_parallel_size is 2; Gemma3ForCausalLM does not run in stages"),
+        (
+            2,
+            "Glm4ForCausalLM",
+            {},
+            "pipeline_parallel_size is 2; this model's layers end in a norm that the next stage would need",
+        ),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(
+    num_stages: int, architecture: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(0, num_stages, architecture, **settings)
