@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pelton_backends.reference.ops import (
 )
 from pelton_backends.triton.ops.linear import fp8, fp8_one_row, hopper_split_k
 from pelton_backends.triton.ops.linear.fp8 import Fp8AddNormGatedLinear, Fp8AddNormLinear, Fp8Linear
+from pelton_backends.triton.ops.pieces import Norm
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 from pelton_plugins.quantization.reference import Fp8LinearReference
 
@@ -109,6 +111,42 @@ def test_one_row_of_a_large_matrix_is_streamed(op, in_features, out_features, op
         pytest.skip("only on Hopper")
     for _ in range(2):  # the second finds the counters as the first left them
         check(case, implementation)
+
+
+@pytest.mark.parametrize(
+    "out_features, in_features, is_taken",
+    [
+        (28672, 4096, True),
+        (4096, 14336, True),
+        (6144, 4096, True),
+        (57344, 8192, False),  # three buffers
+        (4096, 18432, False),  # too long a row
+        (4096, 3584, False),  # half a piece
+    ],
+)
+def test_one_row_is_streamed_where_buffers_and_pieces_fit(monkeypatch, out_features, in_features, is_taken):
+    monkeypatch.setattr(hopper_split_k, "is_hopper", lambda device: True)
+    weight = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn)
+    assert fp8_one_row.OneRowProduct.takes(weight) == is_taken
+
+
+def test_one_row_has_a_kernel_for_each_set_of_its_tensors(monkeypatch):
+    """What is there is compiled in: a launch whose key left out the norm took the kernel of a product without one."""
+    keys: list[object] = []
+    monkeypatch.setattr(hopper_split_k, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_one_row, "_launch", lambda key, *arguments, **options: keys.append(key))
+    size, out = 4096, 128
+    weight, scale = torch.zeros(out, size, dtype=torch.float8_e4m3fn), torch.ones(out)
+    row, one, bias = torch.zeros(1, size, dtype=torch.bfloat16), torch.ones(()), torch.zeros(out, dtype=torch.bfloat16)
+    norm = Norm(torch.ones(size, dtype=torch.bfloat16), 1e-6, False)
+    assert fp8_one_row.OneRowProduct.takes(weight)
+    for bias_given, input_scale, norms in product(
+        (None, bias), (None, one), ((None, None), (norm, None), (norm, norm))
+    ):
+        bound = fp8_one_row.OneRowProduct(weight, scale, bias_given, None, torch.zeros(8), input_scale, None, *norms)
+        for residual in (None, row):
+            bound(row, residual)
+    assert len(set(keys)) == len(keys) == 24
 
 
 @pytest.mark.gpu

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pelton_backends.triton.ops.pieces import Norm
 
 PIECE = 1024  # numbers of the row, eight in each of a program's threads
+LEAST_STAGES = 4
 PIECE_SIZE: gl.constexpr = gl.constexpr(PIECE)
 _PANELS: gl.constexpr = gl.constexpr(PIECE // 128)
 _COLUMNS: gl.constexpr = gl.constexpr(8)
@@ -264,8 +265,11 @@ class OneRowProduct:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Rows of a number of pieces that a program has registers for."""
-        return can_multiply(weight) and weight.shape[1] % PIECE == 0 and PIECE <= weight.shape[1] <= 16 * PIECE
+        """A row whose pieces leave a program registers, and memory for `LEAST_STAGES` buffers (70B's gate and up do not)."""
+        out_features, in_features = weight.shape
+        if not can_multiply(weight) or in_features % PIECE or not PIECE <= in_features <= 16 * PIECE:
+            return False
+        return choose_one_row_tiling(out_features, in_features).stages >= LEAST_STAGES
 
     def __call__(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """hidden, residual [1, K], contiguous."""
