@@ -64,10 +64,10 @@ def test_large_steps_have_large_tiles(parts, options, device):
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("memory", [64 << 10, 99 << 10, 227 << 10])
 def test_blocks_fit_into_shared_memory(rows, rank, element_size, memory):
-    columns, width = (
-        block_columns(rows, rank, element_size, memory),
-        block_width(rows, rank, element_size, memory),
-    )
-    assert columns >= 16 and width >= 16
+    columns = block_columns(rows, rank, element_size, memory)
+    assert columns >= 16
     assert 2 * (rows + rank) * columns * element_size <= memory or columns == 16
-    assert (rows + 2 * width) * rank * element_size <= memory or width == 16
+    for is_gated in (False, True):
+        width = block_width(rows, rank, element_size, memory, is_gated=is_gated)
+        assert width >= 16
+        assert (rows + 2 * width) * rank * element_size <= memory or width == 16

@@ -3,7 +3,8 @@
 Two kernels a product, over tiles of rows that use one slot (`pelton.lora.rows`), so that a matrix is read once for all of them.
 The first multiplies with A of all parts: the input dimension is split over programs, whose sums lie beside each other until the
 second adds them, always in one order. The second multiplies with B, adds the base product and, for gate and up, applies the
-activation; in large steps a program has a thousand columns, as it reads those sums once.
+activation. In large steps a kernel between them adds the sums: the second one then is bound by the base product's bytes, for which
+many small programs are better than few that have much to do.
 
 A norm in front costs nothing: A norm(x) = A (x * w) / rms(x), so the first kernel sums x^2 beside its products.
 """
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("bfloat16", "float16", "float32")
-_BLOCK_K, _BLOCK_N, _LARGE_BLOCK_N = 256, 128, 64
+_BLOCK_K = 256
+_BLOCK_N = {False: 128, True: 128}  # of a small step's program, of a large one's
+_WARPS = {False: 4, True: 4}
+_GATED_BLOCK_N, _GATED_WARPS = {False: 128, True: 64}, {False: 4, True: 4}
 _MOST_TILE = 16384  # numbers of A
 _MOST_TOGETHER = 128  # ranks of all parts, that one program takes
 _SPLIT_COLUMNS = 256  # of the input, that one program takes in a small step
 _MOST_SPLITS = 16
 _SCRATCH = 40 << 10  # bytes of shared memory
-_LARGE_STEP, _LARGE_SPLITS, _LARGE_BLOCKS = 512, 4, 16  # tokens; shares of the input; blocks of columns of a program
+_LARGE_STEP, _LARGE_SPLITS = 512, 4  # tokens; shares of the input
+_SUMMED = 16  # rows of a program that adds them
 
 
 @triton.jit
@@ -86,6 +91,31 @@ def _shrink_kernel(
         tl.store(squares_ptr + tokens * SPLITS + split, squares, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _sum_kernel(
+    low_ptr, squares_ptr, token_slots_ptr, sum_ptr, num_tokens, eps,
+    K: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A norm(x) of all parts, of M rows that have an adapter."""
+    tokens = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    mask = tl.load(token_slots_ptr + tokens, mask=tokens < num_tokens, other=-1) >= 0
+    BLOCK_R: tl.constexpr = triton.next_power_of_2(RANKS)
+    ranks = tl.arange(0, BLOCK_R)
+    is_sum = mask[:, None] & (ranks < RANKS)[None, :]
+    sums = tl.zeros([M, BLOCK_R], tl.float32)
+    squares = tl.zeros([M], tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = tokens * SPLITS + split
+        sums += tl.load(low_ptr + place[:, None] * RANKS + ranks[None, :], mask=is_sum, other=0.0)
+        if HAS_NORM:
+            squares += tl.load(squares_ptr + place, mask=mask, other=0.0)
+    if HAS_NORM:
+        sums = sums / tl.sqrt_rn(squares / K + eps)[:, None]
+    tl.store(sum_ptr + tokens[:, None] * RANKS + ranks[None, :], sums, mask=is_sum)
+
+
 @triton.jit
 def _low(
     low_ptr, squares_ptr, tokens, mask, part, eps, K: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr,
@@ -105,67 +135,63 @@ def _low(
     return sums
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
 def _expand_kernel(
     low_ptr, squares_ptr, b_ptr, out_ptr, chunk_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
-    slot_stride, rank_stride, column_stride, eps, num_blocks,
+    slot_stride, rank_stride, column_stride, eps,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """num_blocks times BLOCK_N columns of one part, added to the tile's rows of `out`."""
+    """BLOCK_N columns of one part, added to the tile's rows of `out`."""
     tile, chunk = tl.program_id(0), tl.program_id(1)
     part = tl.load(chunk_ptr + 3 * chunk)
     first = tl.multiple_of(tl.load(chunk_ptr + 3 * chunk + 1), ALIGNED)
-    end = tl.load(chunk_ptr + 3 * chunk + 2)
+    end = tl.multiple_of(tl.load(chunk_ptr + 3 * chunk + 2), ALIGNED)  # else no mask allows for loads of 16 bytes
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
     if slot < 0:
         return
     tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
+    n = first + tl.arange(0, BLOCK_N)
+    is_place = mask[:, None] & (n < end)[None, :]
+    out = out_ptr + tokens[:, None] * N + n[None, :]
+    base = tl.load(out, mask=is_place, other=0.0)
+    b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * rank_stride + n[None, :] * column_stride
+    weight = tl.load(b, mask=(n < end)[None, :], other=0.0)
     low = _low(low_ptr, squares_ptr, tokens, mask, part, eps, K, PARTS, R, SPLITS, HAS_NORM, M)
-    b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * rank_stride
-    for block in range(num_blocks):
-        n = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        weight = tl.load(b + n[None, :] * column_stride, mask=(n < end)[None, :], other=0.0)
-        out = out_ptr + tokens[:, None] * N + n[None, :]
-        is_place = mask[:, None] & (n < end)[None, :]
-        base = tl.load(out, mask=is_place, other=0.0)
-        total = dot(low.to(weight.dtype), weight, base.to(tl.float32))
-        tl.store(out, total.to(base.dtype), mask=is_place)
+    total = dot(low.to(weight.dtype), weight, base.to(tl.float32))
+    tl.store(out, total.to(base.dtype), mask=is_place)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
 def _expand_gated_kernel(
     low_ptr, squares_ptr, b_ptr, gate_up_ptr, out_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
-    slot_stride, rank_stride, column_stride, eps, num_blocks,
+    slot_stride, rank_stride, column_stride, eps,
     N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """num_blocks times BLOCK_N columns of gate and the same of up, N each; tiles without an adapter have their activation alone."""
-    tile, first = tl.program_id(0), tl.program_id(1) * (num_blocks * BLOCK_N)
+    """BLOCK_N columns of gate and the same of up, N each; tiles without an adapter have their activation alone."""
+    tile, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
     tokens, mask = _tile(order_ptr, tile_first_ptr, tile_end_ptr, tile, M)
+    is_place = mask[:, None] & (n < N)[None, :]
+    rows = gate_up_ptr + tokens[:, None] * (2 * N) + n[None, :]
+    gate = tl.load(rows, mask=is_place, other=0.0).to(tl.float32)
+    up = tl.load(rows + N, mask=is_place, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    low = _low(low_ptr, squares_ptr, tokens, mask & (slot >= 0), 0, eps, K, 2, R, SPLITS, HAS_NORM, M).to(dtype)
-    low_up = _low(low_ptr, squares_ptr, tokens, mask & (slot >= 0), 1, eps, K, 2, R, SPLITS, HAS_NORM, M).to(dtype)
-    b = b_ptr + tl.maximum(slot, 0) * slot_stride + tl.arange(0, R)[:, None] * rank_stride
-    for block in range(num_blocks):
-        n = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_place = mask[:, None] & (n < N)[None, :]
-        rows = gate_up_ptr + tokens[:, None] * (2 * N) + n[None, :]
-        gate = tl.load(rows, mask=is_place, other=0.0).to(tl.float32)
-        up = tl.load(rows + N, mask=is_place, other=0.0).to(tl.float32)
-        if slot >= 0:
-            place = b + n[None, :] * column_stride
-            weight = tl.load(place, mask=(n < N)[None, :], other=0.0)
-            gate = dot(low, weight, gate).to(dtype).to(tl.float32)
-            weight = tl.load(place + N * column_stride, mask=(n < N)[None, :], other=0.0)
-            up = dot(low_up, weight, up).to(dtype).to(tl.float32)
-        out = out_ptr + tokens[:, None] * N + n[None, :]
-        tl.store(out, activated(gate, up, ACTIVATION, dtype), mask=is_place)
+    if slot >= 0:
+        b = b_ptr + slot * slot_stride + tl.arange(0, R)[:, None] * rank_stride + n[None, :] * column_stride
+        weight = tl.load(b, mask=(n < N)[None, :], other=0.0)
+        weight_up = tl.load(b + N * column_stride, mask=(n < N)[None, :], other=0.0)
+        low = _low(low_ptr, squares_ptr, tokens, mask, 0, eps, K, 2, R, SPLITS, HAS_NORM, M)
+        gate = dot(low.to(dtype), weight, gate).to(dtype).to(tl.float32)
+        low = _low(low_ptr, squares_ptr, tokens, mask, 1, eps, K, 2, R, SPLITS, HAS_NORM, M)
+        up = dot(low.to(dtype), weight_up, up).to(dtype).to(tl.float32)
+    out = out_ptr + tokens[:, None] * N + n[None, :]
+    tl.store(out, activated(gate, up, ACTIVATION, dtype), mask=is_place)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
@@ -239,7 +265,8 @@ def sort_rows(rows: AdapterRows, num_tokens: int) -> bool:
     return True
 
 
-_shrink, _expand, _expand_gated = Launcher(_shrink_kernel), Launcher(_expand_kernel), Launcher(_expand_gated_kernel)
+_shrink, _sum = Launcher(_shrink_kernel), Launcher(_sum_kernel)
+_expand, _expand_gated = Launcher(_expand_kernel), Launcher(_expand_gated_kernel)
 
 
 def num_splits(num_tokens: int, size: int) -> int:
@@ -256,9 +283,9 @@ def block_columns(rows: int, ranks: int, element_size: int, memory: int) -> int:
     return found
 
 
-def block_width(rows: int, rank: int, element_size: int, memory: int) -> int:
-    """Columns of B that the second kernel multiplies at once: two blocks of them lie in shared memory beside A x."""
-    found = _LARGE_BLOCK_N if rows == LARGE_TILE else _BLOCK_N
+def block_width(rows: int, rank: int, element_size: int, memory: int, *, is_gated: bool) -> int:
+    """Columns of B that the last kernel multiplies at once: two blocks of them lie in shared memory beside A x."""
+    found = (_GATED_BLOCK_N if is_gated else _BLOCK_N)[rows == LARGE_TILE]
     while found > 16 and (rows + 2 * found) * rank * element_size > memory - _SCRATCH:
         found //= 2
     return found
@@ -283,12 +310,13 @@ class TritonLora:
         device, norm = tensors.a.device, needs.norm
         pdl = has_pdl(device)
         element_size, memory = tensors.a.element_size(), shared_memory(device)
-        # Of a small step and of a large one: columns of a block, of a program, and the programs' columns.
-        blocks = {
-            large: block_width(LARGE_TILE if large else SMALL_TILE, rank, element_size, memory)
+        # Of a small step and of a large one: columns of a program, and the programs' columns.
+        widths = {
+            large: block_width(
+                LARGE_TILE if large else SMALL_TILE, rank, element_size, memory, is_gated=activation is not None
+            )
             for large in (False, True)
         }
-        widths = {large: blocks[large] * (_LARGE_BLOCKS if large else 1) for large in (False, True)}
         chunks = {
             large: torch.tensor(_chunks(needs.parts, width), dtype=torch.int32).to(device)
             for large, width in widths.items()
@@ -336,22 +364,33 @@ class TritonLora:
                 },
                 num_warps=4, **launch_options(pdl),
             )  # fmt: skip
-            sizes["BLOCK_N"] = blocks[is_large]
-            num_blocks = _LARGE_BLOCKS if is_large else 1
-            warps = 8 if is_large else 4  # of large tiles: registers for several programs a multiprocessor
+            if is_large:
+                sums = torch.empty(num_tokens * ranks, dtype=torch.float32, device=device)
+                _sum(
+                    key, (triton.cdiv(num_tokens, _SUMMED),),
+                    (low, squares, rows.token_slots, sums, num_tokens, eps),
+                    {
+                        "K": size, "RANKS": ranks, "SPLITS": splits, "M": _SUMMED, "HAS_NORM": norm is not None, "PDL": pdl,
+                    },
+                    num_warps=4, **launch_options(pdl),
+                )  # fmt: skip
+                low = squares = sums
+                sizes |= {"SPLITS": 1, "HAS_NORM": False, "K": 1}  # one kernel for products that differ in K alone
+            sizes["BLOCK_N"] = widths[is_large]
+            factors = (low, squares, tensors.b)
             if activation is None:
                 _expand(
                     key, (num_tiles, len(chunks[is_large])),
-                    (low, squares, tensors.b, output, chunks[is_large], *tiles, *tensors.b.stride(), eps, num_blocks),
+                    (*factors, output, chunks[is_large], *tiles, *tensors.b.stride(), eps),
                     {**sizes, "N": columns, "PARTS": num_parts, "ALIGNED": math.gcd(16, *needs.parts)},
-                    num_warps=warps, **launch_options(pdl),
+                    num_warps=_WARPS[is_large], **launch_options(pdl),
                 )  # fmt: skip
                 return output
             _expand_gated(
                 key, (num_tiles, triton.cdiv(columns // 2, widths[is_large])),
-                (low, squares, tensors.b, output, result, *tiles, *tensors.b.stride(), eps, num_blocks),
+                (*factors, output, result, *tiles, *tensors.b.stride(), eps),
                 {**sizes, "N": columns // 2, "ACTIVATION": activation},
-                num_warps=warps, **launch_options(pdl),
+                num_warps=_GATED_WARPS[is_large], **launch_options(pdl),
             )  # fmt: skip
             return result
 
