@@ -50,6 +50,12 @@ class AdapterStore:
         with self._lock:
             self._host[load_id] = memory
 
+    def take_over(self, other: AdapterStore, slots: Tensor) -> None:
+        """Have all that `other` had, and in the slots what is in `slots`."""
+        assert self.layers.slots is not None
+        self._host, self._slot_of = other._host, other._slot_of
+        self.layers.slots.copy_(slots)
+
     # From the worker's thread.
 
     def place(self, assignments: Sequence[tuple[int, int, int]], dropped: Sequence[int] = ()) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pelton.attention.kv_cache import cache_specs
@@ -27,9 +29,11 @@ from pelton_platforms.device.load_weights import load_weights
 from pelton_platforms.device.loaded import LoadedModel
 from pelton_platforms.device.make_runner import make_runner
 from pelton_platforms.device.memory import StepMemory
+from pelton_platforms.device.sleeping import Sleep
 from pelton_platforms.device.speed import fit_step
 from pelton_platforms.device.step_kernel import make_step_kernel
 from pelton_platforms.device.steps.model_runner import ModelRunner
+from pelton_platforms.device.steps.step_shapes import padding_shape
 
 _WARM_UP_TOKENS = 16
 
@@ -40,12 +44,14 @@ class DeviceWorker(Worker):
     build: BuildConfig
     model: CausalLM
     runner: ModelRunner
+    plan: KVCachePlan
 
     def init_device(self) -> None:
         self.phase_s: dict[str, float] = {}
         self.weights_bytes = 0
         self.notes: list[str] = []
         self._captures: CaptureQueue | None = None
+        self._sleep: Sleep | None = None
         scheduler = self.config.scheduler
         self.max_num_seqs = scheduler.max_num_seqs or self.platform.default_max_num_seqs
         self.max_num_tokens = scheduler.max_num_batched_tokens or self.platform.default_max_num_batched_tokens
@@ -96,6 +102,7 @@ class DeviceWorker(Worker):
 
     @torch.inference_mode()
     def initialize_kv_cache(self, plan: KVCachePlan) -> None:
+        self.plan = plan
         with phase("allocate KV cache", self.phase_s):
             try:
                 self.runner = make_runner(self.loaded, plan, self.build.ops)
@@ -154,6 +161,35 @@ class DeviceWorker(Worker):
         assert self.adapters is not None, "enable_lora is set"
         self.adapters.load(load_id, name, path)
 
+    @torch.inference_mode()
+    def execute_dummy_batch(self) -> None:
+        """Run one row of padding through the model: ranks that have no request meet the collectives of those that have."""
+        self.runner.run_padding(padding_shape(1, self.model_info.max_model_len))
+
+    @torch.inference_mode()
+    def sleep(self, level: int) -> None:
+        """Give memory back until `wake_up`. level 1: weights go to the host; 2: they are dropped."""
+        self._sleep = Sleep(self, level)
+
+    @torch.inference_mode()
+    def wake_up(self, tags: Sequence[str]) -> bool:
+        """Take back what `tags` name (weights, kv_cache), all when there are none; True when the worker is awake."""
+        if self._sleep is not None and self._sleep.wake_up(tags):
+            self._sleep = None
+        return self._sleep is None
+
+    def drop_runner(self) -> None:
+        """Drop the KV pool, captured steps and the state of the batch."""
+        self._captures = None
+        del self.runner
+        if self.adapters is not None:
+            self.adapters.by_row = None
+
+    def drop_model(self) -> None:
+        """Drop the model, and what was bound to it."""
+        for name in ("model", "build", "adapters", "step_kernel", "_memory", "_first_start"):
+            self.__dict__.pop(name, None)
+
     def check_device(self) -> None:
         self.platform.synchronize()
 
@@ -181,5 +217,6 @@ class DeviceWorker(Worker):
         runner = self.__dict__.get("runner")
         for connector in runner.connectors.values() if runner is not None else ():
             connector.shutdown()
-        for name in ("runner", "model", "build", "adapters", "step_kernel", "_memory", "_first_start", "_captures"):
+        for name in ("runner", "_captures", "_sleep"):
             self.__dict__.pop(name, None)
+        self.drop_model()

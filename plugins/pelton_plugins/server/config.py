@@ -81,6 +81,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Offer neither /openapi.json nor /docs, the page made of it. The name is vLLM's."""
     enable_tokenizer_info_endpoint: bool = True
     """Answer /tokenizer_info: names of special tokens, and the chat template."""
+    enable_sleep_mode: bool = False
+    """Let clients send the engine to sleep and wake it: /sleep, /wake_up, /is_sleeping."""
     special_tokens_in_messages: bool = False
     """Read special tokens, such as <|im_end|>, in messages of users and tools as what they are; else they are text."""
     return_errors_in_detail: bool = False

@@ -47,6 +47,12 @@ class BodyTooLargeError(RequestError):
     status = 413
 
 
+class NotAllowedError(RequestError):
+    """The operator has not allowed it."""
+
+    status = 403
+
+
 class UnavailableError(RequestError):
     """The server is loading, shutting down, or has all the requests it takes."""
 

@@ -58,6 +58,7 @@ def pelton_http_routes() -> Sequence[Entry]:
             load="pelton_plugins.server.routes.extras:routes",
             doc="/invocations, batches of chats, /render, /derender, /inference/v1/generate, /reset_prefix_cache",
         ),
+        Entry(name="sleep", load="pelton_plugins.server.routes.sleep:routes", doc="/sleep, /wake_up, /is_sleeping"),
         Entry(name="tokens", load="pelton_plugins.server.routes.tokens:routes", doc="/tokenize, /detokenize"),
         Entry(
             name="operations",

@@ -30,7 +30,7 @@ def client(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         str(folders / "tiny"), "--served-model-name", "tiny", "--max-num-seqs", "8",
         "--enable-lora", "--max-loras", "2", "--lora-modules", f"first={folders / 'first'}",
         "--allow-runtime-lora-updating", "--lora-resolvers", "lora_filesystem_resolver",
-        "--plugin-config.lora_resolvers.cache_dir", str(folders / "cache"),
+        "--plugin-config.lora_resolvers.cache_dir", str(folders / "cache"), "--enable-sleep-mode",
         log=tmp_path_factory.mktemp("server") / "log",
     ) as (url, _):  # fmt: skip
         yield openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
@@ -101,10 +101,36 @@ def test_metrics_name_the_adapters(client):
     assert time.time() - float(line.rpartition(" ")[2]) < 60
 
 
-def test_without_the_setting_clients_may_not_load(folders, tmp_path):
+def test_the_engine_sleeps_and_wakes_up(client):
+    url, expected = str(client.base_url).replace("/v1/", ""), complete(client, "first")
+
+    def is_sleeping() -> bool:
+        return bool(httpx.get(url + "/is_sleeping", timeout=60).json()["is_sleeping"])
+
+    for query in ("", "?level=2"):
+        assert not is_sleeping()
+        assert httpx.post(url + "/sleep" + query, timeout=60).status_code == 200
+        assert is_sleeping()
+        with pytest.raises(openai.InternalServerError, match="The engine sleeps") as refused:
+            complete(client, "first")
+        assert refused.value.status_code == 503
+        assert httpx.post(url + "/wake_up?tags=weights", timeout=60).status_code == 200
+        assert is_sleeping()
+        assert httpx.post(url + "/wake_up?tags=kv_cache", timeout=60).status_code == 200
+        assert complete(client, "first") == expected
+    for path, param in (("/sleep?level=3", "level"), ("/sleep?level=deep", "level")):
+        refused = httpx.post(url + path, timeout=60)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+
+
+def test_without_the_settings_clients_may_not_load_or_sleep(folders, tmp_path):
     with serving(str(folders / "tiny"), "--enable-lora", log=tmp_path / "log") as (url, _):
         answer = httpx.post(
             url + "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(folders / "first")}, timeout=60
         )
         assert answer.status_code == 403
         assert "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
+        for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+            answer = httpx.request(method, url + path, timeout=60)
+            assert answer.status_code == 403
+            assert "--enable-sleep-mode" in answer.json()["error"]["message"]

@@ -138,6 +138,7 @@ def test_openapi_lists_every_route_with_its_structs(shared):
         "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/completions/render",
         "/v1/completions/derender", "/inference/v1/generate", "/reset_prefix_cache", "/cohere/v2/chat", "/v2/chat", "/v2/embed",
         "/cohere/v2/embed",
+        "/sleep", "/wake_up", "/is_sleeping",
     }  # fmt: skip
     chat = spec["paths"]["/v1/chat/completions"]["post"]
     assert chat["summary"] == "Answer a conversation."

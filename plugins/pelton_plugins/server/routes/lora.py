@@ -10,16 +10,11 @@ from litestar.types import ASGIApp
 
 from pelton.errors import RequestError
 from pelton.lora.request import LoRARequest
+from pelton_plugins.server.errors import NotAllowedError
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.protocol import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from pelton_plugins.server.state import ServerState
-
-
-class NotAllowedError(RequestError):
-    """The operator has not allowed it."""
-
-    status = 403
 
 
 def routes(state: ServerState) -> list[Any]:

@@ -1,0 +1,52 @@
+"""/sleep, /wake_up, /is_sleeping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import Request, Response, get, post
+
+from pelton.errors import RequestError
+from pelton_plugins.server.errors import NotAllowedError
+from pelton_plugins.server.openapi import api
+from pelton_plugins.server.state import ServerState
+
+
+class SleepAnswer(msgspec.Struct):
+    is_sleeping: bool
+
+
+def routes(state: ServerState) -> list[Any]:
+    @post("/sleep", status_code=200, opt=api(None, None))
+    async def sleep(request: Request[Any, Any, Any]) -> Response[bytes]:
+        """Drop the KV cache while no request runs; level=1, the default, moves the weights to the host, level=2 drops them."""
+        engine, level = _engine(state), request.query_params.get("level", "1")
+        if not level.isdecimal():
+            raise RequestError("Use 1 (weights go to the host) or 2 (they are dropped)", param="level", value=level)
+        await engine.sleep(int(level))
+        return _empty()
+
+    @post("/wake_up", status_code=200, opt=api(None, None))
+    async def wake_up(request: Request[Any, Any, Any]) -> Response[bytes]:
+        """Bring back what each tags=... names, weights or kv_cache; both when there are none."""
+        await _engine(state).wake_up(request.query_params.getall("tags", []))
+        return _empty()
+
+    @get("/is_sleeping", opt=api(None, SleepAnswer))
+    async def is_sleeping() -> Response[bytes]:
+        """Whether the engine sleeps: requests are refused with status 503 meanwhile."""
+        answer = SleepAnswer(is_sleeping=await _engine(state).is_sleeping())
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    return [sleep, wake_up, is_sleeping]
+
+
+def _empty() -> Response[bytes]:
+    return Response(b"", status_code=200, media_type="text/plain")
+
+
+def _engine(state: ServerState) -> Any:
+    if not state.config.enable_sleep_mode:
+        raise NotAllowedError("Clients may not send this engine to sleep: start the server with --enable-sleep-mode.")
+    return state.engine()
