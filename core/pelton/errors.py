@@ -112,5 +112,5 @@ _BY_KIND: dict[str, type[PeltonError]] = {
 def error_from_info(info: ErrorInfo) -> PeltonError:
     """Make the error again on this side of a process border; an unknown kind becomes `EngineError`."""
     error = _BY_KIND.get(info.kind, EngineError)(info.message)
-    error.param = info.param
+    error.param, error.status = info.param, info.status
     return error

@@ -57,6 +57,11 @@ def test_two_ranks_answer_as_transformers(made: Callable[[str], Reference], fami
         alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
         assert alone == reference.outputs[3:]
         assert llm.kv_cache_usage() == 0.0
+        if family == "llama":
+            for level in (1, 2):
+                llm.sleep(level)
+                llm.wake_up()
+                assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3_moe", "gpt_oss"])
