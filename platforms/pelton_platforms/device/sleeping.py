@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -101,7 +101,8 @@ def _device_storages(worker: DeviceWorker) -> list[torch.UntypedStorage]:
     """Weights and adapters, where the host is not their device; each once."""
     if worker.device.type == "cpu":
         return []
-    tensors = [*worker.model.parameters(), *worker.model.buffers()]
+    model: Any = worker.model  # a module
+    tensors = [*model.parameters(), *model.buffers()]
     if worker.adapters is not None and worker.adapters.layers.slots is not None:
         tensors.append(worker.adapters.layers.slots)
     return list(
