@@ -37,27 +37,11 @@ MAX_TOKENS = gl.constexpr(64)
 
 
 @gluon.jit
-def _fence_copy_engine():
-    """What this thread wrote, or knows to be written, comes before what the copy engine is told from now on."""
+def _make_visible():
+    """Numbers that this thread wrote, or has been told of, are there for the copy engine of any multiprocessor."""
     gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.b32 $0, $1;", "=r,r,~{memory}", [0], gl.int32, is_pure=False, pack=1
+        "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;", "=r,r,~{memory}", [0], gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def _load_acquired(address):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l,~{memory}", [address.to(gl.int64)], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _slots_of(units, unit, UNITS: gl.constexpr, SLOTS: gl.constexpr):
-    """First slots of UNITS units from `unit` on. They are asked for a round before they are used: each takes some 0.5 us."""
-    slots = ()
-    for u in gl.static_range(UNITS):
-        slots += (gl.load(units + unit + u) * SLOTS,)
-    return slots
 
 
 @gluon.jit
@@ -75,12 +59,13 @@ def fetch_a(
 
 @gluon.jit
 def _fetch_adapters(
-    b, low, slots, count, unit, row, token, b_barrier, low_barrier, b_pieces, low_pieces, at,
+    b, low, units, count, unit, row, token, b_barrier, low_barrier, b_pieces, low_pieces, at,
     UNITS: gl.constexpr, SLOTS: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
     """B of a program's rows and A x of its tokens, of UNITS units from `unit` on, for gate and for up."""
     for u in gl.static_range(UNITS):
-        tma.async_copy_global_to_shared(b, [slots[u], row, 0, 0], b_barrier, b_pieces.index(at + u))
+        slot = gl.load(units + unit + u) * SLOTS
+        tma.async_copy_global_to_shared(b, [slot, row, 0, 0], b_barrier, b_pieces.index(at + u))
         for side in gl.static_range(2):
             place = gl.where(unit + u < count, side * (MOST * SLOTS) + (unit + u) * SLOTS, 2 * MOST * SLOTS)
             tma.async_copy_global_to_shared(
@@ -176,7 +161,7 @@ def _low_program(
                 + (r % RANK)[:, None]
             )
             gl.store(low + at, kept)
-            _fence_copy_engine()
+            _make_visible()
             gl.thread_barrier()
             gl.atomic_xchg(done + place, this_step, sem="release", scope="gpu")
 
@@ -187,13 +172,14 @@ def _wait_for_low(done, block, num_blocks, count, this_step, UNITS: gl.constexpr
     layout: gl.constexpr = gl.BlockedLayout([(TILES + 31) // 32, 2], [32, 1], [gl.num_warps(), 1], [1, 0])
     tile = gl.arange(0, TILES, gl.SliceLayout(1, layout))[:, None]
     side = gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :]
-    last = (count - 1) // UNITS
-    place = done + (gl.minimum(tile, last) * num_blocks + block) * 2 + side
+    mask = (tile * UNITS < count) & (side >= 0)
+    place = done + (tile * num_blocks + block) * 2 + side
     num_missing = this_step * 0 + 1
     while num_missing > 0:
-        missing = (_load_acquired(place) != this_step).to(gl.int32)
+        found = gl.load(place, mask=mask, other=0, volatile=True)
+        missing = (mask & (found != this_step)).to(gl.int32)
         num_missing = gl.sum(gl.sum(missing, axis=1), axis=0)
-    _fence_copy_engine()
+    _make_visible()
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_blocks", "low_programs"])
@@ -255,7 +241,6 @@ def adapted_gated_kernel(
         b_slots = weights._reinterpret(weights.dtype, [STAGES * G, R, RANK], narrow)
         low_pieces = rows._reinterpret(rows.dtype, [STAGES * PANELS] + low_rows.block_type.shape, low_rows.layout)  # noqa: RUF005
         low_slots = rows._reinterpret(rows.dtype, [STAGES * G, M, RANK], narrow)
-        slots = _slots_of(units, 0, UNITS, SLOTS)  # of the adapters that are fetched next
         gdc_wait()
         for buffer in range(ahead):
             fetch(x, token, first + buffer * PANELS, row_barriers.index(buffer), rows.index(buffer), False)
@@ -286,10 +271,9 @@ def adapted_gated_kernel(
                     if later == NUM_STEPS:
                         _wait_for_low(done, block, num_blocks, count, this_step, R // 64, LOW_TILES)
                     _fetch_adapters(
-                        b, low_rows, slots, count, (later - NUM_STEPS) * UNITS, row, token, weight_barriers.index(free),
+                        b, low_rows, units, count, (later - NUM_STEPS) * UNITS, row, token, weight_barriers.index(free),
                         row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, SLOTS, MOST,
                     )  # fmt: skip
-                    slots = _slots_of(units, (later - NUM_STEPS + 1) * UNITS, UNITS, SLOTS)
         total = warpgroup_mma_wait(0, deps=(total,))
 
         if count > 0:
@@ -305,10 +289,9 @@ def adapted_gated_kernel(
                     mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
                     mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes // 2)
                     _fetch_adapters(
-                        b, low_rows, slots, count, (later - NUM_STEPS) * UNITS, row, token, weight_barriers.index(free),
+                        b, low_rows, units, count, (later - NUM_STEPS) * UNITS, row, token, weight_barriers.index(free),
                         row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, SLOTS, MOST,
                     )  # fmt: skip
-                    slots = _slots_of(units, (later - NUM_STEPS + 1) * UNITS, UNITS, SLOTS)
                 mbarrier.wait(weight_barriers.index(stage), phase)
                 mbarrier.wait(row_barriers.index(stage), phase)
                 for g in gl.static_range(UNITS * SLOTS):

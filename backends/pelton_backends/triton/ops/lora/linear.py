@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32")
 _BLOCK_K = 256
 _BLOCK_N = {False: 128, True: 128}  # of a small step's program, of a large one's
-_WARPS = {False: 4, True: 4}
-_GATED_BLOCK_N, _GATED_WARPS = {False: 128, True: 64}, {False: 4, True: 4}
+_WARPS = {False: 4, True: 8}
+_GATED_BLOCK_N, _GATED_WARPS = {False: 128, True: 64}, {False: 4, True: 8}
 _MOST_TILE = 16384  # numbers of A
 _MOST_TOGETHER = 128  # ranks of all parts, that one program takes
 _SPLIT_COLUMNS = 256  # of the input, that one program takes in a small step
@@ -143,7 +143,7 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one part, added to the tile's rows of `out`."""
-    tile, chunk = tl.program_id(0), tl.program_id(1)
+    chunk, tile = tl.program_id(0), tl.program_id(1)  # neighbours have neighbouring columns of the same rows
     part = tl.load(chunk_ptr + 3 * chunk)
     first = tl.multiple_of(tl.load(chunk_ptr + 3 * chunk + 1), ALIGNED)
     end = tl.multiple_of(tl.load(chunk_ptr + 3 * chunk + 2), ALIGNED)  # else no mask allows for loads of 16 bytes
@@ -172,7 +172,7 @@ def _expand_gated_kernel(
     HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of gate and the same of up, N each; tiles without an adapter have their activation alone."""
-    tile, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile, n = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(tile_slot_ptr + tile).to(tl.int64)
@@ -380,14 +380,14 @@ class TritonLora:
             factors = (low, squares, tensors.b)
             if activation is None:
                 _expand(
-                    key, (num_tiles, len(chunks[is_large])),
+                    key, (len(chunks[is_large]), num_tiles),
                     (*factors, output, chunks[is_large], *tiles, *tensors.b.stride(), eps),
                     {**sizes, "N": columns, "PARTS": num_parts, "ALIGNED": math.gcd(16, *needs.parts)},
                     num_warps=_WARPS[is_large], **launch_options(pdl),
                 )  # fmt: skip
                 return output
             _expand_gated(
-                key, (num_tiles, triton.cdiv(columns // 2, widths[is_large])),
+                key, (triton.cdiv(columns // 2, widths[is_large]), num_tiles),
                 (*factors, output, result, *tiles, *tensors.b.stride(), eps),
                 {**sizes, "N": columns // 2, "ACTIVATION": activation},
                 num_warps=_GATED_WARPS[is_large], **launch_options(pdl),
