@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pelton.config import SchedulerConfig
-from pelton.errors import ErrorInfo
+from pelton.errors import ErrorInfo, NotSupportedError
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
 from pelton.messages.outputs import EngineOutput, FinishReason
@@ -164,6 +164,10 @@ class Scheduler(ABC):
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False (and nothing done) while requests hold blocks."""
+
+    def rest(self, call: Callable[..., Any], method: str, *args: Any) -> Any:
+        """`sleep`(level), `wake_up`(tags) or `is_sleeping`, while no step is open; `call` reaches the workers. Optional."""
+        raise NotSupportedError(f"{type(self).__name__} does not sleep.")
 
     @abstractmethod
     def take_stats(self) -> SchedulerStats:

@@ -379,6 +379,12 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.call("reset_prefix_cache"))
 
+    async def sleep(self, level: int = 1) -> None:
+        await self.call("sleep", level, timeout_s=600.0)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self.call("wake_up", list(tags or ()), timeout_s=600.0)
+
     @property
     def _resolvers(self) -> Sequence[tuple[str, LoRAResolver]]:
         return self._front_end.resolvers

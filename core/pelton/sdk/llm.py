@@ -391,6 +391,14 @@ class LLM:
         """Forget cached blocks; False while requests hold blocks."""
         return self.llm_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back, while no request runs. Weights go to the host (level 1), or are dropped and later read again (2)."""
+        self.llm_engine.client.call("sleep", level, timeout_s=600.0)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back for "weights", then "kv_cache"; for both without tags."""
+        self.llm_engine.client.call("wake_up", list(tags or ()), timeout_s=600.0)
+
     def shutdown(self) -> None:
         """End the engine and free its memory. Idempotent."""
         self.llm_engine.shutdown()

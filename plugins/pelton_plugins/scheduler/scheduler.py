@@ -10,7 +10,8 @@ This file is the outline. Each idea has a file of its own: `request_checks` (whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from pelton.errors import DeadlineExceededError, EngineDeadError, EngineError, ErrorInfo, RequestError
 from pelton.logging import get_logger
@@ -45,6 +46,7 @@ from pelton_plugins.scheduler.request_checks import AdmissionLimits
 from pelton_plugins.scheduler.request_table import RequestTable, last_output
 from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.running import RunningRows
+from pelton_plugins.scheduler.sleeping import Rest
 from pelton_plugins.scheduler.step import OpenStep, OpenSteps, StepBuilder
 from pelton_plugins.scheduler.step_results import StepResults
 
@@ -58,6 +60,7 @@ class DefaultScheduler(Scheduler):
         kv_manager, block_sizes, hasher = context.kv_manager, context.block_sizes, context.hasher
         self.config = config = context.config
         self.kv = kv_manager
+        self._rest = Rest(self)
         self.max_model_len = context.max_model_len
         self.max_num_seqs = context.max_num_seqs
         self.max_num_batched_tokens = context.max_num_batched_tokens
@@ -139,6 +142,7 @@ class DefaultScheduler(Scheduler):
 
     def add_request(self, request: EngineRequest) -> None:
         request_id, table = request.request_id, self._table
+        self._rest.check()
         if request_id in table.requests:
             raise RequestError("request_id is in use by an unfinished request", param="request_id", value=request_id)
         if self._transfers.holds(request_id) or self._allocations.is_fenced(request_id):
@@ -184,6 +188,9 @@ class DefaultScheduler(Scheduler):
     def has_unfinished_requests(self) -> bool:
         # While a connector reads or writes blocks, steps have to go on to hear of its end.
         return bool(self._table.requests) or self._transfers.holds_blocks
+
+    def rest(self, call: Callable[..., Any], method: str, *args: Any) -> bool:
+        return self._rest.call(call, method, *args)
 
     def reset_prefix_cache(self) -> bool:
         return self.kv.reset_prefix_cache()

@@ -35,8 +35,8 @@ def routes(state: ServerState) -> list[Any]:
 
     @get("/is_sleeping", opt=api(None, SleepAnswer))
     async def is_sleeping() -> Response[bytes]:
-        """Whether the engine sleeps: requests are refused with status 503 meanwhile."""
-        answer = SleepAnswer(is_sleeping=await _engine(state).is_sleeping())
+        """Say whether the engine sleeps: requests are refused with status 503 meanwhile."""
+        answer = SleepAnswer(is_sleeping=await _engine(state).call("is_sleeping"))
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return [sleep, wake_up, is_sleeping]
