@@ -1,5 +1,6 @@
 """Each family's logits equal transformers' float32 logits, however the tokens are cut into steps."""
 
+import pytest
 import torch
 
 from pelton.testing.models import reference_greedy, reference_logits
@@ -8,6 +9,11 @@ from pelton.testing.models import reference_greedy, reference_logits
 def assert_same_logits(got, want):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+# All tokens kept, windows beside, sinks, latents, caches that layers share: what the others have too.
+KINDS_OF_CACHE = ("llama", "gemma3", "gpt_oss", "deepseek_v3_moe", "gemma3n", "gemma4", "cohere2", "olmo2")
+of_each_kind_of_cache = pytest.mark.parametrize("family", KINDS_OF_CACHE, indirect=True)
 
 
 def test_prefill_in_one_step(checkpoint, reference, make_driver, token_ids):
@@ -28,6 +34,7 @@ def test_decode_one_token_a_step(checkpoint, reference, make_driver, token_ids):
     assert_same_logits(got, reference_logits(reference, token_ids[:70]))
 
 
+@of_each_kind_of_cache
 def test_decodes_prefills_and_padding_in_one_step_do_not_touch_each_other(
     checkpoint, reference, make_driver, token_ids
 ):
@@ -41,6 +48,7 @@ def test_decodes_prefills_and_padding_in_one_step_do_not_touch_each_other(
         assert_same_logits(got, reference_logits(reference, ids)[first:])
 
 
+@of_each_kind_of_cache
 def test_reused_blocks_leave_nothing_behind(checkpoint, reference, make_driver, token_ids):
     driver = make_driver(checkpoint)
     driver.step({"a": token_ids[:100]})
@@ -53,6 +61,7 @@ def test_reused_blocks_leave_nothing_behind(checkpoint, reference, make_driver, 
     assert_same_logits(torch.cat(got), reference_logits(reference, token_ids[:60]))
 
 
+@of_each_kind_of_cache
 def test_block_size_does_not_matter(checkpoint, reference, make_driver, token_ids):
     want = reference_logits(reference, token_ids[:90])
     for block_size in (1, 7, 128):
