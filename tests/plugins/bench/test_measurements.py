@@ -17,6 +17,7 @@ from pelton_http import Answers, answering
 
 from pelton.cli.main import main
 from pelton.sampling_params import SamplingParams
+from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.bench.http_target import HttpTarget
 from pelton_plugins.bench.load import LoadArguments, measure
 from pelton_plugins.bench.load import render as render_load
@@ -495,6 +496,17 @@ def test_chain_times_every_seam(model, tmp_path, capfd):
     assert by_part["the whole step"]["bytes"] == layer_bytes + 49_000 * 8 * 4
     assert all(row["us"] > 0 for row in found["rows"]) and found["bandwidth_gb_s"] > 0
     assert "tiny, 1 layers, context 20" in capfd.readouterr().out
+
+
+def test_chain_times_experts(tmp_path):
+    path, out = make_tiny_checkpoint(tmp_path / "experts", "mixtral", with_tokenizer=False), tmp_path / "chain.json"
+    argv = ["--batch-sizes", "3", "--context-len", "4", "--replays", "1", "--no-compare", "--bandwidth-gb-s", "10"]
+    argv += ["--num-layers", "1", "--max-model-len", "512", "--output-json", str(out)]
+    assert main(["bench", "chain", "--models", str(path), *argv]) == 0
+    rows = {row["part"]: row for row in read(out)["models"]["experts"]["rows"]}
+    assert list(rows)[:6] == ["qkv", "attention", "o", "norm", "experts", "a layer, in the chain"]
+    expected = (1 - (2 / 3) ** 3) * 6 * 3 * 64 * 96 * 4  # two of six experts a token
+    assert rows["experts"]["bytes"] == pytest.approx(expected, abs=1)
 
 
 @pytest.mark.parametrize(

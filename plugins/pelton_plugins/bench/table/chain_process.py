@@ -1,6 +1,7 @@
 """Times the parts of a model's decode step: `python -m pelton_plugins.bench.table.chain_process JSON`; prints one JSON object.
 
-Works with models of the built-in decoders' shape: `layers` with qkv_proj, attn, o_proj, gate_up_proj and down_proj.
+Works with models of the built-in decoders' shape: `layers` with qkv_proj, attn, o_proj, gate_up_proj and down_proj, or experts in
+place of the last two.
 """
 
 from __future__ import annotations
@@ -168,11 +169,8 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
     hidden, residual = random(hf.hidden_size), random(hf.hidden_size)
     qkv = first.qkv_proj(hidden, residual)[0].clone()
     attended = first.attn(qkv, batch).clone()
-    activated = first.gate_up_proj(hidden, residual)[0].clone()
+    mlp = _experts(layers, hidden, residual, batch) if _has_experts(first) else _mlp(layers, hidden, residual)
     logits = model.compute_logits((hidden, residual), step.slots).clone()
-
-    def over_layers(call: Callable[[Any], Any]) -> Callable[[], Any]:
-        return lambda: [call(layer) for layer in layers]
 
     def chain() -> Any:
         out, rest = hidden, residual
@@ -181,18 +179,14 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
         return out, rest
 
     count, head_bytes = len(layers), hf.vocab_size * hf.hidden_size * dtype.itemsize
-    read = {name: module_bytes(getattr(first, name)) for name in MODULES}
+    read = {name: module_bytes(getattr(first, name)) for name in ("qkv_proj", "o_proj")}
     read["attn"] = sum(map(token_bytes, worker.kv_cache_specs().values())) // count * step.context_len * rows
-    ops, layer_bytes = chosen_ops(worker), sum(read.values())
-    timed: list[tuple[str, Callable[[], Any], int, int, str]] = [
-        ("qkv", over_layers(lambda one: one.qkv_proj(hidden, residual)), read["qkv_proj"], count, "add_norm_linear"),
-        ("attention", over_layers(lambda one: one.attn(qkv, batch)), read["attn"], count, "attention"),
-        ("o", over_layers(lambda one: one.o_proj(attended)), read["o_proj"], count, "linear"),
-        (
-            "gate_up", over_layers(lambda one: one.gate_up_proj(hidden, residual)), read["gate_up_proj"], count,
-            "add_norm_gated_linear",
-        ),
-        ("down", over_layers(lambda one: one.down_proj(activated)), read["down_proj"], count, "linear"),
+    ops, layer_bytes = chosen_ops(worker), sum(read.values()) + sum(part[2] for part in mlp)
+    timed: list[Part] = [
+        ("qkv", _over(layers, lambda one: one.qkv_proj(hidden, residual)), read["qkv_proj"], count, "add_norm_linear"),
+        ("attention", _over(layers, lambda one: one.attn(qkv, batch)), read["attn"], count, "attention"),
+        ("o", _over(layers, lambda one: one.o_proj(attended)), read["o_proj"], count, "linear"),
+        *mlp,
         ("a layer, in the chain", chain, layer_bytes, count, ""),
         ("inputs", step.batch, 0, 1, "prepare_inputs"),
         ("logits", lambda: model.compute_logits((hidden, residual), step.slots), head_bytes, 1, "add_norm_logits"),
@@ -208,7 +202,39 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
     return found
 
 
-MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+Part = tuple[str, Callable[[], Any], int, int, str]
+"""Name, what runs it in all layers, bytes that one layer reads, how many there are, and its op."""
+
+
+def _over(layers: list[Any], call: Callable[[Any], Any]) -> Callable[[], Any]:
+    return lambda: [call(layer) for layer in layers]
+
+
+def _mlp(layers: list[Any], hidden: Tensor, residual: Tensor) -> list[Part]:
+    first, count = layers[0], len(layers)
+    activated = first.gate_up_proj(hidden, residual)[0].clone()
+    gate_up, down = module_bytes(first.gate_up_proj), module_bytes(first.down_proj)
+    return [
+        ("gate_up", _over(layers, lambda one: one.gate_up_proj(hidden, residual)), gate_up, count, "add_norm_gated_linear"),
+        ("down", _over(layers, lambda one: one.down_proj(activated)), down, count, "linear"),
+    ]  # fmt: skip
+
+
+def _has_experts(layer: Any) -> bool:
+    return getattr(layer, "experts", None) is not None
+
+
+def _experts(layers: list[Any], hidden: Tensor, residual: Tensor, batch: ForwardBatch) -> list[Part]:
+    """The norm, and the op of experts; it reads those that are chosen where all are equally likely."""
+    having = [layer.experts for layer in layers if _has_experts(layer)]
+    first, slots = having[0], batch.slot_mappings[0]
+    rows = first.add_norm(hidden.clone(), residual.clone())[0].clone()
+    routing, total = first.routing, sum(tensor.nbytes for tensor in first.experts.values())
+    share = 1.0 - (1.0 - routing.top_k / routing.num_experts) ** len(rows)
+    return [
+        ("norm", _over(having, lambda one: one.add_norm(hidden, residual)), 0, len(having), "add_norm"),
+        ("experts", _over(having, lambda one: one.moe(rows, slots)), int(share * total), len(having), "moe"),
+    ]  # fmt: skip
 
 
 def token_bytes(spec: Any) -> int:
