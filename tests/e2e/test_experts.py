@@ -8,12 +8,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from pelton_e2e import Reference, generate, greedy, make_llm, references_in
 from pelton_isas import FLOAT32_PATHS
 from safetensors.torch import load_file, save_file
+
+from pelton_plugins.models import gpt_oss
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss")
 NUM_TOKENS = 32
@@ -86,11 +89,18 @@ def test_quantization_of_experts_is_refused_with_its_reason(made: Callable[[str]
     from pelton.errors import ConfigError
 
     with pytest.raises(ConfigError, match="experts, which this version keeps in the model's dtype"):
-        make_llm(made("mixtral").path, quantization="fp8")
+        make_llm(made("mixtral").path, quantization="q8_0")
 
 
-def test_experts_in_four_bits_are_decoded_while_they_load(made: Callable[[str], Reference], tmp_path: Path) -> None:
-    """The same numbers once as mxfp4 and once as bfloat16: gpt-oss's released form and its plain one."""
+@pytest.mark.parametrize("is_kept", [False, True], ids=["decoded", "packed"])
+def test_experts_in_four_bits(
+    made: Callable[[str], Reference], is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers once as mxfp4 and once as bfloat16: gpt-oss's released form and its plain one. Packed: as on a GPU."""
+    repacked = Mock(side_effect=gpt_oss.repacked_mxfp4)
+    monkeypatch.setattr(gpt_oss, "repacked_mxfp4", repacked)
+    if is_kept:
+        monkeypatch.setattr(gpt_oss, "keeps_packed", lambda config: True)
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     for folder in (plain, packed):
         shutil.copytree(made("gpt_oss").path, folder)
@@ -116,6 +126,7 @@ def test_experts_in_four_bits_are_decoded_while_they_load(made: Callable[[str], 
         with make_llm(str(folder)) as llm:
             answers.append(generate(llm, prompts, greedy(NUM_TOKENS)))
     assert answers[0] == answers[1] != made("gpt_oss").outputs
+    assert repacked.called == is_kept
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3_moe"])

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+from pelton_plugins.models import experts
+from pelton_plugins.quantization.numbers import round_rows, row_scales
 
 E4M3 = torch.float8_e4m3fn
-BLOCK = [16, 24]  # that divides no matrix here
+BLOCK = [24, 16]  # of which the rows divide no matrix here
 
 
 def in_e4m3(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,17 +55,51 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     return plain, packed
 
 
+@pytest.mark.parametrize("is_kept", [False, True], ids=["decoded", "packed"])
 @pytest.mark.parametrize(
     "family, kind",
     [("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("llama", "block"), ("qwen3_moe", "channel"), ("qwen3_moe", "tensor")],
 )  # fmt: skip
-def test_ids_equal_those_of_the_decoded_checkpoint(family: str, kind: str, tmp_path: Path) -> None:
+def test_ids_equal_those_of_the_decoded_checkpoint(
+    family: str, kind: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that stay packed, as on a GPU, are read by torch's op here."""
+    if is_kept and family == "llama":
+        pytest.skip("no experts")
+    forms = []
+    if is_kept:
+        monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+        form = experts._form
+        monkeypatch.setattr(experts, "_form", lambda *args: forms.append(form(*args)) or forms[-1])
     sizes = write_both(tmp_path, family, kind, lambda name: kind == "block" or ".experts." in name)
     prompts = make_prompts(VOCAB_SIZE, (1, 17, 60))
     answers = []
     for folder in sizes:
         with make_llm(str(folder), dtype="float32") as llm:
             answers.append(generate(llm, prompts, greedy(16)))
+    assert answers[0] == answers[1]
+    assert ("e4m3", BLOCK[1] if kind == "block" else None) in forms or not is_kept
+
+
+def test_experts_are_rounded_while_they_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint has them whose rows are rounded beforehand."""
+    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    make_tiny_checkpoint(plain, "mixtral", with_tokenizer=False)
+    shutil.copytree(plain, packed)
+    tensors = load_file(plain / "model.safetensors")
+    small = dict(tensors)
+    for name, weight in tensors.items():
+        if ".experts." in name or "_proj." in name:
+            scales = row_scales(weight)
+            small |= {name: round_rows(weight, scales), f"{name}_scale": scales.unsqueeze(-1)}
+    save_file(small, packed / "model.safetensors")
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    answers = []
+    for folder in (plain, packed):
+        with make_llm(str(folder), dtype="float32", quantization="fp8") as llm:
+            answers.append(generate(llm, make_prompts(VOCAB_SIZE, (1, 17)), greedy(16)))
     assert answers[0] == answers[1]
 
 

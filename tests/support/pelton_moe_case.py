@@ -39,6 +39,9 @@ def moe_case(
     spec = ExpertsSpec(hidden_size=hidden, intermediate_size=width, **experts)
     count = routing.num_experts
     tensors = {"gate_up": numbers(count, 2 * width, hidden) * 3, "down": numbers(count, hidden, width) * 3}
+    if spec.weight_format != "plain":
+        for name in ("gate_up", "down"):
+            tensors |= packed_experts(name, tensors[name], spec)
     if spec.has_bias:
         tensors |= {"gate_up_bias": numbers(count, 2 * width), "down_bias": numbers(count, hidden)}
     needs = MoeNeeds(
@@ -53,6 +56,22 @@ def moe_case(
     slots = torch.arange(num_tokens, device=device)
     slots[num_tokens // 2 :: 3] = -1 if num_tokens > 2 else 7
     return needs, bound, numbers(num_tokens, hidden) * hidden**0.5, slots
+
+
+def packed_experts(name: str, weight: torch.Tensor, spec: ExpertsSpec) -> dict[str, torch.Tensor]:
+    """Numbers in the spec's format with scales that vary, of about the size of `weight` [E, rows, columns]."""
+    generator = torch.Generator().manual_seed(len(name))
+    count, rows, columns = weight.shape
+    if spec.weight_format == "mxfp4":
+        packed = torch.randint(0, 256, (count, rows, columns // 2), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, (count, rows, columns // 32), dtype=torch.uint8, generator=generator)
+        return {name: packed.to(weight.device), f"{name}_scale": scales.to(weight.device)}
+    groups = -(-columns // (spec.group_size or columns))
+    scales = (torch.rand(count, rows, groups, generator=generator) + 0.5) / 448
+    return {
+        name: (weight.float() * 448).clamp(-448, 448).to(torch.float8_e4m3fn),
+        f"{name}_scale": scales.to(weight.device),
+    }
 
 
 def check_moe(

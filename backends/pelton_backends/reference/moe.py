@@ -48,6 +48,22 @@ def activated(gate_up: Tensor, spec: ExpertsSpec) -> Tensor:
     return gate * torch.sigmoid(_OAI_ALPHA * gate) * (up + 1)
 
 
+def _from_e4m3(numbers: Tensor, scales: Tensor, spec: ExpertsSpec) -> Tensor:
+    spread = scales.repeat_interleave(spec.group_size or numbers.shape[-1], dim=-1)
+    return numbers.float() * spread[..., : numbers.shape[-1]]
+
+
+def _from_mxfp4(packed: Tensor, scales: Tensor, spec: ExpertsSpec) -> Tensor:
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=packed.device)
+    blocks = packed.unflatten(-1, (-1, 16))
+    numbers = torch.cat([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1)
+    return torch.ldexp(numbers, (scales.to(torch.int32) - 127).unsqueeze(-1)).flatten(-2)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_DECODERS = {"e4m3": _from_e4m3, "mxfp4": _from_mxfp4}
+
+
 class ReferenceMoe:
     """On a CPU each chosen expert computes its own tokens, which a recorded step cannot hold. Elsewhere every expert computes every
     token, so that nothing is asked of the device: right, and slow."""
@@ -63,6 +79,7 @@ class ReferenceMoe:
             "weight_format",
             "first_expert",
             "num_held",
+            "group_size",
         ]
     )
     is_recordable = False
@@ -71,8 +88,8 @@ class ReferenceMoe:
     def unsupported(needs: MoeNeeds) -> list[str]:
         known = (*ACTIVATIONS, "swiglu_oai")
         reasons = [] if needs.experts.activation in known else [f"activation {needs.experts.activation!r}"]
-        if needs.experts.weight_format != "plain":
-            reasons.append(f"weight format {needs.experts.weight_format!r}, only 'plain'")
+        if needs.experts.weight_format not in ("plain", *_DECODERS):
+            reasons.append(f"weight format {needs.experts.weight_format!r}, only plain, {', '.join(_DECODERS)}")
         return reasons
 
     @staticmethod
@@ -80,13 +97,19 @@ class ReferenceMoe:
         routing, spec, weights = needs.routing, needs.experts, tensors.experts
         num_held = routing.num_experts if spec.num_held is None else spec.num_held
 
+        def matrix(name: str, index: int, dtype: torch.dtype) -> Tensor:
+            if spec.weight_format == "plain":
+                return weights[name][index]
+            decode = _DECODERS[spec.weight_format]
+            return decode(weights[name][index], weights[f"{name}_scale"][index], spec).to(dtype)
+
         def expert(index: int, x: Tensor, share: Tensor) -> Tensor:
             """The weighted output [n, H] of this rank's expert `index` for rows x [n, H] with weights share [n, 1]."""
             if routing.scales_input:
                 x = (x * share).to(x.dtype)
             bias = {name: weights[name][index] for name in ("gate_up_bias", "down_bias") if spec.has_bias}
-            inner = activated(F.linear(x, weights["gate_up"][index], bias.get("gate_up_bias")), spec)
-            out = F.linear(inner, weights["down"][index], bias.get("down_bias")).float()
+            inner = activated(F.linear(x, matrix("gate_up", index, x.dtype), bias.get("gate_up_bias")), spec)
+            out = F.linear(inner, matrix("down", index, x.dtype), bias.get("down_bias")).float()
             return out if routing.scales_input else out * share
 
         def moe(x: Tensor, slot_mapping: Tensor) -> Tensor:

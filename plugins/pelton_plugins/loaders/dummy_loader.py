@@ -22,6 +22,7 @@ from pelton.model.resolved import ResolvedModel
 _SCALE = 0.02  # of matrices, as most models are initialised
 _PACKED = (".qweight", ".qzeros")
 _GROUP_SCALES = (0.002, 0.004)  # times a code of 4 bits minus another: 0.02
+_EXPONENT = 118
 
 
 class RandomWeight(LazyWeight):
@@ -49,9 +50,13 @@ class RandomWeight(LazyWeight):
         return torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
 
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
-        if target.device.type == "cpu" or target.dtype != self._dtype:
+        is_packed = target.dtype == torch.uint8 and target.shape == self.shape
+        if target.device.type == "cpu" or not (is_packed or target.dtype == self._dtype):
             return False
         generator = torch.Generator(target.device).manual_seed(self._number())
+        if is_packed:  # codes, or exponents: of 2^-9 for all
+            target.fill_(_EXPONENT) if self.name.endswith("_scales") else target.random_(0, 256, generator=generator)
+            return True
         if target.shape == self.shape:
             target.normal_(self._mean(), _SCALE, generator=generator)
         else:  # a rank's part of what all ranks draw alike

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -81,6 +81,24 @@ MakeExperts = Callable[["BuildConfig", str, ExpertsSpec], "dict[str, nn.Paramete
 """From the prefix of a layer's experts to their tensors by name, as `ExpertsSpec` says, of this rank."""
 
 
+class PackedExperts(Protocol):
+    """`experts` of a quantization method which can keep the matrices of experts in its own form."""
+
+    def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
+        """Return `weight_format` and `group_size` of `ExpertsSpec` for this matrix; None where it can only be decoded."""
+        ...
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        """Tell `config.weights` what fills this rank's part of the matrix [rows, columns] and its scales [rows, groups]."""
+        ...
+
+
+def keeps_packed(config: BuildConfig) -> bool:
+    """Return whether experts stay as a checkpoint has them, where an op reads that. On a CPU they are decoded where that is possible: the
+    op in C reads the model's dtype, and torch's decodes anew for each step."""
+    return config.device.type != "cpu" or decoded_weights(config) is None
+
+
 class SparseMoe(nn.Module):
     """The norm, the router and its experts (`add_norm` and `moe`), and what every token takes beside them."""
 
@@ -98,11 +116,13 @@ class SparseMoe(nn.Module):
         has_bias: bool = False,
         limit: float | None = None,
         make_experts: MakeExperts | None = None,
+        weight_format: str = "plain",
         shared: GatedMLP | None = None,
         shared_gate: str | None = None,
     ) -> None:
         """prefix: of the MLP in the checkpoint. has_bias, limit: as in `ExpertsSpec`; a router has a bias where its experts have.
-        make_experts: allocates the experts' tensors and says how a checkpoint fills them, where it is not one tensor a matrix.
+        make_experts: allocates the experts' tensors and says how a checkpoint fills them, where it is not one tensor a matrix;
+        weight_format: of what it allocates.
         shared: takes every token; shared_gate: the name of the matrix [1, H] whose sigmoid it is multiplied by, if any."""
         super().__init__()
         parallel = config.parallel
@@ -111,9 +131,13 @@ class SparseMoe(nn.Module):
             first, num_held = _held(parallel, routing.num_experts, prefix)
         else:
             width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
+        group_size = None
+        if make_experts is None:
+            shards = _shards(config, f"{prefix}.{names.experts}.{first}", hidden_size, intermediate_size, width, names)
+            weight_format, group_size = _form(config, list(shards.values()))
         spec = ExpertsSpec(
             hidden_size=hidden_size, intermediate_size=width, activation=_activation(activation), limit=limit,
-            has_bias=has_bias, first_expert=first, num_held=num_held,
+            has_bias=has_bias, weight_format=weight_format, group_size=group_size, first_expert=first, num_held=num_held,
         )  # fmt: skip
         self.routing, self.norm, self.shared = routing, norm, shared
         self.router = _parameter(config, routing.num_experts, hidden_size)
@@ -130,9 +154,9 @@ class SparseMoe(nn.Module):
         if shared_gate is not None:
             self.shared_gate = _parameter(config, 1, hidden_size)
             config.weights.expect(f"{prefix}.{shared_gate}.weight", (1, hidden_size), self.shared_gate)
-        _check_method(config, prefix)
+        _check_method(config, prefix, spec)
         if make_experts is None:
-            made = _plain_experts(
+            made = _stored_experts(
                 config, f"{prefix}.{names.experts}", spec, intermediate_size, routing.num_experts, names
             )
         else:
@@ -162,8 +186,8 @@ class SparseMoe(nn.Module):
         return result, residual
 
 
-def _check_method(config: BuildConfig, prefix: str) -> None:
-    if decoded_weights(config) is None:
+def _check_method(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> None:
+    if spec.weight_format == "plain" and decoded_weights(config) is None:
         raise ConfigError(
             f"quantization is {config.quantization.name!r}, and {prefix} has experts, which this version keeps in the model's "
             "dtype alone. Leave quantization unset, or take a checkpoint that is not quantized."
@@ -172,27 +196,63 @@ def _check_method(config: BuildConfig, prefix: str) -> None:
         config.adapters.refuse(prefix, "it belongs to a layer of experts")
 
 
-def _plain_experts(
+def _shards(
+    config: BuildConfig, prefix: str, hidden: int, intermediate_size: int, width: int, names: ExpertNames
+) -> dict[str, LinearShard]:
+    """Return one expert's matrices: this rank's rows of gate and up, columns of down."""
+    first = 0 if width == intermediate_size else config.parallel.rank * width
+    own = (first, first + width)
+    return {
+        "gate": LinearShard(f"{prefix}.{names.gate}", intermediate_size, hidden, own, (0, hidden)),
+        "up": LinearShard(f"{prefix}.{names.up}", intermediate_size, hidden, own, (0, hidden)),
+        "down": LinearShard(f"{prefix}.{names.down}", hidden, intermediate_size, (0, hidden), own),
+    }
+
+
+def _form(config: BuildConfig, shards: list[LinearShard]) -> tuple[str, int | None]:
+    """Return the form in which all of these are kept."""
+    method: PackedExperts | None = getattr(config.quantization, "experts", None)
+    if method is None or not keeps_packed(config):
+        return "plain", None
+    forms = {method.form(shard) for shard in shards}
+    form = forms.pop()
+    return ("plain", None) if forms or form is None else form
+
+
+def _stored_experts(
     config: BuildConfig, prefix: str, spec: ExpertsSpec, intermediate_size: int, num_experts: int, names: ExpertNames
 ) -> dict[str, nn.Parameter]:
-    """Experts in the model's dtype, each matrix from a checkpoint tensor of its own: of each this rank's rows of gate and up, columns of
+    """Experts of which a checkpoint has a tensor for each matrix, in the spec's form: of each this rank's rows of gate and up, columns of
     down; or all of those that it holds whole."""
-    hidden, width, held = spec.hidden_size, spec.intermediate_size, experts_here(spec, num_experts)
-    first = 0 if width == intermediate_size else config.parallel.rank * width
-    gate_up = _parameter(config, len(held), 2 * width, hidden)
-    down = _parameter(config, len(held), hidden, width)
-    method, own = decoded_weights(config), (first, first + width)
-    assert method is not None, "see `_check_method`"
+    hidden, width, group = spec.hidden_size, spec.intermediate_size, spec.group_size
+    held = experts_here(spec, num_experts)
+    is_packed = spec.weight_format != "plain"
+    dtype = torch.float8_e4m3fn if is_packed else None
+    made = {"gate_up": _parameter(config, len(held), 2 * width, hidden, dtype=dtype)}
+    made["down"] = _parameter(config, len(held), hidden, width, dtype=dtype)
+    if is_packed:
+        for name, num_rows, num_columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+            groups = 1 if group is None else -(-num_columns // group)
+            made[f"{name}_scale"] = _parameter(config, len(held), num_rows, groups, dtype=torch.float32)
+    places = {
+        "gate": ("gate_up", slice(0, width)),
+        "up": ("gate_up", slice(width, None)),
+        "down": ("down", slice(None)),
+    }
     for place, index in enumerate(held):
-        for name, part in ((names.gate, gate_up[place, :width]), (names.up, gate_up[place, width:])):
-            shard = LinearShard(f"{prefix}.{index}.{name}", intermediate_size, hidden, own, (0, hidden))
-            method.expect(config, shard, part)
-        shard = LinearShard(f"{prefix}.{index}.{names.down}", hidden, intermediate_size, (0, hidden), own)
-        method.expect(config, shard, down[place])
+        for matrix, shard in _shards(config, f"{prefix}.{index}", hidden, intermediate_size, width, names).items():
+            name, rows = places[matrix]
+            if is_packed:
+                packed: PackedExperts = config.quantization.experts  # type: ignore[attr-defined]
+                packed.expect(config, shard, made[name].data[place, rows], made[f"{name}_scale"].data[place, rows])
+            else:
+                method = decoded_weights(config)
+                assert method is not None, "see `_check_method`"
+                method.expect(config, shard, made[name][place, rows])
     elsewhere = [str(index) for index in range(num_experts) if index not in held]
     if elsewhere:
         config.weights.ignore(rf"{re.escape(prefix)}\.({'|'.join(elsewhere)})\..*")
-    return {"gate_up": gate_up, "down": down}
+    return made
 
 
 def experts_here(spec: ExpertsSpec, num_experts: int) -> range:

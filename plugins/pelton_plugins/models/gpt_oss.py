@@ -1,10 +1,12 @@
 """gpt-oss: attention with sinks, windows on every other layer, and experts with biases, in four bits in the released checkpoints.
 
-Experts of a checkpoint in mxfp4 are decoded into the model's dtype while they load: OCP Microscaling Formats 1.0, section 5.2.
+Experts of a checkpoint in mxfp4 (OCP Microscaling Formats 1.0, section 5.2) stay packed; on a CPU they are decoded into the model's
+dtype while they load.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from pelton.errors import ConfigError
 from pelton.layers.linear import split_heads
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.ops.moe import ExpertsSpec, RoutingSpec
-from pelton_plugins.models.experts import ExpertNames, SparseMoe, experts_here
+from pelton_plugins.models.experts import ExpertNames, SparseMoe, experts_here, keeps_packed
 from pelton_plugins.models.moe import MoeDecoderLayer, MoeForCausalLM, num_experts
 from pelton_plugins.models.qwen2 import window_of_layer
 
@@ -48,12 +50,20 @@ class GptOssDecoderLayer(MoeDecoderLayer):
         return SparseMoe(
             hf.hidden_size, hf.intermediate_size, activation="swiglu_oai", limit=hf.get("swiglu_limit", 7.0), has_bias=True,
             routing=RoutingSpec(num_experts=count, top_k=hf.num_experts_per_tok), norm=self.post_attention_layernorm,
-            config=config, prefix=prefix, names=_NAMES, make_experts=_experts,
+            config=config, prefix=prefix, names=_NAMES, make_experts=_experts, weight_format=_weight_format(config),
         )  # fmt: skip
 
 
 class GptOssForCausalLM(MoeForCausalLM):
     layer_class = GptOssDecoderLayer
+
+
+def _weight_format(config: BuildConfig) -> str:
+    hf = config.hf
+    if not (_is_mxfp4(hf) and keeps_packed(config)):
+        return "plain"
+    has_whole_blocks = hf.hidden_size % _BLOCK == hf.intermediate_size // config.parallel.size % _BLOCK == 0
+    return "mxfp4" if has_whole_blocks else "plain"
 
 
 def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, nn.Parameter]:
@@ -62,14 +72,31 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
     count, hidden, whole, width = num_experts(hf), spec.hidden_size, hf.intermediate_size, spec.intermediate_size
     held = experts_here(spec, count)
     first = 0 if width == whole else parallel.rank * width
-    shapes = {
-        "gate_up": (len(held), 2 * width, hidden), "down": (len(held), hidden, width),
-        "gate_up_bias": (len(held), 2 * width), "down_bias": (len(held), hidden),
-    }  # fmt: skip
-    tensors = {name: nn.Parameter(config.empty(*shape), requires_grad=False) for name, shape in shapes.items()}
-    gate_up, down = tensors["gate_up"].data, tensors["down"].data
+    matrices = {"gate_up": (len(held), 2 * width, hidden), "down": (len(held), hidden, width)}
+    shapes: dict[str, tuple[int, ...]] = {"gate_up_bias": (len(held), 2 * width), "down_bias": (len(held), hidden)}
+    if spec.weight_format == "plain":
+        shapes |= matrices
+    tensors = {name: _parameter(config.empty(*shape)) for name, shape in shapes.items()}
     expect, pieces = config.weights.expect, {"first": first, "width": width, "held": held}
-    if _is_mxfp4(hf):
+    if spec.weight_format == "mxfp4":
+        for name, (_, rows, columns) in matrices.items():
+            for half, size in ((name, columns // 2), (f"{name}_scale", columns // _BLOCK)):
+                tensors[half] = _parameter(config.empty(len(held), rows, size, dtype=torch.uint8))
+        for name, rows, columns, put in (
+            ("gate_up", 2 * whole, hidden, partial(_put_gate_up, first=first, width=width)),
+            ("down", hidden, whole, partial(_put_blocks, first=first // _BLOCK, count=width // _BLOCK)),
+        ):
+            blocks = columns // _BLOCK
+            expect(
+                f"{prefix}.{name}_proj_blocks", (count, rows, blocks, _BLOCK // 2), tensors[name].data,
+                fill=partial(_fill_packed, put=put, held=held, repack=repacked_mxfp4),
+            )  # fmt: skip
+            expect(
+                f"{prefix}.{name}_proj_scales", (count, rows, blocks), tensors[f"{name}_scale"].data,
+                fill=partial(_fill_packed, put=put, held=held, repack=None),
+            )  # fmt: skip
+    elif _is_mxfp4(hf):
+        gate_up, down = tensors["gate_up"].data, tensors["down"].data
         for name, rows, columns, target, put in (
             ("gate_up_proj", 2 * whole, hidden, gate_up, _put_gate_up), ("down_proj", hidden, whole, down, _put_down),
         ):  # fmt: skip
@@ -78,6 +105,7 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
             expect(f"{prefix}.{name}_blocks", (count, rows, blocks, _BLOCK // 2), target, fill=halves.take_blocks)
             expect(f"{prefix}.{name}_scales", (count, rows, blocks), target, fill=halves.take_scales)
     else:
+        gate_up, down = tensors["gate_up"].data, tensors["down"].data
         expect(f"{prefix}.gate_up_proj", (count, hidden, 2 * whole), gate_up, fill=partial(_fill_gate_up, **pieces))
         expect(f"{prefix}.down_proj", (count, whole, hidden), down, fill=partial(_fill_down, **pieces))
     bias = tensors["gate_up_bias"].data
@@ -87,6 +115,32 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
     bias = tensors["down_bias"].data if holds_bias else None
     expect(f"{prefix}.down_proj_bias", (count, hidden), bias, dim=0, start=held.start, stop=held.stop)
     return tensors
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _fill_packed(
+    weight: LazyWeight, target: Tensor, *, put: partial[None], held: range, repack: Callable[[Tensor], Tensor] | None
+) -> None:
+    """Each expert's blocks [rows, blocks, 16] in the op's order, or scales [rows, blocks], into [rows, columns] of the target."""
+    whole = torch.empty(weight.shape, dtype=torch.uint8, device=target.device)
+    is_there = weight.fill(whole)
+    for index, one in zip(held, target, strict=True):
+        part = whole[index] if is_there else weight.read(0, index, index + 1)[0].to(target.device, torch.uint8)
+        put(part if repack is None else repack(part), one.view(len(one), -1, _BLOCK // 2) if repack else one)
+
+
+def repacked_mxfp4(blocks: Tensor) -> Tensor:
+    """Blocks [..., 16] uint8 of a checkpoint, numbers 2b and 2b + 1 in byte b -> numbers b and 16 + b (`ExpertsSpec.weight_format`)."""
+    numbers = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    half = numbers.shape[-1] // 2
+    return numbers[..., :half] | numbers[..., half:] << 4
+
+
+def _put_blocks(rows: Tensor, target: Tensor, *, first: int, count: int) -> None:
+    target.copy_(rows[:, first : first + count])
 
 
 def _is_mxfp4(hf: HFConfig) -> bool:

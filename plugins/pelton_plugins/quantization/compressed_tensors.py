@@ -53,7 +53,9 @@ class CompressedTensors:
             for name, group in (settings.get("config_groups") or {}).items()
         ]
 
-    def _method_of(self, shard: LinearShard) -> QuantizationMethod | None:
+        self.experts = _Experts(self)
+
+    def method_of(self, shard: LinearShard) -> QuantizationMethod | None:
         if not any(_names(pattern, shard.name) for pattern in self._ignored):
             for targets, method in self._groups:
                 if any(target == "Linear" or _names(target, shard.name) for target in targets):
@@ -65,7 +67,7 @@ class CompressedTensors:
     ) -> LinearWeights:
         check_cache_scales(config)
         is_embedding = is_vocabulary and not shards[0].name.endswith("lm_head")
-        methods = [None if is_embedding else self._method_of(shard) for shard in shards]
+        methods = [None if is_embedding else self.method_of(shard) for shard in shards]
         if methods.count(methods[0]) < len(methods):
             raise ConfigError(
                 f"quantization is {self.name!r}, and the parts of one merged matrix differ in it: "
@@ -73,6 +75,22 @@ class CompressedTensors:
             )
         method = methods[0] or PlainWeights()
         return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+
+
+class _Experts:
+    """Matrices of experts, each as the method of its group keeps them."""
+
+    def __init__(self, method: CompressedTensors) -> None:
+        self._method = method
+
+    def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
+        method = self._method.method_of(shard)
+        return method.experts.form(shard) if isinstance(method, _Fp8) else None
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        method = self._method.method_of(shard)
+        assert isinstance(method, _Fp8), "see `form`"
+        method.experts.expect(config, shard, weight, scale)
 
 
 class _Fp8(StoredFp8):

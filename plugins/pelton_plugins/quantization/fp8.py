@@ -6,6 +6,7 @@ scales of their own, and one op reads all.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -40,6 +41,10 @@ class Fp8Weights(ABC):
     """A `QuantizationMethod` whose weights are e4m3."""
 
     name: ClassVar[str]
+
+    @property
+    def experts(self) -> RowExperts:
+        return RowExperts(self)
 
     @abstractmethod
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
@@ -99,6 +104,20 @@ class Fp8Weights(ABC):
             place.copy_(scales.amax())
 
         return finish
+
+
+class RowExperts:
+    """Matrices of experts in e4m3 with a scale for each row (`pelton_plugins.models.experts.PackedExperts`); inputs are not rounded."""
+
+    def __init__(self, method: Fp8Weights) -> None:
+        self._method = method
+
+    def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
+        return ("e4m3", None) if self._method.inputs_of(shard)[0] else None
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        self._method.expect(config, shard, weight, scale.squeeze(-1))
+        config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
 
 
 class StoredFp8(Fp8Weights):

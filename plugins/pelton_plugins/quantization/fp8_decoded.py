@@ -1,7 +1,7 @@
 """Matrices that a checkpoint has in e4m3, decoded into the model's dtype while they load.
 
-All of a checkpoint whose scales are for blocks (DeepSeek-V3, section 3.3 of arXiv:2412.19437; Qwen3's FP8 releases), and experts of
-any: their product reads the model's dtype. Numbers times their scale are float32, rounded once.
+All of a checkpoint whose scales are for blocks (DeepSeek-V3, section 3.3 of arXiv:2412.19437; Qwen3's FP8 releases) but for the experts
+where they stay packed, and on a CPU the experts of any. Numbers times their scale are float32, rounded once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,14 @@ class DecodedFp8(PlainWeights):
         self._scale = "weight_scale_inv" if block else "weight_scale"
         self._has_input_scales = settings.get("activation_scheme") == "static"
 
+    @property
+    def experts(self) -> BlockExperts | None:
+        return BlockExperts(self, self._block) if self._block else None
+
+    def is_kept(self, shard: LinearShard) -> bool:
+        """Return whether the checkpoint has the matrix in e4m3."""
+        return not any(f".{module}." in f".{shard.name}." for module in self._left_out)
+
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> Any:
@@ -50,7 +59,7 @@ class DecodedFp8(PlainWeights):
         return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
 
     def expect(self, config: BuildConfig, shard: LinearShard, target: Tensor) -> None:
-        if any(f".{module}." in f".{shard.name}." for module in self._left_out):
+        if not self.is_kept(shard):
             super().expect(config, shard, target)
             return
         halves = _Halves(shard, self._block, self._scale)
@@ -59,6 +68,59 @@ class DecodedFp8(PlainWeights):
         config.weights.expect(f"{shard.name}.{self._scale}", None, target, fill=halves.take_scale)
         if self._has_input_scales:  # inputs are not rounded here
             config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
+
+
+class BlockExperts:
+    """Matrices of experts with a scale for each block, kept for each row of a block (`pelton_plugins.models.experts.PackedExperts`)."""
+
+    def __init__(self, method: DecodedFp8, block: Sequence[int]) -> None:
+        self._method, self._block = method, block
+
+    def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
+        size = self._block[1]
+        is_whole = size >= 16 and size & (size - 1) == 0 and shard.cols[0] % size == 0
+        return ("e4m3", size) if is_whole and self._method.is_kept(shard) else None
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        shape = (shard.num_rows, shard.num_cols)
+        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(_take_numbers, shard))
+        config.weights.expect(f"{shard.name}.weight_scale_inv", None, scale, fill=partial(self._take_scales, shard))
+        config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
+
+    def _take_scales(self, shard: LinearShard, weight: LazyWeight, target: Tensor) -> None:
+        scales = _read_scales(shard, self._block, "weight_scale_inv", weight)
+        first = shard.cols[0] // self._block[1]
+        rows = torch.arange(*shard.rows) // self._block[0]
+        target.copy_(scales[rows, first : first + target.shape[1]])
+
+
+def _take_numbers(shard: LinearShard, weight: LazyWeight, target: Tensor) -> None:
+    target.copy_(_read_numbers(shard, weight)[slice(*shard.rows), slice(*shard.cols)])
+
+
+def _read_numbers(shard: LinearShard, weight: LazyWeight) -> Tensor:
+    numbers = weight.read()
+    if numbers.dtype != E4M3:
+        raise ConfigError(
+            f"{shard.name}.weight is {str(numbers.dtype).removeprefix('torch.')}, and config.json's "
+            "quantization_config says it is float8_e4m3fn. Check that config.json belongs to these weights."
+        )
+    return numbers
+
+
+def _read_scales(shard: LinearShard, block: Sequence[int] | None, name: str, weight: LazyWeight) -> Tensor:
+    scales = weight.read().float()
+    if block:
+        wanted = math.ceil(shard.num_rows / block[0]), math.ceil(shard.num_cols / block[1])
+        is_right = tuple(scales.shape) == wanted
+    else:
+        wanted, is_right = (shard.num_rows, 1), scales.numel() in (1, shard.num_rows)
+    if not is_right:
+        raise ConfigError(
+            f"{shard.name}.{name} is {list(scales.shape)}; expected {list(wanted)} for a weight of "
+            f"{[shard.num_rows, shard.num_cols]}. Check that config.json belongs to these weights."
+        )
+    return scales
 
 
 class _Halves:
@@ -70,27 +132,11 @@ class _Halves:
         self._scales: Tensor | None = None
 
     def take_weight(self, weight: LazyWeight, target: Tensor) -> None:
-        self._numbers = weight.read()
-        if self._numbers.dtype != E4M3:
-            raise ConfigError(
-                f"{self._shard.name}.weight is {str(self._numbers.dtype).removeprefix('torch.')}, and config.json's "
-                "quantization_config says it is float8_e4m3fn. Check that config.json belongs to these weights."
-            )
+        self._numbers = _read_numbers(self._shard, weight)
         self._decode(target)
 
     def take_scale(self, weight: LazyWeight, target: Tensor) -> None:
-        scales, shard = weight.read().float(), self._shard
-        if self._block:
-            wanted = math.ceil(shard.num_rows / self._block[0]), math.ceil(shard.num_cols / self._block[1])
-            is_right = tuple(scales.shape) == wanted
-        else:
-            wanted, is_right = (shard.num_rows, 1), scales.numel() in (1, shard.num_rows)
-        if not is_right:
-            raise ConfigError(
-                f"{shard.name}.{self._name} is {list(scales.shape)}; expected {list(wanted)} for a weight of "
-                f"{[shard.num_rows, shard.num_cols]}. Check that config.json belongs to these weights."
-            )
-        self._scales = scales
+        self._scales = _read_scales(self._shard, self._block, self._name, weight)
         self._decode(target)
 
     def _decode(self, target: Tensor) -> None:

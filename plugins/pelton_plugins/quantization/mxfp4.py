@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Mxfp4Weights(PlainWeights):
-    """Plain weights: a model with experts in mxfp4 decodes them while it loads."""
+    """Plain weights: a model with experts in mxfp4 keeps or decodes them itself."""
 
     name = "mxfp4"
 

@@ -28,7 +28,7 @@ def pelton_quantization_methods() -> Sequence[Entry]:
         Entry(name="bitsandbytes", load=f"{_PACKAGE}.bitsandbytes:make_bitsandbytes",
               doc="bitsandbytes' checkpoints: int8 as they are; nf4 and fp4, decoded while they load"),
         Entry(name="mxfp4", load=f"{_PACKAGE}.mxfp4:Mxfp4Weights", 
-              doc="gpt-oss checkpoints: experts in four bits, decoded while they load"),
+              doc="gpt-oss checkpoints: experts in four bits"),
         Entry(name="fbgemm_fp8", load=f"{_PACKAGE}.fbgemm:FBGEMMWeights", doc="FBGEMM's checkpoints: a scale for each row"),
     ]  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pelton_moe_case import ROUTINGS, check_moe, moe_case
@@ -21,6 +23,30 @@ def test_equals_the_reference(name: str, num_tokens: int, device: torch.device) 
 def test_biases_and_the_activation_of_gpt_oss(num_tokens: int, device: torch.device) -> None:
     routing = RoutingSpec(num_experts=6, top_k=2)
     made = moe_case(device, routing, num_tokens, activation="swiglu_oai", limit=0.5, has_bias=True)
+    check_moe(TritonMoe, *made, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize(
+    "form, sizes",
+    [
+        ({"weight_format": "e4m3"}, (72, 40)),
+        ({"weight_format": "e4m3", "group_size": 32}, (160, 72)),
+        ({"weight_format": "mxfp4", "activation": "swiglu_oai", "limit": 0.5, "has_bias": True}, (96, 160)),
+    ],
+    ids=["rows", "groups", "mxfp4"],
+)
+def test_packed_weights(form: dict[str, Any], sizes: tuple[int, int], num_tokens: int, device: torch.device) -> None:
+    routing = RoutingSpec(num_experts=6, top_k=2)
+    check_moe(TritonMoe, *moe_case(device, routing, num_tokens, sizes=sizes, **form), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("form", [{"weight_format": "e4m3", "group_size": 32}, {"weight_format": "mxfp4"}], ids=str)
+def test_packed_weights_are_decoded_for_many_tokens(
+    form: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.BANDS", (4, 8, 16))
+    made = moe_case(device, RoutingSpec(num_experts=6, top_k=2), 40, sizes=(96, 160), **form)
     check_moe(TritonMoe, *made, tolerance=1e-4)
 
 

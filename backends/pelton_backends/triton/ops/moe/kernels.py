@@ -51,7 +51,7 @@ def order_kernel(
 
 
 @triton.jit
-def _gated(gate, up, LIMIT: tl.constexpr, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+def gated(gate, up, LIMIT: tl.constexpr, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     """gate and up float32 -> `dtype`."""
     if ACTIVATION == "swiglu_oai":
         if LIMIT is not None:
@@ -64,7 +64,7 @@ def _gated(gate, up, LIMIT: tl.constexpr, ACTIVATION: tl.constexpr, dtype: tl.co
 
 
 @triton.jit
-def _tile(order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM: tl.constexpr):
+def tile_of(order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM: tl.constexpr):
     """Expert, places [BM], which there are, and their pairs of a tile; and whether it has any."""
     start, stop = tl.load(tile_start_ptr + tile), tl.load(tile_stop_ptr + tile)
     expert = tl.load(tile_expert_ptr + tile, mask=start < stop, other=0).to(tl.int64)
@@ -83,7 +83,9 @@ def gate_up_kernel(
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    expert, places, is_row, pairs, is_tile = _tile(order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM)
+    expert, places, is_row, pairs, is_tile = tile_of(
+        order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM
+    )
     if not is_tile:
         return
     rows = (pairs // K).to(tl.int64)
@@ -107,7 +109,7 @@ def gate_up_kernel(
         biases = bias_ptr + expert * (2 * SIZE) + columns
         gate += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[None, :]
         up += tl.load(biases + SIZE, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    result = _gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
+    result = gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
     target = inner_ptr + places.to(tl.int64)[:, None] * SIZE + columns[None, :]
     tl.store(target, result, mask=is_row[:, None] & is_column[None, :])
 
@@ -122,7 +124,9 @@ def down_kernel(
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    expert, places, is_row, pairs, is_tile = _tile(order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM)
+    expert, places, is_row, pairs, is_tile = tile_of(
+        order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM
+    )
     if not is_tile:
         return
     is_column = columns < H
@@ -235,7 +239,7 @@ def few_gate_up_kernel(
         biases = bias_ptr + expert * (2 * SIZE) + rows
         gate_sum += tl.load(biases, mask=is_row, other=0.0).to(tl.float32)
         up_sum += tl.load(biases + SIZE, mask=is_row, other=0.0).to(tl.float32)
-    result = _gated(gate_sum, up_sum, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
+    result = gated(gate_sum, up_sum, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
     tl.store(inner_ptr + pair.to(tl.int64) * SIZE + rows, result, mask=is_row)
 
 

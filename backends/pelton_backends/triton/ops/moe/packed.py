@@ -1,0 +1,325 @@
+"""Kernels of experts whose weights stay packed: e4m3 with float32 scales, or mxfp4. A weight is decoded in registers, so that what is
+read from memory is what the checkpoint has.
+
+H hidden size, SIZE of an expert, K experts a token; formats as `pelton.ops.moe.ExpertsSpec` says. e4m3: numbers meet the inputs as
+they are, and sums of G of them (of all with G = 0) their scale, in float32. mxfp4: numbers times their scale are exact in every dtype;
+G bytes, which are 32 numbers, have a scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pelton_backends.triton.ops.moe.kernels import gated, tile_of
+from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
+
+MX_BLOCK = 32  # numbers with one scale
+MX_BYTES: tl.constexpr = tl.constexpr(MX_BLOCK // 2)
+_TO_ONE: tl.constexpr = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def e2m1(code):
+    """Four bits of each number -> its value, float32: they are a float's sign, last two bits of exponent and first of mantissa."""
+    code = code.to(tl.int32)
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * _TO_ONE
+
+
+@triton.jit
+def power(exponent):
+    """2 ** (exponent - 127), float32."""
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product_e4m3(
+    total, inputs, weights, scales, is_row, is_column, share, WIDTH: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+):  # fmt: skip
+    """total [BM, BN] + rows of inputs [BM] times rows of weights [BN], of WIDTH numbers; pointers to each one's first.
+
+    By way of float32: straight from e4m3 to bfloat16 is one slow conversion a number, which bound the product (219 us for 128 tokens
+    of Qwen3-30B-A3B's experts on an H200, whose bytes take 141)."""
+    lane = tl.arange(0, BK)
+    for k in range(0, WIDTH, BK):
+        is_in = k + lane < WIDTH
+        x = tl.load(inputs[:, None] + k + lane[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
+        if SCALES_INPUT:
+            x = (x.to(tl.float32) * share[:, None]).to(x.dtype)
+        weight = tl.load(weights[None, :] + k + lane[:, None], mask=is_in[:, None] & is_column[None, :], other=0.0)
+        if G:
+            scale = tl.load(scales + k // G, mask=is_column, other=0.0)
+            total += dot(x, weight.to(tl.float32).to(x.dtype), None) * scale[None, :]
+        else:
+            total = dot(x, weight.to(tl.float32).to(x.dtype), total)
+    if not G:
+        total *= tl.load(scales, mask=is_column, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
+def _product_mxfp4(
+    total, inputs, weights, scales, is_row, is_column, share, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+):  # fmt: skip
+    """As `_product_e4m3`; a byte has a number of its block's first half below one of its second."""
+    BYTES: tl.constexpr = BK // 2
+    lane = tl.arange(0, BYTES)
+    group = tl.arange(0, BYTES // MX_BYTES)
+    column = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES
+    for k in range(0, WIDTH, BK):
+        is_in = k + column < WIDTH
+        low = tl.load(inputs[:, None] + k + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
+        high = tl.load(
+            inputs[:, None] + k + MX_BYTES + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0
+        )
+        if SCALES_INPUT:
+            low = (low.to(tl.float32) * share[:, None]).to(low.dtype)
+            high = (high.to(tl.float32) * share[:, None]).to(high.dtype)
+        packed = tl.load(weights[None, :] + k // 2 + lane[:, None], mask=is_in[:, None] & is_column[None, :], other=0)
+        is_group = k + group * (2 * MX_BYTES) < WIDTH
+        exponent = tl.load(
+            scales[None, :] + k // (2 * MX_BYTES) + group[:, None], mask=is_group[:, None] & is_column[None, :], other=0
+        )
+        scale = tl.broadcast_to(power(exponent)[:, None, :], (BYTES // MX_BYTES, MX_BYTES, BN))
+        scale = tl.reshape(scale, (BYTES, BN))
+        total = dot(low, (e2m1(packed & 15) * scale).to(low.dtype), total)
+        total = dot(high, (e2m1(packed >> 4) * scale).to(high.dtype), total)
+    return total
+
+
+@triton.jit
+def _product(
+    inputs, weight_ptr, scale_ptr, row, columns, is_row, is_column, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Rows of inputs [BM] (pointers) by rows row + columns [BN] of all experts' matrices -> [BM, BN] float32."""
+    total = tl.zeros((BM, BN), tl.float32)
+    rows = row + columns
+    if FORMAT == "mxfp4":
+        weights, scales = weight_ptr + rows * (WIDTH // 2), scale_ptr + rows * (WIDTH // (2 * MX_BYTES))
+        total = _product_mxfp4(
+            total, inputs, weights, scales, is_row, is_column, share, WIDTH, BM, BN, BK, SCALES_INPUT
+        )
+    else:
+        GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
+        weights, scales = weight_ptr + rows * WIDTH, scale_ptr + rows * GROUPS
+        total = _product_e4m3(
+            total, inputs, weights, scales, is_row, is_column, share, WIDTH, G, BM, BN, BK, SCALES_INPUT
+        )
+    return total
+
+
+@triton.jit
+def packed_gate_up_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, inner_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, x_stride,
+    H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, G: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `gate_up_kernel`."""
+    tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    expert, places, is_row, pairs, is_tile = tile_of(
+        order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM
+    )
+    if not is_tile:
+        return
+    share = tl.zeros((BM,), tl.float32)
+    if SCALES_INPUT:
+        share = tl.load(share_ptr + pairs, mask=is_row, other=0.0)
+    is_column = columns < SIZE
+    inputs = x_ptr + (pairs // K).to(tl.int64) * x_stride
+    row = expert * (2 * SIZE)
+    gate = _product(
+        inputs, weight_ptr, scale_ptr, row, columns, is_row, is_column, share, H, FORMAT, G, BM, BN, BK, SCALES_INPUT
+    )
+    up = _product(
+        inputs, weight_ptr, scale_ptr, row + SIZE, columns, is_row, is_column, share, H, FORMAT, G, BM, BN, BK, SCALES_INPUT
+    )  # fmt: skip
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + row + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    result = gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
+    target = inner_ptr + places.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    tl.store(target, result, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def packed_down_kernel(
+    inner_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, out_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr,
+    H: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, G: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `down_kernel`."""
+    tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    expert, places, is_row, pairs, is_tile = tile_of(
+        order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM
+    )
+    if not is_tile:
+        return
+    is_column = columns < H
+    inputs = inner_ptr + places.to(tl.int64) * SIZE
+    share = tl.load(share_ptr + pairs, mask=is_row, other=0.0)
+    row = expert * H
+    result = _product(
+        inputs, weight_ptr, scale_ptr, row, columns, is_row, is_column, share, SIZE, FORMAT, G, BM, BN, BK, False
+    )
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + row + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if not SCALES_INPUT:
+        result *= share[:, None]
+    target = out_ptr + pairs.to(tl.int64)[:, None] * H + columns[None, :]
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _row_sums(
+    inputs, weight_ptr, scale_ptr, rows, is_row, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Rows [R] of all experts' matrices, times one row of inputs (pointer): [R] float32."""
+    dtype = inputs.dtype.element_ty
+    if FORMAT == "mxfp4":
+        BYTES: tl.constexpr = BK // 2
+        lane = tl.arange(0, BYTES)
+        group = tl.arange(0, BYTES // MX_BYTES)
+        column = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES
+        sums = tl.zeros((R, BYTES // MX_BYTES), tl.float32)
+        for k in range(0, WIDTH, BK):
+            is_in = k + column < WIDTH
+            places = rows[:, None] * (WIDTH // 2) + k // 2 + lane[None, :]
+            packed = tl.load(
+                weight_ptr + places, mask=is_row[:, None] & is_in[None, :], other=0, eviction_policy="evict_first"
+            )
+            is_group = k + group * (2 * MX_BYTES) < WIDTH
+            scales = scale_ptr + rows[:, None] * (WIDTH // (2 * MX_BYTES)) + k // (2 * MX_BYTES) + group[None, :]
+            exponent = tl.load(scales, mask=is_row[:, None] & is_group[None, :], other=0)
+            low = tl.load(inputs + k + column, mask=is_in, other=0.0).to(tl.float32)
+            high = tl.load(inputs + k + MX_BYTES + column, mask=is_in, other=0.0).to(tl.float32)
+            if SCALES_INPUT:
+                low, high = (low * share).to(dtype).to(tl.float32), (high * share).to(dtype).to(tl.float32)
+            products = e2m1(packed & 15) * low[None, :] + e2m1(packed >> 4) * high[None, :]
+            products = tl.reshape(products, (R, BYTES // MX_BYTES, MX_BYTES))
+            sums += tl.sum(products, axis=2) * power(exponent)
+        result = tl.sum(sums, axis=1)
+    else:
+        GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
+        OWN: tl.constexpr = min(G, BK) if G else BK
+        lane = tl.arange(0, BK)
+        group = tl.arange(0, BK // OWN)
+        sums = tl.zeros((R, BK // OWN), tl.float32)
+        for k in range(0, WIDTH, BK):
+            is_in = k + lane < WIDTH
+            mask = is_row[:, None] & is_in[None, :]
+            weight = tl.load(
+                weight_ptr + rows[:, None] * WIDTH + k + lane[None, :],
+                mask=mask,
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            x = tl.load(inputs + k + lane, mask=is_in, other=0.0).to(tl.float32)
+            if SCALES_INPUT:
+                x = (x * share).to(dtype).to(tl.float32)
+            part = tl.sum(tl.reshape(weight.to(tl.float32) * x[None, :], (R, BK // OWN, OWN)), axis=2)
+            if G:
+                number = (k + group * OWN) // G
+                scales = scale_ptr + rows[:, None] * GROUPS + number[None, :]
+                part *= tl.load(scales, mask=is_row[:, None] & (number < GROUPS)[None, :], other=0.0)
+            sums += part
+        result = tl.sum(sums, axis=1)
+        if not G:
+            result *= tl.load(scale_ptr + rows, mask=is_row, other=0.0)
+    return result
+
+
+@triton.jit
+def packed_few_gate_up_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, expert_ptr, share_ptr, inner_ptr, x_stride,
+    E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, G: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `few_gate_up_kernel`."""
+    pair, rows = tl.program_id(1), tl.program_id(0) * R + tl.arange(0, R)
+    is_row = rows < SIZE
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    expert = tl.load(expert_ptr + pair).to(tl.int64)
+    if expert >= E:
+        return
+    share = tl.load(share_ptr + pair)
+    inputs = x_ptr + (pair // K).to(tl.int64) * x_stride
+    gates = expert * (2 * SIZE) + rows
+    gate = _row_sums(inputs, weight_ptr, scale_ptr, gates, is_row, share, H, FORMAT, G, R, BK, SCALES_INPUT)
+    up = _row_sums(inputs, weight_ptr, scale_ptr, gates + SIZE, is_row, share, H, FORMAT, G, R, BK, SCALES_INPUT)
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + gates, mask=is_row, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + gates + SIZE, mask=is_row, other=0.0).to(tl.float32)
+    result = gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
+    tl.store(inner_ptr + pair.to(tl.int64) * SIZE + rows, result, mask=is_row)
+
+
+@triton.jit
+def packed_few_down_kernel(
+    inner_ptr, weight_ptr, scale_ptr, bias_ptr, expert_ptr, share_ptr, out_ptr,
+    E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, G: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `few_down_kernel`."""
+    token, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
+    is_row = rows < H
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    total = tl.zeros((R,), tl.float32)
+    for j in tl.static_range(K):
+        pair = token * K + j
+        expert = tl.load(expert_ptr + pair).to(tl.int64)
+        if expert < E:
+            share = tl.load(share_ptr + pair)
+            downs = expert * H + rows
+            result = _row_sums(
+                inner_ptr + pair * SIZE, weight_ptr, scale_ptr, downs, is_row, share, SIZE, FORMAT, G, R, BK, False
+            )
+            if bias_ptr is not None:
+                result += tl.load(bias_ptr + downs, mask=is_row, other=0.0).to(tl.float32)
+            if not SCALES_INPUT:
+                result *= share
+            total += result
+    tl.store(out_ptr + token * H + rows, total.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def decode_kernel(
+    weight_ptr, scale_ptr, out_ptr, WIDTH: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    G: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """R rows of all experts' matrices a program -> [rows, WIDTH] of the output's dtype; the number of rows is a multiple of R."""
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)  # for the memory it writes
+    for k in range(0, WIDTH, BLOCK):
+        target = out_ptr + rows[:, None] * WIDTH + k
+        if FORMAT == "mxfp4":
+            lane = tl.arange(0, BLOCK // 2)
+            column = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES
+            mask = (k + column < WIDTH)[None, :]
+            packed = tl.load(weight_ptr + rows[:, None] * (WIDTH // 2) + k // 2 + lane[None, :], mask=mask, other=0)
+            group = (k + column)[None, :] // (2 * MX_BYTES)
+            scale = power(tl.load(scale_ptr + rows[:, None] * (WIDTH // (2 * MX_BYTES)) + group, mask=mask, other=0))
+            dtype = out_ptr.dtype.element_ty
+            tl.store(target + column[None, :], (e2m1(packed & 15) * scale).to(dtype), mask=mask)
+            tl.store(target + MX_BYTES + column[None, :], (e2m1(packed >> 4) * scale).to(dtype), mask=mask)
+        else:
+            GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
+            column = tl.arange(0, BLOCK)
+            mask = (k + column < WIDTH)[None, :]
+            number = tl.load(weight_ptr + rows[:, None] * WIDTH + k + column[None, :], mask=mask, other=0.0)
+            group = ((k + column) // G if G else column * 0)[None, :]
+            scale = tl.load(scale_ptr + rows[:, None] * GROUPS + group, mask=mask, other=0.0)
+            tl.store(target + column[None, :], (number.to(tl.float32) * scale).to(out_ptr.dtype.element_ty), mask=mask)
