@@ -115,4 +115,4 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 def _on_host(storage: torch.UntypedStorage) -> Tensor:
-    return _bytes_of(storage, storage.device).to("cpu")
+    return torch.empty(storage.nbytes(), dtype=torch.uint8).copy_(_bytes_of(storage, storage.device))
