@@ -63,9 +63,8 @@ class BackendEntry(Entry):
     """An attention backend: `load` gives an `AttentionBackend` class."""
 
     device_types: tuple[str, ...] = ()
-    aliases: tuple[
-        str, ...
-    ] = ()  # what else it may be called in settings, in either case; another's `name` comes first
+    aliases: tuple[str, ...] = ()
+    """What else settings may call it, in either case; another's `name` comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

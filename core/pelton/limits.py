@@ -1,8 +1,7 @@
 """Every bound on what a client may send, in one table.
 
-No input is unbounded (DESIGN section 10, rule 3). `tests/core/test_limits.py` walks this table.
-Bounds that depend on the model (context length, vocabulary) or on a setting (`max_logprobs`) are
-checked where those are known: see `engine/input_processor.py`.
+No input is unbounded (DESIGN section 10, rule 3). `tests/core/test_limits.py` walks this table. Bounds that depend on the model (context
+length, vocabulary) or on a setting (`max_logprobs`) are checked where those are known: see `engine/input_processor.py`.
 """
 
 MAX_BODY_BYTES = 8 * 2**20  # 413 above this, before the body is parsed

@@ -1,8 +1,7 @@
 """Loading and listing plugins.
 
-Loading is strict: a plugin that fails to import, names an unknown hook, was made for another API
-version, or is asked for and missing, raises one `PluginError` with one clear line. Hooks are called at
-start-up; the step loop uses the plain objects that came of it.
+Loading is strict: a plugin that fails to import, names an unknown hook, was made for another API version, or is asked for and missing,
+raises one `PluginError` with one clear line. Hooks are called at start-up; the step loop uses the plain objects that came of it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def run(site: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def check(site: Path, package: str) -> subprocess.CompletedProcess[str]:
-    return run(site, "-m", "pelton.cli", "plugins", "check", package)
+    return run(site, "-m", "pelton", "plugins", "check", package)
 
 
 def test_there_is_a_skeleton_for_every_hook():

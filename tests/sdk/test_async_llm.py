@@ -288,7 +288,7 @@ async def test_a_restart_that_the_system_refuses_is_logged_and_tried_again(
     monkeypatch.setattr(f"pelton.engine.process_client.{refused}", refuse_once)
     os.kill(pid(llm), signal.SIGKILL)
     assert await settles(lambda: num_tries == 2 and llm.is_healthy, 10)
-    assert "Restarting the engine failed: OSError: [Errno 12] Cannot allocate memory" in caplog.text
+    assert "The engine: restarting it failed: OSError: [Errno 12] Cannot allocate memory" in caplog.text
     assert len((await collect(llm.generate("abc", params())))[0]) == 6
 
 

@@ -70,7 +70,7 @@ def main(wanted: list[str]) -> int:
         for source in sources:
             project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
             package, names = project["name"], ",".join(project["entry-points"]["pelton"])
-            done = run(python, site, "-m", "pelton.cli", "plugins", "check", package, plugins=names)
+            done = run(python, site, "-m", "pelton", "plugins", "check", package, plugins=names)
             last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
             print(f"{'ok  ' if done.returncode == 0 else 'FAIL'}  {package}: {last[0]}", flush=True)
             if done.returncode:

@@ -1,9 +1,8 @@
 """Interface of an attention backend.
 
-A backend says as data what it offers; the selector (`selector.py`) takes the first entry that fits.
-Needs are data too: a new capability is a new field of `AttentionNeeds` with a default, and a backend
-whose `handles` lacks a field refuses every non-default value of it. So an old plugin keeps working
-where it did and fails closed where it cannot.
+A backend says as data what it offers; the selector (`selector.py`) takes the first entry that fits. Needs are data too: a new capability
+is a new field of `AttentionNeeds` with a default, and a backend whose `handles` lacks a field refuses every non-default value of it. So
+an old plugin keeps working where it did and fails closed where it cannot.
 """
 
 from __future__ import annotations

@@ -17,7 +17,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pipeline_layer_partition: tuple[int, ...] | None = None
     """How many layers each of them has; as equal as can be when unset."""
     data_parallel_size: int = 1
-    """Engines with a whole copy of the model each. This release runs 1."""
+    """Engines with a whole copy of the model each, which requests are dealt out to."""
+    data_parallel_size_local: int | None = None
+    """Engines of this node, on its first devices; all of them when unset."""
+    data_parallel_start_rank: int = 0
+    """Number of this node's first engine. Its server deals requests out to its own engines alone."""
+    data_parallel_rank: int = 0
+    """Number of one engine; its client sets it."""
+    data_parallel_routing: str = "load"
+    """How an engine is picked for each request: load, prefix, or a plugin's name."""
     enable_expert_parallel: bool = False
     """Ranks of tensor parallelism hold whole experts, each some of them, in place of a part of each."""
     distributed_executor_backend: str | None = None
@@ -29,8 +37,19 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")
+        own, size = self.engine_indexes, self.data_parallel_size
+        if not (own and own[0] >= 0 and own[-1] < size):
+            raise ConfigError(
+                f"data_parallel_start_rank is {own.start} and data_parallel_size_local {len(own)}; use engines of 0 to {size - 1}."
+            )
 
     @property
     def num_ranks(self) -> int:
         """Devices of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def engine_indexes(self) -> range:
+        """Numbers of this node's engines."""
+        start, count = self.data_parallel_start_rank, self.data_parallel_size_local
+        return range(start, start + (self.data_parallel_size if count is None else count))

@@ -150,9 +150,7 @@ class Channel:
         self._last_sign = time.monotonic()
         if isinstance(message, protocol.Outputs):
             self._busy_s = 0.0
-            with self._arrived:
-                self._outputs.append(message.outputs)
-                self._notify()
+            self.put(message.outputs)
         elif isinstance(message, protocol.Heartbeat):
             self._busy_s = message.busy_s
         elif isinstance(message, protocol.CallResult):
@@ -161,6 +159,11 @@ class Channel:
                 future.set_result(message)
         else:
             self.handle(message)
+
+    def put(self, outputs: EngineOutputs) -> None:
+        with self._arrived:
+            self._outputs.append(outputs)
+            self._notify()
 
     def handle(self, message: protocol.ToFrontEnd) -> None:
         """Take in a message of the engine's life: `Hello`, `Ready` or `Failed`."""

@@ -7,13 +7,16 @@ Implementations: `InProcessClient` (`engine/in_process.py`), which steps the cor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from pelton.config import EngineConfig
 from pelton.errors import EngineDeadError
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
 from pelton.messages.request import EngineRequest
+from pelton.model.resolved import ResolvedModel
+from pelton.plugins import Plugins, make
 
 
 class EngineClient(ABC):
@@ -68,6 +71,9 @@ class EngineClient(ABC):
     def kill(self, reason: str) -> None:  # noqa: B027
         """Kill an engine that hangs; `reason` becomes part of its error. Does nothing where another process owns the engine."""
 
+    def supervise(self, max_restarts: int, started: Callable[[EngineInfo, int], None]) -> None:  # noqa: B027
+        """For several engines: how often in a row one is started again, and who hears of each start but the very first. Called once."""
+
     def restart(self) -> None:
         """Start a new engine in place of a dead one; blocks until it is ready. Raises what stops it."""
         raise EngineDeadError(f"{type(self).__name__} cannot start its engine again.")
@@ -75,3 +81,23 @@ class EngineClient(ABC):
     @abstractmethod
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """End the engine; prompt and idempotent. Unfinished requests are dropped."""
+
+
+EngineStarter = Callable[[EngineConfig, ResolvedModel, Plugins], EngineClient]
+
+
+def start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineClient:
+    """Start an engine in a process of its own."""
+    from pelton.engine.process_client import ProcessClient
+
+    return ProcessClient(config, model, plugins)
+
+
+def start_engines(config: EngineConfig, model: ResolvedModel, plugins: Plugins, start: EngineStarter) -> EngineClient:
+    """Start one engine by `start`, or several behind one client."""
+    if config.parallel.data_parallel_size == 1:
+        return start(config, model, plugins)
+    entry = plugins.find(
+        "pelton_engine_clients", config.parallel.data_parallel_routing, setting="data_parallel_routing"
+    )
+    return make(entry, EngineClient, config, model, plugins, start)  # type: ignore[type-abstract]

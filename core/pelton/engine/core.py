@@ -539,8 +539,7 @@ def _parameters(entry: Entry) -> Collection[str]:
 def make_grammar_manager(
     config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics
 ) -> GrammarManager | None:
-    """Over the structured-output backend that the settings name, or the best; None when no plugin offers one, or there is no
-    tokenizer."""
+    """Over the structured-output backend that the settings name, or the best; None without one, or without tokenizer."""
     name, hook = config.structured_outputs.backend, "pelton_structured_output_backends"
     found = [plugins.find(hook, name, setting="structured_outputs_backend")] if name else plugins.entries(hook)
     if not found or model.tokenizer_path is None:

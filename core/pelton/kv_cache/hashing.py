@@ -97,8 +97,7 @@ class BlockHasher:
         cache_salt: str | None = None,
         packed: bytes | None = None,
     ) -> None:
-        """Append what is missing; a few operations while no new block is full. packed: `pack_tokens(token_ids)` where the caller
-        has it."""
+        """Append what is missing; a few operations while no new block is full. packed: `pack_tokens(token_ids)` where there is one."""
         size = self.block_size
         first = len(hashes) * size
         num_missing = len(token_ids) - first

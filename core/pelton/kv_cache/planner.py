@@ -36,9 +36,8 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Group the layers (name to need; layers that share another layer's cache are left out) and size the pool.
 
-    num_blocks_override: this many blocks, whatever `available_bytes`. disable_hybrid: windows keep every token.
-    max_num_batched_tokens: most tokens of one step, which bounds what a window holds. Raises `ConfigError` when a
-    request of `max_model_len` does not fit.
+    num_blocks_override: this many blocks, whatever `available_bytes`. disable_hybrid: windows keep every token. max_num_batched_tokens:
+    most tokens of one step, which bounds what a window holds. Raises `ConfigError` when a request of `max_model_len` does not fit.
     """
     if not specs:
         return KVCachePlan(num_blocks=1, tensors=(), groups=())
@@ -117,8 +116,7 @@ def _mixed_group(specs: Mapping[str, KVCacheSpec]) -> KVCacheGroup:
 def _with_riders(
     groups: tuple[KVCacheGroup, ...], buffers: Buffers, riders: Mapping[str, KVCacheSpec]
 ) -> tuple[tuple[KVCacheGroup, ...], Buffers]:
-    """The riders belong to the first group, which keeps every token as they do. Its blocks are theirs, so these have as many
-    tokens."""
+    """The riders belong to the first group, which keeps every token as they do. Its blocks are theirs, so these have as many tokens."""
     first, *others = groups
     raised = {name: spec.with_block_size(first.spec.block_size) for name, spec in riders.items()}
     with_riders = replace(

@@ -140,3 +140,5 @@ class EngineOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     timestamp: float = 0.0
     """Engine's monotonic clock: the NEW_TOKENS stamp of every output here that has tokens."""
     stats: SchedulerStats | None = None
+    engine_index: int = 0
+    """Which engine's they are: set by a client of several."""

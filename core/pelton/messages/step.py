@@ -100,8 +100,7 @@ class ModelOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[list[int]] = []
     """[R] sampled tokens of each row: accepted drafts and one more; empty for a chunk that is not the last."""
     logprobs: dict[int, PackedLogprobs | LogprobColumns] = {}
-    """By row, for rows that asked for logprobs: one position for each entry of token_ids[row]. Packed ones are passed on as
-    they are."""
+    """By row, for rows that asked for logprobs: one position for each entry of token_ids[row]. Packed ones are passed on as they are."""
     prompt_logprobs: dict[int, PackedLogprobs | LogprobColumns] = {}
     """By row: prompt positions whose logits this step computed, in order (position p+1 predicted at p)."""
     pooled: dict[int, TensorData] = {}

@@ -23,9 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class StatLoggers:
-    """All stat loggers of one engine. None with `disable_log_stats`; with quiet the default ones only count."""
+    """All stat loggers of an engine, and with the first one those of others. None with `disable_log_stats`; with quiet the default
+    ones only count. engine_index: of one engine alone."""
 
-    def __init__(self, config: EngineConfig, plugins: Plugins, engine_index: int = 0, *, quiet: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, plugins: Plugins, engine_index: int | None = None, *, quiet: bool = False
+    ) -> None:
+        self._others: dict[int, StatLoggers] = {}
+        if engine_index is None:
+            engine_index, *more = config.parallel.engine_indexes
+            self._others = {index: StatLoggers(config, plugins, index, quiet=quiet) for index in more}
         entries = [] if config.observability.disable_log_stats else chosen_entries(plugins)
         self.loggers: dict[str, StatLogger] = {}
         for entry in entries:
@@ -42,6 +49,9 @@ class StatLoggers:
 
     def __bool__(self) -> bool:
         return bool(self.loggers)
+
+    def of(self, engine_index: int) -> StatLoggers:
+        return self._others.get(engine_index, self)
 
     def engine_started(self, info: EngineInfo) -> None:
         for name, stat_logger in self.loggers.items():
@@ -61,6 +71,8 @@ class StatLoggers:
         for name, stat_logger in self.loggers.items():
             if name not in self._silent:
                 self._guarded(name, stat_logger.log)
+        for other in self._others.values():
+            other.log()
 
     def snapshot(self) -> list[Metric]:
         """The metrics of every logger that publishes, and of plugins in the engine's process."""
@@ -68,7 +80,8 @@ class StatLoggers:
         for name, stat_logger in self.loggers.items():
             if isinstance(stat_logger, OffersSnapshot):
                 found += self._guarded(name, stat_logger.snapshot) or ()
-        return found + self._of_plugins.snapshot(metric.name for metric in found)
+        found += self._of_plugins.snapshot(metric.name for metric in found)
+        return found + [metric for other in self._others.values() for metric in other.snapshot()]
 
     def _guarded(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -9,10 +9,9 @@ A sub-layer returns its bare output, partial over ranks; the op that reads it re
 The three that begin with `add_norm_` are optional: where no kernel fits, each is composed of `add_norm`, `linear` and
 `gated`, which are chosen like any other. A weight format is thus one `linear`, a reduction one `add_norm`.
 
-For each op there is a needs dataclass (what an implementation may refuse), a tensors dataclass (what it is
-bound to) and a protocol of the bound callable. Shapes: T tokens, H hidden size, D head_dim.
-An op must be free of host synchronisation, and must do the same work for the same shapes.
-The residual between two layers belongs to the ops: a model hands it on and does not compute with it.
+For each op there is a needs dataclass (what an implementation may refuse), a tensors dataclass (what it is bound to) and a protocol of
+the bound callable. Shapes: T tokens, H hidden size, D head_dim. An op must be free of host synchronisation, and must do the same work for
+the same shapes. The residual between two layers belongs to the ops: a model hands it on and does not compute with it.
 """
 
 from __future__ import annotations

@@ -16,16 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
-from pelton.engine.client import EngineClient
+from pelton.engine.client import EngineClient, EngineStarter, start_engines, start_process
 from pelton.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OnText, OutputQueue
-from pelton.errors import (
-    EngineDeadError,
-    EngineError,
-    PeltonError,
-    error_from_info,
-)
+from pelton.errors import EngineDeadError, EngineError, PeltonError, error_from_info
 from pelton.logging import get_logger
 from pelton.lora.registry import AdapterRegistry
 from pelton.lora.request import LoRARequest
@@ -54,13 +49,11 @@ logger = get_logger(__name__)
 
 LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of the GIL, the event loop goes on
 
-EngineStarter = Callable[[EngineConfig, "ResolvedModel", "Plugins"], EngineClient]
-
 
 class AsyncLLM(AsyncPooling, AsyncAdapters):
     """Make it, `await start()` (or `async with`), then `generate` from any task of that event loop.
 
-    plugins: from `load_plugins()` when None. start_engine: makes the client, blocking; the process client
+    plugins: from `load_plugins()` when None. start_engine: makes the client of an engine, blocking; the process client
     when None. max_restarts: how often in a row a dead engine is started again. explicit: flat names of the settings
     that the user gave, which plugins may not change. stat_loggers: where figures go; those of the settings when None.
     """
@@ -85,7 +78,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self.adapters: AdapterRegistry = self._front_end.adapters
         self.output_processor = OutputProcessor(self.tokenizer, self.config)
         self.stat_loggers = StatLoggers(self.config, self.plugins) if stat_loggers is None else stat_loggers
-        self._start_engine = start_engine or _start_process
+        self._start_engine = start_engine or start_process
         self._max_restarts = max_restarts
         self._client: EngineClient | None = None
         self._supervisor: Supervisor | None = None
@@ -108,7 +101,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         if self._client is not None:
             return
         began = time.monotonic()
-        self._client = await asyncio.to_thread(self._start_engine, self.config, self.model, self.plugins)
+        self._client = await asyncio.to_thread(start_engines, self.config, self.model, self.plugins, self._start_engine)
+        self._client.supervise(self._max_restarts, lambda info, index: self.stat_loggers.of(index).engine_started(info))
         self._started(time.monotonic() - began)
         await self._load_adapters()
         self._supervisor = Supervisor(
@@ -407,16 +401,10 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
             return
         self._send_finish(processed.stopped, FinishReason.STOP)
         self._send_finish(processed.aborted)
-        self.stat_loggers.record(outputs.stats, processed.stats)
+        self.stat_loggers.of(outputs.engine_index).record(outputs.stats, processed.stats)
         self._note_idle()
 
     async def _log_stats(self) -> None:
         while True:
             await asyncio.sleep(self.config.observability.log_stats_interval_s)
             self.stat_loggers.log()
-
-
-def _start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineClient:
-    from pelton.engine.process_client import ProcessClient
-
-    return ProcessClient(config, model, plugins)

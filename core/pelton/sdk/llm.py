@@ -24,7 +24,7 @@ from pelton.outputs import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
-)
+)  # fmt: skip
 from pelton.pooling.io_processor import DATA, NO_PROCESSOR, is_for_processor, parse
 from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, score_of
 from pelton.sampling_params import RequestOutputKind, SamplingParams
@@ -87,8 +87,7 @@ class LLM:
         prompts: one or many of text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}. sampling_params: one for
         all, one each, or None for the model's defaults. use_tqdm: show progress. kv_transfer_params: for the KV connector, the
         same for all prompts. lora_request: the adapter of all prompts, or one each, None for the model alone.
-        A bad prompt raises `RequestError`
-        before anything is queued; a request that fails later has an `error` in its output, and the others go on.
+        A bad prompt raises `RequestError` before anything is queued; a request that fails later has an `error` in its output.
         """
         many = as_prompts(prompts)
         params = _one_each("sampling_params", sampling_params, len(many), (SamplingParams, type(None)))

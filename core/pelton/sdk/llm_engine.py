@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
-from pelton.engine.client import EngineClient
+from pelton.engine.client import EngineClient, start_engines, start_process
+from pelton.engine.in_process import InProcessClient
 from pelton.engine.input_processor import ProcessedRequest, Prompt
 from pelton.engine.output_processor import OutputProcessor
 from pelton.errors import ConfigError, EngineDeadError, RequestError
@@ -21,6 +22,7 @@ from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.sampling_params import SamplingParams
 from pelton.sdk.front_end import FrontEnd
+from pelton.sdk.supervisor import MAX_RESTARTS
 
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric
@@ -59,7 +61,9 @@ class LLMEngine:
         self.stat_loggers = StatLoggers(self.config, self.plugins, quiet=ASKS_FOR_LOG_LINES.isdisjoint(explicit))
         self.num_preemptions = 0
         began = time.monotonic()
-        self.client = _start_client(self.config, self.front_end, engine_process)
+        start = start_process if engine_process or self.config.parallel.data_parallel_size > 1 else InProcessClient
+        self.client: EngineClient = start_engines(self.config, self.model, self.plugins, start)
+        self.client.supervise(MAX_RESTARTS, lambda info, index: self.stat_loggers.of(index).engine_started(info))
         self.info: EngineInfo = self.client.info
         self.front_end.engine_started(self.info, time.monotonic() - began)
         self.stat_loggers.engine_started(self.info)
@@ -143,7 +147,7 @@ class LLMEngine:
         if batch.stats is not None:
             self.num_preemptions += batch.stats.num_preemptions
         if self.stat_loggers:
-            self.stat_loggers.record(batch.stats, done.stats)
+            self.stat_loggers.of(batch.engine_index).record(batch.stats, done.stats)
             if now >= self._next_log:
                 self.log_stats()
         return done.outputs, done.stats
@@ -213,13 +217,3 @@ class LLMEngine:
         lost = self.output_processor.fail_all(EngineDeadError("The engine was shut down."))
         self.stat_loggers.record(SchedulerStats(), lost)
         self.log_stats()
-
-
-def _start_client(config: EngineConfig, front_end: FrontEnd, engine_process: bool) -> EngineClient:
-    if engine_process:
-        from pelton.engine.process_client import ProcessClient
-
-        return ProcessClient(config, front_end.model, front_end.plugins)
-    from pelton.engine.in_process import InProcessClient
-
-    return InProcessClient(config, front_end.model, front_end.plugins)

@@ -36,13 +36,14 @@ class Supervisor:
         hand_on: Callable[[EngineOutputs], None],
         died: Callable[[EngineDeadError], None],
         started: Callable[[float], None],
+        name: str = "The engine",
     ) -> None:
         self.client = client
         self.down: EngineDeadError | None = None
         """Why there is no engine; None while it runs."""
         self._failed: tuple[str, float] | None = None  # why steps fail one after another, and when the last one did
         self._max_restarts = max_restarts
-        self._hand_on, self._died, self._started = hand_on, died, started
+        self._hand_on, self._died, self._started, self._name = hand_on, died, started, name
 
     @property
     def failing(self) -> str | None:
@@ -93,7 +94,7 @@ class Supervisor:
     async def _restart(self, deaths: int, error: EngineDeadError) -> bool:
         """Try once. True when the engine is back; never returns when there are no tries left."""
         if deaths > self._max_restarts:
-            logger.error("The engine failed %d times and will not be restarted; restart the server.", deaths)
+            logger.error("%s failed %d times and will not be restarted; restart the server.", self._name, deaths)
             self.down = EngineDeadError(f"{error} It will not be restarted (it failed {deaths} times).")
             await asyncio.Event().wait()
         await asyncio.sleep(BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)])
@@ -103,12 +104,12 @@ class Supervisor:
         except Exception as failure:  # also what the system refuses, such as a process or a socket: later it may not
             is_known = isinstance(failure, PeltonError)
             cause = str(failure) if is_known else f"{type(failure).__name__}: {failure}"
-            logger.error("Restarting the engine failed: %s", cause, exc_info=not is_known)
+            logger.error("%s: restarting it failed: %s", self._name, cause, exc_info=not is_known)
             self.down = EngineDeadError(f"{error} Restarting it failed: {cause}")
             return False
         self._started(time.monotonic() - began)
         self.down = None
-        logger.info("The engine is running again.")
+        logger.info("%s is running again.", self._name)
         return True
 
     async def watch(self, most_s: float) -> None:
@@ -123,5 +124,5 @@ class Supervisor:
             age = self.client.last_progress_age_s
             if age > most_s and not was_late and self.client.error is None:
                 reason = f"It made no progress for {age:.1f} s (max_step_s is {most_s:g})."
-                logger.error("The engine is killed. %s", reason)
+                logger.error("%s is killed. %s", self._name, reason)
                 self.client.kill(reason)

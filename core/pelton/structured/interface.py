@@ -19,10 +19,9 @@ class MaskFiller(Protocol):
     """Makes the masks of many grammars in one native call."""
 
     def fill(self, rows: Sequence[tuple[Any, int, Sequence[int]]], bitmask: Any) -> None:
-        """rows: grammars of this filler, each with the place of its first mask, and its draft tokens. bitmask: [masks,
-        ceil(vocab / 32)] int32, contiguous. Mask `place + i` becomes what may follow `drafts[:i]`; those behind a draft
-        that is not allowed stay as they are. Called on the engine core's thread while the device computes. Where it
-        raises, masks are made one by one."""
+        """rows: grammars of this filler, each with the place of its first mask, and its draft tokens. bitmask: [masks, ceil(vocab / 32)]
+        int32, contiguous. Mask `place + i` becomes what may follow `drafts[:i]`; those behind a draft that is not allowed stay as they
+        are. Called on the engine core's thread while the device computes. Where it raises, masks are made one by one."""
         ...
 
 
@@ -44,9 +43,8 @@ class Grammar(ABC):
 
     @abstractmethod
     def fill_bitmask(self, row: bytearray | memoryview, draft_token_ids: Sequence[int] = ()) -> None:
-        """Write ceil(vocab / 32) little-endian int32 words: bit t % 32 of word t // 32 is 1 when token t may follow
-        `draft_token_ids` in the present state, which is unchanged afterwards. Where the next text is certain, one of the
-        tokens that begin it will do."""
+        """Write ceil(vocab / 32) little-endian int32 words: bit t % 32 of word t // 32 is 1 when token t may follow `draft_token_ids` in
+        the present state, which is unchanged afterwards. Where the next text is certain, one of the tokens that begin it will do."""
 
     @abstractmethod
     def is_terminated(self) -> bool:

@@ -91,6 +91,9 @@ SUITES: Mapping[str, Suite] = {
     "pelton_communicators": Suite(
         "pelton.testing.communicator:CommunicatorConformance", lambda entry, loaded: {"load": entry.load}
     ),
+    "pelton_engine_clients": Suite(
+        "pelton.testing.engine_client:EngineClientConformance", lambda entry, loaded: {"load": entry.load}
+    ),
     "pelton_schedulers": Suite("pelton.testing.scheduler:SchedulerConformance", _made("make_scheduler")),
     "pelton_scheduling_policies": Suite(
         "pelton.testing.scheduling_policy:SchedulingPolicyConformance", _set("policy_class")

@@ -1,8 +1,7 @@
 """Interface of a whole-step kernel: a backend's own way from a decode step's inputs to its logits, for one kind of model.
 
-A plugin offers one through the hook `pelton_step_kernels`. It takes the place of the model's forward pass and logits in steps in
-which every row has one token; prompts, drafts and steps with adapters are computed by the model's layers. What follows the
-logits stays.
+A plugin offers one through the hook `pelton_step_kernels`. It takes the place of the model's forward pass and logits in steps in which
+every row has one token; prompts, drafts and steps with adapters are computed by the model's layers. What follows the logits stays.
 """
 
 from __future__ import annotations

@@ -41,12 +41,13 @@ class CPUPlatform(Platform):
         return torch.device("cpu")
 
     def share_host(self, local_rank: int, num_local_ranks: int) -> None:
-        """A rank has cores of its own, unless there are fewer than ranks."""
+        """A rank has cores of its own. Where there are fewer than ranks, those that wait for each other, which follow each other, get
+        different ones."""
         cores = host.core_cpus()[: host.usable_cores()]
+        share = len(cores) // num_local_ranks
+        first = local_rank * len(cores) // num_local_ranks if share else local_rank % len(cores)
         if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(
-                0, cores[local_rank * len(cores) // num_local_ranks :][: max(len(cores) // num_local_ranks, 1)]
-            )
+            os.sched_setaffinity(0, cores[first:][: max(share, 1)])
 
     def init_device(self, config: EngineConfig, local_rank: int) -> None:
         """Threads within an op, none between ops: a step is one chain of ops."""

@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pelton.config import EngineConfig
+from pelton.config.parallel import ParallelConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, PluginError
 from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
@@ -158,6 +159,7 @@ class InProcessExecutor(Executor):
 
     steps_are_ordered = True
     max_concurrent_steps = 2
+    rank = 0
 
     def __init__(self, context: ExecutorContext) -> None:
         from pelton.platform.select import select_platform
@@ -184,13 +186,16 @@ class InProcessExecutor(Executor):
         check_one_device(context.config)
 
     def prepare(self, context: ExecutorContext, platform: Platform) -> None:
-        """Prepare the process for its platform, before anything is made on the device."""
+        """Prepare the process for its platform, before anything is made on the device. Engines of one host share its cores."""
+        place, count = place_on_host(context.config.parallel, self.rank)
+        if count > 1:
+            platform.share_host(place, count)
         platform.prepare(context.config)
 
     def place(self, context: ExecutorContext, platform: Platform) -> tuple[int, GroupContext]:
         """Return the number of the device on this host, and the worker's place among the ranks. On the worker's thread.
         Layers leave sums over one rank out when they are made: nothing calls it in a step."""
-        return 0, GroupContext(OneRank())
+        return place_on_host(context.config.parallel)[0], GroupContext(OneRank())
 
     def _start_worker(self, context: ExecutorContext, platform: Platform) -> Worker:
         rank, parallel = self.place(context, platform)
@@ -296,6 +301,12 @@ class InProcessExecutor(Executor):
             raise EngineDeadError("The executor was shut down.") from None
 
 
+def place_on_host(parallel: ParallelConfig, rank: int = 0) -> tuple[int, int]:
+    """Return the number on this host of the device of an engine's rank `rank`, and how many devices this node's engines have."""
+    engine = parallel.data_parallel_rank - parallel.data_parallel_start_rank
+    return engine * parallel.num_ranks + rank, len(parallel.engine_indexes) * parallel.num_ranks
+
+
 def check_one_device(config: EngineConfig) -> None:
     parallel = config.parallel
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -304,11 +315,6 @@ def check_one_device(config: EngineConfig) -> None:
                 f"{name} is {getattr(parallel, name)}; the in_process executor runs one device. "
                 "Set it to 1, or name an executor that runs several with --distributed-executor-backend."
             )
-    if parallel.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size is {parallel.data_parallel_size}; this release runs one engine. Set it to 1, and start a server "
-            "for each copy of the model."
-        )
 
 
 _live: weakref.WeakSet[InProcessExecutor] = weakref.WeakSet()

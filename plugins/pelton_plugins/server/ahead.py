@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from pelton.config import EngineConfig
 from pelton.engine.process_client import EngineConnection
 from pelton.executor.select import find_executor
@@ -15,12 +17,14 @@ class EngineAhead:
         entry = find_executor(config.parallel, plugins)
         self.imports = ("pelton.engine.core", *getattr(entry, "imports", ()))
         self._connection: EngineConnection | None = EngineConnection(imports=self.imports)
+        self._lock = threading.Lock()
         self.pid = self._connection.process.pid
 
     def take(self) -> EngineConnection | None:
         """Return its connection, once."""
-        taken, self._connection = self._connection, None
-        return taken
+        with self._lock:  # engines start side by side
+            taken, self._connection = self._connection, None
+            return taken
 
     def close(self) -> None:
         if self._connection is not None:

@@ -8,6 +8,7 @@ import re
 import msgspec
 
 from pelton import limits
+from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 
 MAX_API_SERVERS = 64
@@ -21,8 +22,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Address to listen on. One that other machines reach needs an api_key."""
     port: int = 8000
     """0 takes a free one, which the start message names."""
-    api_server_count: int = 1
-    """Processes that serve HTTP beside one engine, at one port. One is enough below some ten thousand tokens a second."""
+    api_server_count: int | None = None
+    """Processes that serve HTTP beside the engines, at one port; unset: as many as engines (data_parallel_size). One is enough below
+    some ten thousand tokens a second."""
     api_key: list[str] = msgspec.field(default_factory=list)
     """Keys that clients send as `Authorization: Bearer KEY`; any of them opens every route."""
     allow_unauthenticated: bool = False
@@ -103,7 +105,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"port is {self.port}; use 1 to 65535, or 0 for a free one.")
         if any(not key for key in self.api_key):
             raise ConfigError("api_key has an empty key; give a non-empty one, or leave the setting out.")
-        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+        if self.api_server_count is not None and not 1 <= self.api_server_count <= MAX_API_SERVERS:
             raise ConfigError(f"api_server_count is {self.api_server_count}; use 1 to {MAX_API_SERVERS}.")
         if self.max_engine_restarts < 0:
             raise ConfigError(f"max_engine_restarts is {self.max_engine_restarts}; use 0 or more.")
@@ -134,6 +136,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for path in self.public_routes:
             if not path.startswith("/"):
                 raise ConfigError(f"public_routes has {path!r}; paths start with a slash, such as /metrics.")
+
+    def num_servers(self, config: EngineConfig) -> int:
+        """Processes that serve, beside the engines of these settings. One where adapters are loaded by requests: each has its own list."""
+        if self.api_server_count is not None:
+            return self.api_server_count
+        return (
+            1 if config.lora.allow_runtime_lora_updating else min(len(config.parallel.engine_indexes), MAX_API_SERVERS)
+        )
 
     def check_policy(self, scheduling_policy: str) -> None:
         """Refuse a key that nothing asks for. Raises `ConfigError`."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvicorn
 
 from pelton.config import EngineConfig
@@ -299,9 +300,11 @@ def run_server(
     config.check_policy(engine_config.scheduler.scheduling_policy)
     check_tls(config)
     server: Server | Owner
-    if config.api_server_count > 1:
+    num_servers = config.num_servers(engine_config)
+    if num_servers > 1:
         from pelton_plugins.server.processes.owner import Owner
 
+        config = msgspec.structs.replace(config, api_server_count=num_servers)
         server = Owner(config, engine_config, plugins or load_plugins(), explicit, ahead)
     else:
         server = Server(config, engine_config, plugins or load_plugins(), explicit, ahead)

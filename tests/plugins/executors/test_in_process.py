@@ -206,7 +206,7 @@ def test_load_error_comes_out_of_the_constructor_and_leaves_no_thread(make):
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_more_than_one_device_is_refused(make, name):
     with pytest.raises(ConfigError, match=f"{name} is 2"):
         make(**{name: 2})

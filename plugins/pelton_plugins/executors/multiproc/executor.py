@@ -316,10 +316,6 @@ class MultiProcExecutor(Executor):
 
 def check_sizes(context: ExecutorContext) -> None:
     parallel = context.config.parallel
-    if parallel.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size is {parallel.data_parallel_size}; the executor multiproc runs one engine. Set it to 1."
-        )
     if parallel.pipeline_parallel_size > 1:
         config = context.config
         for name, is_set in (

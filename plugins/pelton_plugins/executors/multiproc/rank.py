@@ -29,7 +29,7 @@ from pelton.logging import get_logger, setup
 from pelton.parallel.communicator import Communicator, CommunicatorContext, GroupContext, make_communicator
 from pelton.plugins import load_plugins
 from pelton.utils.own_process import read_arguments
-from pelton_plugins.executors.in_process import InProcessExecutor
+from pelton_plugins.executors.in_process import InProcessExecutor, place_on_host
 from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.ring import RingReader
 from pelton_plugins.executors.one_rank import OneRank
@@ -151,7 +151,7 @@ class RankExecutor(InProcessExecutor):
     """The worker of one of several ranks."""
 
     def __init__(self, context: ExecutorContext, rank: int, size: int, store: str) -> None:
-        self._rank, self._size, self._store = rank, size, store
+        self.rank, self._size, self._store = rank, size, store
         super().__init__(context)
 
     def check_sizes(self, context: ExecutorContext) -> None: ...
@@ -159,26 +159,24 @@ class RankExecutor(InProcessExecutor):
     def place(self, context: ExecutorContext, platform: Platform) -> tuple[int, GroupContext]:
         """Ranks of one stage follow each other."""
         parallel = context.config.parallel
-        stage, rank = divmod(self._rank, parallel.tensor_parallel_size)
+        local_rank, _ = place_on_host(parallel, self.rank)
+        stage, rank = divmod(self.rank, parallel.tensor_parallel_size)
         stages = None
         if parallel.pipeline_parallel_size > 1:
             stages = self._communicator(context, platform, stage, parallel.pipeline_parallel_size, f"pp{rank}")
         if parallel.tensor_parallel_size == 1:
-            return self._rank, GroupContext(OneRank(), stages)
+            return local_rank, GroupContext(OneRank(), stages)
         group = self._communicator(context, platform, rank, parallel.tensor_parallel_size, f"tp{stage}")
-        return self._rank, GroupContext(group, stages)
-
-    def prepare(self, context: ExecutorContext, platform: Platform) -> None:
-        platform.share_host(self._rank, self._size)
-        super().prepare(context, platform)
+        return local_rank, GroupContext(group, stages)
 
     def _communicator(
         self, context: ExecutorContext, platform: Platform, rank: int, size: int, group: str
     ) -> Communicator:
+        device = platform.device(place_on_host(context.config.parallel, self.rank)[0])
         return make_communicator(
             context.plugins,
             CommunicatorContext(
-                rank=rank, size=size, device=platform.device(self._rank), store=self._store, group=group,
+                rank=rank, size=size, device=device, store=self._store, group=group,
                 engine_config=context.config,
             ),
             platform.device_type,

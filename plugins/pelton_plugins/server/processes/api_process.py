@@ -17,6 +17,7 @@ from typing import Any
 
 import zmq
 
+from pelton.config.parallel import ParallelConfig
 from pelton.engine.protocol import error_info
 from pelton.errors import PeltonError, PluginError, RequestError
 from pelton.logging import get_logger, setup
@@ -41,8 +42,15 @@ ASK_TIMEOUT_S = 5.0
 class GatheredStats:
     """Stand-in for the stat loggers, which run in the owner: gathers the figures for the next report."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        self._index = index
         self._gathered = IterationStats()
+        self._others: dict[int, GatheredStats] = {}
+
+    def of(self, engine_index: int) -> GatheredStats:
+        if engine_index == self._index:
+            return self
+        return self._others.setdefault(engine_index, GatheredStats(engine_index))
 
     def __bool__(self) -> bool:
         return True
@@ -62,9 +70,13 @@ class GatheredStats:
         for reason, count in stats.num_rejected_reqs.items():
             into.num_rejected_reqs[reason] = into.num_rejected_reqs.get(reason, 0) + count
 
-    def take(self) -> IterationStats:
+    def take(self) -> dict[int, IterationStats]:
+        """Return figures by engine."""
         gathered, self._gathered = self._gathered, IterationStats()
-        return gathered
+        taken = {self._index: gathered}
+        for other in self._others.values():
+            taken |= other.take()
+        return taken
 
     def log(self) -> None:
         """The owner writes the line."""
@@ -87,9 +99,10 @@ class ApiServer(Server):
         self._index = configure.index
         self._loop = asyncio.get_running_loop()
         self._resolved: asyncio.Future[None] = self._loop.create_future()
-        self._up: asyncio.Future[control.EngineUp] = self._loop.create_future()
-        self._client: JoinedClient | None = None
-        self._stats = GatheredStats()
+        self._ups: dict[int, control.EngineUp] = {}
+        self._is_up = asyncio.Event()
+        self._clients: dict[int, JoinedClient] = {}
+        self._stats = GatheredStats(configure.engine.parallel.engine_indexes[0])
         self._process = ProcessMetrics()
         self._asked: dict[int, asyncio.Future[str]] = {}
         self._asked_kept: dict[int, asyncio.Future[control.Kept]] = {}
@@ -112,14 +125,14 @@ class ApiServer(Server):
             self.engine_config,
             plugins=self.plugins,
             explicit=self.explicit,
-            start_engine=lambda *_: self._client,  # type: ignore[arg-type, return-value]
+            start_engine=lambda config, *_: self._clients[config.parallel.data_parallel_rank],
             max_restarts=RESTARTS,
             stat_loggers=self._stats,  # type: ignore[arg-type]
         )
-        up = await self._join()
-        llm.input_processor.draw_apart(up.client_index)
+        number = await self._join(llm.config.parallel)
+        llm.input_processor.draw_apart(number)
         await llm.start()
-        llm.adapters.number_from(FIRST_ADAPTER_ID * up.client_index)
+        llm.adapters.number_from(FIRST_ADAPTER_ID * number)
         if llm.info.report.platform == "cpu":
             lower_priority()
         assert self.state.parsers is not None
@@ -127,16 +140,27 @@ class ApiServer(Server):
         self.state.llm = llm
         self._link.send(control.Ready(os.getpid()))
 
-    async def _join(self) -> control.EngineUp:
-        """Join the engine as soon as there is one that lives."""
+    async def _join(self, parallel: ParallelConfig) -> int:
+        """Join the engines as soon as there is one that lives; returns a number that no other process has."""
         while True:
-            up = await self._up
-            try:
-                self._client = JoinedClient(up, self._loop)
-            except zmq.ZMQError:  # it died before we heard; the owner tells of the next
-                self._up = self._loop.create_future()
-            else:
-                return up
+            await self._is_up.wait()
+            for engine, up in list(self._ups.items()):
+                try:
+                    self._clients[engine] = JoinedClient(up, self._loop)
+                except zmq.ZMQError:  # it died before we heard; the owner tells of the next
+                    self._note_down(engine)
+            if self._clients:
+                break
+        live = next(iter(self._clients))
+        for engine in parallel.engine_indexes if parallel.data_parallel_size > 1 else ():
+            if engine not in self._clients:
+                self._clients[engine] = JoinedClient(None, self._loop, self._clients[live].info)
+        return self._ups[live].client_index
+
+    def _note_down(self, engine: int) -> None:
+        self._ups.pop(engine, None)
+        if not self._ups:
+            self._is_up.clear()
 
     async def _read(self) -> None:
         """Follow the owner; without it there is nothing to serve."""
@@ -149,18 +173,19 @@ class ApiServer(Server):
         if isinstance(message, control.Resolved):
             if not self._resolved.done():
                 self._resolved.set_result(None)
+        elif isinstance(message, control.Loads):
+            for engine, (num_waiting, num_running) in message.loads.items():
+                if engine in self._clients:
+                    self._clients[engine].told_load(num_waiting, num_running)
         elif isinstance(message, control.EngineUp):
-            if self._client is not None:
-                self._client.engine_up(message)
-                return
-            if self._up.done():
-                self._up = self._loop.create_future()
-            self._up.set_result(message)
+            self._ups[message.engine] = message
+            self._is_up.set()
+            if message.engine in self._clients:
+                self._clients[message.engine].engine_up(message)
         elif isinstance(message, control.EngineDown):
-            if self._client is not None:
-                self._client.engine_down(message.reason)
-            elif self._up.done():
-                self._up = self._loop.create_future()
+            if message.engine in self._clients:
+                self._clients[message.engine].engine_down(message.reason)
+            self._note_down(message.engine)
         elif isinstance(message, control.AskFigures):
             self._send_figures(message.number)
         elif isinstance(message, control.MetricsText):

@@ -30,7 +30,7 @@ class Child:
     def __init__(self, owner: Owner, index: int, listener: socket.socket, load_file: int, load: LoadCounts) -> None:
         self._owner = owner
         self.index = index
-        self.client_index = 0
+        self.client_indexes: dict[int, int] = {}  # by engine
         self.ready = asyncio.Event()
         self.num_in_progress = 0
         self.samples: dict[str, float] = {}

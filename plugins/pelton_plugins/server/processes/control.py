@@ -1,6 +1,7 @@
 """Messages between the process that owns the engine and the API processes: msgpack over a pair of stream sockets.
 
-The owner sends `Configure` first, `Resolved` once the model is found, then `EngineUp` and `EngineDown` as it goes. An API
+The owner sends `Configure` first, `Resolved` once the model is found, then `EngineUp` and `EngineDown` of each engine as it goes, and
+where there are several, `Loads`. An API
 process answers `Ready` or `Failed`, and tells its figures several times a second, which is also its sign of life.
 """
 
@@ -49,10 +50,20 @@ class EngineUp(_Message):
     client_index: int
     """Used once, so that a new process never gets outputs that were meant for a dead one."""
     info: EngineInfo
+    engine: int = 0
+    """Number of the engine, where there are several."""
 
 
 class EngineDown(_Message):
     reason: str
+    engine: int = 0
+
+
+class Loads(_Message):
+    """Requests of each engine, from all API processes: what their routers go by."""
+
+    loads: dict[int, tuple[int, int]]
+    """Engine to (waiting, running)."""
 
 
 class AskFigures(_Message):
@@ -100,7 +111,8 @@ class Figures(_Message):
 
     number: int
     """Of the question; 0 without one."""
-    iteration: IterationStats
+    iterations: dict[int, IterationStats]
+    """By engine."""
     http: HttpCounts
     process: dict[str, float]
     """Of `process_*` and `python_*` families, by sample name."""
@@ -112,7 +124,7 @@ class AskMetrics(_Message):
     number: int
 
 
-ToApi = Configure | Resolved | EngineUp | EngineDown | AskFigures | MetricsText | AskKept | Kept
+ToApi = Configure | Resolved | EngineUp | EngineDown | Loads | AskFigures | MetricsText | AskKept | Kept
 ToOwner = Ready | Failed | Figures | AskMetrics | AskKept | Kept
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,5 +1,6 @@
-"""`Owner`: the process of `pelton serve --api-server-count N`. It owns the engine, the port and the figures, and serves nothing.
+"""`Owner`: the process of `pelton serve --api-server-count N`. It owns the engines, the port and the figures, and serves nothing.
 
+With several engines it tells the API processes how much each has to do: their routers go by that.
 N API processes serve, each with a socket of its own at the one port; the owner holds copies, so that connections wait while
 a dead process is replaced. What one process does wrong ends its own requests only.
 """
@@ -39,6 +40,7 @@ logger = get_logger(__name__)
 ASK_TIMEOUT_S = 2.0  # for the figures of all processes
 SILENCE_S = 20.0  # an API process that tells nothing for so long is replaced
 WATCH_S = 1.0
+LOADS_INTERVAL_S = 0.05  # between two reports of what engines have to do
 EXIT_GRACE_S = 7.0  # beyond the time that running requests get
 
 
@@ -47,13 +49,18 @@ class OwnedClient(ProcessClient):
 
     owner: Owner
     loop: asyncio.AbstractEventLoop
+    engine: int
 
     async def get_outputs_async(self) -> list[EngineOutputs]:
         try:
-            return await super().get_outputs_async()
+            batches = await super().get_outputs_async()
         except EngineDeadError as error:
-            self.owner.engine_down(str(error))
+            self.owner.engine_down(self.engine, str(error))
             raise
+        for outputs in batches:
+            if outputs.stats is not None:
+                self.owner.loads[self.engine] = outputs.stats.num_waiting_reqs, outputs.stats.num_running_reqs
+        return batches
 
     def restart(self) -> None:
         super().restart()
@@ -61,7 +68,7 @@ class OwnedClient(ProcessClient):
 
 
 class Owner:
-    """One engine, one port, several processes, from the bind to the last answer."""
+    """The engines, one port, several processes, from the bind to the last answer."""
 
     def __init__(
         self, config: ServerConfig, engine_config: EngineConfig, plugins: Plugins, explicit: Collection[str] = (),
@@ -77,9 +84,10 @@ class Owner:
         self.http = HttpMetrics()
         self.num_restarts = 0
         self._llm: Any = None
-        self._client: OwnedClient | None = None
+        self._clients: dict[int, OwnedClient] = {}
         self._is_resolved = self._is_announced = False
-        self._up: control.EngineUp | None = None
+        self._ups: dict[int, control.EngineUp] = {}
+        self.loads: dict[int, tuple[int, int]] = {}
         self._client_indexes = itertools.count(1)
         self._numbers = itertools.count(1)
         self._process = ProcessMetrics()
@@ -103,6 +111,8 @@ class Owner:
         for child in self.children:
             self._start_task(child.keep())
         self._start_task(self._watch())
+        if self.engine_config.parallel.data_parallel_size > 1:
+            self._start_task(self._tell_loads())
         self._loading = asyncio.create_task(self._load())
         self._loading.add_done_callback(self._on_loaded)
         try:
@@ -125,7 +135,9 @@ class Owner:
         bind(self.config).close()  # alone: a port that another server shares is taken
         first = bind(self.config, is_shared=True)
         self.port = first.getsockname()[1]
-        rest = [bind(self.config, port=self.port, is_shared=True) for _ in range(self.config.api_server_count - 1)]
+        rest = [
+            bind(self.config, port=self.port, is_shared=True) for _ in range((self.config.api_server_count or 1) - 1)
+        ]
         return [first, *rest]
 
     def _start_task(self, work: Any) -> None:
@@ -164,8 +176,8 @@ class Owner:
                 llm.shutdown()
             raise
         self._llm = llm
-        assert self._client is not None
-        self.engine_up(self._client)
+        for client in self._clients.values():
+            self.engine_up(client)
         for child in self.children:
             await child.ready.wait()
         self._is_announced = True
@@ -173,23 +185,38 @@ class Owner:
         announce(llm, self.config, names[0], url_of(self.config, self.port), time.perf_counter() - began)
 
     def _start_engine(self, loop: asyncio.AbstractEventLoop) -> Any:
-        def start(*arguments: Any) -> OwnedClient:
-            client = self._client = OwnedClient(*arguments, connection=self._ahead and self._ahead.take())
-            client.owner, client.loop = self, loop
+        def start(config: EngineConfig, *arguments: Any) -> OwnedClient:
+            client = OwnedClient(config, *arguments, connection=self._ahead and self._ahead.take())
+            client.owner, client.loop, client.engine = self, loop, config.parallel.data_parallel_rank
+            self._clients[client.engine] = client
             return client
 
         return start
 
     def engine_up(self, client: OwnedClient) -> None:
+        self._ups[client.engine] = control.EngineUp(client.socket_dir, 0, client.info, client.engine)
         for child in self.children:
-            child.client_index = next(self._client_indexes)
-            self._up = control.EngineUp(client.socket_dir, child.client_index, client.info)
-            child.send(self._up)
+            self._tell_up(child, client.engine)
 
-    def engine_down(self, reason: str) -> None:
-        self._up = None
+    def _tell_up(self, child: Child, engine: int) -> None:
+        up = self._ups[engine]
+        child.client_indexes[engine] = next(self._client_indexes)
+        child.send(control.EngineUp(up.socket_dir, child.client_indexes[engine], up.info, engine))
+
+    def engine_down(self, engine: int, reason: str) -> None:
+        self._ups.pop(engine, None)
+        self.loads.pop(engine, None)
         for child in self.children:
-            child.send(control.EngineDown(reason))
+            child.send(control.EngineDown(reason, engine))
+
+    async def _tell_loads(self) -> None:
+        told: dict[int, tuple[int, int]] = {}
+        while True:
+            await asyncio.sleep(LOADS_INTERVAL_S)
+            changed = {engine: load for engine, load in self.loads.items() if told.get(engine) != load}
+            told.update(changed)
+            for child in self.children if changed else ():
+                child.send(control.Loads(changed))
 
     def _on_loaded(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -213,15 +240,16 @@ class Owner:
         child.send(config)
         if self._is_resolved:
             child.send(control.Resolved())
-        if self._up is not None:
-            child.client_index = next(self._client_indexes)
-            child.send(control.EngineUp(self._up.socket_dir, child.client_index, self._up.info))
+        for engine in self._ups:
+            self._tell_up(child, engine)
+        if self.loads:
+            child.send(control.Loads(dict(self.loads)))
 
     def take(self, child: Child, message: control.ToOwner) -> None:
         if isinstance(message, control.Figures):
             self.http.add(message.http)
-            if self._llm is not None:
-                self._llm.stat_loggers.record(None, message.iteration)
+            for engine, iteration in message.iterations.items() if self._llm is not None else ():
+                self._llm.stat_loggers.of(engine).record(None, iteration)
         elif isinstance(message, control.AskMetrics):
             self._start_task(self._answer_metrics(child, message.number))
         elif isinstance(message, control.AskKept):
@@ -242,9 +270,11 @@ class Owner:
     def forget(self, child: Child) -> None:
         """A process is gone: what it had asked for ends."""
         self.num_restarts += 1
-        if self._client is not None and self._up is not None and child.client_index:
-            with contextlib.suppress(EngineDeadError):
-                self._client.forget_client(child.client_index)
+        for engine, client_index in child.client_indexes.items():
+            if engine in self._ups:
+                with contextlib.suppress(EngineDeadError):
+                    self._clients[engine].forget_client(client_index)
+        child.client_indexes = {}
 
     async def _answer_metrics(self, asker: Child, number: int) -> None:
         question = next(self._numbers)

@@ -1,0 +1,1 @@
+"""Data parallelism: several engines behind one client, and the routers that pick one for each request."""

@@ -1,0 +1,387 @@
+"""`SeveralEngines`: engines with a whole copy of the model each, as one client (data parallelism).
+
+Each request goes to the engine that the router picks, and stays there. A dead or hung engine loses its own requests, with an error, and
+is started again while the others go on. Calls go to all engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from pelton.config import EngineConfig
+from pelton.engine.client import EngineClient, EngineStarter
+from pelton.engine.protocol import error_info
+from pelton.errors import EngineDeadError
+from pelton.logging import get_logger
+from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
+from pelton.messages.report import EngineInfo
+from pelton.messages.request import EngineRequest
+from pelton.metrics.plugin_metrics import GAUGE, PluginSample
+from pelton.metrics.stats import SchedulerStats
+from pelton.model.resolved import ResolvedModel
+from pelton.plugins import Plugins
+from pelton.sdk.supervisor import MAX_RESTARTS, Supervisor
+from pelton_plugins.data_parallel.router import EngineLoad, LoadRouter, RequestRouter
+
+SILENT_S = 3.0
+"""An engine's process says every second that it lives. One that has not for so long gets no new requests while others do."""
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+
+class _Engine:
+    """One of the engines."""
+
+    def __init__(self, place: int, index: int, client: EngineClient) -> None:
+        self.place, self.index, self.client = place, index, client
+        self.is_up = client.error is None
+        self.num_in_flight = 0
+        self.supervisor: Supervisor | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """False for one that is silent, or whose steps fail one after another: it would have the lowest load of all."""
+        failing = self.supervisor is not None and self.supervisor.failing is not None
+        return not failing and self.client.silence_s < SILENT_S
+
+    def down_reason(self) -> str:
+        down = self.supervisor.down if self.supervisor is not None else None
+        return f"Engine {self.index}: {down or self.client.error or 'it is down.'}"
+
+
+class SeveralEngines(EngineClient):
+    """start: starts one engine; called for each from a thread of its own. All of them are ready when the constructor returns.
+
+    A subclass may pick engines otherwise, by another `router_class`.
+    """
+
+    router_class: ClassVar[type[RequestRouter]] = LoadRouter
+
+    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, start: EngineStarter) -> None:
+        parallel = config.parallel
+        indexes = list(parallel.engine_indexes)
+        self._router = self.router_class(config, len(indexes))
+        self._max_step_s = config.scheduler.max_step_s
+        self._max_restarts = MAX_RESTARTS
+        self._tell_started: Callable[[EngineInfo, int], None] | None = None
+        self._lock = threading.Lock()  # of the tables below, and of the router
+        self._engine_of: dict[str, _Engine] = {}
+        self._loads = [EngineLoad() for _ in indexes]
+        self._arrived: deque[EngineOutputs] = deque()
+        self._news = threading.Condition()
+        self._waiter: asyncio.Future[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._own_loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+
+        def start_one(index: int) -> EngineClient:
+            own = msgspec.structs.replace(parallel, data_parallel_rank=index)
+            return start(msgspec.structs.replace(config, parallel=own), model, plugins)
+
+        clients = _start_all([partial(start_one, index) for index in indexes])
+        self._engines = [_Engine(place, *pair) for place, pair in enumerate(zip(indexes, clients, strict=True))]
+        self.info = self._shared_info(parallel.data_parallel_routing)
+
+    def _shared_info(self, routing: str) -> EngineInfo:
+        """Return facts that hold for each engine."""
+        least = min((engine.client.info for engine in self._engines), key=lambda info: info.num_blocks)
+        shown = f"{len(self._engines)}, requests by {routing}; figures are those of each"
+        report = msgspec.structs.replace(least.report, choices={"engines": shown, **least.report.choices})
+        length = min(engine.client.info.max_model_len for engine in self._engines)
+        return msgspec.structs.replace(least, report=report, max_model_len=length)
+
+    # -- requests --
+
+    def add_request(self, request: EngineRequest) -> None:
+        self.add_requests([request])
+
+    def add_requests(self, requests: Sequence[EngineRequest]) -> None:
+        """Send each to an engine. Raises `EngineDeadError` (503) when none takes requests."""
+        left = list(requests)
+        while left:
+            shares: dict[int, list[EngineRequest]] = {}
+            with self._lock:
+                for request in left:
+                    engine = self._route(request)
+                    shares.setdefault(engine.place, []).append(request)
+            left = []
+            for place, share in shares.items():
+                engine = self._engines[place]
+                try:
+                    engine.client.add_requests(share)
+                except EngineDeadError:  # just now; its supervisor is about to hear of it
+                    with self._lock:
+                        engine.is_up = False
+                        for request in share:
+                            self._forget(request.request_id)
+                    left += share
+
+    def _route(self, request: EngineRequest) -> _Engine:
+        up = [engine for engine in self._engines if engine.is_up]
+        if not up or self._is_closed:
+            error = self.error or EngineDeadError("No engine is up.")
+            dead = EngineDeadError(f"{error} New requests are refused until an engine is back.")
+            dead.status = 503
+            raise dead
+        ready = [engine.place for engine in up if engine.is_well] or [engine.place for engine in up]
+        for place in ready:  # what was sent and not told of waits there
+            load, engine = self._loads[place], self._engines[place]
+            load.num_waiting = max(load.num_waiting, engine.num_in_flight - load.num_running)
+        chosen = self._engines[self._router.route(request, self._loads, ready)]
+        self._loads[chosen.place].num_waiting += 1
+        self._engine_of[request.request_id] = chosen
+        chosen.num_in_flight += 1
+        return chosen
+
+    def _forget(self, request_id: str) -> None:
+        """A request has ended; the caller holds the lock."""
+        engine = self._engine_of.pop(request_id, None)
+        if engine is not None:
+            engine.num_in_flight -= 1
+
+    def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        shares: dict[int, list[str]] = {}
+        with self._lock:
+            for request_id in request_ids:
+                engine = self._engine_of.get(request_id)
+                if engine is not None:
+                    shares.setdefault(engine.place, []).append(request_id)
+                    if reason == FinishReason.STOP:  # nothing more comes of it
+                        self._forget(request_id)
+        for place, share in shares.items():
+            with contextlib.suppress(EngineDeadError):  # its requests end anyway
+                self._engines[place].client.finish_requests(share, reason)
+
+    # -- outputs --
+
+    def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
+        """Engines are followed on an event loop of its own, in a thread."""
+        if self._own_loop is None:
+            self._own_loop = asyncio.new_event_loop()
+            threading.Thread(target=self._own_loop.run_forever, name="pelton-engines", daemon=True).start()
+            self._own_loop.call_soon_threadsafe(self._follow)
+        with self._news:
+            self._news.wait_for(lambda: self._arrived or self._is_closed, timeout_s)
+            if self._arrived:
+                return self._arrived.popleft()
+        if self._is_closed:
+            raise EngineDeadError("The engine was shut down.")
+        return EngineOutputs()
+
+    async def get_outputs_async(self) -> list[EngineOutputs]:
+        if not self._tasks:
+            self._follow()
+        while not self._arrived:
+            if self._is_closed:
+                raise EngineDeadError("The engine was shut down.")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs = list(self._arrived)
+        self._arrived.clear()
+        return outputs
+
+    def supervise(self, max_restarts: int, started: Callable[[EngineInfo, int], None]) -> None:
+        self._max_restarts, self._tell_started = max_restarts, started
+        for engine in self._engines[1:]:
+            started(engine.client.info, engine.index)
+
+    def _follow(self) -> None:
+        """Start what takes outputs and watches over each engine, on the running loop."""
+        loop = asyncio.get_running_loop()
+        for engine in self._engines:
+            supervisor = engine.supervisor = Supervisor(
+                engine.client, max_restarts=self._max_restarts, hand_on=partial(self._hand_on, engine),
+                died=partial(self._died, engine), started=partial(self._restarted, engine), name=f"Engine {engine.index}",
+            )  # fmt: skip
+            self._tasks.append(loop.create_task(supervisor.run(), name=f"pelton-outputs-{engine.index}"))
+            is_ours = type(engine.client).kill is not EngineClient.kill
+            if self._max_step_s and is_ours:
+                self._tasks.append(loop.create_task(supervisor.watch(self._max_step_s)))
+            self._tell_state(engine)
+
+    def _hand_on(self, engine: _Engine, outputs: EngineOutputs) -> None:
+        outputs.engine_index = engine.index
+        with self._lock:
+            for output in outputs.outputs:
+                if output.finish_reason is not None:
+                    self._forget(output.request_id)
+            if outputs.stats is not None:
+                load = self._loads[engine.place]
+                load.num_waiting, load.num_running = outputs.stats.num_waiting_reqs, outputs.stats.num_running_reqs
+        self._put(outputs)
+
+    def _put(self, outputs: EngineOutputs) -> None:
+        with self._news:
+            self._arrived.append(outputs)
+            self._news.notify()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- engines that end and come back --
+
+    def _died(self, engine: _Engine, error: EngineDeadError) -> None:
+        """End its requests; those of the others go on."""
+        reason = EngineDeadError(f"Engine {engine.index}, which ran this request, is gone: {error}")
+        reason.status = error.status
+        with self._lock:
+            engine.is_up = False
+            lost = [name for name, owner in self._engine_of.items() if owner is engine]
+            for request_id in lost:
+                self._forget(request_id)
+            self._loads[engine.place] = EngineLoad()
+            self._router.forget(engine.place)
+        info = error_info(reason)
+        ended = [EngineOutput(name, finish_reason=FinishReason.ERROR, error=info) for name in lost]
+        self._tell_state(engine, ended)
+
+    def _restarted(self, engine: _Engine, took_s: float) -> None:
+        with self._lock:
+            engine.is_up = True
+        if self._tell_started is not None:
+            self._tell_started(engine.client.info, engine.index)
+        self._tell_state(engine)
+
+    def _tell_state(self, engine: _Engine, ended: Sequence[EngineOutput] = ()) -> None:
+        """Empty figures, and whether the engine is up."""
+        up = PluginSample("engine_up", GAUGE, "1 while the engine takes requests.", {}, float(engine.is_up))
+        stats = SchedulerStats(plugin_metrics=[up])
+        self._put(EngineOutputs(list(ended), stats=stats, engine_index=engine.index))
+
+    # -- all engines --
+
+    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        """To all engines that live; an engine that comes back later starts without what was loaded, and loads it when it is asked for."""
+        live = [engine for engine in self._engines if engine.client.error is None]
+        results, errors = [], []
+        for future in _run_all(
+            [partial(engine.client.call, method, *args, timeout_s=timeout_s) for engine in live]
+        ):  # fmt: skip
+            try:
+                results.append(future.result())
+            except EngineDeadError as error:
+                errors.append(error)
+        if not results:
+            raise errors[0] if errors else EngineDeadError(str(self.error or "No engine is up."))
+        if method == "reset_prefix_cache":
+            with self._lock:
+                for engine in live:
+                    self._router.forget(engine.place)
+        return joined(method, results)
+
+    @property
+    def error(self) -> Exception | None:
+        """None while one engine at least takes requests."""
+        if self._is_closed:
+            return EngineDeadError("The engine was shut down.")
+        if any(engine.is_up for engine in self._engines):
+            return None
+        return EngineDeadError(" ".join(engine.down_reason() for engine in self._engines))
+
+    @property
+    def last_progress_age_s(self) -> float:
+        """Age of the progress of the engine that is best off."""
+        return min((engine.client.last_progress_age_s for engine in self._engines if engine.is_up), default=0.0)
+
+    @property
+    def silence_s(self) -> float:
+        return min((engine.client.silence_s for engine in self._engines if engine.is_up), default=0.0)
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        loop = self._own_loop
+        if loop is None:
+            self._stop_following()
+        else:
+            loop.call_soon_threadsafe(self._stop_following)
+            loop.call_soon_threadsafe(loop.stop)
+        stops = [partial(engine.client.shutdown, timeout_s) for engine in self._engines]
+        for future in _run_all(stops):
+            with contextlib.suppress(EngineDeadError):
+                future.result()
+        with self._news:
+            self._news.notify_all()
+
+    def _stop_following(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._wake()
+
+
+def joined(method: str, results: Sequence[Any]) -> Any:
+    """One result of what each engine gave: all of them did it, the mean of shares, all that are loaded; else the first one's."""
+    if method == "adapter.remove":
+        return any(results)
+    if method == "adapter.list":
+        return list(dict.fromkeys(one for result in results for one in result))
+    if all(isinstance(result, bool) for result in results):
+        return all(results)
+    if all(isinstance(result, float) for result in results):
+        return sum(results) / len(results)
+    return results[0]
+
+
+def _run_all(jobs: Sequence[Callable[[], T]]) -> list[Future[T]]:
+    """Each on a thread of its own; waits for all."""
+    if len(jobs) == 1:
+        return [_done(jobs[0])]
+    futures = [_begin(job) for job in jobs]
+    wait(futures)
+    return futures
+
+
+def _done(job: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    try:
+        future.set_result(job())
+    except BaseException as error:
+        future.set_exception(error)
+    return future
+
+
+def _begin(job: Callable[[], T]) -> Future[T]:
+    """On a daemon thread, which does not keep the interpreter from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="pelton-engine-call", daemon=True).start()
+    return future
+
+
+def _start_all(starts: Sequence[Callable[[], EngineClient]]) -> list[EngineClient]:
+    """Start engines side by side. Raises the first error at once; engines that are ready by then, or later, are ended."""
+    futures = [_begin(start) for start in starts]
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    except BaseException:
+        for future in futures:
+            future.add_done_callback(_end_unused)
+        raise
+    return [future.result() for future in futures]
+
+
+def _end_unused(future: Future[EngineClient]) -> None:
+    if future.exception() is None:
+        future.result().shutdown(0.0)

@@ -1,0 +1,47 @@
+"""`RequestRouter`: picks one of several engines for each request. `LoadRouter`, the default."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pelton.config import EngineConfig
+from pelton.messages.request import EngineRequest
+
+WAITING_WEIGHT = 4  # a request that waits costs its prompt yet
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """An engine's requests, as it last told, and those that were sent to it since."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+
+    @property
+    def score(self) -> int:
+        return WAITING_WEIGHT * self.num_waiting + self.num_running
+
+
+class RequestRouter(ABC):
+    """One in each front end. Called by one thread at a time, for every request: it must not wait."""
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig, num_engines: int) -> None: ...
+
+    @abstractmethod
+    def route(self, request: EngineRequest, loads: Sequence[EngineLoad], ready: Sequence[int]) -> int:
+        """Return one of `ready`: places in `loads` of the engines that take requests, in order; at least one."""
+
+    def forget(self, engine: int) -> None:  # noqa: B027
+        """The engine at this place holds no prefixes any more: it started anew, or its cache was reset."""
+
+
+class LoadRouter(RequestRouter):
+    """The lowest score; among equals the first."""
+
+    def __init__(self, config: EngineConfig, num_engines: int) -> None: ...
+
+    def route(self, request: EngineRequest, loads: Sequence[EngineLoad], ready: Sequence[int]) -> int:
+        return min(ready, key=lambda engine: loads[engine].score)

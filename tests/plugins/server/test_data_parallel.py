@@ -1,0 +1,195 @@
+"""`pelton serve -dp 2` over engine processes whose steps take 20 ms and no model: one port, figures by engine, and no engine that takes
+the other's requests with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+from pelton_e2e import eventually, serving
+from prometheus_client.parser import text_string_to_metric_families
+
+from pelton.testing import fake_engine
+
+ENGINE = "pelton.engine.process"
+API = "pelton_plugins.server.processes.api_process"
+LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+class Serving:
+    def __init__(self, url: str, process: psutil.Process) -> None:
+        self.url, self.process = url, process
+
+    def children(self, program: str) -> list[psutil.Process]:
+        return sorted((p for p in self.process.children() if program in p.cmdline()), key=lambda p: p.pid)
+
+    def by_engine(self, name: str) -> dict[str, float]:
+        """A metric's samples, summed by engine."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=20).text):
+            for sample in family.samples:
+                if sample.name == name:
+                    engine = sample.labels["engine"]
+                    found[engine] = found.get(engine, 0.0) + sample.value
+        return found
+
+    def healthy(self) -> bool:
+        return all(httpx.get(self.url + "/health", timeout=20).status_code == 200 for _ in range(6))
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    model = fake_engine.make_model_folder(tmp_path_factory.mktemp("model"))
+    site = fake_engine.install(tmp_path_factory.mktemp("site"))
+    log = tmp_path_factory.mktemp("log") / "log"
+    flags = [
+        "--load-format", "dummy", "--distributed-executor-backend", "fake_engine", "-dp", "2",
+        "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "257", "--log-stats-interval-s", "0.5",
+    ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def start(*more: str, script: dict[str, object] | None = None) -> Iterator[Serving]:
+        plugin_config = {"fake_engine": {"step_s": 0.02, **(script or {})}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+            given = [*flags, "--plugin-config", json.dumps(plugin_config), *more]
+            with serving(str(model), *given, log=log) as (url, process):
+                yield Serving(url, psutil.Process(process.pid))
+
+    start.log = log
+    return start
+
+
+@pytest.fixture(scope="module", params=["1", None], ids=["one-api-process", "two-api-processes"])
+def server(started, request) -> Iterator[Serving]:
+    count = [] if request.param is None else ["--api-server-count", request.param]
+    with started("--max-step-s", "2", *count) as running:
+        assert len(running.children(API)) == (2 if request.param is None else 0)
+        assert eventually(lambda: running.by_engine("pelton_engine_up") == {"0": 1, "1": 1}, 20)
+        yield running
+
+
+class Stream(threading.Thread):
+    def __init__(self, running: Serving) -> None:
+        super().__init__(daemon=True)
+        self.running, self.text = running, ""
+        self.begun = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        url = self.running.url + "/v1/completions"
+        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=LONG, timeout=60) as reply:
+            for part in reply.iter_text():
+                self.text += part
+                self.begun.set()
+        self.begun.set()
+
+    @property
+    def is_whole(self) -> bool:
+        return '"finish_reason":"length"' in self.text and self.text.endswith("data: [DONE]\n\n")
+
+
+def streams(running: Serving, count: int = 4) -> list[Stream]:
+    """Running ones; the first begins before the next is asked for, so that its engine is known to have it."""
+    found = []
+    for _ in range(count):
+        found.append(Stream(running))
+        assert found[-1].begun.wait(20)
+        time.sleep(0.15)  # API processes hear what others have sent
+    return found
+
+
+def ended(found: list[Stream]) -> None:
+    for stream in found:
+        stream.join(40)
+    assert not any(stream.is_alive() for stream in found)
+
+
+def test_requests_are_spread_and_counted_by_engine(server, started):
+    before = server.by_engine("pelton_generation_tokens_total")
+    found = streams(server)
+    assert eventually(lambda: server.by_engine("pelton_num_requests_running") == {"0": 2, "1": 2})
+    ended(found)
+    assert all(stream.is_whole for stream in found)
+    after = server.by_engine("pelton_generation_tokens_total")
+    assert {engine: after[engine] - before.get(engine, 0) for engine in after} == {"0": 400, "1": 400}
+    assert set(server.by_engine("pelton_request_success_total").values()) == {2}
+    assert eventually(lambda: server.by_engine("pelton_num_requests_running") == {"0": 0, "1": 0})
+    log = started.log.read_text()
+    assert "Engine 000: running: 2" in log and "Engine 001: running: 2" in log
+
+
+def test_a_client_that_hangs_up_frees_its_engine(server):
+    for _ in range(2):
+        with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as reply:
+            next(reply.iter_text())
+    assert eventually(lambda: server.by_engine("pelton_num_requests_running") == {"0": 0, "1": 0})
+    assert server.by_engine("pelton_kv_cache_usage_perc") == {"0": 0, "1": 0}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_hangs_loses_its_own_requests_only(server, how):
+    restarts = sum(server.by_engine("pelton_engine_restarts_total").values())
+    found = streams(server)
+    first, second = server.children(ENGINE)
+    second.send_signal(how)
+    began = time.monotonic()
+    num_ok = 0
+    while num_ok == 0 or sum(not stream.is_alive() for stream in found) < 2:
+        # The server takes requests meanwhile. One that is sent to an engine before it is known to hang is lost with it.
+        assert server.healthy()
+        reply = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=20)
+        num_ok += reply.status_code == 200
+        assert time.monotonic() - began < 15
+    ended(found)
+    lost = [stream for stream in found if not stream.is_whole]
+    assert len(lost) == 2
+    for stream in lost:
+        assert "which ran this request, is gone" in stream.text and stream.text.endswith("data: [DONE]\n\n")
+        assert how == signal.SIGKILL or "made no progress" in stream.text
+    assert num_ok > 0
+    assert eventually(lambda: server.by_engine("pelton_engine_up") == {"0": 1, "1": 1}, 30)
+    assert sum(server.by_engine("pelton_engine_restarts_total").values()) == restarts + 1
+    assert first in server.children(ENGINE) and second not in server.children(ENGINE)
+    time.sleep(0.2)
+    again = streams(server)
+    assert eventually(lambda: server.by_engine("pelton_num_requests_running") == {"0": 2, "1": 2})
+    ended(again)
+    assert all(stream.is_whole for stream in again)
+
+
+def test_without_engines_the_server_says_so_and_recovers(server):
+    for engine in server.children(ENGINE):
+        engine.kill()
+    assert eventually(lambda: httpx.get(server.url + "/health", timeout=20).status_code == 503, 5)
+    assert eventually(server.healthy, 30)
+    assert httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_processes_are_those_of_the_table(started):
+    """A servers, D engines, one owner: A + D + 1, and none of them is left. With ranks there are D x T more."""
+    with started() as running:
+        family = running.process.children(recursive=True)
+        assert len(family) + 1 == 2 + 2 + 1
+        running.process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs([running.process, *family], 15)
+        assert not alive
+
+
+def test_prompts_that_begin_alike_meet_in_one_engine(started):
+    flags = ["--data-parallel-routing", "prefix", "--plugin-config.data_parallel.piece_tokens", "16"]
+    with started("--api-server-count", "1", *flags) as running:
+        for number in range(12):
+            text = f"{number % 3} is how this prompt begins, and then it goes on: {number}"
+            reply = httpx.post(running.url + "/v1/completions", json={"prompt": text, "max_tokens": 2}, timeout=20)
+            assert reply.status_code == 200
+        hits, asked = (running.by_engine(f"pelton_prefix_cache_{name}_total") for name in ("hits", "queries"))
+        assert sum(hits.values()) > 0.5 * sum(asked.values())
