@@ -41,23 +41,10 @@ class PackedWeights(ABC):
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
-        found = [self.kind(shard, is_vocabulary=is_vocabulary) for shard in shards]
-        kinds = [kind for kind in found if kind is not None]
+        kinds = self.kinds(config, shards, is_vocabulary=is_vocabulary)
         if not kinds:
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
-        if len(kinds) < len(found):
-            plain = shards[found.index(None)].name
-            raise ConfigError(
-                f"quantization is {self.name!r}, and {plain} is not quantized, though other parts of its merged matrix "
-                "are. Leave quantization unset."
-            )
         first_col, last_col = shards[0].cols
-        if first_col % BLOCK or last_col % BLOCK:
-            share = "" if config.parallel.size == 1 else f" of which this rank has [{first_col}, {last_col})"
-            raise ConfigError(
-                f"quantization is {self.name!r}, and {shards[0].name} has {shards[0].num_cols} columns{share}; "
-                f"blocks take a multiple of {BLOCK}. Leave quantization unset."
-            )
         tensors = {}
         parts = tuple(shard.rows[1] - shard.rows[0] + shard.padding for shard in shards)
         for index, (shard, kind, num_rows) in enumerate(zip(shards, kinds, parts, strict=True)):
@@ -72,6 +59,25 @@ class PackedWeights(ABC):
             has_bias=vector is not None, parts=parts,
         )  # fmt: skip
         return LinearWeights(spec, tensors, vector)
+
+    def kinds(self, config: BuildConfig, shards: Sequence[LinearShard], *, is_vocabulary: bool) -> list[BlockKind]:
+        """The kind of each part; none where the matrix is kept in the model's dtype."""
+        found = [self.kind(shard, is_vocabulary=is_vocabulary) for shard in shards]
+        kinds = [kind for kind in found if kind is not None]
+        if kinds and len(kinds) < len(found):
+            plain = shards[found.index(None)].name
+            raise ConfigError(
+                f"quantization is {self.name!r}, and {plain} is not quantized, though other parts of its merged matrix "
+                "are. Leave quantization unset."
+            )
+        first_col, last_col = shards[0].cols
+        if kinds and (first_col % BLOCK or last_col % BLOCK):
+            share = "" if config.parallel.size == 1 else f" of which this rank has [{first_col}, {last_col})"
+            raise ConfigError(
+                f"quantization is {self.name!r}, and {shards[0].name} has {shards[0].num_cols} columns{share}; "
+                f"blocks take a multiple of {BLOCK}. Leave quantization unset."
+            )
+        return kinds
 
     def _fill(self, kind: BlockKind, shard: LinearShard, weight: LazyWeight, panels: Tensor) -> None:
         """This rank's rows and columns; zeros for padding behind them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pelton.ops.packed_blocks import KINDS, BlockKind, quantize
-from pelton.quantization.packed import PackedWeights
+from pelton_plugins.weight_forms.blocks import BlockWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pelton.quantization.interface import LinearShard
 
 
-class QuantizedAtLoad(PackedWeights):
+class QuantizedAtLoad(BlockWeights):
     """Every matrix in blocks of the class's name, rounded to nearest. Any checkpoint will do."""
 
     def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:

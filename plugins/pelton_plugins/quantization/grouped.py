@@ -20,7 +20,7 @@ from pelton.ops.interface import Linear, LinearNeeds, LinearSpec, LinearTensors,
 from pelton.ops.packed_blocks import BLOCK, KINDS, PANEL_ROWS, BlockKind, pack, panels_shape
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import check_cache_scales
-from pelton_plugins.quantization.groups import (
+from pelton_plugins.weight_forms.groups import (
     FORMATS,
     LARGEST_ZERO,
     SMALLEST_GROUP,

@@ -11,7 +11,15 @@ from pelton_linear_oracle import TOLERANCES, Case, make_case
 from pelton.ops.interface import LinearWeights
 from pelton_backends.triton.ops.linear import grouped
 from pelton_backends.triton.ops.linear.grouped import GroupedAddNormGatedLinear, GroupedAddNormLinear, GroupedLinear
-from pelton_plugins.quantization.groups import FORMATS, dequantize, pack_codes, pack_scales
+from pelton_plugins.weight_forms.groups import (
+    FORMATS,
+    MINIMA,
+    dequantize,
+    pack_codes,
+    pack_minima,
+    pack_scales,
+    unpack_scales,
+)
 
 OPS = {
     "linear": (GroupedLinear, {"norm": False}),
@@ -41,12 +49,21 @@ def quantized(weight, bits, group, *, is_symmetric=False, order=None, spec=None,
     return LinearWeights(replace(spec, weight_format=FORMATS[bits], is_ordered=order is not None), tensors, bias)
 
 
+def with_minima(weights: LinearWeights, bits: int) -> LinearWeights:
+    """The same codes, and minima by chance near what their zero points say."""
+    scales, zeros = unpack_scales(weights.tensors["scales"])
+    minima = (-scales * (zeros + torch.rand_like(zeros))).half()
+    tensors = {**weights.tensors, "scales": pack_minima(scales.half(), minima)}
+    return replace(weights, spec=replace(weights.spec, weight_format=MINIMA[bits]), tensors=tensors)
+
+
 def make(num_rows, in_features, out_features, device, bits=4, group=128, dtype=torch.float16, *, is_ordered=False,
-         **options) -> Case:  # fmt: skip
+         has_minima=False, **options) -> Case:  # fmt: skip
     """Its weight is what the groups say, rounded to the dtype as kernels for several rows do."""
     case = make_case(num_rows, in_features, out_features, dtype, device, **options)
     order = torch.randperm(in_features, device=device) if is_ordered else None
     packed = quantized(case.weight, bits, group, order=order, spec=case.needs.linear, bias=case.bias)
+    packed = with_minima(packed, bits) if has_minima else packed
     weight = dequantize(packed)
     if order is not None:
         weight = torch.empty_like(weight).index_copy_(1, order, weight)
@@ -80,6 +97,16 @@ def test_four_bits_in_groups_of_128(op, num_rows, device):
 def test_other_groups(bits, group, device):
     for num_rows in (1, 3):
         check(make(num_rows, 384, 48, device, bits, group, norm=False), GroupedLinear)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("op", OPS)
+def test_minima_in_place_of_zero_points(op, bits, device, monkeypatch):
+    implementation, kind = OPS[op]
+    for num_rows in (1, 3):
+        check(make(num_rows, 160, 48, device, bits, 32, has_minima=True, **kind), implementation)
+    monkeypatch.setattr(grouped, "MAX_TOKENS", 2)  # dequantized
+    check(make(3, 160, 48, device, bits, 32, has_minima=True, **kind), implementation)
 
 
 def test_columns_that_fill_no_block_and_rows_that_fill_no_tile(device):
@@ -136,7 +163,9 @@ def test_refuses_with_reasons(device):
     needs = replace(needs, linear=replace(needs.linear, weight_format="int4_grouped"))
     assert GroupedLinear.unsupported(needs) == []
     plain = replace(needs, linear=replace(needs.linear, weight_format="plain"))
-    assert GroupedLinear.unsupported(plain) == ["weight format 'plain', only int4_grouped, int8_grouped"]
+    assert GroupedLinear.unsupported(plain) == [
+        "weight format 'plain', only int4_grouped, int8_grouped, int4_minima, int8_minima"
+    ]
     assert GroupedLinear.unsupported(replace(needs, dtype="float32")) == ["dtype float32, only bfloat16, float16"]
 
 

@@ -1,5 +1,7 @@
 """`--quantization gguf`: a file's blocks stay packed, in Hugging Face's order of rows, and mean what they meant."""
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -10,11 +12,15 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.model.build import make_build_config
 from pelton.model.resolve import resolve_model
-from pelton.ops.packed_blocks import KINDS
+from pelton.ops.packed_blocks import KINDS, dequantize, pack, panels_shape
 from pelton.ops.selector import OpSelector
 from pelton.plugins import load_plugins
+from pelton.quantization.interface import LinearShard
 from pelton.testing.model_driver import ModelDriver, TensorWeight
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.loaders.gguf.blocks import KEPT_AS, read_kept
+from pelton_plugins.loaders.gguf.file import QuantType
+from pelton_plugins.weight_forms.blocks import BlockWeights, split_blocks
 
 HIDDEN, HEADS, KV_HEADS, MLP, VOCAB, LAYERS = 64, 4, 2, 96, 50, 2
 PLUGINS = load_plugins(only=[])
@@ -107,11 +113,72 @@ def test_kernels_come_near_the_dequantized_file(tmp_path, dtype):
     assert (found - wanted).norm() < {torch.float32: 5e-4, torch.bfloat16: 0.03}[dtype] * wanted.norm()
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])
+def test_blocks_of_other_kinds_are_kept_near_what_they_say(kind):
+    """Of any bytes but for the numbers of a float16, which are those of a model."""
+    rng = np.random.default_rng(7)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = rng.integers(0, 256, (6, 2 * num_bytes), dtype=np.uint8).reshape(6, 2, num_bytes)
+    halves = {"Q6_K": [208], "Q5_0": [0]}.get(kind, [0, 2])
+    for place in halves:
+        raw[..., place : place + 2] = rng.uniform(1e-4, 2e-3, (6, 2, 1)).astype(np.float16).view(np.uint8)
+    rows = raw.reshape(6, -1)
+    want = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).copy())
+    weight = RawRows(kind, torch.from_numpy(rows), want)
+    kept = KINDS[KEPT_AS[kind]]
+    panels = torch.zeros(panels_shape(kept, 6, 2 * size), dtype=torch.uint8)
+    pack(read_kept(weight, 0, 6), kept, panels)
+    got = dequantize(panels, kept, 6)
+    error = (got - want).norm() / want.norm()
+    assert error < {"Q4_K": 3e-4, "Q5_0": 1e-6}.get(kind, 5e-3)
+    codes, scales, minima = split_blocks(read_kept(weight, 0, 6), kept)
+    spread = [part.float().repeat_interleave(32, 1) for part in (scales, minima)]
+    torch.testing.assert_close(codes * spread[0] + spread[1], got, rtol=1e-5, atol=1e-7)
+
+
+class RawRows:
+    def __init__(self, kind, rows, values):
+        self.quant_type = QuantType(kind, 0, 0)
+        self._rows, self._values = rows, values
+
+    def blocks(self, start, stop):
+        return self._rows[start:stop]
+
+    def read(self, dim, start, stop):
+        return self._values[start:stop]
+
+
+def test_a_file_of_five_bits_is_served(tmp_path):
+    path = write_model(tmp_path / "m.gguf", {"ffn_down": "Q5_0", "attn_v": "Q5_0"}, default="Q5_1")
+    wanted, _ = logits(path)
+    found, _ = logits(path, quantization="gguf")
+    assert (found - wanted).norm() < 3e-2 * wanted.norm()  # as in bfloat16: 8 bits anew
+
+
 def test_a_kind_that_stays_not_packed_is_named(tmp_path):
-    path = write_model(tmp_path / "m.gguf", {"ffn_down": "Q5_0"})
-    with pytest.raises(ConfigError, match=r"blk.0.ffn_down.weight in Q5_0; kept packed are Q8_0, Q4_0, Q4_1. .* q8_0"):
-        logits(path, quantization="gguf")
-    logits(path, quantization="q4_1")  # what the message offers
+    path = write_model(tmp_path / "m.gguf")
+    _, _, method = build(path, quantization="gguf")
+    name = "model.layers.0.mlp.down_proj"
+    method._tensors[f"{name}.weight"] = replace(
+        method._tensors[f"{name}.weight"], quant_type=QuantType("Q2_K", 256, 84)
+    )
+    with pytest.raises(
+        ConfigError, match=r"blk.0.ffn_down.weight in Q2_K; kept packed are Q8_0, Q4_0, .*Q6_K. .* q8_0"
+    ):
+        method.kind(LinearShard(name, HIDDEN, MLP, (0, HIDDEN), (0, MLP)), is_vocabulary=False)
+
+
+@pytest.mark.parametrize(
+    "file", [{}, {"kinds": {"attn_v": "Q8_0", "ffn_up": "Q4_0", "ffn_down": "Q5_0"}}, {"default": "Q4_0"}], ids=str
+)
+def test_groups_of_gpus_say_what_the_file_says(tmp_path, file, monkeypatch):
+    monkeypatch.setattr(BlockWeights, "create", BlockWeights.create_groups)
+    path = write_model(tmp_path / "m.gguf", **file)
+    wanted, _ = logits(path)
+    found, driver = logits(path, native=True, quantization="gguf")
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    formats = {choice.needs.linear.weight_format for choice in driver.build.ops.choices if choice.op == "linear"}
+    assert formats == ({"int4_minima", "int8_minima"} if file.get("kinds") else {"int4_minima"})
 
 
 def test_a_part_that_is_not_quantized_is_named(tmp_path):

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pelton.errors import ConfigError
 from pelton.ops.packed_blocks import KINDS, BlockKind
-from pelton.quantization.packed import PackedWeights
+from pelton_plugins.loaders.gguf.blocks import KEPT_AS, read_kept
 from pelton_plugins.loaders.gguf.file import GGUFFile
 from pelton_plugins.loaders.gguf.loader import PLAIN_DTYPES, GGUFWeight
 from pelton_plugins.loaders.gguf.names import hf_name
+from pelton_plugins.weight_forms.blocks import BlockWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from pelton.quantization.interface import LinearShard
 
 
-class GGUFBlocks(PackedWeights):
-    """Each matrix in the kind that the file has it in; F32, F16 and BF16 ones in the model's dtype."""
+class GGUFBlocks(BlockWeights):
+    """Each matrix in the kind that the file has it in, or near it (`blocks`); F32, F16 and BF16 ones in the model's dtype."""
 
     name: ClassVar[str] = "gguf"
 
@@ -41,14 +42,14 @@ class GGUFBlocks(PackedWeights):
             return None
         if info.quant_type.name in PLAIN_DTYPES:
             return None
-        kind = KINDS.get(info.quant_type.name.lower())
-        if kind is None:
+        kept = KEPT_AS.get(info.quant_type.name)
+        if kept is None:
             raise ConfigError(
                 f"quantization is 'gguf', and {self._path} has {info.name} in {info.quant_type.name}; kept packed are "
-                f"{', '.join(KINDS).upper()}. Leave quantization unset (weights are dequantized), or use q8_0 or q4_1, "
+                f"{', '.join(KEPT_AS)}. Leave quantization unset (weights are dequantized), or use q8_0 or q4_1, "
                 "which quantize them anew."
             )
-        return kind
+        return KINDS[kept]
 
     def read_blocks(self, weight: LazyWeight, kind: BlockKind, start: int, stop: int) -> Tensor:
         if not isinstance(weight, GGUFWeight):
@@ -56,5 +57,5 @@ class GGUFBlocks(PackedWeights):
                 f"quantization is 'gguf', and the loader 'gguf' gives a {type(weight).__name__}, which has no blocks. "
                 "Leave out the plugin that replaces the built-in loader, or use q8_0 or q4_1."
             )
-        assert weight.quant_type.name.lower() == kind.name
-        return weight.blocks(start, stop)
+        assert KEPT_AS[weight.quant_type.name] == kind.name
+        return read_kept(weight, start, stop)

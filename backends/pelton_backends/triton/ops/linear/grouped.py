@@ -1,4 +1,5 @@
-"""Products with weights of 4 or 8 bits in groups of columns that share a scale and a zero point: formats "int4_grouped", "int8_grouped".
+"""Products with weights of 4 or 8 bits in groups of columns that share a scale and a zero point ("int4_grouped", "int8_grouped") or a
+scale and a minimum ("int4_minima", "int8_minima").
 
 One row streams the codes through a matrix-vector kernel, which norms it too. Up to `MAX_TOKENS` rows take a kernel that unpacks a tile
 of the weight in registers and multiplies on tensor cores; beyond that a part of the matrix at a time is dequantized into memory and
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-FORMATS = {"int4_grouped": 4, "int8_grouped": 8}
+FORMATS = {"int4_grouped": 4, "int8_grouped": 8, "int4_minima": 4, "int8_minima": 8}
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 256
 BLOCK = 128  # columns
@@ -117,6 +118,7 @@ class GroupedMatrix:
         self.num_columns = spec.out_features // (1 if activation is None else 2)
         self.form = {
             "K": spec.in_features, "G": spec.in_features // self.scales.shape[1], "B": FORMATS[spec.weight_format],
+            "MINIMA": spec.weight_format.endswith("_minima"),
         }  # fmt: skip
         self.programs = num_sms(self.codes.device)
         num_counters = triton.cdiv(spec.out_features, _SMALLEST_TILE // 2) * triton.cdiv(MAX_TOKENS, 16)

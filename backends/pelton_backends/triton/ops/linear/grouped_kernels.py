@@ -4,7 +4,8 @@ Shapes   K = in_features, N = out_features, B = 4 or 8 bits, G = columns of a gr
 Codes    `codes` [N, ceil(K / 128) 4 B] int32. 128 columns of a row are 16 words of four bits a column, and of 8 bits 16 more with the upper
          half. Word 4 t + 2 u + v has, at bits 4 p and 4 p + 16, columns 32 p + 16 u + 8 v + 2 t and the one behind it: so a thread
          that loads four words has what an instruction (16 rows, 16 columns) wants from it.
-Scales   `scales` [N, K / G] int32: a float32 whose last 8 bits are the zero point. A weight is (code - zero point) * scale.
+Scales   `scales` [N, K / G] int32: a float32 whose last 8 bits are the zero point. A weight is (code - zero point) * scale. With MINIMA the
+         upper half is a float16 scale, the lower one a float16 minimum, and a weight is code * scale + minimum.
 Numbers  Codes become numbers without a conversion, which has a quarter of the rate of other instructions: put below the bits of a
          power of two they are power + code, exactly. `one_row_kernel` takes what the powers add off a group's sums, whose products are
          exact, in float32; its weights are never rounded. `many_rows_kernel` rounds them to the model's dtype.
@@ -24,8 +25,11 @@ _TWO_23: tl.constexpr = tl.constexpr(0x4B000000)
 
 
 @triton.jit
-def scale_of(word):
-    """(scale, zero point), both float32."""
+def scale_of(word, MINIMA: tl.constexpr):
+    """(scale, zero point or minimum), both float32."""
+    if MINIMA:
+        minimum = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32), minimum
     zero = ((word & 0xFF) | _TWO_23).to(tl.float32, bitcast=True) - 8388608.0
     return (word & -256).to(tl.float32, bitcast=True), zero
 
@@ -137,7 +141,8 @@ def _left_operand(
 
 @triton.jit
 def _group_product(
-    words, upper, group, x, magic, s: tl.constexpr, B: tl.constexpr, W: tl.constexpr, R: tl.constexpr, SUBS: tl.constexpr
+    words, upper, group, x, magic, s: tl.constexpr, B: tl.constexpr, MINIMA: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    SUBS: tl.constexpr,
 ):  # fmt: skip
     """[W, R, 1] float32. upper: words of the upper half of 8 bits."""
     POWER: tl.constexpr = 128.0 if x.dtype == tl.bfloat16 else 1024.0
@@ -151,15 +156,19 @@ def _group_product(
         if INTERPRETED_DOT:
             left = left.to(tl.float32)
         product += 16.0 * tl.dot(left, right)
-    scale, zero = scale_of(tl.reshape(tl.permute(tl.max(group, axis=2), [2, 1, 0]), [W, R, 1]))
-    zero += POWER if B == 4 else 17.0 * POWER
-    return (product - tl.sum(x.to(tl.float32), axis=1)[:, None, None] * zero) * scale
+    scale, zero = scale_of(tl.reshape(tl.permute(tl.max(group, axis=2), [2, 1, 0]), [W, R, 1]), MINIMA)
+    added: tl.constexpr = POWER if B == 4 else 17.0 * POWER
+    total = tl.sum(x.to(tl.float32), axis=1)[:, None, None]
+    if MINIMA:
+        return (product - total * added) * scale + total * zero
+    return (product - total * (zero + added)) * scale
 
 
 @triton.jit
 def _row_product(
     codes, scales, tile, x, magic, first, start, LAST: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
-    B: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    B: tl.constexpr, MINIMA: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A program's rows times one row -> [R, 1] float32. tile: the first AHEAD pieces."""
     SUBS: tl.constexpr = (128 // G) if G < 128 else 1
@@ -175,6 +184,7 @@ def _row_product(
                 magic,
                 s,
                 B,
+                MINIMA,
                 W,
                 R,
                 SUBS,
@@ -187,8 +197,8 @@ def _row_product(
 @triton.jit
 def one_row_kernel(
     x, order, codes, scales, bias, out, partials, counters, magic, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
-    B: tl.constexpr, W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    B: tl.constexpr, MINIMA: tl.constexpr, W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [1, N] = x [1, K] weight^T + bias.
 
@@ -204,7 +214,7 @@ def one_row_kernel(
     tile = _load_tile(codes, scales, first, start, LAST, N, K, G, B, 1, W, R, AHEAD)
     wait_for_inputs(PDL)
     row = _load_row(x, order, start, LAST, K, W, NUM, SUBS)
-    y = _row_product(codes, scales, tile, row, magic, first, start, LAST, N, K, G, B, 1, W, R, NUM, AHEAD)
+    y = _row_product(codes, scales, tile, row, magic, first, start, LAST, N, K, G, B, MINIMA, 1, W, R, NUM, AHEAD)
     if SPLIT == 1:
         if bias is not None:
             y = add_bias(y, bias, first, N, R)
@@ -241,7 +251,7 @@ def _normed_row(x, norm, eps, UNIT_OFFSET: tl.constexpr, K: tl.constexpr, COUNT:
 def one_row_add_norm_kernel(
     hidden, residual, norm, post_norm, order, codes, scales, bias, out, new_residual, eps, post_eps, magic,
     UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, MINIMA: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual' = [post_norm](hidden) + residual [1, K], stored by the first program; out [1, N] = norm(residual') weight^T + bias.
@@ -278,7 +288,7 @@ def one_row_add_norm_kernel(
                 place = columns if order is None else tl.load(order + columns, mask=inside, other=0)
                 tl.store(new_residual + place, x[i], mask=inside)
     x = _normed_row(x, norms, eps, UNIT_OFFSET, K, COUNT)
-    y = _row_product(codes, scales, tile, x, magic, first, 0, 0, N, K, G, B, PARTS, W, R, NUM, AHEAD)
+    y = _row_product(codes, scales, tile, x, magic, first, 0, 0, N, K, G, B, MINIMA, PARTS, W, R, NUM, AHEAD)
     if ACTIVATION is None:
         if bias is not None:
             y = add_bias(y, bias, first, N, R)
@@ -323,7 +333,8 @@ def _codes_of(
 
 @triton.jit
 def _block_of_weights(
-    codes, scales, rows, step, magic, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr
+    codes, scales, rows, step, magic, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, MINIMA: tl.constexpr, R: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Columns 128 step .. 128 step + 127 of these rows [R, 128] in `dtype`, zeros behind the last. magic: the bits of 2^23. rows: as
     `_tile_rows` has them."""
@@ -335,8 +346,9 @@ def _block_of_weights(
     group = (step * 128 + tl.arange(0, SUBS) * (128 // SUBS)) // G
     word = tl.load(scales + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0)
     word = tl.reshape(tl.permute(tl.reshape(word, [2, R // 16, 8, SUBS]), [1, 0, 2, 3]), [R, SUBS, 1])
-    scale, zero = scale_of(word)
-    weight = (tl.reshape(number, [R, SUBS, 128 // SUBS]) - (zero + 8388608.0)) * scale
+    scale, zero = scale_of(word, MINIMA)
+    number = tl.reshape(number, [R, SUBS, 128 // SUBS])
+    weight = (number - 8388608.0) * scale + zero if MINIMA else (number - (zero + 8388608.0)) * scale
     return tl.reshape(weight.to(dtype), [R, 128])
 
 
@@ -349,7 +361,7 @@ def _as_tile(rows, R: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def many_rows_kernel(
     x, codes, scales, bias, out, partials, counters, num_tokens, stride, magic,
-    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, ACTIVATION: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, MINIMA: tl.constexpr, ACTIVATION: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """R rows of the weight by a SPLIT-th of K, for M rows of x: as `split_k.multiply_kernel`, its weights unpacked in registers."""
@@ -372,7 +384,7 @@ def many_rows_kernel(
             y = tl.load(x_tile + step * 128)
         else:
             y = tl.load(x_tile + step * 128, mask=(columns + step * 128 < K)[:, None], other=0.0)
-        w = _block_of_weights(codes, scales, rows, step, magic, K, G, B, R, x.dtype.element_ty)
+        w = _block_of_weights(codes, scales, rows, step, magic, K, G, B, MINIMA, R, x.dtype.element_ty)
         total = dot(w, y, total)
 
     rows = _as_tile(rows, R)
@@ -393,8 +405,8 @@ def many_rows_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    codes, scales, out, magic, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
-    PDL: tl.constexpr,
+    codes, scales, out, magic, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, B: tl.constexpr, MINIMA: tl.constexpr,
+    R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [N, K], R rows by 128 columns a program."""
     loaded = _tile_rows(tl.program_id(0), N, None, R)
@@ -402,7 +414,7 @@ def dequantize_kernel(
     step = tl.program_id(1)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    weight = _block_of_weights(codes, scales, loaded, step, magic, K, G, B, R, out.dtype.element_ty)
+    weight = _block_of_weights(codes, scales, loaded, step, magic, K, G, B, MINIMA, R, out.dtype.element_ty)
     columns = step * 128 + tl.arange(0, 128)
     place = out + rows.to(tl.int64)[:, None] * K + columns[None, :]
     tl.store(place, weight, mask=(rows < N)[:, None] & (columns < K)[None, :])

@@ -1,11 +1,14 @@
-"""Weights of 4 or 8 bits in groups of columns with a scale and a zero point each: how they lie in memory, and their product in torch.
+"""Weights of 4 or 8 bits in groups of columns with a scale and a zero point or minimum each: how they lie in memory, and their product
+in torch.
 
-    weight [out, in] = (code - zero point) * scale        of the row and of the group of columns
+    weight [out, in] = (code - zero point) * scale        of the row and of the group of columns: formats of FORMATS
+    weight [out, in] = code * scale + minimum             formats of MINIMA
 
 codes    [out, ceil(in / 128) 4 bits] int32. 128 columns of a row are 16 words of four bits a column, and of 8 bits 16 more with the
          upper half. Word 4 t + 2 u + v has, at bits 4 p and 4 p + 16, columns 32 p + 16 u + 8 v + 2 t and the one behind it: what one
          thread wants for an instruction of tensor cores that multiplies 16 rows by 16 columns.
 scales   [out, in / group] int32: a float32 whose last 8 bits are replaced by the zero point. Scales of 16 bits lose nothing.
+         With minima: a float16 scale in the upper half, a float16 minimum in the lower one.
 order    [in] int32, where the checkpoint's columns were quantized out of order: column c of the weight is multiplied with column
          order[c] of the inputs.
 """
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
     from pelton.ops.interface import Linear, LinearNeeds, LinearTensors, LinearWeights
 
 FORMATS = {4: "int4_grouped", 8: "int8_grouped"}
-BITS = {name: bits for bits, name in FORMATS.items()}
+MINIMA = {4: "int4_minima", 8: "int8_minima"}
+BITS = {name: bits for names in (FORMATS, MINIMA) for bits, name in names.items()}
 BLOCK = 128  # columns
 SMALLEST_GROUP = 32
 LARGEST_ZERO = 255
@@ -59,6 +63,17 @@ def pack_scales(scales: Tensor, zeros: Tensor) -> Tensor:
     return _wrapped(rounded | zeros.to(torch.int64))
 
 
+def pack_minima(scales: Tensor, minima: Tensor) -> Tensor:
+    """scales, minima [n, groups] float16 -> int32"""
+    high, low = (part.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF for part in (scales, minima))
+    return _wrapped(high << 16 | low)
+
+
+def unpack_minima(words: Tensor) -> tuple[Tensor, Tensor]:
+    """(scales, minima), both float32."""
+    return (words >> 16).to(torch.int16).view(torch.float16).float(), words.to(torch.int16).view(torch.float16).float()
+
+
 def unpack_scales(words: Tensor) -> tuple[Tensor, Tensor]:
     """(scales, zeros), both float32."""
     return (words & ~0xFF).view(torch.float32), (words & 0xFF).float()
@@ -68,7 +83,11 @@ def dequantize(weights: LinearWeights, rows: slice = slice(None)) -> Tensor:
     """These rows [n, in] in float32, columns in the order of the codes."""
     spec = weights.spec
     codes = unpack_codes(weights.tensors["codes"][rows], spec.in_features, BITS[spec.weight_format]).float()
-    scales, zeros = unpack_scales(weights.tensors["scales"][rows])
+    words = weights.tensors["scales"][rows]
+    if spec.weight_format in MINIMA.values():
+        scales, minima = unpack_minima(words)
+        return (codes.view(*scales.shape, -1) * scales[..., None] + minima[..., None]).flatten(1)
+    scales, zeros = unpack_scales(words)
     groups = codes.view(*scales.shape, -1)
     return ((groups - zeros[..., None]) * scales[..., None]).flatten(1)
 

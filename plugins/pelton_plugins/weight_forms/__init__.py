@@ -1,0 +1,1 @@
+"""Forms of quantized weights in memory, which plugins that read checkpoints share."""
