@@ -127,7 +127,7 @@ def test_several_pieces_of_a_long_row(device):
     (8, 128, 992, grouped.RowTile(1, 32, 3, 3, SPLIT=3)),
 ])  # fmt: skip
 def test_programs_share_a_long_row(bits, group, size, tile, device, monkeypatch):
-    monkeypatch.setattr(grouped, "choose_row_tile", lambda *_: tile)
+    monkeypatch.setattr(grouped, "choose_row_tile", lambda *_, **__: tile)
     group = -1 if size % group else group
     for is_ordered in (False, True):
         case = make(1, size, 52, device, bits, group, norm=False, bias=True, is_ordered=is_ordered)
@@ -174,5 +174,6 @@ def test_refuses_with_reasons(device):
 @pytest.mark.parametrize("op", OPS)
 def test_large_matrices(op, num_rows, device):
     implementation, kind = OPS[op]
-    for bits, group in ((4, 128), (4, 32), (8, 128)):
-        check(make(num_rows, 4096, 1024, device, bits, group, torch.bfloat16, **kind), implementation)
+    for bits, group, has_minima in ((4, 128, False), (4, 32, True), (8, 128, False)):
+        options = {**kind, "has_minima": has_minima}
+        check(make(num_rows, 4096, 1024, device, bits, group, torch.bfloat16, **options), implementation)

@@ -151,6 +151,13 @@ def _group_product(
     if INTERPRETED_DOT:
         left, right = left.to(tl.float32), right.to(tl.float32)
     product = tl.dot(left, right)
+    if SUBS == 1:
+        total = tl.sum(x.to(tl.float32), axis=1)[:, None, None]
+    else:  # where the product is, without the shuffles of a sum
+        ones = tl.full([W, R, 128 // SUBS], 1.0, x.dtype)
+        if INTERPRETED_DOT:
+            ones = ones.to(tl.float32)
+        total = tl.dot(ones, right)
     if B == 8:
         left = _left_operand(upper, magic, s, W, R, SUBS, x.dtype)
         if INTERPRETED_DOT:
@@ -158,7 +165,6 @@ def _group_product(
         product += 16.0 * tl.dot(left, right)
     scale, zero = scale_of(tl.reshape(tl.permute(tl.max(group, axis=2), [2, 1, 0]), [W, R, 1]), MINIMA)
     added: tl.constexpr = POWER if B == 4 else 17.0 * POWER
-    total = tl.sum(x.to(tl.float32), axis=1)[:, None, None]
     if MINIMA:
         return (product - total * added) * scale + total * zero
     return (product - total * (zero + added)) * scale
