@@ -44,18 +44,15 @@ class PackedWeights(ABC):
         kinds = self.kinds(config, shards, is_vocabulary=is_vocabulary)
         if not kinds:
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
-        first_col, last_col = shards[0].cols
-        tensors = {}
+        num_cols, tensors = shards[0].cols[1] - shards[0].cols[0], {}
         parts = tuple(shard.rows[1] - shard.rows[0] + shard.padding for shard in shards)
         for index, (shard, kind, num_rows) in enumerate(zip(shards, kinds, parts, strict=True)):
-            panels = config.empty(*panels_shape(kind, num_rows, last_col - first_col), dtype=torch.uint8)
-            tensors[f"part{index}"] = panels
-            config.weights.expect(
-                f"{shard.name}.weight", (shard.num_rows, shard.num_cols), panels, fill=partial(self._fill, kind, shard)
-            )
+            panels = tensors[f"part{index}"] = config.empty(*panels_shape(kind, num_rows, num_cols), dtype=torch.uint8)
+            shape = (shard.num_rows, shard.num_cols)
+            config.weights.expect(f"{shard.name}.weight", shape, panels, fill=partial(self._fill, kind, shard))
         vector = make_bias(config, shards) if bias else None
         spec = LinearSpec(
-            in_features=last_col - first_col, out_features=sum(parts), weight_format=weight_format(kinds),
+            in_features=num_cols, out_features=sum(parts), weight_format=weight_format(kinds),
             has_bias=vector is not None, parts=parts,
         )  # fmt: skip
         return LinearWeights(spec, tensors, vector)
@@ -65,10 +62,9 @@ class PackedWeights(ABC):
         found = [self.kind(shard, is_vocabulary=is_vocabulary) for shard in shards]
         kinds = [kind for kind in found if kind is not None]
         if kinds and len(kinds) < len(found):
-            plain = shards[found.index(None)].name
             raise ConfigError(
-                f"quantization is {self.name!r}, and {plain} is not quantized, though other parts of its merged matrix "
-                "are. Leave quantization unset."
+                f"quantization is {self.name!r}, and {shards[found.index(None)].name} is not quantized, though other parts of its merged "
+                "matrix are. Leave quantization unset."
             )
         first_col, last_col = shards[0].cols
         if kinds and (first_col % BLOCK or last_col % BLOCK):
