@@ -46,9 +46,13 @@ def own_stream() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def outputs(checkpoint: str, mode: str, *, with_extras: bool) -> list[list[int]]:
-    """What each request got; some of the rows of some steps under a random half of the vocabulary."""
+def outputs(checkpoint: str, mode: str, *, with_extras: bool, is_ahead: bool = False) -> list[list[int]]:
+    """What each request got; some of the rows of some steps under a random half of the vocabulary. is_ahead: the device waits for the
+    masks of steps that are captured."""
     worker = make_worker(checkpoint, device="cuda", dtype="float32", cudagraph_mode=mode)
+    if not is_ahead:
+        worker.runner._stream_wait = None
+    num_ahead = 0
     driver, chooser, requests, others = Driver(worker.runner), random.Random(3), [], []
     for slot, (prompt, wanted) in enumerate(zip(PROMPTS, WANTED, strict=True)):
         side_slot = 0 if with_extras and "repetition_penalty" in wanted else -1
@@ -66,7 +70,8 @@ def outputs(checkpoint: str, mode: str, *, with_extras: bool) -> list[list[int]]
         allowed = np.array([[chooser.random() < 0.5 for _ in range(VOCAB_SIZE)] for _ in requests[1:4]])
         if index == NUM_FIRST:
             torch.cuda.set_sync_debug_mode("error")
-        step(driver, rows, allowed if is_masked else None)
+        num_ahead += step(driver, rows, allowed if is_masked else None)
+    assert (num_ahead >= 4) == (is_ahead and mode != "NONE"), "most masked steps are launched before they have their masks"
     torch.cuda.set_sync_debug_mode("default")
     assert not [error for request in requests for error in request.errors]
     if with_extras:
@@ -76,21 +81,28 @@ def outputs(checkpoint: str, mode: str, *, with_extras: bool) -> list[list[int]]
     return [request.output for request in [*requests, *others]]
 
 
-def step(driver: Driver, rows: list[tuple[Running, int]], allowed: np.ndarray | None) -> None:
-    """allowed [3, V]: of rows 1 to 3."""
+def step(driver: Driver, rows: list[tuple[Running, int]], allowed: np.ndarray | None) -> bool:
+    """allowed [3, V]: of rows 1 to 3. Returns whether the device waited for them."""
     masked = [] if allowed is None else [1, 2, 3]
     result = driver.runner.execute(driver.plan(rows, grammar_rows=masked))
-    assert (result is None) == bool(masked)
+    assert masked or result is not None
+    is_ahead = result is not None and bool(masked)
     if allowed is not None:
         words = np.zeros((3, -(-VOCAB_SIZE // 32) * 32), dtype=bool)
         words[:, :VOCAB_SIZE] = allowed
         bitmask = np.packbits(words, axis=1, bitorder="little").tobytes()
-        result = driver.runner.sample(GrammarMasks(step_id=driver.step_id - 1, bitmask=bitmask, num_masks=[1] * 3))
+        masks = GrammarMasks(step_id=driver.step_id - 1, bitmask=bitmask, num_masks=[1] * 3)
+        if result is None:
+            result = driver.runner.sample(masks)
+        else:
+            assert isinstance(result, PendingOutput) and not result.ready()
+            driver.runner.bring_masks(masks)
     assert isinstance(result, PendingOutput)
     read: ModelOutput = result.result()
     driver.take(rows, None, read)
     if allowed is not None:
         assert all(allowed[row - 1, read.token_ids[row][0]] for row in masked)
+    return is_ahead
 
 
 @pytest.mark.parametrize("with_extras", [False, True], ids=["greedy", "extras"])
@@ -99,7 +111,8 @@ def test_masked_steps_give_the_same_in_every_graph_mode(checkpoint: str, with_ex
     expected = outputs(checkpoint, "NONE", with_extras=with_extras)
     assert [len(tokens) for tokens in expected] == [NUM_STEPS + 1] * 5 + [1] * 2
     for mode in ("FULL_AND_PIECEWISE", "FULL"):
-        assert outputs(checkpoint, mode, with_extras=with_extras) == expected
+        for is_ahead in (False, True):
+            assert outputs(checkpoint, mode, with_extras=with_extras, is_ahead=is_ahead) == expected
 
 
 @torch.inference_mode()

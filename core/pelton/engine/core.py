@@ -101,7 +101,7 @@ class EngineCore:
             self.shutdown()
             raise
         self._open: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        self._awaits_masks = False  # the newest open step
+        self._unmasked: deque[SchedulerOutput] = deque()  # open steps that wait for their masks
         self._kept: list[EngineOutput] = []  # outputs to be told by the next `step`
         self._has_news = False  # something ended since stats were last told
         self._num_failed_steps, self._step_failure = 0, ""
@@ -247,7 +247,7 @@ class EngineCore:
     def _launch(self, outputs: list[EngineOutput]) -> None:
         """Keep as many steps open as may be."""
         while len(self._open) < self._max_steps_in_flight:
-            if self._awaits_masks and not self._bring_masks(outputs):
+            if self._unmasked and not self._goes_past(self._unmasked[-1]) and not self._bring_masks(outputs):
                 return
             started = time.perf_counter()
             output = self._schedule(outputs)
@@ -263,9 +263,13 @@ class EngineCore:
             finally:
                 self._host_s["execute"] += time.perf_counter() - started
             self._open.append((output, handle))
-            self._awaits_masks = bool(output.grammar_rows)
-        if self._awaits_masks:
-            self._bring_masks(outputs)
+            if output.grammar_rows:
+                self._unmasked.append(output)
+        self._bring_masks(outputs)
+
+    def _goes_past(self, output: SchedulerOutput) -> bool:
+        """Return whether the next step may be launched before this one has its masks. Masks behind drafts need the drafts as they are."""
+        return self._executor.launches_past_masks and not output.num_draft
 
     def _schedule(self, outputs: list[EngineOutput]) -> SchedulerOutput | None:
         try:
@@ -281,11 +285,10 @@ class EngineCore:
             return None
 
     def _bring_masks(self, outputs: list[EngineOutput]) -> bool:
-        """Send the newest step its masks, once every older step's result is in. False when it has to wait."""
-        if len(self._open) > 1:
+        """Send the oldest step its masks, once every older step's result is in. False when none waits for them, or it has to wait."""
+        if not self._unmasked or self._open[0][0] is not self._unmasked[0]:
             return False
-        output = self._open[0][0]
-        self._awaits_masks = False
+        output = self._unmasked.popleft()
         cause: Exception | None = None
         try:
             masks = self._scheduler.grammar_masks(output)
@@ -302,8 +305,8 @@ class EngineCore:
             self._fail_step(output, cause, outputs)
         return True
 
-    def _take_oldest(self, timeout_s: float | None, outputs: list[EngineOutput]) -> None:
-        """Wait for the oldest step and take its result in; then the next may get its masks."""
+    def _take_oldest(self, timeout_s: float | None, outputs: list[EngineOutput], *, drains: bool = False) -> None:
+        """Wait for the oldest step and take its result in; then the next gets its masks. drains: no further step is launched."""
         output, handle = self._open[0]
         started = time.perf_counter()
         try:
@@ -326,7 +329,9 @@ class EngineCore:
             self._fail_step(output, error, outputs)
         self._has_news = True
         self._host_s["update"] += time.perf_counter() - waited
-        if self._awaits_masks and self._bring_masks(outputs):
+        if drains:
+            self._bring_masks(outputs)
+        elif self._unmasked:
             self._launch(outputs)  # now: it may not wait until these outputs have been told
 
     def _fail_step(self, output: SchedulerOutput, error: Exception, outputs: list[EngineOutput]) -> None:
@@ -381,7 +386,7 @@ class EngineCore:
             return self._executor.check_health()
         if method.startswith("worker.") or method in ("sleep", "wake_up", "is_sleeping"):
             while self._open:  # a worker's methods run between steps
-                self._take_oldest(None, self._kept)
+                self._take_oldest(None, self._kept, drains=True)
             if not method.startswith("worker."):
                 return self._scheduler.rest(self._executor.call, method, *args)
             return self._executor.call(method.removeprefix("worker."), *args)

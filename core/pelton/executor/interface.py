@@ -51,6 +51,8 @@ class Executor(ABC):
     """One stream orders all steps: blocks of a finished request may be reused by the next step at once."""
     max_concurrent_steps: int = 2
     """Steps that may be open."""
+    launches_past_masks: bool = False
+    """`execute` may be called while the step before it still waits for its masks."""
 
     @abstractmethod
     def __init__(self, context: ExecutorContext) -> None:

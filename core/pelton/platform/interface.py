@@ -85,6 +85,10 @@ class Platform(ABC):
         thread, when `supported_graph_modes` has more than NONE."""
         return None
 
+    def stream_wait(self) -> Callable[[int, int], None] | None:
+        """Return what lets the current stream wait until the int32 at an address in pinned memory has reached a value; or None."""
+        return None
+
     def worker_class(self) -> type[Worker] | None:
         """The worker that serves this device; None: the best that plugins offer for its type of device (`pelton_workers`)."""
         return None

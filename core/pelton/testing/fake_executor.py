@@ -92,6 +92,7 @@ class FakeExecutor(Executor):
         self._tells_drafts = tells_drafts
         self._open: deque[FakeStepHandle] = deque()
         self._awaiting: tuple[FakeStepHandle, list[FakeRow]] | None = None
+        self._queued: deque[FakeStepHandle] = deque()  # launched while a step waits for its masks
         self.violations: list[str] = []
         self.store = FakeStore(self.violations, steps_are_ordered=steps_are_ordered)
         self.transfers = FakeTransfers(self.store)
@@ -117,13 +118,22 @@ class FakeExecutor(Executor):
     def execute(self, output: SchedulerOutput) -> StepHandle:
         if self.dead is not None:
             raise self.dead
+        if self._awaiting is not None and self.launches_past_masks:
+            handle = FakeStepHandle(self, output, self.polls(output.step_id))
+            self._open.append(handle)
+            self._queued.append(handle)
+            return handle
         if self._awaiting is not None:
             self.violations.append(
                 f"step {output.step_id} launched while step {self._awaiting[0].output.step_id} waits for masks"
             )
-        self.outputs.append(output)
         handle = FakeStepHandle(self, output, self.polls(output.step_id))
         self._open.append(handle)
+        return self._run(handle)
+
+    def _run(self, handle: FakeStepHandle) -> FakeStepHandle:
+        output = handle.output
+        self.outputs.append(output)
         self._check_columns(output)
         rows = self.store.update(output)
         self.transfers.begin(output)
@@ -147,6 +157,7 @@ class FakeExecutor(Executor):
         if masks.error:
             handle.error = FakeDeviceError(masks.error)
             self.retire(handle)
+            self._run_queued()
             return
         size = 4 * ((self.fake_model.vocab_size + 31) // 32)
         by_row: dict[int, list[bytes]] = {}
@@ -156,6 +167,12 @@ class FakeExecutor(Executor):
             offset += size * count
         assert offset == len(masks.bitmask), "bitmask has another size than num_masks says"
         handle.value = self._sample(output, rows, by_row)
+        self._run_queued()
+
+    def _run_queued(self) -> None:
+        """Steps that were launched past the masks, up to the next that waits."""
+        while self._queued and self._awaiting is None:
+            self._run(self._queued.popleft())
 
     def call(self, method: str, *args: Any) -> Any:
         self.calls.append((method, args))

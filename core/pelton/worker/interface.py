@@ -67,7 +67,7 @@ class Worker(ABC):
     @abstractmethod
     def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
         """Run or launch a step. Returns its result or, where the device runs on behind the host, what waits for it; or None
-        when it has grammar rows: then `sample` gives it."""
+        when it has grammar rows: then `sample` gives it. A result that waits on the device for its masks gets them by `bring_masks`."""
 
     @abstractmethod
     def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
@@ -77,6 +77,9 @@ class Worker(ABC):
     def report(self) -> DeviceReport: ...
 
     # Optional.
+
+    def bring_masks(self, masks: GrammarMasks) -> None:  # noqa: B027
+        """Take the masks that a launched step waits for on its device, or the error for which there are none. From any thread."""
 
     def warm_up(self) -> None:  # noqa: B027
         """Compile, tune or capture what the first requests would otherwise wait for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,31 @@ def total_memory(index: int, load: Callable[[str], Any] = ctypes.CDLL) -> int | 
     except (OSError, AttributeError):
         return None
     return None if failed else total.value
+
+
+_AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ: cyclic, so that numbers may overflow."""
+
+
+def stream_wait(
+    current_stream: Callable[[], int], load: Callable[[str], Any] = ctypes.CDLL, machine: str | None = None
+) -> Callable[[int, int], None] | None:
+    """Return what lets a stream wait until the int32 at an address of pinned memory has reached a value; None where the driver has no
+    such call, or a processor may show the number before what was written before it. current_stream: its handle.
+
+    What is returned raises RuntimeError where the device refuses.
+    """
+    if (machine or platform.machine()) not in ("x86_64", "AMD64"):
+        return None
+    try:
+        call = load(LIBRARY).cuStreamWaitValue32_v2
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+
+    def wait(address: int, value: int) -> None:
+        failed = call(current_stream(), address, value, _AT_LEAST)
+        if failed:
+            raise RuntimeError(f"The CUDA driver refuses to let a stream wait for a number: error {failed}.")
+
+    return wait

@@ -16,7 +16,7 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.utils.cache_folder import cache_folder
 from pelton_platforms.cuda.compile_client import CompileServer, num_compilers
-from pelton_platforms.cuda.driver import torch_cuda_version, total_memory
+from pelton_platforms.cuda.driver import stream_wait, torch_cuda_version, total_memory
 from pelton_platforms.gpu.platform import GPUPlatform
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ class CUDAPlatform(GPUPlatform):
         properties = torch.cuda.get_device_properties(local_rank)
         memory = properties.total_memory / 2**30
         return f"cuda: {properties.name}, {memory:.1f} GiB, capability {properties.major}.{properties.minor}"
+
+    def stream_wait(self) -> Callable[[int, int], None] | None:
+        return stream_wait(lambda: int(self.gpu.current_stream().cuda_stream))
 
     def capability(self, local_rank: int = 0) -> tuple[int, int] | None:
         import torch

@@ -156,6 +156,9 @@ class DeviceWorker(Worker):
     def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
         return self.runner.sample(masks)
 
+    def bring_masks(self, masks: GrammarMasks) -> None:
+        self.runner.bring_masks(masks)
+
     def load_adapter(self, load_id: int, name: str, path: str) -> None:
         """Read an adapter into host memory; from any thread. `SchedulerOutput.adapter_slots` brings it to the device."""
         assert self.adapters is not None, "enable_lora is set"
@@ -191,7 +194,10 @@ class DeviceWorker(Worker):
             self.__dict__.pop(name, None)
 
     def check_device(self) -> None:
-        self.platform.synchronize()
+        if self.runner.awaits_masks:  # it has work that will not end before the caller goes on
+            torch.accelerator.current_stream().query()
+        else:
+            self.platform.synchronize()
 
     def report(self) -> DeviceReport:
         selections = self.build.attention.selections()

@@ -1,7 +1,7 @@
 """One worker on one thread of the engine's process.
 
-Jobs run in the order in which they come, so one queue orders all steps. A step with grammar rows holds the thread
-until its masks are brought; what is queued behind it waits.
+Jobs run in the order in which they come, so one queue orders all steps. A step with grammar rows holds the thread until its masks are
+brought, and what is queued behind it waits; unless the worker lets its device wait, and launches the next step behind it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class WorkerThread:
         self._ready = threading.Condition()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._masks: dict[int, GrammarMasks] = {}
+        self._takers: dict[int, Callable[[GrammarMasks], None]] = {}  # of steps whose masks the device waits for
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -106,8 +107,23 @@ class WorkerThread:
 
     def bring(self, masks: GrammarMasks) -> None:
         with self._ready:
-            self._masks[masks.step_id] = masks
-            self._ready.notify_all()
+            take = self._takers.pop(masks.step_id, None)
+            if take is None:
+                self._masks[masks.step_id] = masks
+                self._ready.notify_all()
+        if take is not None:
+            take(masks)
+
+    def pass_masks(self, step_id: int, take: Callable[[GrammarMasks], None]) -> None:
+        """On the worker's thread: `take` gets the masks of a launched step, on the thread that brings them; an error, when the executor
+        is shut down."""
+        with self._ready:
+            masks = self._masks.pop(step_id, None)
+            self._forget_masks_before(step_id)
+            if masks is None and not self._is_closed:
+                self._takers[step_id] = take
+                return
+        take(masks or _closed_masks(step_id))
 
     def wait_for_masks(self, step_id: int) -> GrammarMasks:
         """On the worker's thread: the masks of a step that is executed. Raises when the executor is shut down meanwhile."""
@@ -116,16 +132,23 @@ class WorkerThread:
             if self._is_closed:
                 raise EngineDeadError("The executor was shut down before this step had its masks.")
             masks = self._masks.pop(step_id)
-            # Those of a step that failed before it waited came all the same: nobody asks for them any more.
-            self._masks = {known: others for known, others in self._masks.items() if known > step_id}
+            self._forget_masks_before(step_id)
             return masks
+
+    def _forget_masks_before(self, step_id: int) -> None:
+        """Those of a step that failed before it waited came all the same: nobody asks for them any more."""
+        if self._masks:
+            self._masks = {known: others for known, others in self._masks.items() if known > step_id}
 
     def close(self, timeout_s: float) -> None:
         """Drop what is queued, let the running job end. Idempotent."""
         with self._ready:
             self._is_closed = True
             dropped, self._jobs = list(self._jobs), deque()
+            takers, self._takers = self._takers, {}
             self._ready.notify_all()
+        for step_id, take in takers.items():
+            take(_closed_masks(step_id))
         for _, future in dropped:
             future.cancel()
         if self._thread is not threading.current_thread():
@@ -154,12 +177,18 @@ class WorkerThread:
             return None if self._is_closed else self._jobs.popleft()
 
 
+def _closed_masks(step_id: int) -> GrammarMasks:
+    why = "The executor was shut down before this step had its masks."
+    return GrammarMasks(step_id=step_id, bitmask=b"", num_masks=[], error=why)
+
+
 class InProcessExecutor(Executor):
     """Made by the engine core; the worker's class is the platform's."""
 
     steps_are_ordered = True
     max_concurrent_steps = 2
     rank = 0
+    launches_past_masks = True
 
     def __init__(self, context: ExecutorContext) -> None:
         from pelton.platform.select import select_platform
@@ -230,7 +259,11 @@ class InProcessExecutor(Executor):
 
         def step() -> ModelOutput | PendingOutput:
             result = worker.execute(output)
-            return worker.sample(thread.wait_for_masks(output.step_id)) if result is None else result
+            if result is None:
+                return worker.sample(thread.wait_for_masks(output.step_id))
+            if output.grammar_rows:
+                thread.pass_masks(output.step_id, worker.bring_masks)
+            return result
 
         return FutureStep(thread.submit(step))
 

@@ -114,7 +114,7 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
     for filler, rows in by_filler.items():
         _fill(filler, rows, bitmask, table)
     for masked, job in apart:
-        _take_apart(masked, job, bitmask, table, output.step_id, started + _LATE_S)
+        _take_apart(masked, job, bitmask, table, started + _LATE_S)
     view: Any = bitmask.data.cast("B")  # no copy: it crosses to other processes as bytes do
     return GrammarMasks(step_id=output.step_id, bitmask=view, num_masks=num_masks)
 
@@ -174,8 +174,8 @@ def _make_apart(grammar: Grammar, drafts: Sequence[int], num_words: int) -> Any:
     return masks
 
 
-def _take_apart(row: _Row, job: Future[Any], bitmask: Any, table: RequestTable, step_id: int, deadline: float) -> None:
-    """Enter masks that are made apart. Where they are late, what the row samples now is discarded and it leaves the running: it
+def _take_apart(row: _Row, job: Future[Any], bitmask: Any, table: RequestTable, deadline: float) -> None:
+    """Enter masks that are made apart. Where they are late, what open steps sample is discarded and it leaves the running: it
     comes back, with its blocks from the prefix cache, when they are there. The second time it is waited for."""
     _, place, drafts, request = row
     is_cached = len(request.block_hashes) > 0 or len(request.token_ids) < _SHORT_TOKENS
@@ -188,7 +188,7 @@ def _take_apart(row: _Row, job: Future[Any], bitmask: Any, table: RequestTable, 
     except FutureTimeoutError:
         request.late_mask_at = len(request.token_ids)
         request.grammar_job = job
-        request.discard_through_step = step_id
+        request.discard_through_step = request.last_step_id
         table.preempt(request)
     except Exception as error:
         table.fail(request, error, "making the grammar mask of")

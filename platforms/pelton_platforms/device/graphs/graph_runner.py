@@ -167,10 +167,18 @@ class GraphRunner:
 
     def sample_apart(self, num_rows: int, tail: Sample) -> Tensor:
         """Sample from the logits that `decode` left, of `num_rows` with padding: result [n, 2]."""
-        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, tail=tail)
-        key = self._at_place(key)
+        mode, key = self._apart_key(num_rows, tail)
         found: Tensor = self.full.run(mode, key, partial(self._run, key))
         return found
+
+    def _apart_key(self, num_rows: int, tail: Sample) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, tail=tail)
+        return mode, self._at_place(key)
+
+    def replays_apart(self, num_rows: int, tail: Sample) -> bool:
+        """Return whether `sample_apart` has nothing to compile or capture."""
+        mode, key = self._apart_key(num_rows, tail)
+        return mode is CUDAGraphMode.FULL and key in self.full
 
     def _run(self, key: BatchDescriptor) -> Any:
         """The call that is captured."""

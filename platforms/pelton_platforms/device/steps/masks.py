@@ -17,10 +17,10 @@ _NUM_PARTS = 2
 class _Part:
     """Pinned masks by slot, and the event after which they may be written again."""
 
-    def __init__(self, num_slots: int, num_words: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, num_words: int) -> None:
         self.words = torch.zeros(num_slots, num_words, dtype=torch.int32, pin_memory=True)
         self.has_mask = torch.zeros(num_slots, dtype=torch.bool, pin_memory=True)
-        self.was_copied = torch.Event(device)
+        self.was_copied: torch.Event | None = None
 
 
 class MaskPlaces:
@@ -42,18 +42,35 @@ class MaskPlaces:
             return
         part = self._take()
         _place(part.words, part.has_mask, slots, bitmask)
+        part.was_copied = self.copy(slots, part.words, part.has_mask)
+
+    def copy(self, slots: Ints, words: Tensor, has_mask: Tensor) -> torch.Event | None:
+        """Queue copies of the masks of `slots`, from pinned memory of the same shapes. Returns the event behind them; None on a CPU."""
         for first, end in runs(np.sort(slots), max(_COPY_BYTES // (4 * self._words.shape[1]), 1)):
-            self._words[first:end].copy_(part.words[first:end], non_blocking=True)
-        self._has_mask.copy_(part.has_mask, non_blocking=True)
-        part.was_copied.record()
+            self._words[first:end].copy_(words[first:end], non_blocking=True)
+        self._has_mask.copy_(has_mask, non_blocking=True)
+        if self._words.device.type == "cpu":
+            return None
+        done = torch.Event(self._words.device)
+        done.record()
+        return done
+
+    @property
+    def device(self) -> torch.device:
+        return self._words.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self._words, self._has_mask
 
     def _take(self) -> _Part:
         if len(self._parts) < _NUM_PARTS:
             num_slots, num_words = self._words.shape
-            self._parts.append(_Part(num_slots, num_words, self._words.device))
+            self._parts.append(_Part(num_slots, num_words))
             return self._parts[-1]
         part, self._next = self._parts[self._next], (self._next + 1) % _NUM_PARTS
-        part.was_copied.synchronize()
+        if part.was_copied is not None:
+            part.was_copied.synchronize()
         return part
 
 

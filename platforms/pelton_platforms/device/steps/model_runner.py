@@ -35,6 +35,7 @@ from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.kv_pool import KVPool, handed_blocks
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.masks import MaskPlaces
+from pelton_platforms.device.steps.masks_ahead import MasksAhead, StreamWait, make_masks_ahead
 from pelton_platforms.device.steps.readback import Readback, StepOutput
 from pelton_platforms.device.steps.staging import StagingRing
 from pelton_platforms.device.steps.step_ops import StepOps
@@ -76,7 +77,9 @@ class ModelRunner:
         ops: StepOps,
         *,
         num_staging_parts: int = 3,
+        stream_wait: StreamWait | None = None,
     ) -> None:
+        """stream_wait: see `Platform.stream_wait`; without it steps with grammar rows wait on the host for their masks."""
         self.model = model
         self.state = state
         self.buffers = buffers
@@ -93,6 +96,8 @@ class ModelRunner:
         self._readback = Readback(state, ops)
         self._sampler = StepSampler(model, state, buffers, self._staging, ops)
         self._mask_places: MaskPlaces | None = None
+        self._stream_wait = stream_wait
+        self._masks_ahead: MasksAhead | None = None
         self._pending: Step | LeftLogits | None = None
 
     @property
@@ -156,7 +161,7 @@ class ModelRunner:
             self.run_padding(shape, self.tails.variants)
 
     def execute(self, output: SchedulerOutput) -> ModelOutput | PendingOutput | None:
-        """Launch a step; None when it has grammar rows: `sample` then gives the result."""
+        """Launch a step. None when it has grammar rows, and the device does not wait for their masks: `sample` then gives the result."""
         if self._pending is not None:
             raise EngineError(
                 f"Step {self._pending.output.step_id} still waits for its masks; bring them with sample()."
@@ -164,6 +169,7 @@ class ModelRunner:
         if self._zeroes_blocks and (block_ids := handed_blocks(output, self.state.block_sizes)):
             self.pool.zero_blocks(*self._staging.stage([block_ids]))
         if output.new:
+            self._settle()
             self.state.add(output.new)
         if self.prompt_embeds is not None:
             self.prompt_embeds.update(output)
@@ -189,6 +195,20 @@ class ModelRunner:
         if masks.error:
             raise EngineError(masks.error)
         return self._finish_left(step, masks) if isinstance(step, LeftLogits) else self._finish(step, masks)
+
+    def bring_masks(self, masks: GrammarMasks) -> None:
+        """Masks that a launched step waits for on the device. From any thread."""
+        assert self._masks_ahead is not None, "a step waits for masks"
+        self._masks_ahead.bring(masks)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """True while the device waits for masks: who waits for the device now may wait without end."""
+        return self._masks_ahead is not None and self._masks_ahead.is_waiting
+
+    def _settle(self) -> None:
+        if self._masks_ahead is not None:
+            self._masks_ahead.settle()
 
     # A decode step as one graph.
 
@@ -218,9 +238,12 @@ class ModelRunner:
         if num_draft is not None:
             num_scheduled = 1 + num_draft
             self._place_drafts(output, slots, num_scheduled)
+        if key not in graphs.full:
+            self._settle()
         found = graphs.decode(key, slots, output.block_appends, num_draft, prefix)
         if isinstance(tail, Logits):
-            return LeftLogits(output, slots, found, has_lora)
+            left = LeftLogits(output, slots, found, has_lora)
+            return (self._sample_ahead(left) if has_masks else None) or left
         self.state.host.num_computed_tokens[slots] += num_scheduled
         return self._readback.queue(output, tail, found[:num_rows], np.arange(num_rows), slots)
 
@@ -231,20 +254,48 @@ class ModelRunner:
         inputs = self._inputs(plan, columns, tail, has_lora=left.has_lora)
         return Step(left.output, plan, columns, inputs, tail, left.logits[: len(left.slots)])
 
+    def _sample_ahead(self, left: LeftLogits) -> StepOutput | None:
+        """Sample behind masks that are still to come, where nothing has to be compiled or captured for it and the device can wait."""
+        tail, slots, graphs = self.tails.of_left_logits(left.slots), left.slots, self.graphs
+        if self._stream_wait is None or not isinstance(tail, Sample):
+            return None
+        assert graphs is not None
+        if not graphs.replays_apart(len(left.logits), tail):
+            return None
+        if self._masks_ahead is None:
+            self._masks_ahead = make_masks_ahead(self._places(), self._stream_wait)
+            if self._masks_ahead is None:
+                self._stream_wait = None
+                return None
+        awaited = self._masks_ahead.open(left.output.step_id, slots[left.output.grammar_rows])
+        try:
+            launched = self._sample_left(left, tail)
+        except BaseException:
+            self._masks_ahead.give_up(left.output.step_id, "The step failed before it had its masks.")
+            raise
+        launched.awaited = awaited
+        return launched
+
+    def _sample_left(self, left: LeftLogits, tail: Sample) -> StepOutput:
+        slots = left.slots
+        assert self.graphs is not None
+        given = self.graphs.sample_apart(len(left.logits), tail)[: len(slots)]
+        self.state.host.num_computed_tokens[slots] += 1
+        return self._readback.queue(left.output, tail, given, np.arange(len(slots)), slots)
+
     def _finish_left(self, left: LeftLogits, masks: GrammarMasks) -> ModelOutput | PendingOutput:
         """Sample from the logits, by a second graph where one serves all rows."""
         tail, slots = self.tails.of_left_logits(left.slots), left.slots
         if isinstance(tail, Logits):
             return self._finish(self._planned(left), masks)
-        assert isinstance(tail, Sample) and self.graphs is not None
+        assert isinstance(tail, Sample)
         self._place_masks(left.output, slots, masks)
-        given = self.graphs.sample_apart(len(left.logits), tail)[: len(slots)]
-        self.state.host.num_computed_tokens[slots] += 1
-        return self._given(self._readback.queue(left.output, tail, given, np.arange(len(slots)), slots))
+        return self._given(self._sample_left(left, tail))
 
     # Any other step.
 
     def _run(self, output: SchedulerOutput) -> Step:
+        self._settle()
         if output.block_appends:
             self.state.append_blocks(output.block_appends)
         plan = plan_step(output, self.state.host)
@@ -371,9 +422,12 @@ class ModelRunner:
 
     def _place_masks(self, output: SchedulerOutput, slots: Ints, masks: GrammarMasks) -> None:
         """Where variants with masks read them. slots [R]"""
+        self._places().place(slots[output.grammar_rows], masks.bitmask)
+
+    def _places(self) -> MaskPlaces:
         if self._mask_places is None:
             self._mask_places = MaskPlaces(*self.ops.mask)
-        self._mask_places.place(slots[output.grammar_rows], masks.bitmask)
+        return self._mask_places
 
     def _given(self, launched: StepOutput) -> ModelOutput | PendingOutput:
         """On a CPU the step is done."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pelton.errors import EngineError
 from pelton.messages.request import TensorData
 from pelton.messages.step import ModelOutput, SchedulerOutput
 from pelton.sampling.error_codes import ERROR_MESSAGES, NOT_FINITE
@@ -26,6 +27,7 @@ from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.step_plan import Ints
 
 if TYPE_CHECKING:
+    from pelton_platforms.device.steps.masks_ahead import Awaited
     from pelton_platforms.device.steps.step_ops import StepOps
     from pelton_platforms.device.steps.step_sampler import PromptLogprobs
 
@@ -117,6 +119,7 @@ class StepOutput(PendingOutput):
     num_logprobs: Ints | None = None  # [r]
     first_logprob: Ints | None = None  # [r], into the rows of logprobs; row by row after `Sample`
     has_drafts: bool = False
+    awaited: Awaited | None = None
 
     def ready(self) -> bool:
         return self.copies.ready()
@@ -124,6 +127,8 @@ class StepOutput(PendingOutput):
     def result(self) -> ModelOutput:
         output = self.output
         arrays = self.copies.arrays()
+        if self.awaited is not None and self.awaited.error:
+            raise EngineError(self.awaited.error)
         output.row_errors = list(self.errors.items())
         if self.prompt_logprobs is not None:
             arrays = self._take_prompts(self.prompt_logprobs, arrays)
