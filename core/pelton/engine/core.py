@@ -265,7 +265,8 @@ class EngineCore:
             self._open.append((output, handle))
             if output.grammar_rows:
                 self._unmasked.append(output)
-        self._bring_masks(outputs)
+        while self._bring_masks(outputs):  # where a step fails, the next is the oldest
+            pass
 
     def _goes_past(self, output: SchedulerOutput) -> bool:
         """Return whether the next step may be launched before this one has its masks. Masks behind drafts need the drafts as they are."""
@@ -306,7 +307,7 @@ class EngineCore:
         return True
 
     def _take_oldest(self, timeout_s: float | None, outputs: list[EngineOutput], *, drains: bool = False) -> None:
-        """Wait for the oldest step and take its result in; then the next gets its masks. drains: no further step is launched."""
+        """Wait for the oldest step and take its result in; then the next may get its masks. drains: no further step is launched."""
         output, handle = self._open[0]
         started = time.perf_counter()
         try:
@@ -329,9 +330,7 @@ class EngineCore:
             self._fail_step(output, error, outputs)
         self._has_news = True
         self._host_s["update"] += time.perf_counter() - waited
-        if drains:
-            self._bring_masks(outputs)
-        elif self._unmasked:
+        if self._unmasked and not drains:
             self._launch(outputs)  # now: it may not wait until these outputs have been told
 
     def _fail_step(self, output: SchedulerOutput, error: Exception, outputs: list[EngineOutput]) -> None:
@@ -386,7 +385,8 @@ class EngineCore:
             return self._executor.check_health()
         if method.startswith("worker.") or method in ("sleep", "wake_up", "is_sleeping"):
             while self._open:  # a worker's methods run between steps
-                self._take_oldest(None, self._kept, drains=True)
+                if not self._bring_masks(self._kept):
+                    self._take_oldest(None, self._kept, drains=True)
             if not method.startswith("worker."):
                 return self._scheduler.rest(self._executor.call, method, *args)
             return self._executor.call(method.removeprefix("worker."), *args)

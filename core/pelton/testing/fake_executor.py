@@ -64,6 +64,7 @@ class FakeExecutor(Executor):
     """Runs steps at once, hands their results out late, and checks everything it is told.
 
     specs: one spec per layer, by name; groups come from the plan. A test may replace the script attributes:
+    With `launches_past_masks` a step that is launched while another waits for its masks runs when they came.
     polls(step_id): looks before a step is ready. fails(step_id): error of the whole step. row_error(request_id, step_id).
     """
 
@@ -155,6 +156,7 @@ class FakeExecutor(Executor):
         output = handle.output
         assert masks.step_id == output.step_id, "masks of another step"
         if masks.error:
+            self._sample(output, rows, {})  # a step that was launched behind it reads what it left
             handle.error = FakeDeviceError(masks.error)
             self.retire(handle)
             self._run_queued()
@@ -194,8 +196,13 @@ class FakeExecutor(Executor):
 
     @property
     def awaits_masks(self) -> bool:
-        """True while the newest step waits for `sample`."""
+        """True while a step waits for `sample`."""
         return self._awaiting is not None
+
+    @property
+    def awaited(self) -> SchedulerOutput | None:
+        """The step that waits for `sample`."""
+        return None if self._awaiting is None else self._awaiting[0].output
 
     @property
     def num_computed_tokens(self) -> int:

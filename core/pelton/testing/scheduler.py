@@ -145,15 +145,18 @@ class Harness:
         return request
 
     def launch(self) -> SchedulerOutput | None:
-        """Schedule and execute one step; masks follow as soon as no older step is open."""
+        """Schedule and execute one step. Masks follow as soon as no older step is open; where the next step may be launched past it,
+        when something waits for it."""
         output = self.scheduler.schedule()
         if output is not None:
             self.open.append((output, self.executor.execute(output)))
-            self._bring_masks()
+            if not self._goes_past():
+                self._bring_masks()
         return output
 
     def retire(self) -> list[EngineOutput]:
         """Take the oldest open step's result in."""
+        self._bring_masks()
         output, handle = self.open.popleft()
         try:
             result = handle.result()
@@ -161,12 +164,13 @@ class Harness:
             outputs = self.scheduler.update_failed(output, EngineError(str(error)).to_info())
         else:
             outputs = self.scheduler.update(output, result)
-        self._bring_masks()
+        if not self._goes_past():
+            self._bring_masks()
         return self._note(outputs)
 
     def step(self) -> list[EngineOutput]:
         """As the engine core does: launch what can be, take the oldest."""
-        while len(self.open) < self.max_steps_in_flight and not self._awaits_masks():
+        while self.may_launch:
             if self.launch() is None:
                 break
         outputs = self.retire() if self.open else []
@@ -190,11 +194,17 @@ class Harness:
             self.outputs[output.request_id].append(output)
         return outputs
 
-    def _awaits_masks(self) -> bool:
-        return bool(self.open) and self.executor.awaits_masks
+    @property
+    def may_launch(self) -> bool:
+        """True while another step may be open, and the newest one has its masks or may be launched past."""
+        awaits_masks = bool(self.open) and self.executor.awaits_masks
+        return len(self.open) < self.max_steps_in_flight and (not awaits_masks or self._goes_past())
+
+    def _goes_past(self) -> bool:
+        return self.executor.launches_past_masks and not (self.open and self.open[-1][0].num_draft)
 
     def _bring_masks(self) -> None:
-        if len(self.open) == 1 and self.executor.awaits_masks:
+        if self.open and self.executor.awaited is self.open[0][0]:
             masks = self.scheduler.grammar_masks(self.open[0][0])
             assert masks is not None, "a step with grammar rows has masks"
             self.executor.sample(masks)

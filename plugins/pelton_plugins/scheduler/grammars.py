@@ -102,14 +102,15 @@ def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarM
     bitmask: Any = np.full((sum(num_masks), (vocab_size + 31) // 32), _ANY, dtype="<i4")
     place, by_filler, apart = 0, dict[MaskFiller | None, list[_Row]](), list[tuple[_Row, Future[Any]]]()
     started = time.perf_counter()
+    step_id, requests = output.step_id, step.requests
     for row, count in zip(output.grammar_rows, num_masks, strict=True):
-        request = step.requests[row]
-        if not request.is_finished and output.step_id > request.discard_through_step:
+        request = requests[row]
+        if not request.is_finished and step_id > request.discard_through_step:
             made = _masked(request, place, count)
             if made is not None and made[0].is_slow:
-                apart.append(((*made, request), _threads().submit(_make_apart, *made[::2], bitmask.shape[1])))
+                apart.append((made, _threads().submit(_make_apart, *made[:3:2], bitmask.shape[1])))
             elif made is not None:
-                by_filler.setdefault(made[0].filler, []).append((*made, request))
+                by_filler.setdefault(made[0].filler, []).append(made)
         place += count  # all tokens are allowed where nobody looks at what is sampled
     for filler, rows in by_filler.items():
         _fill(filler, rows, bitmask, table)
@@ -123,13 +124,13 @@ _Row = tuple[Grammar, int, Sequence[int], RequestState]
 """A grammar, the place of its first mask, the drafts behind it, whose it is."""
 
 
-def _masked(request: RequestState, place: int, count: int) -> tuple[Grammar, int, Sequence[int]] | None:
+def _masked(request: RequestState, place: int, count: int) -> _Row | None:
     """The masks of a row that its grammar makes; None while all of them allow everything."""
     grammar, drafts = request.grammar, request.drafts[: count - 1] if count > 1 else ()
     if not isinstance(grammar, AfterReasoning):
-        return grammar, place, drafts
+        return grammar, place, drafts, request
     skipped = grammar.begins_after(drafts)
-    return None if skipped < 0 else (grammar.grammar, place + skipped, drafts[skipped:])
+    return None if skipped < 0 else (grammar.grammar, place + skipped, drafts[skipped:], request)
 
 
 def _fill(filler: MaskFiller | None, rows: list[_Row], bitmask: Any, table: RequestTable) -> None:

@@ -58,17 +58,18 @@ class LLGrammar(Grammar):
         self.matcher = matcher
         self.filler: BatchFiller = filler
         self.pending: int | None = None
-        self.mask: Any = None  # the last one made, uint32 words: of the state before `pending`
+        self.masks: Any = None  # the last one made, of the state before `pending`, and others: int32 words
+        self.place = 0  # of its own among them
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        if len(token_ids) == 1 and self.mask is not None:
-            token, mask, self.mask = token_ids[0], self.mask, None
-            if not 0 <= token < 32 * len(mask) or not int(mask[token >> 5]) >> (token & 31) & 1:
+        if len(token_ids) == 1 and self.masks is not None:
+            token, masks, self.masks = token_ids[0], self.masks, None
+            if not 0 <= token < 32 * masks.shape[1] or not int(masks[self.place, token >> 5]) >> (token & 31) & 1:
                 return False
             self.pending = token
             return True
         self.flush()
-        self.mask = None
+        self.masks = None
         taken: int = self.matcher.try_consume_tokens(list(token_ids))
         return taken == len(token_ids)
 
@@ -129,7 +130,7 @@ class BatchFiller:
             if grammar.pending is not None:
                 pending.append((matcher, grammar.pending))
                 grammar.pending = None
-            grammar.mask = bitmask[place]
+            grammar.masks, grammar.place = bitmask, place
             if drafts:
                 drafted.append((matcher, place, list(drafts)))
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import msgspec
@@ -317,13 +318,21 @@ def test_masks_reach_the_executor_in_order(plugins, monkeypatch):
     monkeypatch.setattr(
         type(plugins), "entries", lambda self, hook, **a: [_Entry()] if hook == offer else entries(self, hook, **a)
     )
-    for overlap in (1, 2, 3):
+    for overlap, goes_past in itertools.product((1, 2, 3), (False, True)):
         config = EngineConfig.from_flat(
             max_num_seqs=4, max_num_batched_tokens=32, num_gpu_blocks_override=50, max_steps_in_flight=overlap
         )
         model = fake_resolved_model(max_model_len=128)
         model = type(model)(**{**{n: getattr(model, n) for n in model.__struct_fields__}, "tokenizer_path": "fake"})
         executor = FakeExecutor(config, model)
+        executor.launches_past_masks, launched_past = goes_past, []
+        execute = executor.execute
+
+        def noted(output, execute=execute, executor=executor, launched_past=launched_past):
+            launched_past.append(executor.awaits_masks)
+            return execute(output)
+
+        executor.execute = noted
         core = EngineCore(config, model, plugins, executor=executor)
         constraint = StructuredOutputsParams(regex="5")
         constrained = make_request("g", 3, 20, eos_token_ids=[0], structured_outputs=constraint)
@@ -335,6 +344,7 @@ def test_masks_reach_the_executor_in_order(plugins, monkeypatch):
         assert tokens(outputs["g"]) == executor.fake_model.generate(constrained, max_model_len=128, grammar=grammar)[0]
         assert tokens(outputs["p"]) == executor.fake_model.generate(plain, max_model_len=128)[0]
         assert not executor.violations
+        assert any(launched_past) == (goes_past and overlap > 1)
         core.shutdown()
 
 
@@ -352,9 +362,11 @@ def core_with_grammars(plugins, monkeypatch):
     core.shutdown()
 
 
-def test_a_step_without_masks_fails_and_the_engine_goes_on(core_with_grammars, monkeypatch):
+@pytest.mark.parametrize("goes_past", [False, True], ids=["in-turn", "past-masks"])
+def test_a_step_without_masks_fails_and_the_engine_goes_on(core_with_grammars, goes_past, monkeypatch):
     """The worker waits for them: it has to hear that none will come."""
     core, executor = core_with_grammars
+    executor.launches_past_masks = goes_past
     monkeypatch.setattr(core._scheduler, "grammar_masks", lambda output: 1 / 0)
     constraint = StructuredOutputsParams(regex="5")
     core.add_request(make_request("g", 3, 20, eos_token_ids=[0], structured_outputs=constraint))
@@ -363,6 +375,20 @@ def test_a_step_without_masks_fails_and_the_engine_goes_on(core_with_grammars, m
     request = make_request("b", 3, 5)
     core.add_request(request)
     assert tokens(run(core)["b"]) == executor.fake_model.generate(request, max_model_len=128)[0]
+    assert not executor.violations
+
+
+def test_a_call_takes_in_what_is_open_and_launches_nothing(core_with_grammars):
+    core, executor = core_with_grammars
+    executor.launches_past_masks = True
+    constraint = StructuredOutputsParams(regex="9")
+    core.add_request(make_request("g", 3, 20, eos_token_ids=[0], structured_outputs=constraint))
+    while len(core._open) < 1:
+        core.step()
+    count = len(executor.outputs)
+    assert core.call("worker.profile", 1) == "profile" and not core._open and not core._unmasked
+    assert len(executor.outputs) <= count + 1, "one was launched and waited for its turn"
+    assert len(tokens(run(core)["g"])) > 2
     assert not executor.violations
 
 

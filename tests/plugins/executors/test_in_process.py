@@ -21,6 +21,9 @@ from pelton_plugins.executors import in_process
 from pelton_plugins.executors.in_process import InProcessExecutor, WorkerThread
 from pelton_plugins.executors.one_rank import OneRank
 
+AHEAD = 17
+"""max_seq_len of a step whose masks the device waits for."""
+
 
 class EchoWorker(Worker):
     """Sleeps as long as the step says, notes what it was asked."""
@@ -56,7 +59,12 @@ class EchoWorker(Worker):
         time.sleep(output.max_query_len / 1000)
         if output.max_seq_len == 13:
             raise RuntimeError("unlucky step")
+        if output.max_seq_len == AHEAD:
+            return ModelOutput(step_id=output.step_id)
         return None if output.grammar_rows else ModelOutput(step_id=output.step_id)
+
+    def bring_masks(self, masks):
+        self.log.append(f"bring {masks.step_id} {masks.error}".strip())
 
     def sample(self, masks):
         self.log.append(f"sample {masks.step_id}")
@@ -180,6 +188,28 @@ def test_failed_step_with_grammar_does_not_wait_for_masks(make):
     for step_id in (0, 2):  # those of the failed step come all the same, and are not kept
         executor.sample(GrammarMasks(step_id=step_id, bitmask=b"", num_masks=[]))
     assert bound.result(5).step_id == 2 and not executor._thread._masks
+
+
+def test_masks_that_the_device_waits_for_reach_the_worker_beside_its_steps(make):
+    executor = make()
+    steps = [step(index, grammar=True) for index in range(3)]
+    for output in steps:
+        output.max_seq_len = AHEAD
+    log = worker_of(executor).log
+    executor.execute(steps[0]).result(5)
+    blocking = executor.execute(step(1, ms=200))
+    executor.sample(GrammarMasks(step_id=0, bitmask=b"", num_masks=[]))
+    assert log == ["execute 0", "bring 0"] or log == ["execute 0", "execute 1", "bring 0"] or log[-1] == "bring 0"
+    blocking.result(5)
+    early = executor.execute(step(2, ms=50))
+    steps[1].step_id = 3
+    executor.sample(GrammarMasks(step_id=3, bitmask=b"", num_masks=[]))
+    executor.execute(steps[1]).result(5)
+    assert early.ready() and log[-2:] == ["execute 3", "bring 3"] and not executor._thread._masks
+    steps[2].step_id = 4
+    executor.execute(steps[2]).result(5)
+    executor.shutdown()
+    assert log[-2:] == ["bring 4 The executor was shut down before this step had its masks.", "shutdown"]
 
 
 def test_call_runs_a_method_on_the_workers_thread(make):

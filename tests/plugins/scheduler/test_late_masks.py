@@ -48,8 +48,9 @@ class Offer:
         return SlowBackend
 
 
+@pytest.mark.parametrize("goes_past", [False, True], ids=["in-turn", "past-masks"])
 @pytest.mark.parametrize("overlap", [1, 2, 3])
-def test_a_late_row_samples_when_its_mask_is_there_and_others_go_on(overlap, monkeypatch):
+def test_a_late_row_samples_when_its_mask_is_there_and_others_go_on(overlap, goes_past, monkeypatch):
     plugins, hook = load_plugins(), "pelton_structured_output_backends"
     entries = type(plugins).entries
     monkeypatch.setattr(
@@ -60,6 +61,7 @@ def test_a_late_row_samples_when_its_mask_is_there_and_others_go_on(overlap, mon
     )
     model = msgspec.structs.replace(fake_resolved_model(max_model_len=128), tokenizer_path="fake")
     executor = FakeExecutor(config, model)
+    executor.launches_past_masks = goes_past
     core = EngineCore(config, model, plugins, executor=executor)
     constraint = StructuredOutputsParams(regex="5")
     late = make_request("late", 3, 20, eos_token_ids=[0], structured_outputs=constraint)

@@ -97,6 +97,7 @@ class Campaign:
             ),
             **arguments,
         )
+        self.harness.executor.launches_past_masks = rng.random() < 0.5
         if self.failures:
             self.harness.executor.fails = lambda step_id: "boom" if step_id % 11 == 7 else None
             self.harness.executor.row_error = lambda name, step_id: (
@@ -123,7 +124,7 @@ class Campaign:
                 if harness.reason(name) is None:
                     self.ended_early.add(name)
                     harness.scheduler.finish_requests([name], reason)
-            elif action < 0.75 and len(harness.open) < self.overlap and not harness.executor.awaits_masks:
+            elif action < 0.75 and harness.may_launch:
                 harness.launch()
             elif harness.open:
                 harness.retire()

@@ -1,7 +1,10 @@
 """Masks of steps that are launched before their masks are made: the device waits for a number in pinned memory, not the host.
 
-    worker's thread    open: wait for the number, copies of the pinned masks; then the tail
+    worker's thread    open: on a stream of their own, wait for the number, copy the pinned masks; the step's stream waits for the copy
     whoever has them   bring: write the pinned masks, then the number
+
+So they travel while the forward pass computes. What they overwrite on the device has been read: they are made of the tokens that the
+step before has sampled under it.
 
 Between the two nothing may wait for the device on the thread that makes the masks. The worker's own thread may, since the masks
 come without it; it launches nothing but captured decode steps meanwhile (`settle`), which never fill the driver's queue.
@@ -53,6 +56,7 @@ class MasksAhead:
     def __init__(self, places: MaskPlaces, wait: StreamWait) -> None:
         self._places, self._wait = places, wait
         is_pinned = places.device.type != "cpu"
+        self._stream = torch.Stream(places.device) if is_pinned else None
         self._parts = [_Part(*places.tensors, pin_memory=is_pinned) for _ in range(2)]
         self._next = 0
         self._awaited: dict[int, Awaited] = {}
@@ -75,15 +79,25 @@ class MasksAhead:
         with self._changed:
             self._awaited[step_id] = awaited
         try:
-            self._wait(part.flag.data_ptr(), part.num_uses)
-            part.was_copied = self._places.copy(slots, part.words, part.has_mask)
+            if self._stream is None:
+                self._queue(part, slots)
+            else:
+                with self._stream:
+                    self._queue(part, slots)
+                assert part.was_copied is not None
+                torch.accelerator.current_stream().wait_event(part.was_copied)
         except BaseException:
             self._raise(step_id)
             raise
         return awaited
 
+    def _queue(self, part: _Part, slots: Ints) -> None:
+        self._wait(part.flag.data_ptr(), part.num_uses)
+        part.was_copied = self._places.copy(slots, part.words, part.has_mask)
+
     def bring(self, masks: GrammarMasks) -> None:
-        """Write the masks of a step, and let the device go on. From any thread; never raises."""
+        """Write the masks of a step, and let the device go on. From any thread, once the result of the step before is read; never
+        raises."""
         awaited = self._awaited.get(masks.step_id)
         if awaited is None:
             return
