@@ -71,7 +71,9 @@ def outputs(checkpoint: str, mode: str, *, with_extras: bool, is_ahead: bool = F
         if index == NUM_FIRST:
             torch.cuda.set_sync_debug_mode("error")
         num_ahead += step(driver, rows, allowed if is_masked else None)
-    assert (num_ahead >= 4) == (is_ahead and mode != "NONE"), "most masked steps are launched before they have their masks"
+    assert (num_ahead >= 4) == (is_ahead and mode != "NONE"), (
+        "most masked steps are launched before they have their masks"
+    )
     torch.cuda.set_sync_debug_mode("default")
     assert not [error for request in requests for error in request.errors]
     if with_extras:

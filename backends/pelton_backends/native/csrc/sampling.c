@@ -421,11 +421,16 @@ static double uniform(int64_t seed, int64_t position) {
     return ((double)(bits >> 16) + 0.5) * 0x1p-48;
 }
 
-/* Make weights of `n` values, whole chunks; each chunk's sum goes to `sums`, that of all is returned. */
+/* Make weights of `n` values, whole chunks; each chunk's sum goes to `sums`, that of all is returned. A chunk of `values` that is
+   -inf throughout stays so, which is below any weight: where a grammar allows little most are. */
 static double weigh(const struct work *work, float *values, int64_t n, float best) {
     double total = 0.0;
     for (int64_t first = 0; first < n; first += CHUNK) {
         vec part = {0};
+        if (values == work->values && !vec_bits(vec_load(work->tops + first / CHUNK * LANES) > -INFINITY)) {
+            work->sums[first / CHUNK] = 0.0;
+            continue;
+        }
         for (int64_t i = first; i < first + CHUNK; i += LANES) {
             vec weight = vec_exp(vec_load(values + i) - best);
             vec_store(values + i, weight);
