@@ -118,12 +118,16 @@ def num_threads(num_cores: int) -> int:
 
 
 class BatchFiller:
-    """Takes in tokens and makes masks of many grammars on native threads, without the GIL."""
+    """Takes in tokens and makes masks of many grammars on native threads, without the GIL. With one thread the caller's does it: where the
+    model computes on all cores, each thread that wakes holds up one of those that compute."""
 
     def __init__(self, num_threads: int) -> None:
-        self.executor = llguidance.LLExecutor(num_threads)
+        self.executor = llguidance.LLExecutor(num_threads) if num_threads > 1 else None
 
     def fill(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
+        if self.executor is None:
+            self._fill_here(rows, bitmask)
+            return
         pending, plain, drafted = [], [], []
         for grammar, place, drafts in rows:
             matcher = grammar.matcher
@@ -144,6 +148,22 @@ class BatchFiller:
             self.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, size, count)
         for grammar, _, _ in rows:
             if grammar.matcher.is_error():
+                grammar.check()
+
+
+    def _fill_here(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
+        address, size = bitmask.ctypes.data, bitmask.strides[0]
+        for grammar, place, drafts in rows:
+            matcher, token = grammar.matcher, grammar.pending
+            if token is not None:
+                grammar.pending = None
+                matcher.consume_token(token)
+            grammar.masks, grammar.place = bitmask, place
+            if drafts:
+                matcher.unsafe_compute_mask_ptr_with_draft_token(address + size * place, size, list(drafts))
+            else:
+                matcher.unsafe_compute_mask_ptr(address + size * place, size)
+            if matcher.is_error():
                 grammar.check()
 
 
