@@ -150,7 +150,6 @@ class BatchFiller:
             if grammar.matcher.is_error():
                 grammar.check()
 
-
     def _fill_here(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
         address, size = bitmask.ctypes.data, bitmask.strides[0]
         for grammar, place, drafts in rows:
