@@ -143,10 +143,7 @@ class EngineCore:
 
     def _make_connector(self) -> SchedulerConnector | None:
         found = find_connector(self.config, self.model, self.plugins, self.plan, self._metrics)
-        if found is None:
-            return None
-        connector, context = found
-        return connector.for_scheduler(context)
+        return None if found is None else found[0].for_scheduler(found[1])
 
     def _describe(self) -> EngineInfo:
         config, plan, report = self.config, self.plan, self._executor.report()
@@ -238,11 +235,8 @@ class EngineCore:
         return message
 
     def _expire(self) -> None:
-        deadline = self._scheduler.next_deadline()
-        if deadline is not None:
-            now = time.monotonic()
-            if deadline <= now:
-                self._scheduler.expire(now)
+        if (deadline := self._scheduler.next_deadline()) is not None and deadline <= (now := time.monotonic()):
+            self._scheduler.expire(now)
 
     def _launch(self, outputs: list[EngineOutput]) -> None:
         """Keep as many steps open as may be."""
@@ -344,8 +338,7 @@ class EngineCore:
             raise EngineDeadError(f"The executor died: {cause}") from cause
         logger.error("Step %d failed; its requests end.", output.step_id, exc_info=error)
         message = str(error) if isinstance(error, PeltonError) else f"{type(error).__name__}: {error}"
-        info = EngineError(f"The step that ran this request failed: {message}").to_info()
-        self._note_failure(info)
+        self._note_failure(info := EngineError(f"The step that ran this request failed: {message}").to_info())
         self._has_news = True
         outputs += self._scheduler.update_failed(output, info)
 
@@ -509,11 +502,8 @@ def make_kv_manager(
     config: EngineConfig, model: ResolvedModel, plugins: Plugins, plan: KVCachePlan, metrics: PluginMetrics
 ) -> KVCacheManager:
     """The KV-cache manager that the settings name, or the best that is offered, with the managers of plugins' specs."""
-    name = config.kv_cache.kv_cache_manager
-    if name is None:
-        entry = plugins.entries("pelton_kv_cache_managers")[0]
-    else:
-        entry = plugins.find("pelton_kv_cache_managers", name, setting="kv_cache_manager")
+    name, hook = config.kv_cache.kv_cache_manager, "pelton_kv_cache_managers"
+    entry = plugins.find(hook, name, setting="kv_cache_manager") if name is not None else plugins.entries(hook)[0]
     logger.debug("KV-cache manager: %s", entry)
     context = KVManagerContext(
         plan=plan,
@@ -577,6 +567,5 @@ def adapter_loads(config: EngineConfig, executor: Executor) -> AdapterLoads | No
 
 
 def max_steps_in_flight(config: EngineConfig, executor: Executor) -> int:
-    if not config.scheduler.async_scheduling:
-        return 1
-    return min(config.scheduler.max_steps_in_flight, executor.max_concurrent_steps)
+    most = min(config.scheduler.max_steps_in_flight, executor.max_concurrent_steps)
+    return most if config.scheduler.async_scheduling else 1
