@@ -79,8 +79,7 @@ class Worker(ABC):
     # Optional.
 
     def bring_masks(self, masks: GrammarMasks) -> None:  # noqa: B027
-        """Take the masks that a launched step waits for on its device, or the error for which there are none. From any thread, once the
-        results of older steps are read."""
+        """Take the masks that a launched step's device waits for, or an error. From any thread, once results of older steps are read."""
 
     def warm_up(self) -> None:  # noqa: B027
         """Compile, tune or capture what the first requests would otherwise wait for."""

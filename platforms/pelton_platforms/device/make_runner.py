@@ -43,7 +43,7 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
         loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters
     runner = ModelRunner(
         loaded.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * num_parts,
-        stream_wait=loaded.platform.stream_wait() if loaded.build.parallel.size == 1 else None,
+        stream_wait=loaded.platform.stream_wait() if config.parallel.num_ranks == 1 else None,
     )  # fmt: skip
     runner.step_kernel = loaded.step_kernel
     runner.prompt_embeds = make_prompt_embeds(loaded)

@@ -88,7 +88,6 @@ class _Gathered:
 class MultiProcExecutor(Executor):
     steps_are_ordered = True
     max_concurrent_steps = 2
-    launches_past_masks = True
 
     def __init__(self, context: ExecutorContext) -> None:
         parallel = context.config.parallel
