@@ -489,13 +489,11 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, 
 def make_plan(config: EngineConfig, model: ResolvedModel, executor: Executor) -> KVCachePlan:
     kv_cache = config.kv_cache
     return plan_kv_cache(
-        executor.kv_cache_specs(),
-        executor.available_kv_cache_bytes(),
-        num_blocks_override=kv_cache.num_gpu_blocks_override,
-        max_model_len=model.max_model_len,
+        executor.kv_cache_specs(), executor.available_kv_cache_bytes(),
+        num_blocks_override=kv_cache.num_gpu_blocks_override, max_model_len=model.max_model_len,
         disable_hybrid=kv_cache.disable_hybrid_kv_cache_manager,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-    )
+    )  # fmt: skip
 
 
 def make_kv_manager(
@@ -506,14 +504,11 @@ def make_kv_manager(
     entry = plugins.find(hook, name, setting="kv_cache_manager") if name is not None else plugins.entries(hook)[0]
     logger.debug("KV-cache manager: %s", entry)
     context = KVManagerContext(
-        plan=plan,
-        config=config.kv_cache,
-        max_model_len=model.max_model_len,
+        plan=plan, config=config.kv_cache, max_model_len=model.max_model_len,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         extra_managers=[entry.resolve() for entry in plugins.entries("pelton_kv_cache_specs")],
-        engine_config=config,
-        metrics=metrics,
-    )
+        engine_config=config, metrics=metrics,
+    )  # fmt: skip
     if "max_model_len" in _parameters(entry):
         logger.warning(
             "%s takes keywords one by one, which ends with the next minor version; take a KVManagerContext.", entry
