@@ -500,8 +500,8 @@ def make_kv_manager(
     config: EngineConfig, model: ResolvedModel, plugins: Plugins, plan: KVCachePlan, metrics: PluginMetrics
 ) -> KVCacheManager:
     """The KV-cache manager that the settings name, or the best that is offered, with the managers of plugins' specs."""
-    name, hook = config.kv_cache.kv_cache_manager, "pelton_kv_cache_managers"
-    entry = plugins.find(hook, name, setting="kv_cache_manager") if name is not None else plugins.entries(hook)[0]
+    name, entries = config.kv_cache.kv_cache_manager, plugins.entries("pelton_kv_cache_managers")
+    entry = entries[0] if name is None else plugins.find("pelton_kv_cache_managers", name, setting="kv_cache_manager")
     logger.debug("KV-cache manager: %s", entry)
     context = KVManagerContext(
         plan=plan, config=config.kv_cache, max_model_len=model.max_model_len,
