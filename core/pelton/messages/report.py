@@ -36,6 +36,8 @@ class DeviceReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Names of those that the workers made."""
     num_draft_tokens: int = 0
     """Most drafts of a row that the workers make themselves; 0: none, or the host makes them."""
+    work: dict[str, float] = {}
+    """Of one rank: token_flops, output_flops a sampled token; "context_flops W", "context_bytes W" a token of context, W a window or 0."""
 
 
 class EngineInfo(msgspec.Struct, kw_only=True, omit_defaults=True):

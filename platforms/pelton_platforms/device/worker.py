@@ -34,6 +34,7 @@ from pelton_platforms.device.speed import fit_step
 from pelton_platforms.device.step_kernel import make_step_kernel
 from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.step_shapes import padding_shape
+from pelton_platforms.device.work import work_of
 
 _WARM_UP_TOKENS = 16
 
@@ -211,6 +212,7 @@ class DeviceWorker(Worker):
             attention_reason="; ".join(dict.fromkeys(selection.reason for selection in selections)),
             choices=self.choices,
             weights_bytes=self.weights_bytes,
+            work=work_of(self.loaded),
             phase_s=self.phase_s,
             notes=self.notes,
             logits_processors=[] if processors is None else processors.names,

@@ -85,9 +85,15 @@ FAMILIES: tuple[Family, ...] = (
     _counter("num_preemptions", "Times that a running request gave up its blocks."),
     _counter("prompt_tokens", "Prompt tokens processed."),
     _counter(
-        "prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source", ("local_compute", "local_cache_hit")
+        "prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source",
+        ("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
-    _counter("prompt_tokens_cached", "Prompt tokens whose KV came from the prefix cache."),
+    _counter("prompt_tokens_cached", "Prompt tokens whose KV came from the prefix cache, or was brought by a KV connector."),
+    _counter(
+        "prompt_tokens_cached_by_source",
+        "The same, by where it lay: on the device, or where a KV connector brought it from.",
+        "source", ("device", "external_unspecified"),
+    ),
     _counter("generation_tokens", "Tokens generated."),
     _counter(
         "request_success",
@@ -101,6 +107,12 @@ FAMILIES: tuple[Family, ...] = (
         "reason",
         ("max_num_queued_reqs", "max_num_queued_tokens"),
     ),
+    _counter("estimated_flops_per_gpu", "Floating-point operations of finished sequences, from the model's shapes, on one device."),
+    _counter(
+        "estimated_read_bytes_per_gpu",
+        "Bytes read on one device: the weights once a step, and what finished sequences read of the KV cache while they decoded.",
+    ),
+    _counter("estimated_write_bytes_per_gpu", "Bytes that finished sequences wrote to the KV cache of one device."),
     _counter("spec_decode_num_drafts", "Rows of steps whose draft tokens were verified."),
     _counter("spec_decode_num_draft_tokens", "Draft tokens proposed, with speculation."),
     _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted."),

@@ -16,6 +16,7 @@ from pelton.metrics.buckets import BucketCounts
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
 from pelton.metrics.stats import WAIT, FinishedRequestStats, IterationStats, SchedulerStats
 from pelton_plugins.stat_loggers.families import FAMILIES, UP_TO_MODEL_LEN, Family, help_text, is_shown, minor_version
+from pelton_plugins.stat_loggers.work import Work
 
 if TYPE_CHECKING:
     from pelton.messages.report import EngineInfo
@@ -50,6 +51,8 @@ class PrometheusLogger:
         ]
         self._cache_config: dict[str, str] = {}
         self._max_loras = config.lora.max_loras if config.lora.enable_lora else 0
+        self._work: Work | None = None
+        self._brought = 0  # tokens of a KV connector, of requests that have not told of theirs yet
         self._adapters: tuple[dict[str, int], dict[str, int]] = ({}, {})  # running, waiting
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str | None], float] = {}
@@ -79,6 +82,7 @@ class PrometheusLogger:
             self._make_series(info.max_model_len)
             if self._cache_config:  # not the first
                 self._add("engine_restarts", 1)
+            self._work = Work(info.report)
             for phase, seconds in info.phase_s.items():
                 self._values["startup_phase_seconds", phase] = seconds
             self._cache_config = {
@@ -110,6 +114,7 @@ class PrometheusLogger:
         self._add("prefix_cache_hits", stats.prefix_cache_hits)
         self._add("external_prefix_cache_queries", stats.external_prefix_cache_queries)
         self._add("external_prefix_cache_hits", stats.external_prefix_cache_hits)
+        self._brought += stats.external_prefix_cache_hits
         self._add("corrupted_requests", stats.num_corrupted_reqs)
         self._add("num_preemptions", stats.num_preemptions)
         self._add("spec_decode_num_drafts", stats.spec_num_drafts)
@@ -120,6 +125,8 @@ class PrometheusLogger:
         self._add("spec_decode_num_pauses", stats.spec_num_pauses)
         # Several steps may have passed since the last record: the mean of those stands for each of them.
         steps = max(stats.num_steps, 1)
+        if self._work is not None and stats.num_scheduled_tokens:
+            self._add("estimated_read_bytes_per_gpu", steps * self._work.weights_bytes)
         if stats.num_scheduled_tokens:
             self._observe_times("iteration_tokens_total", None, stats.num_scheduled_tokens / steps, steps)
         for stage, seconds in stats.host_time_s.items():
@@ -135,7 +142,14 @@ class PrometheusLogger:
     def _record_iteration(self, stats: IterationStats) -> None:
         self._add("prompt_tokens", stats.num_prompt_tokens)
         self._add("prompt_tokens_cached", stats.num_cached_prompt_tokens)
-        self._add("prompt_tokens_by_source", stats.num_cached_prompt_tokens, "local_cache_hit")
+        brought = min(self._brought, stats.num_cached_prompt_tokens)
+        self._brought -= brought
+        found = stats.num_cached_prompt_tokens - brought
+        for source, name, amount in (
+            ("local_cache_hit", "device", found), ("external_kv_transfer", "external_unspecified", brought),
+        ):  # fmt: skip
+            self._add("prompt_tokens_by_source", amount, source)
+            self._add("prompt_tokens_cached_by_source", amount, name)
         self._add("prompt_tokens_by_source", stats.num_prompt_tokens - stats.num_cached_prompt_tokens, "local_compute")
         self._add("generation_tokens", stats.num_generation_tokens)
         self._observe("time_to_first_token_seconds", stats.time_to_first_tokens_s)
@@ -147,6 +161,9 @@ class PrometheusLogger:
 
     def _record_finished(self, stats: FinishedRequestStats) -> None:
         self._add("request_success", 1, stats.finish_reason)
+        if self._work is not None:
+            for name, amount in self._work.of(stats).items():
+                self._add(name, amount)
         is_last_sample = stats.max_num_generation_tokens is not None
         for name, value in (
             ("request_prompt_tokens", stats.num_prompt_tokens),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,6 +18,7 @@ from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.stat_loggers import families as table
 from pelton_plugins.stat_loggers.log_line import LogLineLogger
 from pelton_plugins.stat_loggers.prometheus import PrometheusLogger, one_two_five
+from pelton_plugins.stat_loggers.work import attended
 
 GOLDEN = Path(__file__).parent / "golden_ttft.txt"
 CONFIG = EngineConfig.from_flat(model="meta-llama/Llama-3.1-8B-Instruct", max_model_len=100)
@@ -32,7 +34,8 @@ EXPECTED = {
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_queue_time_seconds",
     "request_inference_time_seconds", "request_max_num_generation_tokens", "request_params_n",
     "request_params_max_tokens", "request_time_per_output_token_seconds", "num_preemptions", "iteration_tokens_total",
-    "engine_restarts", "prompt_tokens_by_source",
+    "engine_restarts", "prompt_tokens_by_source", "prompt_tokens_cached_by_source", "estimated_flops_per_gpu",
+    "estimated_read_bytes_per_gpu", "estimated_write_bytes_per_gpu",
     "num_requests_waiting_by_reason", "prompt_tokens_cached", "admission_rejections", "request_num_preemptions",
     "request_prefill_kv_computed_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "spec_decode_num_drafts", "spec_decode_num_pauses",
@@ -154,6 +157,43 @@ def test_gauges_and_counters_follow_the_scheduler():
     assert value_of(logger, "pelton_num_requests_running") == 0
     assert value_of(logger, "pelton_kv_cache_usage_perc") == 0
     assert value_of(logger, "pelton_prefix_cache_hits_total") == 80
+
+
+def test_cached_tokens_by_where_they_lay():
+    """What a connector brought is told of before the requests that it was brought for have their first token."""
+    logger = PrometheusLogger(CONFIG)
+    logger.record(SchedulerStats(external_prefix_cache_hits=48), IterationStats())
+    logger.record(SchedulerStats(), IterationStats(num_prompt_tokens=100, num_cached_prompt_tokens=64))
+    logger.record(SchedulerStats(), IterationStats(num_prompt_tokens=50, num_cached_prompt_tokens=32))
+    by_source = {source: value_of(logger, "pelton_prompt_tokens_by_source_total", source=source)
+                 for source in ("local_compute", "local_cache_hit", "external_kv_transfer")}  # fmt: skip
+    assert by_source == {"local_compute": 54, "local_cache_hit": 48, "external_kv_transfer": 48}
+    assert value_of(logger, "pelton_prompt_tokens_cached_by_source_total", source="device") == 48
+    assert value_of(logger, "pelton_prompt_tokens_cached_by_source_total", source="external_unspecified") == 48
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 10, 100])
+def test_attended_tokens_are_what_a_sum_gives(window):
+    for first in range(0, 15, 2):
+        for last in range(first, 25, 3):
+            expected = sum(min(token + 1, window or token + 1) for token in range(first, last))
+            assert attended(first, last, window) == expected, (first, last)
+
+
+def test_work_is_estimated_of_finished_sequences():
+    logger = PrometheusLogger(CONFIG)
+    work = {"token_flops": 1000.0, "output_flops": 50.0, "context_flops 0": 7.0, "context_flops 4": 3.0,
+            "context_bytes 0": 11.0, "context_bytes 4": 13.0}  # fmt: skip
+    report = DeviceReport(weights_bytes=500, work=work)
+    logger.engine_started(msgspec.structs.replace(info(), report=report))
+    finished = FinishedRequestStats("stop", num_prompt_tokens=6, num_generation_tokens=3, num_cached_tokens=2)
+    logger.record(SchedulerStats(num_steps=4, num_scheduled_tokens=9), IterationStats(finished_requests=[finished]))
+    # Tokens 2 to 7 are computed: they attend to 3 to 8 tokens, or to at most 4.
+    flops = 6 * 1000 + 3 * 50 + 7 * (3 + 4 + 5 + 6 + 7 + 8) + 3 * (3 + 4 * 5)
+    read = 4 * 500 + 11 * (7 + 8) + 13 * (4 + 4)
+    assert value_of(logger, "pelton_estimated_flops_per_gpu_total") == flops
+    assert value_of(logger, "pelton_estimated_read_bytes_per_gpu_total") == read
+    assert value_of(logger, "pelton_estimated_write_bytes_per_gpu_total") == 6 * (11 + 13)
 
 
 def test_the_median_host_time_of_a_step_is_read_without_the_wait_for_the_device():
