@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -276,6 +277,8 @@ def blamed(what: str, load: str, advice: str) -> Iterator[None]:
     except Exception as error:
         if _is_told(error):
             raise
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise ConfigError(f"{what} finds no memory ({error}). Free some, or raise the process's limit.") from error
         raise PluginError(f"{what} ({load}) fails: {type(error).__name__}: {error}. {advice}") from error
 
 
