@@ -120,9 +120,8 @@ class InputProcessor:
         if params is None:
             params = self.get_default_sampling_params()
         elif not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params is a {type(params).__name__}; give SamplingParams.", param="sampling_params"
-            )
+            found = f"sampling_params is a {type(params).__name__}"
+            raise RequestError(f"{found}; give SamplingParams.", param="sampling_params")
         params = msgspec.structs.replace(params)  # checked as its fields are now, whatever becomes of the user's
         embeds = self._embeds(prompt, params) if isinstance(prompt, Mapping) else None
         text, token_ids, param = (None, [0] * embeds.shape[0], "prompt_embeds") if embeds else self._tokenize(prompt)
@@ -208,20 +207,17 @@ class InputProcessor:
         elif isinstance(prompt, Mapping):
             unknown = [key for key in prompt if key not in PROMPT_KEYS]
             if unknown:
-                raise NotSupportedError(
-                    f"The prompt has {unknown[0]!r}; this model takes {' and '.join(PROMPT_KEYS)}.", param="prompt"
-                )
+                known = " and ".join(PROMPT_KEYS)
+                raise NotSupportedError(f"The prompt has {unknown[0]!r}; this model takes {known}.", param="prompt")
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:
             ids = prompt
         if ids is not None:
             return (text if isinstance(text, str) else None), self._read_ids(ids), "input_tokens"
         if not isinstance(text, str):
-            raise RequestError(
-                f"The prompt is a {type(prompt).__name__} with neither text nor token ids; give a string, a list of "
-                'token ids, {"prompt": ...} or {"prompt_token_ids": ...}.',
-                param="prompt",
-            )
+            wanted = 'give a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+            found = f"The prompt is a {type(prompt).__name__} with neither text nor token ids"
+            raise RequestError(f"{found}; {wanted}.", param="prompt")
         if self.tokenizer is None:
             wrong = "The prompt is text, but there is no tokenizer (skip_tokenizer_init)"
             raise RequestError(f"{wrong}; give prompt_token_ids.", param="prompt")
@@ -252,11 +248,9 @@ class InputProcessor:
             raise RequestError("The prompt is empty; give at least one token.", param=param)
         if len(token_ids) + num_new > self.max_model_len:
             beside = ", and the output needs at least one" if num_new else ""
-            raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
-                f"{len(token_ids)} tokens{beside}. Shorten the prompt.",
-                param=param,
-            )
+            most = f"This model's maximum context length is {self.max_model_len} tokens"
+            found = f"your prompt contains {len(token_ids)} tokens{beside}"
+            raise RequestError(f"{most}. However, {found}. Shorten the prompt.", param=param)
 
     def _check_vocabulary(self, token_ids: list[int], param: str) -> None:
         lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
@@ -278,10 +272,8 @@ class InputProcessor:
             if ids:
                 self._check_ids(name, ids)
         if params.structured_outputs is not None and not self._structured_output_backends:
-            raise NotSupportedError(
-                "structured_outputs needs a structured-output backend, and no plugin here offers one.",
-                param="structured_outputs",
-            )
+            missing = "structured_outputs needs a structured-output backend, and no plugin here offers one."
+            raise NotSupportedError(missing, param="structured_outputs")
         if params.structured_outputs is not None and params.structured_outputs.reasoning_end is not None:
             params.structured_outputs = self._resolve_reasoning_end(params.structured_outputs)
         if params.stop and self.tokenizer is None:
@@ -309,9 +301,8 @@ class InputProcessor:
         if not isinstance(found, Mapping):
             raise _wrong("kv_transfer_params", found, "a map from names to plain data")
         if self.config.kv_transfer.kv_connector is None:
-            raise NotSupportedError(
-                "No KV connector runs here; leave kv_transfer_params out.", param="kv_transfer_params"
-            )
+            missing = "No KV connector runs here; leave kv_transfer_params out."
+            raise NotSupportedError(missing, param="kv_transfer_params")
         return dict(found)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
