@@ -188,3 +188,22 @@ def test_the_description_of_the_api_is_true_of_each_answer(url):
         )
         name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
         assert schemas[name].get("required") or path in ("/v1/completions", "/tokenize")
+
+
+def test_langchains_chat(url):
+    """Whole, streamed, with a schema, and with a tool that it must call."""
+    from langchain_openai import ChatOpenAI
+
+    class Answer(pydantic.BaseModel):
+        kind: Literal["a", "b"]
+
+    chat = ChatOpenAI(
+        model="tiny", base_url=url + "/v1", api_key="none", temperature=0, max_retries=0, max_completion_tokens=40,
+        extra_body=CLOSED,
+    )  # fmt: skip
+    whole = chat.invoke("Hello there")
+    assert whole.content and whole.usage_metadata["output_tokens"] > 0
+    assert "".join(part.content for part in chat.stream("Hello there")) == whole.content
+    assert chat.with_structured_output(Answer, method="json_schema").invoke("Hello there").kind in ("a", "b")
+    called = chat.bind_tools([TOOL], tool_choice="f").invoke("Hello there")
+    assert called.tool_calls[0]["name"] == "f"
