@@ -216,8 +216,8 @@ class InputProcessor:
             return (text if isinstance(text, str) else None), self._read_ids(ids), "input_tokens"
         if not isinstance(text, str):
             wanted = 'give a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
-            found = f"The prompt is a {type(prompt).__name__} with neither text nor token ids"
-            raise RequestError(f"{found}; {wanted}.", param="prompt")
+            kind = f"a {type(prompt).__name__} with neither text nor token ids"
+            raise RequestError(f"The prompt is {kind}; {wanted}.", param="prompt")
         if self.tokenizer is None:
             wrong = "The prompt is text, but there is no tokenizer (skip_tokenizer_init)"
             raise RequestError(f"{wrong}; give prompt_token_ids.", param="prompt")
