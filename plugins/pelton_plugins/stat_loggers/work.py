@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """Of one engine. Drafts, padding and what was computed again after a preemption are not in it."""
+    """Estimates for one engine. Drafts, padding and what was computed again after a preemption are not in it."""
 
     def __init__(self, report: DeviceReport) -> None:
         self.weights_bytes = report.weights_bytes
