@@ -94,6 +94,7 @@ class MultiProcExecutor(Executor):
         check_sizes(context)
         self.size = parallel.num_ranks
         self._tp_size = parallel.tensor_parallel_size
+        self._stage_specs: list[dict[str, KVCacheSpec]] = []
         self._error: EngineDeadError | None = None
         self._steps: dict[int, Future[ModelOutput]] = {}
         self._calls: dict[int, _Gathered] = {}
@@ -134,6 +135,8 @@ class MultiProcExecutor(Executor):
         """Return what all stages have together, for the plan that is over all their layers."""
         found: list[int] = self._all("available_kv_cache_bytes")
         stages = [min(found[first : first + self._tp_size]) for first in range(0, self.size, self._tp_size)]
+        if not self._stage_specs:
+            self.kv_cache_specs()
         return usable_bytes(stages, self._stage_specs)
 
     def initialize_kv_cache(self, plan: KVCachePlan) -> None:
