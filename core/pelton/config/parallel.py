@@ -14,7 +14,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Devices that share every layer: each holds a part of its heads and columns."""
     pipeline_parallel_size: int = 1
     """Devices that follow each other, each with some of the layers."""
-    pipeline_layer_partition: tuple[int, ...] | None = None
+    pipeline_layer_partition: list[int] | None = None
     """How many layers each of them has; as equal as can be when unset."""
     data_parallel_size: int = 1
     """Engines with a whole copy of the model each, which requests are dealt out to."""

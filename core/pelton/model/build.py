@@ -75,6 +75,7 @@ class BuildConfig:
     """Of the text model."""
     dtype: torch.dtype
     device: torch.device
+    device_type: str | None = None  # whose kernels run, where `device` may be torch's meta device
     max_model_len: int
     ops: OpSelector
     attention: AttentionSelector
@@ -175,6 +176,7 @@ def make_build_config(
         pooling=model.pooling,
         dtype=getattr(torch, model.dtype),
         device=device,
+        device_type=device_type,
         max_model_len=model.max_model_len,
         ops=OpSelector(plugins.entries("pelton_ops", device_type=device_type), plugins.entries("pelton_fused_ops")),
         attention=AttentionSelector(

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from pelton.attention.interface import AttentionNeeds
 from pelton.layers.embedding import VocabMatrix
 from pelton.layers.linear import LinearModule
@@ -46,13 +48,15 @@ def measure_speed(
     *,
     clock: Callable[[], float] = time.perf_counter,
     cpu_clock: Callable[[], float] | None = None,
+    agree: Callable[[float, float], tuple[float, ...]] | None = None,
 ) -> Speed:
     """Tokens a second of steps with many, by `run(num_tokens)`, which computes one and waits for it; never with more than
     `most`. It starts with few tokens, so that a slow device has done after one step, and a fast one in an eighth of a second. A step
     that is slower, a token, than a smaller one is tried again: other work has held it up.
 
     cpu_clock: seconds of all threads of this process, where they compute the step. Alone it lasts no longer than all of them
-    together take, whatever it takes beside other work.
+    together take, whatever it takes beside other work. agree: from this rank's two measurements of a step to those that all ranks take:
+    they have to run the same steps.
     """
     found = Speed(0.0)
     for num_tokens in [count for count in _TRIED_TOKENS if count <= most] or [most]:
@@ -62,6 +66,8 @@ def measure_speed(
             seconds = wall_s = max(clock() - started, 1e-9)
             if cpu_clock:
                 seconds = min(wall_s, max(cpu_clock() - cpu_started, 1e-9))
+            if agree:
+                seconds, wall_s = agree(seconds, wall_s)
             speed = num_tokens / seconds
             is_held_up = speed < found.tokens_s / _SHARED
             if speed >= found.tokens_s:
@@ -90,7 +96,17 @@ def fit_step(loaded: LoadedModel, runner: ModelRunner, target_s: float) -> StepF
         loaded.platform.synchronize()
 
     cpu_clock = time.process_time if loaded.device.type == "cpu" else None
-    speed = measure_speed(run, loaded.max_num_tokens, cpu_clock=cpu_clock)
+    parallel = loaded.build.parallel
+    groups = [parallel] if parallel.size > 1 else []
+    groups += [] if parallel.stages is None else [parallel.stages]
+
+    def slowest(*seconds: float) -> tuple[float, ...]:
+        found = torch.tensor([seconds], dtype=torch.float64, device=loaded.device)
+        for group in groups:
+            found = group.all_gather(found, 0).amax(0, keepdim=True)
+        return tuple(found[0].tolist())
+
+    speed = measure_speed(run, loaded.max_num_tokens, cpu_clock=cpu_clock, agree=slowest if groups else None)
     least = max(loaded.max_num_seqs + LEAST_PROMPT_TOKENS, loaded.config.kv_cache.block_size)
     count = fitting_tokens(speed.tokens_s, target_s, least, loaded.max_num_tokens)
     if count < loaded.max_num_tokens:

@@ -47,6 +47,7 @@ class _Engine:
         self.place, self.index, self.client = place, index, client
         self.is_up = client.error is None
         self.num_in_flight = 0
+        self.num_sent = 0  # of those, at most: since its last report
         self.supervisor: Supervisor | None = None
 
     @property
@@ -54,6 +55,11 @@ class _Engine:
         """False for one that is silent, or whose steps fail one after another: it would have the lowest load of all."""
         failing = self.supervisor is not None and self.supervisor.failing is not None
         return not failing and self.client.silence_s < SILENT_S
+
+    def load_now(self, reported: EngineLoad) -> EngineLoad:
+        """Return what it has: what was sent and not told of waits there."""
+        waiting = max(reported.num_waiting + self.num_sent, self.num_in_flight - reported.num_running)
+        return EngineLoad(waiting, reported.num_running)
 
     def down_reason(self) -> str:
         down = self.supervisor.down if self.supervisor is not None else None
@@ -135,13 +141,11 @@ class SeveralEngines(EngineClient):
             dead.status = 503
             raise dead
         ready = [engine.place for engine in up if engine.is_well] or [engine.place for engine in up]
-        for place in ready:  # what was sent and not told of waits there
-            load, engine = self._loads[place], self._engines[place]
-            load.num_waiting = max(load.num_waiting, engine.num_in_flight - load.num_running)
-        chosen = self._engines[self._router.route(request, self._loads, ready)]
-        self._loads[chosen.place].num_waiting += 1
+        loads = [engine.load_now(load) for engine, load in zip(self._engines, self._loads, strict=True)]
+        chosen = self._engines[self._router.route(request, loads, ready)]
         self._engine_of[request.request_id] = chosen
         chosen.num_in_flight += 1
+        chosen.num_sent += 1
         return chosen
 
     def _forget(self, request_id: str) -> None:
@@ -149,6 +153,7 @@ class SeveralEngines(EngineClient):
         engine = self._engine_of.pop(request_id, None)
         if engine is not None:
             engine.num_in_flight -= 1
+            engine.num_sent = min(engine.num_sent, engine.num_in_flight)  # it may end between two reports
 
     def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         shares: dict[int, list[str]] = {}
@@ -219,6 +224,7 @@ class SeveralEngines(EngineClient):
             if outputs.stats is not None:
                 load = self._loads[engine.place]
                 load.num_waiting, load.num_running = outputs.stats.num_waiting_reqs, outputs.stats.num_running_reqs
+                engine.num_sent = 0
         self._put(outputs)
 
     def _put(self, outputs: EngineOutputs) -> None:

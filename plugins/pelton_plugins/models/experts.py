@@ -96,7 +96,7 @@ class PackedExperts(Protocol):
 def keeps_packed(config: BuildConfig) -> bool:
     """Return whether experts stay as a checkpoint has them, where an op reads that. On a CPU they are decoded where that is possible: the
     op in C reads the model's dtype, and torch's decodes anew for each step."""
-    return config.device.type != "cpu" or decoded_weights(config) is None
+    return (config.device_type or config.device.type) != "cpu" or decoded_weights(config) is None
 
 
 class SparseMoe(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -111,12 +112,12 @@ class StagedDecoder(Decoder):
         return self._stages.recv(made, self._stage - 1)
 
 
-def _counts(config: BuildConfig, total: int, num_stages: int) -> tuple[int, ...]:
+def _counts(config: BuildConfig, total: int, num_stages: int) -> Sequence[int]:
     """Layers of each stage: as the setting says; else as equal as can be, the later ones one more (the head is the last one's)."""
     given = None if config.engine_config is None else config.engine_config.parallel.pipeline_layer_partition
     if given is None:
         ends = [total * stage // num_stages for stage in range(num_stages + 1)]
-        given = tuple(end - start for start, end in pairwise(ends))
+        given = [end - start for start, end in pairwise(ends)]
         if min(given) < 1:
             raise ConfigError(
                 f"pipeline_parallel_size is {num_stages}, and the model has {total} layers. Use at most {total}."

@@ -20,6 +20,7 @@ from pelton.ops.interface import Linear, LinearNeeds, LinearSpec, LinearTensors,
 from pelton.ops.packed_blocks import BLOCK, KINDS, PANEL_ROWS, BlockKind, pack, panels_shape
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import check_cache_scales
+from pelton_plugins.weight_forms.blocks import is_for_cpu
 from pelton_plugins.weight_forms.groups import (
     FORMATS,
     LARGEST_ZERO,
@@ -99,7 +100,7 @@ class GroupedWeights(ABC):
         if form is None:
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
         group = _checked_group(self.name, shards[0], form)
-        if config.device.type != "cpu":
+        if not is_for_cpu(config):
             kept: _Kept = _Groups(config, shards, form, group)
         elif form.bits == 8 and not form.is_symmetric:
             kept = _Dequantized(config, shards, form, group)

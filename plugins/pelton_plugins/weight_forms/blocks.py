@@ -45,13 +45,17 @@ def split_blocks(blocks: Tensor, kind: BlockKind) -> tuple[Tensor, Tensor, Tenso
     return codes.flatten(1), scales, heads[..., 1] if kind.has_minimum else scales * -ZERO_CODES[kind.name]
 
 
+def is_for_cpu(config: BuildConfig) -> bool:
+    return (config.device_type or config.device.type) == "cpu"
+
+
 class BlockWeights(PackedWeights):
     """A `QuantizationMethod` for blocks, in the form that the device's kernels read."""
 
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
-        if config.device.type == "cpu":
+        if is_for_cpu(config):
             return super().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
         return self.create_groups(config, shards, bias=bias, is_vocabulary=is_vocabulary)
 

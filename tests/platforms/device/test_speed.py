@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -69,6 +71,35 @@ def test_without_the_time_of_threads_steps_are_tried_three_times():
     device = Device(0.008, 5e-4, {2: 9, 3: 8, 4: 7})
     assert device.speed(tells_cpu_s=False) == (pytest.approx(2000), True)
     assert device.steps == [4, 32, 128, 128, 128]
+
+
+def test_ranks_run_the_same_steps_whatever_each_measures():
+    """Collectives lie in the steps: a rank that ran one more would wait for ever."""
+    ran: list[list[int]] = [[], []]
+    barrier = threading.Barrier(2)
+    measured: dict[int, tuple[float, float]] = {}
+
+    def measure(rank: int, factor: float) -> Speed:
+        now = 0.0
+
+        def run(num_tokens: int) -> None:
+            nonlocal now
+            ran[rank].append(num_tokens)
+            now += (0.011 if num_tokens == 128 else 0.0001 * num_tokens) * factor
+
+        def agree(*seconds: float) -> tuple[float, ...]:
+            measured[rank] = seconds
+            barrier.wait(5)
+            found = tuple(max(both) for both in zip(*measured.values(), strict=True))
+            barrier.wait(5)
+            return found
+
+        return measure_speed(run, 2048, clock=lambda: now, agree=agree)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(measure, (0, 1), (1.0, 30.0)))
+    assert found[0] == found[1]
+    assert ran[0] == ran[1]
 
 
 def test_the_start_table_tells_of_other_work():

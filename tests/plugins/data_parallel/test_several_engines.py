@@ -95,6 +95,16 @@ async def test_reports_replace_what_was_counted_between_them():
     client.shutdown()
 
 
+async def test_a_request_that_ends_between_two_reports_counts_no_longer():
+    client, engines = make(2)
+    for _ in range(3):  # in an API process, of which each hears of the engines' loads now and then
+        client.add_request(request("short"))
+        assert engines[0].requests.pop() == "short"
+        engines[0].say(done("short"))
+        await take(client)
+    client.shutdown()
+
+
 async def test_a_dead_engine_loses_its_own_requests_and_comes_back():
     client, engines = make(2)
     back: list[int] = []

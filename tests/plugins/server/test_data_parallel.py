@@ -103,7 +103,7 @@ def streams(running: Serving, count: int = 4) -> list[Stream]:
     for _ in range(count):
         found.append(Stream(running))
         assert found[-1].begun.wait(20)
-        time.sleep(0.15)  # API processes hear what others have sent
+        time.sleep(0.3)  # API processes hear what others have sent
     return found
 
 
@@ -139,11 +139,13 @@ def test_a_client_that_hangs_up_frees_its_engine(server):
 def test_an_engine_that_dies_or_hangs_loses_its_own_requests_only(server, how):
     restarts = sum(server.by_engine("pelton_engine_restarts_total").values())
     found = streams(server)
+    assert eventually(lambda: sum(server.by_engine("pelton_num_requests_running").values()) == 4)
+    held = server.by_engine("pelton_num_requests_running")
     first, second = server.children(ENGINE)
     second.send_signal(how)
     began = time.monotonic()
     num_ok = 0
-    while num_ok == 0 or sum(not stream.is_alive() for stream in found) < 2:
+    while num_ok == 0 or sum(server.by_engine("pelton_engine_restarts_total").values()) == restarts:
         # The server takes requests meanwhile. One that is sent to an engine before it is known to hang is lost with it.
         assert server.healthy()
         reply = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=20)
@@ -151,7 +153,7 @@ def test_an_engine_that_dies_or_hangs_loses_its_own_requests_only(server, how):
         assert time.monotonic() - began < 15
     ended(found)
     lost = [stream for stream in found if not stream.is_whole]
-    assert len(lost) == 2
+    assert len(lost) in held.values()  # two each, unless an engine was silent for long on a busy machine
     for stream in lost:
         assert "which ran this request, is gone" in stream.text and stream.text.endswith("data: [DONE]\n\n")
         assert how == signal.SIGKILL or "made no progress" in stream.text
@@ -159,9 +161,10 @@ def test_an_engine_that_dies_or_hangs_loses_its_own_requests_only(server, how):
     assert eventually(lambda: server.by_engine("pelton_engine_up") == {"0": 1, "1": 1}, 30)
     assert sum(server.by_engine("pelton_engine_restarts_total").values()) == restarts + 1
     assert first in server.children(ENGINE) and second not in server.children(ENGINE)
-    time.sleep(0.2)
+    time.sleep(1.0)
     again = streams(server)
-    assert eventually(lambda: server.by_engine("pelton_num_requests_running") == {"0": 2, "1": 2})
+    # An API process may hear of the engine's return after it has sent one more request to the other.
+    assert eventually(lambda: min(server.by_engine("pelton_num_requests_running").values()) > 0)
     ended(again)
     assert all(stream.is_whole for stream in again)
 
