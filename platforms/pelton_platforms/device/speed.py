@@ -97,7 +97,7 @@ def fit_step(loaded: LoadedModel, runner: ModelRunner, target_s: float) -> StepF
 
     cpu_clock = time.process_time if loaded.device.type == "cpu" else None
     parallel = loaded.build.parallel
-    groups = [parallel] if parallel.size > 1 else []
+    groups: list[Any] = [parallel] if parallel.size > 1 else []
     groups += [] if parallel.stages is None else [parallel.stages]
 
     def slowest(*seconds: float) -> tuple[float, ...]:
