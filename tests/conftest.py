@@ -15,6 +15,7 @@ from pelton_e2e import serving
 
 from pelton.utils import garbage
 from pelton_platforms.cuda.driver import torch_cuda_version, why_not_here
+from pelton_platforms.device import sleeping
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +44,9 @@ def quick_collections() -> Iterator[None]:
     plain = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold")}
     with pytest.MonkeyPatch.context() as patch:
         nothing = lambda: None  # noqa: E731
-        patch.setattr(garbage, "gc", SimpleNamespace(collect=gc.collect, freeze=nothing, unfreeze=nothing, **plain))
+        calm = SimpleNamespace(collect=gc.collect, freeze=nothing, unfreeze=nothing, **plain)
+        for module in (garbage, sleeping):
+            patch.setattr(module, "gc", calm)
         yield
     gc.unfreeze()
 
