@@ -41,9 +41,9 @@ class StagedDecoder(Decoder):
     def own_layers(self, config: BuildConfig, prefix: str) -> range:
         """Return the layers of this stage, of those called `{prefix}.0` and on; the others' tensors stay in the checkpoint."""
         total = config.hf.num_hidden_layers
+        counts = _counts(config, total, self._last + 1)
         if self._stages is None:
             return range(total)
-        counts = _counts(config, total, self._stages.size)
         first = sum(counts[: self._stage])
         own = range(first, first + counts[self._stage])
         elsewhere = "|".join(str(index) for index in range(total) if index not in own)
@@ -118,7 +118,7 @@ def _counts(config: BuildConfig, total: int, num_stages: int) -> Sequence[int]:
     if given is None:
         ends = [total * stage // num_stages for stage in range(num_stages + 1)]
         given = [end - start for start, end in pairwise(ends)]
-        if min(given) < 1:
+        if min(given) < 1 and num_stages > 1:
             raise ConfigError(
                 f"pipeline_parallel_size is {num_stages}, and the model has {total} layers. Use at most {total}."
             )

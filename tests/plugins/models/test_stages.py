@@ -28,7 +28,7 @@ def make(
     hf: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    stages: Any = SimpleNamespace(rank=stage, size=num_stages)
+    stages: Any = SimpleNamespace(rank=stage, size=num_stages) if num_stages > 1 else None
     build = make_test_build(
         {**HF, **(hf or {})}, parallel=ParallelContext(0, 1, stages), engine_config=EngineConfig.from_flat(**settings)
     )
@@ -65,6 +65,12 @@ def test_each_part_is_in_one_stage(num_stages: int, settings: dict[str, Any], co
             "LlamaForCausalLM",
             {"pipeline_layer_partition": (1, 2)},
             "pipeline_layer_partition is 1, 2; give 2 numbers of 1 or more .* add up to the model's 5 layers",
+        ),
+        (
+            1,
+            "LlamaForCausalLM",
+            {"pipeline_layer_partition": (2, 3)},
+            "pipeline_layer_partition is 2, 3; give 1 number",
         ),
         (2, "Gemma3ForCausalLM", {}, "pipeline_parallel_size is 2; Gemma3ForCausalLM does not run in stages"),
         (

@@ -42,8 +42,6 @@ _OTHERS_S = 1.0
 """How long the first rank may take to say of a step what another has said: that it failed."""
 _FULL_S = 50e-6  # between two looks at a ring without room
 _STOP_S = 5.0
-
-
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what config.json calls them
 
 
