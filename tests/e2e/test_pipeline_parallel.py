@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts
+from pelton_e2e import Reference, generate, greedy, make_llm, references_in
 
 from pelton import LLM
-from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
 NUM_TOKENS = 16
 LENGTHS = (1, 5, 16, 33, 129, 200)
@@ -16,17 +15,7 @@ LENGTHS = (1, 5, 16, 33, 129, 200)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    known: dict[str, Reference] = {}
-
-    def get(family: str) -> Reference:
-        if family not in known:
-            path = str(make_tiny_checkpoint(tmp_path_factory.mktemp(family), family))
-            prompts = make_prompts(VOCAB_SIZE, LENGTHS)
-            known[family] = Reference(family, path, prompts, *greedy_reference(path, prompts, NUM_TOKENS))
-            assert known[family].min_top2_gap > 1e-4
-        return known[family]
-
-    return get
+    return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS, with_tokenizer=True)
 
 
 @pytest.mark.parametrize("family", ["cohere2", "olmo2"])

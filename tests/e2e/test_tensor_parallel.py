@@ -10,22 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from pelton_e2e import (
-    Reference,
-    eventually,
-    generate,
-    greedy,
-    greedy_reference,
-    make_llm,
-    make_prompts,
-    ranks_below,
-    serving,
-)
+from pelton_e2e import Reference, eventually, generate, greedy, make_llm, ranks_below, references_in, serving
 
 from pelton import LLM, SamplingParams
 from pelton.errors import ConfigError
 from pelton.sampling_params import StructuredOutputsParams
-from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
 NUM_TOKENS = 16
 LENGTHS = (1, 5, 16, 33, 129, 200)
@@ -35,17 +24,7 @@ FAMILIES = ("llama", "gemma3", "deepseek_v3_moe", "gpt_oss")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    known: dict[str, Reference] = {}
-
-    def get(family: str) -> Reference:
-        if family not in known:
-            path = str(make_tiny_checkpoint(tmp_path_factory.mktemp(family), family))
-            prompts = make_prompts(VOCAB_SIZE, LENGTHS)
-            known[family] = Reference(family, path, prompts, *greedy_reference(path, prompts, NUM_TOKENS))
-            assert known[family].min_top2_gap > 1e-4
-        return known[family]
-
-    return get
+    return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS, with_tokenizer=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
