@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pelton_moe_case import ROUTINGS, check_moe, moe_case
+from pelton_moe_case import ROUTINGS, check_moe, check_whole_experts, moe_case
 
 from pelton.ops.moe import Moe, MoeNeeds, MoeTensors, RoutingSpec
 from pelton_backends.triton.ops.moe import hopper
@@ -17,6 +17,14 @@ from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_equals_the_reference(name: str, num_tokens: int, device: torch.device) -> None:
     check_moe(TritonMoe, *moe_case(device, ROUTINGS[name], num_tokens), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_whole_experts_of_several_ranks(num_tokens: int, device: torch.device) -> None:
+    check_whole_experts(TritonMoe, *moe_case(device, ROUTINGS["groups"], num_tokens), counts=(1, 8, 3))
+    routing = RoutingSpec(num_experts=6, top_k=2)
+    form = {"weight_format": "mxfp4", "activation": "swiglu_oai", "limit": 0.5, "has_bias": True}
+    check_whole_experts(TritonMoe, *moe_case(device, routing, num_tokens, sizes=(96, 160), **form), counts=(2, 4))
 
 
 @pytest.mark.parametrize("num_tokens", [3, 40])
@@ -107,3 +115,6 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
     monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.BANDS", (4, 8, 16))
     for _ in range(2):  # what the first call leaves behind does no harm
         check_moe(Sorted, needs, tensors, x, slots, tolerance=1e-4)
+    assert tensors.load is not None
+    tensors.load.zero_()
+    check_whole_experts(Sorted, needs, tensors, x, slots, counts=(1, needs.routing.num_experts - 1))

@@ -71,11 +71,13 @@ def route_kernel(
     logits_ptr, bias_ptr, correction_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr,
     E: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, SIZE: tl.constexpr,
     SB: tl.constexpr, TOP_GROUPS: tl.constexpr, IS_TOP2: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
-    SCALE: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its K experts and their weights. Scores lie by group, [GB, SB] of which GROUPS and SIZE are used.
+    Of E experts those from FIRST on are kept, HELD of them, and numbered from 0; a pair of any other has number HELD.
 
-    count [E]: an expert's pairs so far, added to; rank [T, K]: a pair's place among its expert's, in whatever order they come."""
+    load [E]: tokens given to each of those so far, by its number among all, added to; count [HELD]: an expert's pairs so far, added
+    to; rank [T, K]: a pair's place among its expert's, in whatever order they come."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GB)[:, None]
     inside = tl.arange(0, SB)[None, :]
@@ -111,13 +113,15 @@ def route_kernel(
         keys = tl.where(keys == best, -0x8000000000000000, keys)
     if IS_RENORMALIZED:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    experts = tl.where(slot < 0, E, experts)
+    is_pair = (column < K) & (slot >= 0)
+    if HELD < E:
+        is_pair = is_pair & (experts >= FIRST) & (experts < FIRST + HELD)
+    experts = tl.where(is_pair, experts - FIRST, HELD)
     pairs = row * K + column
     tl.store(expert_ptr + pairs, experts, mask=column < K)
     tl.store(weight_ptr + pairs, weights * SCALE, mask=column < K)
-    is_pair = (column < K) & (experts < E)
     if load_ptr is not None:
-        tl.atomic_add(load_ptr + experts, is_pair.to(tl.int64), mask=is_pair, sem="relaxed")
+        tl.atomic_add(load_ptr + FIRST + experts, is_pair.to(tl.int64), mask=is_pair, sem="relaxed")
     if count_ptr is not None:
         ranks = tl.atomic_add(count_ptr + experts, is_pair.to(tl.int32), mask=is_pair, sem="relaxed")
         tl.store(rank_ptr + pairs, ranks, mask=is_pair)

@@ -81,6 +81,8 @@ class TritonMoe:
             "counts_load",
             "weight_format",
             "group_size",
+            "first_expert",
+            "num_held",
         ]
     )
 
@@ -110,6 +112,7 @@ class _BoundMoe:
         routing, experts = needs.routing, needs.experts
         self._tensors, self._weights = tensors, tensors.experts
         self._num_experts, self._top_k = routing.num_experts, routing.top_k
+        self._num_held = routing.num_experts if experts.num_held is None else experts.num_held
         self._hidden, self._size = experts.hidden_size, experts.intermediate_size
         self._pdl = has_pdl(tensors.router.device)
         size = routing.num_experts // routing.num_groups
@@ -118,7 +121,8 @@ class _BoundMoe:
             "GROUPS": routing.num_groups, "GB": triton.next_power_of_2(routing.num_groups), "SIZE": size,
             "SB": triton.next_power_of_2(size), "TOP_GROUPS": routing.top_groups,
             "IS_TOP2": routing.group_score == "top2", "IS_SIGMOID": routing.scoring == "sigmoid",
-            "IS_RENORMALIZED": routing.is_renormalized, "SCALE": float(routing.scale), "PDL": self._pdl,
+            "IS_RENORMALIZED": routing.is_renormalized, "SCALE": float(routing.scale), "FIRST": experts.first_expert,
+            "HELD": self._num_held, "PDL": self._pdl,
         }  # fmt: skip
         self._activation = {"ACTIVATION": experts.activation, "LIMIT": experts.limit}
         self._is_plain = experts.weight_format == "plain"
@@ -191,7 +195,7 @@ class _BoundMoe:
         self, x: Tensor, slots: Tensor, ranks: Tensor | None = None, counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Experts [T, k] int32 and their weights [T, k] float32. ranks [T, k] int32: is given each pair's place among its expert's;
-        counts [E] int32, zeros: is given how many there are."""
+        counts [experts held] int32, zeros: is given how many there are."""
         num_tokens, tensors = x.shape[0], self._tensors
         experts = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         shares = torch.empty((num_tokens, self._top_k), dtype=torch.float32, device=x.device)
@@ -210,7 +214,7 @@ class _BoundMoe:
         num_pairs = experts.numel()
         inner = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
         out = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
-        sizes = {"E": self._num_experts, "H": hidden, "SIZE": size, "K": self._top_k}
+        sizes = {"E": self._num_held, "H": hidden, "SIZE": size, "K": self._top_k}
         first, second = self._few_tiles()
         gate = {
             **sizes, "R": first.rows, "BK": min(triton.next_power_of_2(hidden), first.inner), **self._packed, **self._activation,
@@ -242,7 +246,7 @@ class _BoundMoe:
         hidden, size, top_k = self._hidden, self._size, self._top_k
         num_tokens, num_pairs = x.shape[0], experts.numel()
         block_rows = self._tile_rows(num_tokens)
-        num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_rows) + self._num_experts)
+        num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_rows) + self._num_held)
         order, tiles = self._ordered(experts, block_rows, num_tiles)
         inner = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
         # A product of many tokens would decode each weight once a tile.
@@ -276,11 +280,12 @@ class _BoundMoe:
     def _combined(
         self, x: Tensor, pairs: Tensor, experts: Tensor, places: Tensor | None = None, shares: Tensor | None = None
     ) -> Tensor:
-        num_tokens, hidden, num_experts = x.shape[0], self._hidden, self._num_experts
+        num_tokens, hidden = x.shape[0], self._hidden
         out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {
-            "H": hidden, "E": num_experts, "K": self._top_k, "BLOCK": block, "PDL": self._pdl,
+            "H": hidden, "E": self._num_held, "K": self._top_k, "BLOCK": block,
+            "IS_WHOLE": self._num_held == self._num_experts, "PDL": self._pdl,
         }  # fmt: skip
         _combine(
             self._key(x, pairs.dtype, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),
@@ -290,19 +295,19 @@ class _BoundMoe:
         return out
 
     def _sorted(self, x: Tensor, slots: Tensor) -> Tensor:
-        hidden, num_experts, rows = self._hidden, self._num_experts, hopper.ROWS
+        hidden, num_held, rows = self._hidden, self._num_held, hopper.ROWS
         num_tokens, num_pairs = x.shape[0], x.shape[0] * self._top_k
         ranks = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         places = torch.empty_like(ranks)
-        counts = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
+        counts = torch.zeros(num_held, dtype=torch.int32, device=x.device)
         experts, shares = self._choose(x, slots, ranks, counts)
-        most_tiles = triton.cdiv(num_pairs, rows) + num_experts
+        most_tiles = triton.cdiv(num_pairs, rows) + num_held
         arranged = torch.empty((most_tiles * rows, hidden), dtype=x.dtype, device=x.device)
         tile_expert = torch.empty(most_tiles, dtype=torch.int32, device=x.device)
         num_tiles = torch.empty(1, dtype=torch.int32, device=x.device)
         constants = {
-            "H": hidden, "HB": triton.next_power_of_2(hidden), "E": num_experts,
-            "EB": triton.next_power_of_2(num_experts), "K": self._top_k, "BM": rows, "PDL": self._pdl,
+            "H": hidden, "HB": triton.next_power_of_2(hidden), "E": num_held,
+            "EB": triton.next_power_of_2(num_held), "K": self._top_k, "BM": rows, "PDL": self._pdl,
         }  # fmt: skip
         _place(
             self._key(x, *constants.values()), (num_tokens,),
@@ -320,14 +325,14 @@ class _BoundMoe:
         if self._is_plain:
             return weight
         num_rows, width = weight.shape[1], self._hidden if name == "gate_up" else self._size
-        out = torch.empty((self._num_experts, num_rows, width), dtype=like.dtype, device=like.device)
+        out = torch.empty((self._num_held, num_rows, width), dtype=like.dtype, device=like.device)
         rows = 4 if num_rows % 4 == 0 else 1
         constants = {
             "WIDTH": width, "R": rows, "BLOCK": min(triton.next_power_of_2(width), 1024), **self._packed, "PDL": self._pdl,
         }  # fmt: skip
         _decode(
             (like.dtype, like.device, alignment(weight, self._weights[f"{name}_scale"]), *constants.values()),
-            (self._num_experts * num_rows // rows,), (weight, self._weights[f"{name}_scale"], out), constants,
+            (self._num_held * num_rows // rows,), (weight, self._weights[f"{name}_scale"], out), constants,
             num_warps=4, **self._options,
         )  # fmt: skip
         return out
@@ -370,11 +375,11 @@ class _BoundMoe:
         # Rows of whole 16 bytes, and one of two lengths: the kernel is compiled for few kinds of arguments.
         tiles = torch.empty((3, triton.cdiv(num_tiles, 4) * 4), dtype=torch.int32, device=experts.device).unbind()
         constants = {
-            "E": self._num_experts, "EB": triton.next_power_of_2(self._num_experts + 1), "BM": block_rows,
+            "E": self._num_held, "EB": triton.next_power_of_2(self._num_held + 1), "BM": block_rows,
             "BLOCK": 256 if num_pairs <= 256 else 4096, "PDL": self._pdl,
         }  # fmt: skip
         _order(
-            (experts.device, *constants.values()), (self._num_experts,),
+            (experts.device, *constants.values()), (self._num_held,),
             (experts, order, *tiles, num_pairs, num_tiles), constants, num_warps=1 if num_pairs <= 256 else 8, **self._options,
         )  # fmt: skip
         return order, (tiles[0], tiles[1], tiles[2])

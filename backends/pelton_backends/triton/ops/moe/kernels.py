@@ -1,7 +1,8 @@
 """Kernels of the op of experts: order by expert, multiply, and sum. The op itself is in `experts.py`, choosing in `choose.py`.
 
-T tokens, H hidden size, E experts, k experts a token, I intermediate size; a pair is a token and one of its experts, of which there
-are P = T k, number t k + j. A pair of padding has expert E, which no kernel computes.
+T tokens, H hidden size, E experts that this rank holds, k experts a token, I intermediate size; a pair is a token and one of its
+experts, of which there are P = T k, number t k + j. A pair of padding, or of an expert of another rank, has expert E, which no kernel
+computes.
 """
 
 from __future__ import annotations
@@ -149,10 +150,11 @@ def down_kernel(
 @triton.jit
 def combine_kernel(
     pair_ptr, expert_ptr, share_ptr, place_ptr, out_ptr,
-    H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding. place: where each
-    pair's row is, and share its weight; without them pairs lie by their number, weighted already."""
+    pair's row is, and share its weight; without them pairs lie by their number, weighted already. IS_WHOLE: this rank has all
+    experts, so that all pairs of a token are here or none."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < H
     let_next_start(PDL)
@@ -161,6 +163,8 @@ def combine_kernel(
     result = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         pair = row * K + j
+        if not IS_WHOLE:
+            is_token = tl.load(expert_ptr + pair) < E
         if place_ptr is None:
             result += tl.load(pair_ptr + pair * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
         else:
