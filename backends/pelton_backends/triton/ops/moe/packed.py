@@ -12,11 +12,28 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.ops.moe.kernels import gated, tile_of
-from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
+from pelton_backends.triton.runtime import INTERPRETED, dot, let_next_start, wait_for_inputs
+
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 MX_BLOCK = 32  # numbers with one scale
 MX_BYTES: tl.constexpr = tl.constexpr(MX_BLOCK // 2)
 _TO_ONE: tl.constexpr = tl.constexpr(2.0**126)
+
+
+def _two_bytes(select: str, low: int, high: int) -> str:
+    """Two bytes as the lower halves of 16 bits each; a code's lowest three bits go to 6 to 8, its sign to 15."""
+    parts = (("6", "12", low), ("2", "8", high))
+    return f"prmt.b32 a, $4, 0, {select};" + "".join(
+        f"shl.b32 b, a, {by}; shl.b32 c, a, {sign}; and.b32 b, b, 0x01c001c0; lop3.b32 ${to}, c, 0x80008000, b, 0xea;"
+        for by, sign, to in parts
+    )
+
+
+_PAIR: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 a, b, c;" + _two_bytes("0x4140", 0, 2) + _two_bytes("0x4342", 1, 3) + "}"
+)
+"""Four bytes -> their lower codes as four bfloat16, and their upper ones: 2^-126 times their values."""
 
 
 @triton.jit
@@ -25,6 +42,19 @@ def e2m1(code):
     code = code.to(tl.int32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * _TO_ONE
+
+
+@triton.jit
+def e2m1_pair(packed):
+    """Values of the bytes' lower and of their upper codes, float32."""
+    if _INTERPRETED:
+        low, high = e2m1(packed & 15), e2m1(packed >> 4)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _PAIR, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        low, high = low.to(tl.float32) * _TO_ONE, high.to(tl.float32) * _TO_ONE
+    return low, high
 
 
 @triton.jit
@@ -85,8 +115,9 @@ def _product_mxfp4(
         )
         scale = tl.broadcast_to(power(exponent)[:, None, :], (BYTES // MX_BYTES, MX_BYTES, BN))
         scale = tl.reshape(scale, (BYTES, BN))
-        total = dot(low, (e2m1(packed & 15) * scale).to(low.dtype), total)
-        total = dot(high, (e2m1(packed >> 4) * scale).to(high.dtype), total)
+        first, second = e2m1_pair(packed)
+        total = dot(low, (first * scale).to(low.dtype), total)
+        total = dot(high, (second * scale).to(high.dtype), total)
     return total
 
 
@@ -204,7 +235,8 @@ def _row_sums(
             high = tl.load(inputs + k + MX_BYTES + column, mask=is_in, other=0.0).to(tl.float32)
             if SCALES_INPUT:
                 low, high = (low * share).to(dtype).to(tl.float32), (high * share).to(dtype).to(tl.float32)
-            products = e2m1(packed & 15) * low[None, :] + e2m1(packed >> 4) * high[None, :]
+            first, second = e2m1_pair(packed)
+            products = first * low[None, :] + second * high[None, :]
             products = tl.reshape(products, (R, BYTES // MX_BYTES, MX_BYTES))
             sums += tl.sum(products, axis=2) * power(exponent)
         result = tl.sum(sums, axis=1)
@@ -313,8 +345,9 @@ def decode_kernel(
             group = (k + column)[None, :] // (2 * MX_BYTES)
             scale = power(tl.load(scale_ptr + rows[:, None] * (WIDTH // (2 * MX_BYTES)) + group, mask=mask, other=0))
             dtype = out_ptr.dtype.element_ty
-            tl.store(target + column[None, :], (e2m1(packed & 15) * scale).to(dtype), mask=mask)
-            tl.store(target + MX_BYTES + column[None, :], (e2m1(packed >> 4) * scale).to(dtype), mask=mask)
+            first, second = e2m1_pair(packed)
+            tl.store(target + column[None, :], (first * scale).to(dtype), mask=mask)
+            tl.store(target + MX_BYTES + column[None, :], (second * scale).to(dtype), mask=mask)
         else:
             GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
             column = tl.arange(0, BLOCK)
