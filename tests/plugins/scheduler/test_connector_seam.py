@@ -69,6 +69,19 @@ def test_late_kv_is_waited_for_without_blocking_the_queue(overlap):
     assert first.step_id > 3 and first.new[-1].num_computed_tokens == 8
 
 
+def test_late_kv_is_counted_as_brought_and_not_as_found():
+    connector = FakeConnector(
+        lambda request: 8 if request.request_id == "late" else 0, is_later=lambda request: request.request_id == "late"
+    )
+    harness = Harness(connector=connector)
+    for name in ("late", "here"):
+        harness.add(make_request(name, [*range(1, 12)], 2))
+        harness.run()
+    stats = harness.scheduler.take_stats()
+    assert (stats.external_prefix_cache_queries, stats.external_prefix_cache_hits) == (11 + 3, 8)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (11 + 11, 8)
+
+
 def test_late_kv_that_arrived_is_found_by_others():
     connector = FakeConnector(
         lambda request: 8 if request.request_id == "late" else 0, is_later=lambda request: request.request_id == "late"

@@ -156,3 +156,17 @@ def test_counters_do_not_pile_up() -> None:
 def test_bad_shares_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="use a number above 0"):
         policy_with(**fields)
+
+
+def test_a_tenant_that_comes_back_has_what_its_running_requests_make_counted_once() -> None:
+    policy = policy_with()
+    policy._served, policy._making = {"long": 1.0, "waits": 20.0}, {"long": 4.0}
+    policy.arrived("long", ["waits"])
+    assert policy.served("long") == policy.served("waits") == 20.0
+
+
+def test_a_tenant_that_has_more_than_those_that_wait_keeps_it() -> None:
+    policy = policy_with()
+    policy._served, policy._making = {"long": 1.0, "waits": 3.0}, {"long": 4.0}
+    policy.arrived("long", ["waits"])
+    assert policy.served("long") == 5.0

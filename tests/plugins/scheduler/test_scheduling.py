@@ -10,6 +10,7 @@ import pytest
 from pelton.config import SchedulerConfig
 from pelton.errors import EngineError, NotSupportedError, QueueFullError, RequestError
 from pelton.messages.outputs import EventType, FinishReason, LogprobColumns
+from pelton.messages.request import PoolingParams
 from pelton.messages.step import ModelOutput
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.testing.fake_connector import FakeConnector
@@ -19,6 +20,7 @@ from pelton.testing.fake_proposer import FakeProposer
 from pelton.testing.kv_specs import window_spec
 from pelton.testing.scheduler import Harness, make_request
 from pelton_plugins.scheduler.policies import FCFSPolicy, PriorityPolicy
+from pelton_plugins.scheduler.request import RequestState
 from pelton_plugins.scheduler.slots import SlotPool
 
 OVERLAPS = pytest.mark.parametrize("overlap", [1, 2, 3])
@@ -637,6 +639,7 @@ def test_admission_limits_refuse_with_queue_full():
     ) as caught:
         harness.add(make_request("b", 3))
     assert caught.value.param == "max_num_queued_tokens"
+    harness.add(make_request("c", 2))  # as many as may wait
     harness.step()
     harness.add(make_request("b", 3))
     harness.run_and_check()
@@ -718,8 +721,10 @@ def test_an_aborted_request_never_waits_for_its_grammar():
     harness = Harness(grammar_source=source)
     harness.add(make_request("a", 3, structured_outputs=StructuredOutputsParams(regex="2")))
     harness.step()
+    ((job, _),) = source._held
     harness.scheduler.finish_requests(["a"], FinishReason.ABORT)
     harness.run()
+    assert job.cancelled(), "nobody waits for this grammar: it is not to be compiled"
     source.release()
     assert harness.reason("a") is FinishReason.ABORT
     harness.check_empty()
@@ -1260,3 +1265,11 @@ def test_the_scheduler_imports_neither_torch_nor_transformers():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("skips", [True, False, None])
+def test_a_pooling_request_that_needs_every_token_looks_nothing_up(skips):
+    request = make_request("a", 5)
+    request.pooling_params = PoolingParams(skip_reading_prefix_cache=skips)
+    state = RequestState(request, 0, max_model_len=64, now=0.0)
+    assert state.skip_prefix_lookup is bool(skips) and state.pools
