@@ -20,9 +20,9 @@ from pelton import env, hookspecs, limits
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.config.engine import SECTIONS
 from pelton.config.field_docs import first_line
-from pelton.config.flag_table import SHORT_FLAGS, Flag, make_flags
 from pelton.entries import BackendEntry
 from pelton.plugins import load_plugins
+from pelton_plugins.flags.table import SHORT_FLAGS, Flag, make_flags
 
 DOCS = Path(__file__).parent
 TREES = ("pelton", "pelton_platforms", "pelton_backends", "pelton_plugins")

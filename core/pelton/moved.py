@@ -16,6 +16,7 @@ from typing import Any
 
 _FOLDERS = {
     ("pelton", "pelton.utils"): "cache_folder garbage",
+    ("pelton.config", "pelton_plugins.flags"): "settings_file",
     ("pelton.graphs", "pelton_platforms.device.graphs"): "call_graph captures dispatcher modes",
     ("pelton.kv_cache", "pelton_plugins.kv_cache"): "block_pool coordinator manager single_type",
     ("pelton.layers", "pelton_plugins.models"): "encoder_attention latent_attention mla normed",
@@ -41,6 +42,10 @@ MODULES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _FOLDERS.it
     "pelton.model.host_copy": "pelton_platforms.device.host_copy",
     "pelton.utils.large_pages": "pelton_platforms.device.large_pages",
     "pelton.attention.mla": "pelton_plugins.models.latent_attention",
+    "pelton.config.flag_help": "pelton_plugins.flags.help",
+    "pelton.config.flag_table": "pelton_plugins.flags.table",
+    "pelton.config.flag_values": "pelton_plugins.flags.values",
+    "pelton.config.flags": "pelton_plugins.flags.parser",
     "pelton.engine.messages": "pelton.messages.outputs",
     "pelton.executor.in_process": "pelton_plugins.executors.in_process",
     "pelton.graphs.tape": "pelton_platforms.device.graphs.call_graph",

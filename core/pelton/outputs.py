@@ -197,9 +197,15 @@ class PoolingRequestOutput(Generic[Result]):
     def of(self, outputs: Any) -> PoolingRequestOutput[Any]:
         """The same with other outputs."""
         return PoolingRequestOutput(
-            self.request_id, outputs, self.prompt_token_ids, self.finished, self.prompt, self.num_cached_tokens,
-            self.metrics, self.error,
-        )  # fmt: skip
+            self.request_id,
+            outputs,
+            self.prompt_token_ids,
+            self.finished,
+            self.prompt,
+            self.num_cached_tokens,
+            self.metrics,
+            self.error,
+        )
 
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]

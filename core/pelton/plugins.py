@@ -132,8 +132,13 @@ class Plugins:
                     self._said.add((hook, name))
                     get_logger(__name__).info(
                         "%s: %r of %s (priority %d) replaces that of %s (priority %d)",
-                        hook, name, winner.plugin, winner.entry.priority, loser.plugin, loser.entry.priority,
-                    )  # fmt: skip
+                        hook,
+                        name,
+                        winner.plugin,
+                        winner.entry.priority,
+                        loser.plugin,
+                        loser.entry.priority,
+                    )
         return sorted(found, key=lambda o: (-o.entry.priority, o.entry.name, o.plugin.name))
 
     def entries(self, hook: str, **arguments: Any) -> list[Any]:
@@ -322,8 +327,9 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
         if plugin.load_s > SLOW_LOAD_S and not plugin.is_builtin:
             get_logger(__name__).warning(
                 "Plugin %s takes %.1f s to import, in every process; put what is heavy behind its entries' load.",
-                plugin, plugin.load_s,
-            )  # fmt: skip
+                plugin,
+                plugin.load_s,
+            )
         plugin.hooks = register(manager, module, name, plugin.distribution)
         loaded.append(plugin)
     return Plugins(manager, loaded, left_out)
@@ -419,8 +425,12 @@ def _api_matches(spec: str) -> bool:
         operator, version = match[1], (int(match[2]), int(match[3] or 0))
         have = hookspecs.API_VERSION
         ok = {
-            ">=": have >= version, "<=": have <= version, "==": have == version, "<": have < version, ">": have > version,
-        }[operator]  # fmt: skip
+            ">=": have >= version,
+            "<=": have <= version,
+            "==": have == version,
+            "<": have < version,
+            ">": have > version,
+        }[operator]
         if not ok:
             return False
     return True

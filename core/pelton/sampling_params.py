@@ -176,8 +176,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens must be at most max_tokens ({self.max_tokens})",
-                    param="min_tokens", value=self.min_tokens,
-                )  # fmt: skip
+                    param="min_tokens",
+                    value=self.min_tokens,
+                )
         if self.seed is not None:
             _integer("seed", self.seed, -limits.MAX_SEED, limits.MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):

@@ -173,8 +173,8 @@ def test_ctrl_c_is_no_traceback(tmp_path):
 
 def test_a_commands_usage_names_it(capsys, monkeypatch):
     """Whoever writes a command need not tell `parse_flags` what it is called."""
-    from pelton.config.flags import parse_flags
     from pelton.entries import CommandEntry
+    from pelton_plugins.flags import parse_flags
 
     monkeypatch.setattr(
         "pelton.cli.main.find_commands", lambda name: {"mine": CommandEntry(name="mine", load=f"{__name__}:x")}

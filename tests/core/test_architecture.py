@@ -146,7 +146,7 @@ def test_the_other_trees_do_not_import_each_other():
                 assert module.split(".")[0] not in TREES.keys() - {"pelton", name}, f"{path}:{line} imports {module}"
 
 
-LIBRARIES = ("weight_forms",)
+LIBRARIES = ("flags", "weight_forms")
 """Folders that plugins share: they have no hooks."""
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from pelton import LLM, SamplingParams, hookimpl
 from pelton.config import EngineConfig
-from pelton.config.flags import parse_flags
 from pelton.config.plugin_settings import check_plugin_settings, read_settings
 from pelton.entries import Entry, SettingsEntry
 from pelton.errors import ConfigError, PluginError
@@ -21,6 +20,7 @@ from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.plugins import LoadedPlugin, Plugins, load_plugins, register
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.commands.plugins import _as_text, describe
+from pelton_plugins.flags import parse_flags
 from pelton_plugins.scheduler.policies import FCFSPolicy
 from pelton_plugins.scheduler.scheduler import DefaultScheduler
 from pelton_plugins.server.metrics_text import render_text

@@ -113,7 +113,6 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_and_modules_that_a_page_names_exist(page):
-    from pelton.config.flag_table import make_flags
     from pelton_plugins.bench.cpu.busy import BusyArguments
     from pelton_plugins.bench.cpu.table import CpuTableArguments
     from pelton_plugins.bench.embed.command import EmbedArguments
@@ -133,6 +132,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.commands.generate import GenerateArguments
     from pelton_plugins.commands.plugins import PluginsArguments
     from pelton_plugins.commands.sampling import SamplingFlags
+    from pelton_plugins.flags.table import make_flags
     from pelton_plugins.server.batch import BatchConfig
     from pelton_plugins.server.config import ServerConfig
 

@@ -172,9 +172,13 @@ class AttentionSelector:
             self.entries, needs, named=self.named_prefill, capability=self.capability, phases=frozenset(["prefill"])
         )
         decode = select_backend(
-            self.entries, needs, named=self.named_decode, capability=self.capability, phases=frozenset(["decode"]),
+            self.entries,
+            needs,
+            named=self.named_decode,
+            capability=self.capability,
+            phases=frozenset(["decode"]),
             layout=prefill.backend.kv_layout(needs),
-        )  # fmt: skip
+        )
         if decode.backend is prefill.backend:
             return prefill
         backend = Phased(_class_of(decode), _class_of(prefill))

@@ -48,8 +48,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         for name in (
-            "max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "max_side_table_seqs",
-        ):  # fmt: skip
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "max_side_table_seqs",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; use at least 1, or leave it unset.")

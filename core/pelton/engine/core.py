@@ -128,18 +128,29 @@ class EngineCore:
             entry,
             Scheduler,  # type: ignore[type-abstract]
             SchedulerContext(
-                config=config.scheduler, kv_manager=self._kv, max_model_len=self.model.max_model_len, max_num_seqs=max_num_seqs,
+                config=config.scheduler,
+                kv_manager=self._kv,
+                max_model_len=self.model.max_model_len,
+                max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
-                block_sizes=[group.spec.block_size for group in self.plan.groups], vocab_size=self.model.vocab_size,
-                hasher=hasher, policy=policy, steps_are_ordered=self._executor.steps_are_ordered,
-                max_steps_in_flight=self._max_steps_in_flight, grammar_source=self._grammars,
+                block_sizes=[group.spec.block_size for group in self.plan.groups],
+                vocab_size=self.model.vocab_size,
+                hasher=hasher,
+                policy=policy,
+                steps_are_ordered=self._executor.steps_are_ordered,
+                max_steps_in_flight=self._max_steps_in_flight,
+                grammar_source=self._grammars,
                 proposer=None if num_device_drafts else make_draft_proposer(config, self.model, plugins, self._metrics),
-                num_draft_tokens=num_device_drafts, connector=self._make_connector(),
-                adapters=adapter_loads(config, self._executor), context_tokens=self._context_tokens,
-                min_acceptance_rate=config.speculative.min_acceptance_rate, engine_config=config, metrics=self._metrics,
+                num_draft_tokens=num_device_drafts,
+                connector=self._make_connector(),
+                adapters=adapter_loads(config, self._executor),
+                context_tokens=self._context_tokens,
+                min_acceptance_rate=config.speculative.min_acceptance_rate,
+                engine_config=config,
+                metrics=self._metrics,
                 is_pooling=self.model.is_pooling,
             ),
-        )  # fmt: skip
+        )
 
     def _make_connector(self) -> SchedulerConnector | None:
         found = find_connector(self.config, self.model, self.plugins, self.plan, self._metrics)
@@ -158,11 +169,17 @@ class EngineCore:
             note = f"KV cache: {num_layers} layers take the memory of {num_places}, so that groups are of equal size"
             report = msgspec.structs.replace(report, notes=[*report.notes, note])
         return EngineInfo(
-            report=report, num_blocks=plan.num_blocks, block_size=block_size,
-            kv_cache_bytes=sum(tensor.size_bytes for tensor in plan.tensors), max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens, max_model_len=self.model.max_model_len,
-            phase_s=dict(report.phase_s), plugin_digest=self.plugins.digest(), cache_config=settings,
-        )  # fmt: skip
+            report=report,
+            num_blocks=plan.num_blocks,
+            block_size=block_size,
+            kv_cache_bytes=sum(tensor.size_bytes for tensor in plan.tensors),
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=self.model.max_model_len,
+            phase_s=dict(report.phase_s),
+            plugin_digest=self.plugins.digest(),
+            cache_config=settings,
+        )
 
     # Requests.
 
@@ -385,8 +402,9 @@ class EngineCore:
             return self._executor.call(method.removeprefix("worker."), *args)
         raise RequestError(
             "There is no such call; use reset_prefix_cache, kv_cache_usage, check_health, adapter.<method> or worker.<method>",
-            param="method", value=method,
-        )  # fmt: skip
+            param="method",
+            value=method,
+        )
 
     def _call_adapters(self, method: str, *args: Any) -> Any:
         """`load`(id, name, path): True when the workers have it, else it is being loaded; `remove`(id), `pin`(id), `list`."""
@@ -489,11 +507,13 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, 
 def make_plan(config: EngineConfig, model: ResolvedModel, executor: Executor) -> KVCachePlan:
     kv_cache = config.kv_cache
     return plan_kv_cache(
-        executor.kv_cache_specs(), executor.available_kv_cache_bytes(),
-        num_blocks_override=kv_cache.num_gpu_blocks_override, max_model_len=model.max_model_len,
+        executor.kv_cache_specs(),
+        executor.available_kv_cache_bytes(),
+        num_blocks_override=kv_cache.num_gpu_blocks_override,
+        max_model_len=model.max_model_len,
         disable_hybrid=kv_cache.disable_hybrid_kv_cache_manager,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-    )  # fmt: skip
+    )
 
 
 def make_kv_manager(
@@ -504,20 +524,27 @@ def make_kv_manager(
     entry = entries[0] if name is None else plugins.find("pelton_kv_cache_managers", name, setting="kv_cache_manager")
     logger.debug("KV-cache manager: %s", entry)
     context = KVManagerContext(
-        plan=plan, config=config.kv_cache, max_model_len=model.max_model_len,
+        plan=plan,
+        config=config.kv_cache,
+        max_model_len=model.max_model_len,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         extra_managers=[entry.resolve() for entry in plugins.entries("pelton_kv_cache_specs")],
-        engine_config=config, metrics=metrics,
-    )  # fmt: skip
+        engine_config=config,
+        metrics=metrics,
+    )
     if "max_model_len" in _parameters(entry):
         logger.warning(
             "%s takes keywords one by one, which ends with the next minor version; take a KVManagerContext.", entry
         )
         return make(
-            entry, KVCacheManager, plan, config.kv_cache,  # type: ignore[type-abstract]
-            max_model_len=context.max_model_len, max_num_batched_tokens=context.max_num_batched_tokens,
+            entry,
+            KVCacheManager,
+            plan,
+            config.kv_cache,  # type: ignore[type-abstract]
+            max_model_len=context.max_model_len,
+            max_num_batched_tokens=context.max_num_batched_tokens,
             extra_managers=context.extra_managers,
-        )  # fmt: skip
+        )
     return make(entry, KVCacheManager, context)  # type: ignore[type-abstract]
 
 

@@ -130,13 +130,24 @@ class InputProcessor:
         kv_transfer_params = self._check_transfer(kv_transfer_params, params)
         self._fill(params, len(token_ids), output_kind)
         return ProcessedRequest(
-            request_id, text, token_ids, params,
+            request_id,
+            text,
+            token_ids,
+            params,
             self._requests(
-                request_id, params, prompt_token_ids=token_ids, bad_words_token_ids=bad_words, priority=priority,
-                cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, adapter=adapter, tenant=tenant,
+                request_id,
+                params,
+                prompt_token_ids=token_ids,
+                bad_words_token_ids=bad_words,
+                priority=priority,
+                cache_salt=cache_salt,
+                timeout_s=timeout_s,
+                kv_transfer_params=kv_transfer_params,
+                adapter=adapter,
+                tenant=tenant,
                 prompt_embeds=embeds,
             ),
-        )  # fmt: skip
+        )
 
     def process_pooling(
         self,
@@ -158,9 +169,14 @@ class InputProcessor:
             token_ids = truncated(token_ids, text, truncate_prompt_tokens, self.max_model_len, self.tokenizer)
         self._check_prompt(token_ids, param, num_new=0)
         request = EngineRequest(
-            request_id=f"{request_id}-{next(self._serial):x}", prompt_token_ids=token_ids, sampling_params=self._unread,
-            pooling_params=params, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s,
-        )  # fmt: skip
+            request_id=f"{request_id}-{next(self._serial):x}",
+            prompt_token_ids=token_ids,
+            sampling_params=self._unread,
+            pooling_params=params,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+        )
         return ProcessedRequest(request_id, text, token_ids, self._unread, [request], params)
 
     def _requests(self, request_id: str, params: SamplingParams, **fields: Any) -> list[EngineRequest]:

@@ -53,8 +53,9 @@ def _check_dimensions(params: PoolingParams, spec: PoolingSpec, size: int) -> No
     if not spec.is_matryoshka:
         raise RequestError(
             "This model was not trained for shortened vectors; leave dimensions out, or start it with --is-matryoshka",
-            param="dimensions", value=wanted,
-        )  # fmt: skip
+            param="dimensions",
+            value=wanted,
+        )
     if spec.dimensions and wanted not in spec.dimensions:
         known = ", ".join(map(str, spec.dimensions))
         raise RequestError(f"dimensions must be one of {known}", param="dimensions", value=wanted)

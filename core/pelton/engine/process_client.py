@@ -51,9 +51,14 @@ class ProcessClient(EngineClient):
     """
 
     def __init__(
-        self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, hang_dump_s: float = HANG_DUMP_S,
+        self,
+        config: EngineConfig,
+        model: ResolvedModel,
+        plugins: Plugins,
+        *,
+        hang_dump_s: float = HANG_DUMP_S,
         connection: EngineConnection | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._start_message = protocol.Start(
             protocol.PROTOCOL, config, model, plugins.digest(), [p.name for p in plugins.loaded if not p.is_builtin]
         )

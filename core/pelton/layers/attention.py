@@ -69,10 +69,17 @@ class AttentionLayer(nn.Module):
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.needs = AttentionNeeds(
-            head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=config.block_size,
-            dtype=config.dtype_name, kv_dtype=config.kv_dtype, sliding_window=sliding_window, logit_soft_cap=soft_cap,
-            has_sinks=sinks is not None, has_alibi=alibi_slopes is not None,
-        )  # fmt: skip
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            block_size=config.block_size,
+            dtype=config.dtype_name,
+            kv_dtype=config.kv_dtype,
+            sliding_window=sliding_window,
+            logit_soft_cap=soft_cap,
+            has_sinks=sinks is not None,
+            has_alibi=alibi_slopes is not None,
+        )
         self.selection = config.attention.select(self.needs)
         self._write = self._bind_write(config, rope, q_norm, k_norm)
         register(self, config)
@@ -82,11 +89,16 @@ class AttentionLayer(nn.Module):
     ) -> QkNormRopeWriteKv:
         # Kept for backends whose kernel does the op's work as well.
         self.write_needs = QkNormRopeWriteKvNeeds(
-            dtype=config.dtype_name, kv_dtype=self.kv_dtype, num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary_dim=rope.rotary_dim if rope else 0,
-            q_norm=q_norm.spec if q_norm else None, k_norm=k_norm.spec if k_norm else None,
+            dtype=config.dtype_name,
+            kv_dtype=self.kv_dtype,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary_dim=rope.rotary_dim if rope else 0,
+            q_norm=q_norm.spec if q_norm else None,
+            k_norm=k_norm.spec if k_norm else None,
             writes_kv=self.shares is None,
-        )  # fmt: skip
+        )
         self.write_tensors = QkNormRopeWriteKvTensors(
             rope.cos_sin if rope else None, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None
         )
@@ -97,9 +109,12 @@ class AttentionLayer(nn.Module):
         """Keys and values of every token, or of a window's."""
         if self.sliding_window is not None:
             return SlidingWindowSpec(
-                block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-                dtype=self.kv_dtype, sliding_window=self.sliding_window,
-            )  # fmt: skip
+                block_size=self.block_size,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=self.kv_dtype,
+                sliding_window=self.sliding_window,
+            )
         return FullAttentionSpec(
             block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.kv_dtype
         )

@@ -53,9 +53,13 @@ class VocabEmbedding(VocabMatrix):
     ) -> None:
         super().__init__(vocab_size, hidden_size, config=config, prefix=prefix)
         needs = EmbedNeeds(
-            dtype=config.dtype_name, num_rows=self.num_rows, hidden_size=hidden_size, scale=scale,
-            tp_size=config.parallel.size, weight_format=self.linear_weights.spec.weight_format,
-        )  # fmt: skip
+            dtype=config.dtype_name,
+            num_rows=self.num_rows,
+            hidden_size=hidden_size,
+            scale=scale,
+            tp_size=config.parallel.size,
+            weight_format=self.linear_weights.spec.weight_format,
+        )
         (matrix,) = self.linear_weights.tensors.values()
         self.embed: Embed = config.ops.bind("embed", needs, EmbedTensors(matrix, self.first_row, self.linear_weights))
 
@@ -96,13 +100,21 @@ class LMHead(nn.Module):
         parallel = config.parallel
         weights = matrix.linear_weights
         needs = AddNormLogitsNeeds(
-            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, vocab_size=vocab_size, soft_cap=soft_cap,
-            post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
-        )  # fmt: skip
+            dtype=config.dtype_name,
+            norm=norm.spec,
+            linear=weights.spec,
+            vocab_size=vocab_size,
+            soft_cap=soft_cap,
+            post_norm=post_norm.spec if post_norm else None,
+            tp_size=parallel.size,
+        )
         tensors = AddNormLogitsTensors(
-            norm.weight, weights, post_norm.weight if post_norm else None,
-            config.all_reduce(hidden_size), parallel.all_gather if parallel.size > 1 else None,
-        )  # fmt: skip
+            norm.weight,
+            weights,
+            post_norm.weight if post_norm else None,
+            config.all_reduce(hidden_size),
+            parallel.all_gather if parallel.size > 1 else None,
+        )
         self.add_norm_logits: AddNormLogits = config.ops.bind("add_norm_logits", needs, tensors)
 
     def forward(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
@@ -120,9 +132,11 @@ class LMHead(nn.Module):
 
 def _bind_norm(norm: RMSNorm, post_norm: RMSNorm | None, config: BuildConfig) -> AddNorm:
     needs = AddNormNeeds(
-        dtype=config.dtype_name, norm=norm.spec, post_norm=post_norm.spec if post_norm else None,
+        dtype=config.dtype_name,
+        norm=norm.spec,
+        post_norm=post_norm.spec if post_norm else None,
         tp_size=config.parallel.size,
-    )  # fmt: skip
+    )
     post_weight = post_norm.weight if post_norm else None
     tensors = AddNormTensors(norm.weight, post_weight, config.all_reduce(norm.spec.size))
     bound: AddNorm = config.ops.bind("add_norm", needs, tensors)

@@ -136,9 +136,11 @@ class QKVLinear(LinearModule):
         parts = [
             (name, total * head_dim, (first * head_dim, last * head_dim))
             for name, total, (first, last) in (
-                ("q_proj", num_heads, heads), ("k_proj", num_kv_heads, kv_heads), ("v_proj", num_kv_heads, kv_heads),
+                ("q_proj", num_heads, heads),
+                ("k_proj", num_kv_heads, kv_heads),
+                ("v_proj", num_kv_heads, kv_heads),
             )
-        ]  # fmt: skip
+        ]
         shards = merged_shards(prefix, merged, parts, hidden_size)
         weights = config.quantization.create(config, shards, bias=bias)
         super().__init__(weights)
@@ -148,9 +150,12 @@ class QKVLinear(LinearModule):
             self._bind_bare(config, shards, weights, merged)
             return
         needs = AddNormLinearNeeds(
-            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, tp_size=parallel.size,
+            dtype=config.dtype_name,
+            norm=norm.spec,
+            linear=weights.spec,
+            tp_size=parallel.size,
             post_norm=post_norm.spec if post_norm else None,
-        )  # fmt: skip
+        )
         tensors = AddNormLinearTensors(
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
@@ -198,23 +203,32 @@ class MergedGateUp(LinearModule):
         super().__init__(weights)
         if norm is None:
             self._gated: Gated = config.ops.bind(
-                "gated", GatedNeeds(dtype=config.dtype_name, size=width, activation=ACTIVATION_NAMES[activation]),
+                "gated",
+                GatedNeeds(dtype=config.dtype_name, size=width, activation=ACTIVATION_NAMES[activation]),
                 GatedTensors(config.device),
-            )  # fmt: skip
+            )
             self._bind_bare(config, shards, weights, merged)
             return
         needs = AddNormGatedLinearNeeds(
-            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, activation=ACTIVATION_NAMES[activation],
-            post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
-        )  # fmt: skip
+            dtype=config.dtype_name,
+            norm=norm.spec,
+            linear=weights.spec,
+            activation=ACTIVATION_NAMES[activation],
+            post_norm=post_norm.spec if post_norm else None,
+            tp_size=parallel.size,
+        )
         tensors = AddNormGatedLinearTensors(
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_gated_linear: AddNormGatedLinear = config.ops.bind("add_norm_gated_linear", needs, tensors)
         self.adapter = self._adapter(
-            config, shards, merged, norm=norm, activation=needs.activation,
+            config,
+            shards,
+            merged,
+            norm=norm,
+            activation=needs.activation,
             base=BaseProduct("add_norm_gated_linear", needs, tensors),
-        )  # fmt: skip
+        )
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (activation(gate) * up [T, I of this rank], residual [T, H])"""

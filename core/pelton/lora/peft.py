@@ -117,9 +117,10 @@ def check_config(fields: Mapping[str, Any], shown: str) -> PeftConfig:
             )
     if fields.get("init_lora_weights", True) not in _KEEPS_BASE:
         raise invalid_adapter(
-            shown, f"init_lora_weights is {fields['init_lora_weights']!r}, which changes the base model. Convert the adapter "
+            shown,
+            f"init_lora_weights is {fields['init_lora_weights']!r}, which changes the base model. Convert the adapter "
             "when it is saved (path_initial_model_for_weight_conversion)",
-        )  # fmt: skip
+        )
     targets = fields.get("target_modules")
     if not (isinstance(targets, str) and targets) and not (
         isinstance(targets, list) and targets and all(isinstance(one, str) and one for one in targets)
@@ -140,9 +141,13 @@ def check_config(fields: Mapping[str, Any], shown: str) -> PeftConfig:
         patterns[field] = pattern
     base = fields.get("base_model_name_or_path")
     return PeftConfig(
-        rank=rank, alpha=float(alpha), use_rslora=bool(fields.get("use_rslora")), target_modules=targets,
-        base_model=base if isinstance(base, str) and base else None, **patterns,
-    )  # fmt: skip
+        rank=rank,
+        alpha=float(alpha),
+        use_rslora=bool(fields.get("use_rslora")),
+        target_modules=targets,
+        base_model=base if isinstance(base, str) and base else None,
+        **patterns,
+    )
 
 
 def check_targets(config: PeftConfig, known: Sequence[str], shown: str) -> None:

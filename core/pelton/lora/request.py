@@ -26,8 +26,9 @@ class LoRARequest(msgspec.Struct, frozen=True, kw_only=False):
         if not isinstance(self.lora_name, str) or not 1 <= len(self.lora_name) <= limits.MAX_ADAPTER_NAME_CHARS:
             raise RequestError(
                 f"lora_name must be a string of 1 to {limits.MAX_ADAPTER_NAME_CHARS} characters",
-                param="lora_name", value=self.lora_name,
-            )  # fmt: skip
+                param="lora_name",
+                value=self.lora_name,
+            )
         if type(self.lora_int_id) is not int or not 1 <= self.lora_int_id < 2**63:
             raise RequestError(
                 f"lora_int_id must be an integer from 1 to {2**63 - 1}", param="lora_int_id", value=self.lora_int_id

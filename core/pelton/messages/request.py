@@ -18,9 +18,17 @@ from pelton.errors import RequestError
 from pelton.sampling_params import SamplingParams
 
 DTYPE_BYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
-}  # fmt: skip
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
 """Bytes of one number, by the dtypes that a tensor may cross a border in."""
 
 
@@ -40,8 +48,9 @@ class TensorData(msgspec.Struct, frozen=True, array_like=True):
         if any(length < 0 for length in self.shape) or len(self.shape) > limits.MAX_TENSOR_DIMENSIONS:
             raise RequestError(
                 f"A tensor's shape must be at most {limits.MAX_TENSOR_DIMENSIONS} numbers, none below 0",
-                param="shape", value=list(self.shape),
-            )  # fmt: skip
+                param="shape",
+                value=list(self.shape),
+            )
         wanted = math.prod(self.shape) * size
         if len(self.data) != wanted:
             raise RequestError(
@@ -76,8 +85,9 @@ class MultiModalItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not least <= number < 2**31:
                 raise RequestError(
                     f"multi_modal_items.{name} must be an integer from {least} to {2**31 - 1}",
-                    param=f"multi_modal_items.{name}", value=number,
-                )  # fmt: skip
+                    param=f"multi_modal_items.{name}",
+                    value=number,
+                )
         size = sum(len(tensor.data) for tensor in self.tensors.values())
         if size > limits.MAX_ITEM_BYTES:
             raise RequestError(
@@ -129,18 +139,21 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.task not in POOLING_TASKS:
             raise RequestError(
                 f"pooling_params.task must be one of {', '.join(POOLING_TASKS)}",
-                param="pooling_params.task", value=self.task,
-            )  # fmt: skip
+                param="pooling_params.task",
+                value=self.task,
+            )
         if self.dimensions is not None and not 1 <= self.dimensions <= limits.MAX_POOLING_DIMENSIONS:
             raise RequestError(
                 f"pooling_params.dimensions must be an integer from 1 to {limits.MAX_POOLING_DIMENSIONS}",
-                param="pooling_params.dimensions", value=self.dimensions,
-            )  # fmt: skip
+                param="pooling_params.dimensions",
+                value=self.dimensions,
+            )
         if self.second_text_start is not None and not 0 <= self.second_text_start < 2**31:
             raise RequestError(
                 f"pooling_params.second_text_start must be an integer from 0 to {2**31 - 1}",
-                param="pooling_params.second_text_start", value=self.second_text_start,
-            )  # fmt: skip
+                param="pooling_params.second_text_start",
+                value=self.second_text_start,
+            )
 
     def asked(self) -> tuple[str, int | None, bool | None]:
         """Return what is to be made of a prompt's hidden states: equal for requests that can be made together."""

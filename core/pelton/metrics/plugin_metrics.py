@@ -123,9 +123,11 @@ class PluginTotals:
         kinds = {COUNTER: Counter, GAUGE: Gauge}
         return [
             kinds[sample.kind](
-                name=self._prefix + sample.name, labels={**self._labels, **sample.labels},
-                documentation=sample.documentation, value=sample.value,
+                name=self._prefix + sample.name,
+                labels={**self._labels, **sample.labels},
+                documentation=sample.documentation,
+                value=sample.value,
             )
             for sample in list(self._totals.values())
             if self._prefix + sample.name not in names
-        ]  # fmt: skip
+        ]

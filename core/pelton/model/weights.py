@@ -56,9 +56,16 @@ class WeightMap:
         """The platform's way to its device; torch's plain copies when None."""
 
     def expect(
-        self, name: str, shape: tuple[int, ...] | None, target: Tensor | None, *, dim: int | None = None, start: int = 0,
-        stop: int | None = None, fill: Fill | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        target: Tensor | None,
+        *,
+        dim: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        fill: Fill | None = None,
+    ) -> None:
         """`target` is filled with the slice [start, stop) along `dim` of the checkpoint's `name`, or by `fill`, which takes its part of it.
         Several parts of one tensor may have targets: a merged matrix."""
         others = self._targets.setdefault(name, [])

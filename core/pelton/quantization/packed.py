@@ -52,9 +52,12 @@ class PackedWeights(ABC):
             config.weights.expect(f"{shard.name}.weight", shape, panels, fill=partial(self._fill, kind, shard))
         vector = make_bias(config, shards) if bias else None
         spec = LinearSpec(
-            in_features=num_cols, out_features=sum(parts), weight_format=weight_format(kinds),
-            has_bias=vector is not None, parts=parts,
-        )  # fmt: skip
+            in_features=num_cols,
+            out_features=sum(parts),
+            weight_format=weight_format(kinds),
+            has_bias=vector is not None,
+            parts=parts,
+        )
         return LinearWeights(spec, tensors, vector)
 
     def kinds(self, config: BuildConfig, shards: Sequence[LinearShard], *, is_vocabulary: bool) -> list[BlockKind]:

@@ -106,9 +106,12 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self._started(time.monotonic() - began)
         await self._load_adapters()
         self._supervisor = Supervisor(
-            self._client, max_restarts=self._max_restarts, hand_on=self._hand_on, started=self._started,
+            self._client,
+            max_restarts=self._max_restarts,
+            hand_on=self._hand_on,
+            started=self._started,
             died=lambda error: self._fail_all(error, SchedulerStats()),
-        )  # fmt: skip
+        )
         self._tasks = [asyncio.create_task(self._supervisor.run(), name="pelton-outputs")]
         if self.config.scheduler.max_step_s:
             watch = self._supervisor.watch(self.config.scheduler.max_step_s)
@@ -181,11 +184,18 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         """
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         queue = await self._add(
-            self.input_processor.process, prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
-            timeout_s=timeout_s, kv_transfer_params=kv_transfer_params,
-            adapter=None if lora_request is None else self.adapters.ref(lora_request), tenant=tenant,
+            self.input_processor.process,
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            kv_transfer_params=kv_transfer_params,
+            adapter=None if lora_request is None else self.adapters.ref(lora_request),
+            tenant=tenant,
             on_text=on_text,
-        )  # fmt: skip
+        )
         deadline = deadline_of(timeout_s)
         finished = False
         try:

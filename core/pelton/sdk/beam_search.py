@@ -36,8 +36,13 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
         """Sampling parameters that give a beam's likeliest continuations: two for each beam, as each may end with one."""
         final = RequestOutputKind.FINAL_ONLY
         return SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=2 * self.beam_width, detokenize=False, ignore_eos=True, output_kind=final
-        )  # fmt: skip
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=2 * self.beam_width,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=final,
+        )
 
 
 @dataclass(slots=True)
@@ -88,9 +93,11 @@ class BeamSearch:
             likeliest = sorted(row.items(), key=lambda item: -item[1].logprob)[: 2 * self.params.beam_width]
             for token_id, logprob in likeliest:
                 grown = BeamSearchSequence(
-                    [*beam.tokens, token_id], beam.num_prompt_tokens, [*beam.logprobs, row],
+                    [*beam.tokens, token_id],
+                    beam.num_prompt_tokens,
+                    [*beam.logprobs, row],
                     beam.cum_logprob + logprob.logprob,
-                )  # fmt: skip
+                )
                 if token_id in self._eos:
                     grown.finish_reason, grown.stop_reason = "stop", token_id
                     self._ended.append(grown)

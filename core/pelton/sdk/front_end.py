@@ -49,9 +49,12 @@ class FrontEnd:
             self.io_processor = load_io_processor(self.config, self.model, self.tokenizer, self.plugins)
         backends = self.plugins.entries("pelton_structured_output_backends")
         self.input_processor = InputProcessor(
-            self.config, self.model, self.tokenizer, structured_output_backends=[entry.name for entry in backends],
+            self.config,
+            self.model,
+            self.tokenizer,
+            structured_output_backends=[entry.name for entry in backends],
             logits_processors=load_processors(self.plugins) if self.model.pooling is None else None,
-        )  # fmt: skip
+        )
         self.adapters = AdapterRegistry(
             self.config.lora, self.config.model.served_model_name or [self.config.model.model]
         )

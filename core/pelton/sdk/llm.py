@@ -24,7 +24,7 @@ from pelton.outputs import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
-)  # fmt: skip
+)
 from pelton.pooling.io_processor import DATA, NO_PROCESSOR, is_for_processor, parse
 from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, score_of
 from pelton.sampling_params import RequestOutputKind, SamplingParams
@@ -301,13 +301,20 @@ class LLM:
         process = self.llm_engine.input_processor.process
         return [
             self._blamed(
-                index, len(prompts), process, prompt, one,
-                priority=priority, adapter=adapter, output_kind=RequestOutputKind.FINAL_ONLY, **shared,
+                index,
+                len(prompts),
+                process,
+                prompt,
+                one,
+                priority=priority,
+                adapter=adapter,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **shared,
             )
             for index, (prompt, one, priority, adapter) in enumerate(
                 zip(prompts, params, priorities, adapters, strict=True)
             )
-        ]  # fmt: skip
+        ]
 
     def _blamed(
         self, index: int, count: int, process: Callable[..., ProcessedRequest], *given: Any, **options: Any

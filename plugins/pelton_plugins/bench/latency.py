@@ -8,12 +8,12 @@ import sys
 from typing import Any
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.metrics import percentile
 from pelton_plugins.bench.offline import OfflineArguments, makes_text, run_batch, sampled, text_note
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
 from pelton_plugins.bench.workloads import synthetic_requests
+from pelton_plugins.flags import parse_flags
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
 DOC = """Time of one batch of equal requests in this process, from the call to the last token, sampled at temperature 1.

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench import memory
 from pelton_plugins.bench.arrivals import arrival_times
@@ -30,6 +29,7 @@ from pelton_plugins.bench.metrics import LogHistogram, RequestTimes
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
 from pelton_plugins.bench.table.targets import EngineTarget, Target, TargetState
 from pelton_plugins.bench.workloads import random_requests
+from pelton_plugins.flags import parse_flags
 
 MIB = 2**20
 POOL_SIZE = 512  # different requests; they come again with another first token

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
 from pelton_plugins.bench.table.shapes import SHAPES, write_shape
+from pelton_plugins.flags import parse_flags
 
 DOC = """Measure what adapters cost: requests with adapters, in turn, and the same requests without.
 --rows and --adapters belong together: 32 requests with 8 adapters, 64 with 64.

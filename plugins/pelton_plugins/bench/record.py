@@ -14,8 +14,8 @@ import msgspec
 
 from pelton import __version__
 from pelton.config.engine import FIELD_HOME
-from pelton.config.flags import Parsed
 from pelton.errors import ConfigError
+from pelton_plugins.flags import Parsed
 
 PACKAGES = ("torch", "triton")
 

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.arrivals import arrival_times
 from pelton_plugins.bench.bounds import check_at_least
@@ -26,6 +25,7 @@ from pelton_plugins.bench.metrics import RequestTimes, read_slos, summary
 from pelton_plugins.bench.record import circumstances, number, write_json
 from pelton_plugins.bench.table.targets import Target
 from pelton_plugins.bench.workloads import synthetic_requests
+from pelton_plugins.flags import parse_flags
 
 MIN_VOCAB_SIZE = 11  # prompts are made of token ids from 10 on
 DOC = """Send requests to a running server at random times, and measure what its clients see.

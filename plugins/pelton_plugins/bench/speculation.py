@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
 from pelton_plugins.bench.table.shapes import DENSE, SHAPES, write_shape
+from pelton_plugins.flags import parse_flags
 
 CASES = ("repeats", "never repeats", "misleads")
 MOST_COST, LEAST_SPEEDUP, MOST_LOSS = 1.25, 2.5, 0.05

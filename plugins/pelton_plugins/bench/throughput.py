@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.dataset import sharegpt_requests
 from pelton_plugins.bench.offline import Batch, OfflineArguments, Prompt, makes_text, run_batch, sampled, text_note
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
 from pelton_plugins.bench.workloads import DEFAULT_OUTPUT_LEN, synthetic_requests
+from pelton_plugins.flags import parse_flags
 
 SHAREGPT, RANDOM = "sharegpt", "random"
 DOC = f"""Requests and tokens a second when all requests are there at once, in this process, sampled at temperature 1.

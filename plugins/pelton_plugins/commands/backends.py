@@ -13,11 +13,11 @@ import msgspec
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
 from pelton.config.adjust import adjust_config, take_settings
-from pelton.config.flags import parse_flags
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
 from pelton.platform.select import PlatformStatus, describe_platforms, select_platform
 from pelton.plugins import Plugins, load_plugins
+from pelton_plugins.flags import parse_flags
 
 if TYPE_CHECKING:
     from pelton.model.build import BuildConfig

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import msgspec
 
 from pelton import env
-from pelton.config.flags import Parsed, parse_flags
 from pelton.errors import ConfigError, PeltonError, RequestError
 from pelton.sampling_params import RequestOutputKind
 from pelton_plugins.commands.sampling import SamplingFlags, make_params
+from pelton_plugins.flags import Parsed, parse_flags
 
 DOC = """Talk with a model: in this process, or with --url at a running server.
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from pelton import __version__, env, hookspecs
-from pelton.config.flags import parse_flags
 from pelton.errors import PeltonError
 from pelton.plugins import DISTRIBUTION, load_plugins
+from pelton_plugins.flags import parse_flags
 
 OTHER_PACKAGES = ("transformers", "gguf", "triton")
 SHOWN_VARIABLES = (

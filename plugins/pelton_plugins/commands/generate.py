@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind
 from pelton.sdk.llm_engine import LLMEngine
 from pelton_plugins.commands.sampling import SamplingFlags, make_params
+from pelton_plugins.flags import parse_flags
 
 DOC = """Complete prompts with a model in this process.
 Answers end after 128 tokens unless --max-tokens says otherwise.

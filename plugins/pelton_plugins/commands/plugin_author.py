@@ -15,8 +15,8 @@ import msgspec
 
 from pelton.cli.table import format_table
 from pelton.config.engine import did_you_mean
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError
+from pelton_plugins.flags import parse_flags
 
 SKELETONS = Path(__file__).parent / "skeletons"
 PLACEHOLDER = "skeleton"

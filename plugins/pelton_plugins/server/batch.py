@@ -18,9 +18,9 @@ from typing import IO, Any
 import msgspec
 
 from pelton.config import EngineConfig
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, PeltonError
 from pelton.logging import get_logger, setup
+from pelton_plugins.flags import parse_flags
 from pelton_plugins.server.config import ServerConfig
 
 logger = get_logger(__name__)

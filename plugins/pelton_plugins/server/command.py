@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, PeltonError
 from pelton.logging import setup
 from pelton.plugins import load_plugins
+from pelton_plugins.flags import parse_flags
 from pelton_plugins.server.config import ServerConfig
 
 HELP = "Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /metrics, ..."

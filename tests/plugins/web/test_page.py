@@ -171,7 +171,7 @@ def test_no_ui_leaves_nothing_behind(start):
 
 
 def test_the_flag_is_no_ui():
-    from pelton.config.flags import parse_flags
+    from pelton_plugins.flags import parse_flags
 
     parsed = parse_flags(["m", "--no-ui"], [ServerConfig], positional="model", program="p", doc="", environ={})
     assert parsed.structs["ServerConfig"].ui is False

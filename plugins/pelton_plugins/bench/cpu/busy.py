@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
+from pelton_plugins.flags import parse_flags
 
 ENGINE = "pelton_plugins.bench.cpu.busy_engine"
 LOOP = "while True: pass"

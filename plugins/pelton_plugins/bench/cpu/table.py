@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pelton.config import EngineConfig
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError
 from pelton.model.resolve import DUMMY_FORMAT, locate, resolve_model
 from pelton.plugins import load_plugins
@@ -38,6 +37,7 @@ from pelton_plugins.bench.cpu.run import CANNOT_RUN, FIRST_START, SAMPLING, Run
 from pelton_plugins.bench.cpu.sets import AUTO, BYTES, ENVIRON, ModelWork, work_of
 from pelton_plugins.bench.record import flat_settings, versions, write_json
 from pelton_plugins.bench.table.command import merge, read_results
+from pelton_plugins.flags import parse_flags
 
 DEMO = "smollm2"
 NAMES = (*(row.name for row in ROWS), SAMPLING)

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.embed.engines import ENGINES
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
+from pelton_plugins.flags import parse_flags
 
 DOC = """Texts a second, from strings to vectors, tokenizing included: the median of some calls with many texts, each engine in a
 process of its own, one after the other and then again. An engine whose package is missing is left out, and the reason told.

@@ -13,7 +13,6 @@ import msgspec
 
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
-from pelton.config.flags import parse_flags
 from pelton.engine.client import EngineClient
 from pelton.errors import ConfigError, EngineError
 from pelton.metrics.stats import STEP, WAIT
@@ -21,6 +20,7 @@ from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.host.null_executor import null_client
 from pelton_plugins.bench.metrics import percentile
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
+from pelton_plugins.flags import parse_flags
 
 FRONT_END = "front end"  # of the API's process when the engine has one of its own
 DOC = """Host time of a step by stage: p50 and p99 over many steps in which all requests decode.

@@ -25,12 +25,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.load import check
 from pelton_plugins.bench.record import circumstances, number, write_json
 from pelton_plugins.bench.soak.chaos_client import Outcome, ask, get
 from pelton_plugins.bench.stream.command import own_server
+from pelton_plugins.flags import parse_flags
 
 ENGINE, API = "pelton.engine.process", "pelton_plugins.server.processes.api_process"
 STEP_S, MAX_STEP_S = 0.01, 3.0

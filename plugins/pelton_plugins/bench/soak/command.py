@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.cpu.engines import PELTON, Engine, serving
@@ -34,6 +33,7 @@ from pelton_plugins.bench.metrics import LogHistogram
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
 from pelton_plugins.bench.soak.client import SoakClient
 from pelton_plugins.bench.soak.requests import LEAST_TOKEN_ID, Source
+from pelton_plugins.flags import parse_flags
 
 SETTLE_S = 30.0
 SEND_AGAIN_S = 0.5  # after a failure: a server that is gone is not asked thousands of times

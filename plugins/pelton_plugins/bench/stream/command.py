@@ -26,12 +26,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.host.paced_settings import SETTINGS
 from pelton_plugins.bench.metrics import summary
 from pelton_plugins.bench.record import circumstances, number, write_json
+from pelton_plugins.flags import parse_flags
 
 CLIENT = "pelton_plugins.bench.stream.client"
 START_S = 120.0

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, PeltonError
 from pelton.model.resolve import load_tokenizer, resolve_model
 from pelton.plugins import load_plugins, make
@@ -27,6 +26,7 @@ from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, today, versions, write_json
+from pelton_plugins.flags import parse_flags
 
 _MOST_BEGINNINGS = 20_000
 """Texts that are tried to find the order of an instance's properties."""

@@ -19,11 +19,11 @@ import msgspec
 
 from pelton import env
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
 from pelton_plugins.bench.table.shapes import DENSE, SHAPES, write_shape
+from pelton_plugins.flags import parse_flags
 
 DOC = """Time the kernels of a decode step in captured chains, with and without dependent launch, against the bytes they read.
 

@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 
 from pelton.cli.table import format_table
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.record import flat_settings, number, today, versions, write_json
 from pelton_plugins.bench.table import long_context, peers, sampling_rows
 from pelton_plugins.bench.table.shapes import DENSE, SHAPES, write_shape
+from pelton_plugins.flags import parse_flags
 
 START, FIRST_START = "start", "first-start"
 SAMPLING = ("sampling1", "sampling32", "sampling256")

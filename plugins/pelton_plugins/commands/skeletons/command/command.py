@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from pelton.config.flags import parse_flags
+from pelton_plugins.flags import parse_flags
 
 
 class SkeletonArguments(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,8 @@ import msgspec
 
 from pelton.config.engine import SECTIONS, example_value, flat_name, struct_defaults
 from pelton.config.field_docs import field_docs
-from pelton.config.flag_values import alternatives, kind_name, read_as
 from pelton.errors import ConfigError
+from pelton_plugins.flags.values import alternatives, kind_name, read_as
 
 SHORT_FLAGS = {
     "-O": "--optimization-level",

@@ -12,10 +12,10 @@ import pytest
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.config.engine import FIELD_HOME, SECTIONS
 from pelton.config.field_docs import field_docs
-from pelton.config.flag_help import help_text
-from pelton.config.flag_table import SHORT_FLAGS, make_flags
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError
+from pelton_plugins.flags import parse_flags
+from pelton_plugins.flags.help import help_text
+from pelton_plugins.flags.table import SHORT_FLAGS, make_flags
 
 
 class ShopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

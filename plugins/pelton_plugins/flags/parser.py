@@ -28,11 +28,11 @@ from pelton.config.engine import (
     example_value,
     flat_name,
 )
-from pelton.config.flag_help import help_text
-from pelton.config.flag_table import SHORT_FLAGS, Flag, all_structs, make_flags
-from pelton.config.flag_values import alternatives, list_item, read_any, read_as
-from pelton.config.settings_file import read_settings_file
 from pelton.errors import ConfigError
+from pelton_plugins.flags.help import help_text
+from pelton_plugins.flags.settings_file import read_settings_file
+from pelton_plugins.flags.table import SHORT_FLAGS, Flag, all_structs, make_flags
+from pelton_plugins.flags.values import alternatives, list_item, read_any, read_as
 
 PLUGIN_CONFIG = "plugin_config"
 

@@ -11,8 +11,8 @@ import msgspec
 
 from pelton import env
 from pelton.config.field_docs import first_line
-from pelton.config.flag_table import ENGINE, Flag, make_flags
-from pelton.config.flag_values import alternatives, kind_metavar
+from pelton_plugins.flags.table import ENGINE, Flag, make_flags
+from pelton_plugins.flags.values import alternatives, kind_metavar
 
 _HELP_COLUMN = 34
 
