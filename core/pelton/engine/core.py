@@ -538,9 +538,9 @@ def make_kv_manager(
         )
         return make(
             entry,
-            KVCacheManager,
+            KVCacheManager,  # type: ignore[type-abstract]
             plan,
-            config.kv_cache,  # type: ignore[type-abstract]
+            config.kv_cache,
             max_model_len=context.max_model_len,
             max_num_batched_tokens=context.max_num_batched_tokens,
             extra_managers=context.extra_managers,
