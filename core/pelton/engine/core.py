@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from pelton.config import EngineConfig
+from pelton.engine.protocol import error_info
 from pelton.entries import Entry
 from pelton.errors import (
     ConfigError,
@@ -194,6 +195,14 @@ class EngineCore:
             logger.exception("Adding request %s failed.", request.request_id)
             raise EngineError(f"Internal error while adding the request: {type(error).__name__}: {error}") from error
         self._request_ids.add(request.request_id)
+
+    def try_add(self, request: EngineRequest) -> EngineOutput | None:
+        """Add a request; what refuses it becomes its output."""
+        try:
+            self.add_request(request)
+            return None
+        except Exception as error:
+            return EngineOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error_info(error))
 
     def finish_requests(
         self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT, error: ErrorInfo | None = None

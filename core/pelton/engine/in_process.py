@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.engine.client import EngineClient
-from pelton.engine.process import try_add
 from pelton.errors import EngineDeadError
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.request import EngineRequest
@@ -124,6 +123,6 @@ class InProcessClient(EngineClient):
             self._wakeup.set()
 
     def _add_now(self, request: EngineRequest) -> None:
-        refused = try_add(self._core, request)
+        refused = self._core.try_add(request)
         if refused is not None:
             self._refused.append(refused)

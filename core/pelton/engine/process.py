@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -260,7 +260,7 @@ class EngineProcess:
             owner = request.client_index
             if owner and owner not in self._joined:
                 continue  # sent by one that has left meanwhile
-            refused = try_add(core, request)
+            refused = core.try_add(request)
             if refused is not None:
                 self._wire.send(protocol.Outputs(EngineOutputs([refused], time.monotonic())), owner)
             elif owner:
@@ -311,19 +311,6 @@ def start_core(start: protocol.Start) -> EngineCore:
     from pelton.engine.core import EngineCore
 
     return EngineCore(start.config, start.model, plugins)
-
-
-def try_add(core: EngineCore, request: Any) -> EngineOutput | None:
-    """Add a request; what refuses it becomes its output."""
-    try:
-        core.add_request(request)
-    except Exception as error:
-        if not isinstance(error, PeltonError):
-            logger.exception("Adding request %r failed", request.request_id)
-        return EngineOutput(
-            request_id=request.request_id, finish_reason=FinishReason.ERROR, error=protocol.error_info(error)
-        )
-    return None
 
 
 def call(core: EngineCore, message: protocol.Call) -> protocol.CallResult:

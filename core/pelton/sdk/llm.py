@@ -28,7 +28,6 @@ from pelton.outputs import (
 from pelton.pooling.io_processor import DATA, NO_PROCESSOR, is_for_processor, parse
 from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, score_of
 from pelton.sampling_params import RequestOutputKind, SamplingParams
-from pelton.sdk.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from pelton.sdk.llm_engine import LLMEngine
 from pelton.sdk.progress import ProgressBar
 from pelton.sdk.prompts import as_prompts, as_several
@@ -36,6 +35,7 @@ from pelton.sdk.prompts import as_prompts, as_several
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric
     from pelton.plugins import Plugins
+    from pelton.sdk.beam_search import BeamSearchOutput, BeamSearchParams
     from pelton.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -143,6 +143,8 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of every prompt, `params.beam_width` each; outputs in the order of the prompts."""
+        from pelton.sdk.beam_search import BeamSearch
+
         many, engine = as_prompts(prompts), self.llm_engine
         adapters, step_params = self._adapters(lora_request, len(many)), params.step_params()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +20,6 @@ from pelton.model.interface import CausalLM
 from pelton.model.registry import build_model
 from pelton.worker.interface import Worker
 from pelton.worker.pending import PendingOutput
-from pelton_platforms.device.adapter_memory import make_adapter_memory
-from pelton_platforms.device.adapters import make_adapters
 from pelton_platforms.device.device_memory import use_device_memory
 from pelton_platforms.device.first_start import FirstStart
 from pelton_platforms.device.graphs.capture_plan import CaptureQueue, plan_captures
@@ -35,6 +34,9 @@ from pelton_platforms.device.step_kernel import make_step_kernel
 from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.step_shapes import padding_shape
 from pelton_platforms.device.work import work_of
+
+if TYPE_CHECKING:
+    from pelton_platforms.device.adapters import AdapterStore
 
 _WARM_UP_TOKENS = 16
 
@@ -75,9 +77,17 @@ class DeviceWorker(Worker):
                 capability=self.platform.capability(self.rank), parallel=self.parallel,
             )  # fmt: skip
             use_device_memory(self.build)
-            self.build.adapters = memory = make_adapter_memory(self.config, self.device, self.max_num_tokens)
+            memory = None
+            if self.config.lora.enable_lora:
+                from pelton_platforms.device.adapter_memory import make_adapter_memory
+
+                self.build.adapters = memory = make_adapter_memory(self.config, self.device, self.max_num_tokens)
             self.model = build_model(self.build, self.model_info.architecture, self.plugins)
-            self.adapters = make_adapters(self.build, memory)
+            self.adapters: AdapterStore | None = None
+            if memory is not None:
+                from pelton_platforms.device.adapters import make_adapters
+
+                self.adapters = make_adapters(self.build, memory)
             self.step_kernel = make_step_kernel(self)
         self._memory = StepMemory(self.loaded)
         self._first_start = FirstStart(self.loaded, self._memory, self.phase_s)

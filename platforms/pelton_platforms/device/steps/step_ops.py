@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.reference_step import ReferencePrepareInputs
 from pelton_platforms.device.steps.step_adapters import StepAdapters
-from pelton_platforms.device.steps.step_drafts import StepDrafts
 from pelton_platforms.device.steps.step_shapes import uncached_metadata
+
+if TYPE_CHECKING:
+    from pelton_platforms.device.steps.step_drafts import StepDrafts
 
 NUM_LOGPROBS = 20
 """Alternatives a row that the op can give; rows that want more take `StepSampler`."""
@@ -66,6 +69,8 @@ class StepOps:
 
     def use_drafts(self, num_drafts: int, lookup: LookupDraftsNeeds | None) -> None:
         """Rows may have up to `num_drafts` drafts; lookup: how the device makes them, None where the host does."""
+        from pelton_platforms.device.steps.step_drafts import StepDrafts
+
         self.drafts = StepDrafts(self._ops, self._state, num_drafts, lookup)
 
     @property
