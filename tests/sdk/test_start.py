@@ -16,7 +16,7 @@ sys.stdout.write("\\n".join(sys.modules))
 
 NOT_USED = (
     "jsonschema", "litestar", "llguidance", "prometheus_client", "transformers", "triton", "zmq",
-    "pelton.engine.process", "pelton.engine.process_client", "pelton.layers.pooler", "pelton.lora.peft", "pelton.sdk.async_llm",
+    "pelton.engine.process", "pelton.engine.process_client", "pelton.lora.peft", "pelton.sdk.async_llm",
     "pelton.sdk.beam_search", "pelton_platforms.device.adapters", "pelton_platforms.device.steps.step_drafts",
     "pelton_plugins.models.experts", "pelton_plugins.server.serve", "pelton_plugins.speculative.ngram",
 )  # fmt: skip

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.embedding import LMHead, VocabEmbedding
+from pelton.layers.pooling_decoder import PoolingDecoder
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
-
-if TYPE_CHECKING:
-    from pelton.layers.pooling_decoder import PoolingDecoder
 
 
 class Decoder(nn.Module):
@@ -46,8 +43,6 @@ class Decoder(nn.Module):
 
     def as_pooling(self, *, config: BuildConfig) -> PoolingDecoder:
         """The `PoolingModel` that this model is without its output head; `config` is the one that it was made with."""
-        from pelton.layers.pooling_decoder import PoolingDecoder
-
         return PoolingDecoder(self, config=config)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
