@@ -78,7 +78,7 @@ class ContextModel:
         self.block_sizes = block_sizes
         self.poison: set[int] = set()
         self.fail_next = False
-        self.num_calls = 0
+        self.num_calls = self.num_cuts = 0
 
     def forward(self, batch: Any) -> torch.Tensor:
         self.num_calls += 1
@@ -93,6 +93,12 @@ class ContextModel:
         for other in results[1:]:
             assert is_captured() or torch.equal(other, results[0])
         return results[0]
+
+    can_forward_tokens = True
+
+    def forward_tokens(self, batch: Any, tokens: torch.Tensor) -> torch.Tensor:
+        self.num_cuts += 1
+        return self.forward(batch)[tokens]
 
     def _contexts(self, cache: torch.Tensor, common: Any) -> torch.Tensor:
         """[T], by shapes alone: a captured graph may hold it."""

@@ -65,6 +65,17 @@ class LlamaDecoderLayer(nn.Module):
         activated, residual = self.gate_up_proj(hidden, residual)
         return self.down_proj(activated), residual
 
+    def forward_tokens(
+        self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`forward`, of whose result only these tokens are wanted: [n] int64 -> each [n, H]. The others' keys and values are written."""
+        qkv, residual = self.qkv_proj(hidden, residual)
+        attended, residual = self.attn(qkv, batch).index_select(0, tokens), residual.index_select(0, tokens)
+        if not len(tokens):
+            return residual, residual
+        activated, residual = self.gate_up_proj(self.o_proj(attended), residual)
+        return self.down_proj(activated), residual
+
     # What models of this shape differ in.
 
     def qkv_bias(self, config: BuildConfig) -> bool:
@@ -131,3 +142,8 @@ class LlamaForCausalLM(StagedDecoder):
 
     def embedding_scale(self, hf: HFConfig) -> float | None:
         return None
+
+    @property
+    def can_forward_tokens(self) -> bool:
+        own = type(self), type(self.layers[-1])
+        return own[0].forward is LlamaForCausalLM.forward and own[1].forward is LlamaDecoderLayer.forward

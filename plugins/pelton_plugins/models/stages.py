@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -78,17 +78,32 @@ class StagedDecoder(Decoder):
         config.weights.ignore(rf"{re.escape(prefix)}\..*")
         return None
 
+    @property
+    def can_forward_tokens(self) -> bool:
+        """Return whether the last layer has `forward_tokens`, and computes there what its `forward` does."""
+        return False
+
+    def forward_tokens(self, batch: ForwardBatch, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`forward`, of whose result only these tokens are wanted: [n] int64, in the order of the result's n rows. What the last layer
+        does behind its attention for others is left out, of long prompts nearly all of it."""
+        return self._forward(batch, tokens)
+
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        if self._stages is None:
-            return super().forward(batch)
+        return super().forward(batch) if self._stages is None else self._forward(batch, None)
+
+    def _forward(self, batch: ForwardBatch, tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         residual: Tensor | None = None
         if self._stage == 0:
             hidden = self.embed_tokens(batch.input_ids)
         else:
             hidden = self._received(batch)
             residual = self._received(batch) if self.carries_residual else None
-        for layer in self.layers:
+        layers: list[Any] = list(self.layers)
+        cut = layers.pop() if tokens is not None and self._stage == self._last else None
+        for layer in layers:
             hidden, residual = layer(hidden, residual, batch)
+        if cut is not None:
+            hidden, residual = cut.forward_tokens(hidden, residual, batch, tokens)
         if self._stage < self._last:
             for tensor in (hidden, residual) if self.carries_residual else (hidden,):
                 self._stages.send(tensor.contiguous(), self._stage + 1)

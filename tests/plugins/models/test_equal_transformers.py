@@ -86,6 +86,32 @@ def test_greedy_tokens_of_a_batch_equal_each_alone(checkpoint, reference, make_d
     assert list(outputs.values()) == want
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "seed_oss"], indirect=True)
+def test_wanted_tokens_alone(checkpoint, reference, make_driver, token_ids, monkeypatch):
+    """The last layer leaves out what nobody reads, and writes every token's keys and values all the same."""
+    driver = make_driver(checkpoint)
+    model, wanted, compute = driver.model, torch.tensor([39, 60]), driver.model.compute_logits
+    assert model.can_forward_tokens
+
+    def logits_of_wanted(hidden, rows):
+        return torch.nn.functional.pad(compute(hidden, rows[: len(wanted)]), (0, 0, 0, len(rows) - len(wanted)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", lambda batch: model.forward_tokens(batch, wanted))
+        patch.setattr(model, "compute_logits", logits_of_wanted)
+        got = driver.step({"a": token_ids[:61]})["a"][:2]
+        wanted = wanted[:0]  # a prompt's part, behind which nothing is sampled
+        driver.step({"a": token_ids[61:90]})
+    want = reference_logits(reference, token_ids[:91])
+    assert_same_logits(got, want[[39, 60]])
+    assert_same_logits(driver.step({"a": [token_ids[90]]})["a"], want[90:])
+
+
+@pytest.mark.parametrize("family", ["granite", "qwen3_moe", "olmo2"], indirect=True)
+def test_layers_with_a_forward_of_their_own_compute_all_tokens(checkpoint, make_driver):
+    assert not make_driver(checkpoint).model.can_forward_tokens
+
+
 def test_layers_without_a_cache_run_for_the_memory_profile(checkpoint, make_driver, token_ids):
     from pelton.attention.metadata import ForwardBatch
 

@@ -200,6 +200,8 @@ class GraphRunner:
         """The forward pass of a step of any rows, in the part of it that the mode captures: what the model gives."""
         if mode is CUDAGraphMode.FULL:
             return self._rows(mode, key, plan.slots, plan.num_scheduled)
+        if mode is CUDAGraphMode.NONE:
+            return self.program.forward(key, inputs)
         batch = self.program.batch(key, inputs)
         return self.pieces.run(mode, key, self.program.model.forward, batch)
 

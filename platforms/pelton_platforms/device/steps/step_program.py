@@ -46,6 +46,8 @@ class StepInputs:
     result: Tensor | None = None  # where the tail writes; None: memory of its own
     is_fixed: bool = False  # all of them lie at fixed addresses, as a captured step reads them
     has_adapters: bool = False
+    reads_others: bool = True  # hidden states of tokens that are not in `logit_tokens` may be read
+    is_cut: bool = False  # filled in: `hidden` has rows for `logit_tokens` alone
     hidden: Any = None  # filled in where it is not fixed: what the forward pass gave
 
 
@@ -69,6 +71,8 @@ class StepProgram:
         self.model = model
         self.ops = ops
         self._state, self._backends = state, list(backends)
+        can_cut = getattr(model, "can_forward_tokens", False)
+        self._forward_tokens = cast("Any", model).forward_tokens if can_cut else None
         self.kernel: StepKernel | None = None  # computes decode steps; None: the model's layers do
         self.most_left_rows = 0  # of captured steps that end at the logits
         self._logits: Tensor | None = None  # [most_left_rows, V]: where all of those leave them
@@ -104,6 +108,8 @@ class StepProgram:
     def _compute_logits(self, key: BatchDescriptor, inputs: StepInputs, hidden: Any) -> Tensor:
         """Where they are to stay, `_keep` has no copy to make on a device whose recorder can do that."""
         model = cast("CausalLM", self.model)
+        if inputs.is_cut:
+            return model.compute_logits(hidden, torch.arange(len(inputs.logit_tokens), device=self._state.device))
         if self._logits is None or not (inputs.is_fixed and isinstance(key.tail, Logits)):
             return model.compute_logits(hidden, inputs.logit_tokens)
         token = home.set(self._logits[: len(inputs.logit_tokens)])
@@ -129,7 +135,11 @@ class StepProgram:
         return batch
 
     def forward(self, key: BatchDescriptor, inputs: StepInputs) -> Any:
-        return self.model.forward(self.batch(key, inputs))
+        batch = self.batch(key, inputs)
+        if inputs.reads_others or self._forward_tokens is None or 2 * len(inputs.logit_tokens) > batch.num_tokens:
+            return self.model.forward(batch)
+        inputs.is_cut = True
+        return self._forward_tokens(batch, inputs.logit_tokens)
 
     def count(self, inputs: StepInputs) -> None:
         """Count the tokens of the step that nothing is sampled behind."""

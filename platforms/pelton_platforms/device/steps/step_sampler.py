@@ -217,6 +217,11 @@ class StepSampler:
         wanted = self.state.host.num_logprobs[plan.logit_slots[plan.logprob_rows]]
         return -1 if (wanted < 0).any() else int(wanted.max())
 
+    def reads_hidden(self, plan: StepPlan) -> bool:
+        """Return whether hidden states of other tokens than `StepPlan.logit_tokens` are read: for prompt logprobs, and by proposers."""
+        wanted = self.state.host.num_prompt_logprobs[plan.slots]
+        return self.draft_proposer is not None or bool((wanted != NO_LOGPROBS).any())
+
     def prompt_logprobs(self, step: Step) -> PromptLogprobs | None:
         """Launched, for rows that asked: every prompt position of this step whose next token is the prompt's too."""
         host, plan, state = self.state.host, step.plan, self.state

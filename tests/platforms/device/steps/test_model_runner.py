@@ -50,6 +50,18 @@ def test_batch_decodes_as_each_prompt_alone(driver):
         assert request.output == oracle_greedy(prompt, 21)
 
 
+def test_of_a_prompt_only_the_tokens_with_logits_are_asked_for():
+    driver = Driver(make_runner())
+    request, other = driver.add(0, PROMPTS[3]), driver.add(1, PROMPTS[2], prompt_logprobs=1)
+    cuts = []
+    for rows in ([(request, 9)], [(request, 12)], [(request, 1), (other, 8)], [(request, 1), (other, 1)]):
+        before = driver.runner.model.num_cuts
+        driver.step(rows)
+        cuts.append(driver.runner.model.num_cuts - before)
+    assert cuts == [1, 1, 0, 0], "prompt logprobs read every token, and of decodes there are no others"
+    assert request.output == oracle_greedy(PROMPTS[3], 3)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 5])
 def test_chunks_sample_only_with_the_last(driver, chunk):
     request = driver.add(2, PROMPTS[3])
