@@ -348,6 +348,11 @@ def models_page() -> str:
         (f"`{entry.name}`", entry.doc, naming([entry.name], folders))
         for entry in sorted(plugins.entries("pelton_quantization_methods"), key=lambda entry: entry.name)
     ]
+    loaders = [
+        (f"`{entry.name}`", entry.doc, naming([entry.name], ("plugins/loaders", "sdk", "e2e")))
+        for entry in sorted(plugins.entries("pelton_model_loaders"), key=lambda entry: entry.name)
+        if entry.load.startswith("pelton_plugins.loaders")
+    ]
     parts = [
         "# Models and forms of weights",
         NOTE,
@@ -360,6 +365,10 @@ def models_page() -> str:
         "What `--quantization` or config.json's `quant_method` may name; [quantization.md](quantization.md) says how exact each is, and "
         "what it refuses.",
         table(("method", "what", "tests that name it"), methods),
+        "## Loaders",
+        "What `--load-format` may name; `auto` takes the one of the model's files. `--model-loader-extra-config` has their settings: a "
+        "`uri` (and `concurrency`, `timeout_s`) of `streamed`, the `pattern` of `sharded_state`.",
+        table(("loader", "what", "tests that name it"), loaders),
     ]
     return "\n\n".join(parts)
 

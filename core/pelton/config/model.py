@@ -71,6 +71,8 @@ class LoadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How weights get from disk into the model."""
 
     load_format: str = "auto"
-    """auto, safetensors, gguf, dummy (random weights), or a loader plugin's name."""
+    """auto, safetensors, gguf, sharded_state (a file a rank), streamed (one file, or HTTP), dummy (random weights), or a plugin's name."""
+    model_loader_extra_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Settings of the loader, such as {"uri": "http://host/model.safetensors"} of streamed."""
     download_dir: str | None = None
     """Where downloaded weights are kept; huggingface_hub's cache when unset."""

@@ -16,6 +16,8 @@ from pelton.model.resolved import ResolvedModel
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pelton.parallel.context import ParallelContext
+
 
 class LazyWeight(ABC):
     """One tensor of a checkpoint, not read yet."""
@@ -28,13 +30,15 @@ class LazyWeight(ABC):
         memory-mapped file: copy it into place, do not keep it."""
 
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
-        """Put what `read` would give into `target` without a detour over the host, where this weight can do that. False,
-        with `target` untouched, where it cannot: it is read and copied then."""
+        """Put what `read` would give into `target` without a detour, at the latest when `WeightLoader.weights` ends. False, with
+        `target` untouched, where this weight cannot: it is read and copied then."""
         return False
 
 
 class WeightLoader(ABC):
-    """Chosen by --load-format or the checkpoint's form; one per worker."""
+    """Chosen by --load-format or the checkpoint's form; one per worker. `parallel` is set before anything is called."""
+
+    parallel: ParallelContext | None = None
 
     @abstractmethod
     def __init__(self, config: EngineConfig, model: ResolvedModel) -> None: ...

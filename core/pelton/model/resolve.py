@@ -48,8 +48,7 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
     """Find and describe the model of `config`. Raises `ConfigError` that says what was tried."""
     check_plugin_settings(config, plugins)
     model = config.model
-    is_dummy = config.load.load_format == DUMMY_FORMAT
-    path = locate(model.model, config, plugins, needs_weights=not is_dummy)
+    path = locate(model.model, config, plugins, needs_weights=config.load.load_format not in (DUMMY_FORMAT, "streamed"))
     model_format = find_format(path, plugins)
     notes: list[str] = []
 

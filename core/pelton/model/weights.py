@@ -18,8 +18,7 @@ from pelton.model.loading import LazyWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Buffers that old checkpoints carry and nobody reads.
-IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.masked_bias")
+IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.masked_bias")  # buffers of old checkpoints that nobody reads
 _SHOWN = 5  # names in an error
 
 Fill = Callable[[LazyWeight, "Tensor"], None]
@@ -52,8 +51,7 @@ class WeightMap:
     def __init__(self) -> None:
         self._targets: dict[str, list[WeightTarget]] = {}
         self._ignored: dict[re.Pattern[str], Check | None] = {re.compile(pattern): None for pattern in IGNORED}
-        self.make_copier: Callable[[], Copier] | None = None
-        """The platform's way to its device; torch's plain copies when None."""
+        self.make_copier: Callable[[], Copier] | None = None  # the platform's way to its device; None: plain
 
     def expect(
         self,
@@ -91,8 +89,7 @@ class WeightMap:
             targets = self._targets.get(name)
             if targets is None:
                 checks = [check for pattern, check in self._ignored.items() if pattern.fullmatch(name)]
-                if not checks:
-                    unexpected.append(name)
+                unexpected += [] if checks else [name]
                 for check in filter(None, checks):
                     check(name, weight)
                 continue
@@ -158,5 +155,4 @@ class _Copy:
 
 
 def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -32,6 +32,7 @@ def _make_loader(loaded: LoadedModel) -> WeightLoader:
     name = loaded.info.weights_format if named == "auto" else named
     entry = loaded.plugins.find("pelton_model_loaders", name, setting="load_format")
     loader: WeightLoader = entry.resolve()(loaded.config, loaded.info)
+    loader.parallel = loaded.build.parallel
     return loader
 
 

@@ -1,7 +1,8 @@
-"""Weights of *.safetensors files, one or sharded: memory-mapped, each tensor read once, in file order.
+"""Weights of *.safetensors files, one or sharded: each tensor read once, in file order.
 
-Only the slices that this rank keeps are read. Pages of a mapped file count as this process's memory until the mapping
-goes, so it is made anew every `MAPPED_BYTES`: without that, a model in one file takes twice its size while it loads.
+Only the slices that this rank keeps are read. What goes into place as it is, is read there by several threads; the rest is given
+as views of the memory-mapped file. Pages of a mapped file count as this process's memory until the mapping goes, so it is made
+anew every `MAPPED_BYTES`: without that, a model in one file takes twice its size while it loads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pelton.errors import ConfigError
 from pelton.model.formats import read_json
 from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.resolved import ResolvedModel
+from pelton_plugins.loaders.parallel_reader import FileSource, ParallelReader
+from pelton_plugins.loaders.safetensors_header import Header, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,24 +48,14 @@ class SafetensorsLoader(WeightLoader):
                 )
 
     def weights(self) -> Iterator[tuple[str, LazyWeight]]:
-        yield from self._model_weights()
+        reader = ParallelReader()
+        with reader.running():
+            for file, names in self._shards.items():
+                yield from mapped_weights(file, names, reader)
         for file, prefix in self._modules.items():
             module = _open(file)
             for name in module.offset_keys():
                 yield prefix + name, SafetensorsWeight(file, name, module.get_slice(name))
-
-    def _model_weights(self) -> Iterator[tuple[str, LazyWeight]]:
-        for file, names in self._shards.items():
-            shard, num_mapped = _open(file), 0
-            for name in shard.offset_keys():
-                if names is not None and name not in names:
-                    continue
-                weight = SafetensorsWeight(file, name, shard.get_slice(name))
-                yield name, weight
-                num_mapped += weight.num_bytes
-                if num_mapped > MAPPED_BYTES:
-                    del weight
-                    shard, num_mapped = _open(file), 0
 
     @property
     def total_bytes(self) -> int:
@@ -106,6 +99,22 @@ def _indexed_shards(index: Path) -> dict[Path, set[str] | None]:
     return {index.parent / file: found[file] for file in sorted(found)}
 
 
+def mapped_weights(
+    file: Path, names: set[str] | None, reader: ParallelReader
+) -> Iterator[tuple[str, SafetensorsWeight]]:
+    """The tensors of one file in its order, those of `names` where it is given; `reader` fills what takes them as they are."""
+    shard, num_mapped, ranges = _open(file), 0, FileRanges(file, reader)
+    for name in shard.offset_keys():
+        if names is not None and name not in names:
+            continue
+        weight = SafetensorsWeight(file, name, shard.get_slice(name), ranges)
+        yield name, weight
+        num_mapped += 0 if weight.is_filled else weight.num_bytes
+        if num_mapped > MAPPED_BYTES:
+            del weight
+            shard, num_mapped = _open(file), 0
+
+
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
@@ -113,14 +122,44 @@ def _open(file: Path) -> Any:
         raise ConfigError(f"{file} is not a valid safetensors file: {error}. Download it again.") from error
 
 
+class FileRanges:
+    """Fills tensors from one file by their places in it."""
+
+    def __init__(self, file: Path, reader: ParallelReader) -> None:
+        self._source, self._reader = FileSource(file), reader
+        self._header = header_of(self._source)
+
+    def fill(self, name: str, target: Tensor, dim: int | None, start: int, stop: int | None) -> bool:
+        place = self._header.tensors.get(name)
+        return place is not None and self._reader.fill(self._source, place, target, dim, start, stop)
+
+
+def header_of(source: FileSource) -> Header:
+    """Read a file's header."""
+
+    def read(offset: int, size: int) -> bytes:
+        found = bytearray(size)
+        source.read_into(offset, memoryview(found))
+        return bytes(found)
+
+    return read_header(source.name, source.size, read)
+
+
 class SafetensorsWeight(LazyWeight):
     """A view of the mapped file: keep neither it nor what `read` gives, or the mapping stays."""
 
-    def __init__(self, file: Path, name: str, view: Any) -> None:
+    def __init__(self, file: Path, name: str, view: Any, ranges: FileRanges | None = None) -> None:
         self.shape = tuple(view.get_shape())
+        self.is_filled = False
+        """What was asked for went into place: the mapping was not touched."""
         self._file = file
         self._name = name
         self._view = view
+        self._ranges = ranges
+
+    def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        self.is_filled = self._ranges is not None and self._ranges.fill(self._name, target, dim, start, stop)
+        return self.is_filled
 
     @property
     def num_bytes(self) -> int:

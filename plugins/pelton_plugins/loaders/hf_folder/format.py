@@ -13,6 +13,7 @@ from pelton_plugins.loaders.hf_folder.sentence_transformers import read_sentence
 if TYPE_CHECKING:
     from pelton.tokenizer.interface import Tokenizer
 
+SHARDED_STATE = "model-rank-0-part-0.safetensors"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -29,6 +30,8 @@ class HFFolderFormat(ModelFormat):
         return read_json(file)
 
     def weights_format(self, path: Path) -> str:
+        if (path / SHARDED_STATE).is_file():
+            return "sharded_state"
         if any(path.glob("*.safetensors")):
             return "safetensors"
         pickled = sorted(file.name for file in path.iterdir() if file.suffix in PICKLED_SUFFIXES)
