@@ -19,6 +19,8 @@ from pelton_e2e import eventually, gauge, serving
 from pelton.testing import fake_engine
 
 LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
+WHOLE = {**LONG, "max_tokens": 50}
+"""For tests that wait for the end."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,13 @@ def serving_slowly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 
     start.log = log
     return start
+
+
+@pytest.fixture(scope="module")
+def url(serving_slowly) -> Iterator[str]:
+    """Of a server that no test ends."""
+    with serving_slowly() as (address, _):
+        yield address
 
 
 def test_a_killed_engine_is_told_within_a_second_and_comes_back(serving_slowly):
@@ -84,7 +93,7 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(serving_slowly):
     with serving_slowly() as (url, process):
         replies: list[httpx.Response] = []
         thread = threading.Thread(
-            target=lambda: replies.append(httpx.post(url + "/v1/completions", json=LONG, timeout=60))
+            target=lambda: replies.append(httpx.post(url + "/v1/completions", json=WHOLE, timeout=60))
         )
         thread.start()
         assert eventually(lambda: gauge(url, "num_requests_running") == 1)
@@ -92,7 +101,7 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(serving_slowly):
         process.send_signal(signal.SIGTERM)
         thread.join(30)
         assert process.wait(15) == 0
-        assert replies[0].json()["usage"]["completion_tokens"] == 200
+        assert replies[0].json()["usage"]["completion_tokens"] == 50
         _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive
     assert "Traceback" not in serving_slowly.log.read_text()
@@ -109,22 +118,29 @@ def test_a_killed_server_leaves_neither_its_engine_nor_its_folder(serving_slowly
         assert eventually(lambda: not list(tmp_path.glob("pelton-*")), 2)
 
 
-def test_leaving_frees_the_blocks_within_a_step_or_two(serving_slowly):
-    with serving_slowly() as (url, _):
-        for stream in (True, False):
-            body = {**LONG, "stream": stream}
-            with (
-                contextlib.suppress(httpx.ReadTimeout),
-                httpx.Client(timeout=0.3) as client,
-                client.stream("POST", url + "/v1/completions", json=body) as reply,
-            ):
-                texts = reply.iter_text()
-                next(texts)
-                assert gauge(url, "kv_cache_usage_perc") > 0
-            left = time.monotonic()
-            assert eventually(lambda: gauge(url, "kv_cache_usage_perc") == 0, 1.0)
-            assert time.monotonic() - left < 0.3
-            assert gauge(url, "num_requests_running") == 0
+def test_leaving_frees_the_blocks_within_a_step_or_two(url):
+    for stream in (True, False):
+        body = {**LONG, "stream": stream}
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            httpx.Client(timeout=0.3) as client,
+            client.stream("POST", url + "/v1/completions", json=body) as reply,
+        ):
+            texts = reply.iter_text()
+            next(texts)
+            assert gauge(url, "kv_cache_usage_perc") > 0
+        left = time.monotonic()
+        assert eventually(lambda: gauge(url, "kv_cache_usage_perc") == 0, 1.0)
+        assert time.monotonic() - left < 0.3
+        assert gauge(url, "num_requests_running") == 0
+
+
+def test_a_deadline_ends_the_request_and_frees_it(url):
+    began = time.monotonic()
+    reply = httpx.post(url + "/v1/completions", json={**LONG, "timeout_s": 0.3}, timeout=30)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (408, "RequestTimeoutError")
+    assert time.monotonic() - began < 1.0
+    assert eventually(lambda: gauge(url, "kv_cache_usage_perc") == 0, 1.0)
 
 
 def test_a_full_queue_is_503_and_counted(serving_slowly):
@@ -146,12 +162,3 @@ def test_a_full_queue_is_503_and_counted(serving_slowly):
         assert error == "ServiceUnavailableError"
         text = httpx.get(url + "/metrics").text
         assert re.search(r'admission_rejections_total\{.*reason="max_num_queued_reqs"\} 3\.0', text)
-
-
-def test_a_deadline_ends_the_request_and_frees_it(serving_slowly):
-    with serving_slowly() as (url, _):
-        began = time.monotonic()
-        reply = httpx.post(url + "/v1/completions", json={**LONG, "timeout_s": 0.3}, timeout=30)
-        assert (reply.status_code, reply.json()["error"]["type"]) == (408, "RequestTimeoutError")
-        assert time.monotonic() - began < 1.0
-        assert eventually(lambda: gauge(url, "kv_cache_usage_perc") == 0, 1.0)

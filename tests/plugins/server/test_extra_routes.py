@@ -250,3 +250,22 @@ def test_the_prefix_cache_is_reset_when_nothing_runs(start):
     server.llm.running.add("one")
     reply = server.client.post("/reset_prefix_cache")
     assert reply.status_code in (429, 503) and "blocks" in reply.json()["error"]["message"]
+
+
+# What the operator has to allow
+
+
+@pytest.mark.parametrize(
+    "method, path, body, flag",
+    [
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/x"}, "--allow-runtime-lora-updating"),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "x"}, "--allow-runtime-lora-updating"),
+        ("POST", "/sleep", None, "--enable-sleep-mode"),
+        ("POST", "/wake_up", None, "--enable-sleep-mode"),
+        ("GET", "/is_sleeping", None, "--enable-sleep-mode"),
+    ],
+)
+def test_without_its_setting_a_route_names_it(shared, method, path, body, flag):
+    reply = shared.client.request(method, path, json=body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (403, "PermissionDeniedError")
+    assert flag in reply.json()["error"]["message"]

@@ -121,16 +121,3 @@ def test_the_engine_sleeps_and_wakes_up(client):
     for path, param in (("/sleep?level=3", "level"), ("/sleep?level=deep", "level")):
         refused = httpx.post(url + path, timeout=60)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
-
-
-def test_without_the_settings_clients_may_not_load_or_sleep(folders, tmp_path):
-    with serving(str(folders / "tiny"), "--enable-lora", log=tmp_path / "log") as (url, _):
-        answer = httpx.post(
-            url + "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(folders / "first")}, timeout=60
-        )
-        assert answer.status_code == 403
-        assert "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
-        for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
-            answer = httpx.request(method, url + path, timeout=60)
-            assert answer.status_code == 403
-            assert "--enable-sleep-mode" in answer.json()["error"]["message"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import cohere
 import httpx
 import numpy as np
 import openai
 import pytest
+import pytest_asyncio
 from langchain_openai import OpenAIEmbeddings
 from transformers import AutoTokenizer
 
@@ -28,16 +30,28 @@ SMALL = {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**20, "disable_log_stats":
 TEXTS = ["the river", "a small house near the river", "keys and values"]
 
 
-@contextlib.asynccontextmanager
-async def running(path, **settings) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server in this event loop, its engine in this process."""
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Callable[..., contextlib.AbstractAsyncContextManager[httpx.AsyncClient]]]:
+    """Gives a client of a server in this event loop, its engine in this process: one for all tests that ask for the same."""
     plugins = load_plugins()
-    config = EngineConfig.from_flat(model=str(path), **{**SMALL, **settings})
-    async with AsyncLLM(config, plugins=plugins, start_engine=InProcessClient) as llm:
-        state = ServerState(config=ServerConfig(access_log=False), model_names=["tiny"], llm=llm)
-        transport = httpx.ASGITransport(build_app(state, plugins))
-        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
-            yield client
+    apps: dict[str, Any] = {}
+    async with contextlib.AsyncExitStack() as stack:
+
+        @contextlib.asynccontextmanager
+        async def run(path, **settings) -> AsyncIterator[httpx.AsyncClient]:
+            key = f"{path} {settings}"
+            if key not in apps:
+                config = EngineConfig.from_flat(model=str(path), **{**SMALL, **settings})
+                llm = await stack.enter_async_context(AsyncLLM(config, plugins=plugins, start_engine=InProcessClient))
+                state = ServerState(config=ServerConfig(access_log=False), model_names=["tiny"], llm=llm)
+                apps[key] = build_app(state, plugins)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(apps[key]), base_url="http://tiny") as client:
+                yield client
+
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +84,7 @@ async def refused(client, path, *, status=400, **body):
     return response.json()["error"]
 
 
-async def test_embeddings_in_every_form(encoder):
+async def test_embeddings_in_every_form(encoder, running):
     async with running(encoder, is_matryoshka=True) as client:
         whole = await ok(client, "/v1/embeddings", model="tiny", input=TEXTS)
         assert (whole["object"], whole["model"], whole["id"][:5]) == ("list", "tiny", "embd-")
@@ -99,7 +113,7 @@ async def test_embeddings_in_every_form(encoder):
         assert len(chat["data"][0]["embedding"]) == 48
 
 
-async def test_openais_client(encoder):
+async def test_openais_client(encoder, running):
     async with running(encoder) as http:
         client = openai.AsyncOpenAI(base_url="http://tiny/v1", api_key="none", http_client=http, max_retries=0)
         found = await client.embeddings.create(model="tiny", input=TEXTS)  # asks for base64, and unpacks it
@@ -130,7 +144,7 @@ class Encoding:
         return self.encode_ordinary(text)
 
 
-async def test_langchains_embeddings(encoder, monkeypatch):
+async def test_langchains_embeddings(encoder, monkeypatch, running):
     """It sends token ids in batches, and texts where it is told not to count tokens; both come back as base64."""
     sent = []
     async with running(encoder) as http:
@@ -164,7 +178,7 @@ async def _note(sent, request):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-async def test_coheres_client_reranks(cross_encoder, version):
+async def test_coheres_client_reranks(cross_encoder, version, running):
     """By either shape of its API, which it gives paths of."""
     async with running(cross_encoder) as http:
         make = {1: cohere.AsyncClient, 2: cohere.AsyncClientV2}[version]
@@ -182,7 +196,7 @@ async def test_coheres_client_reranks(cross_encoder, version):
             await client.rerank(model="other", query="a river", documents=TEXTS)
 
 
-async def test_coheres_client_embeds(encoder):
+async def test_coheres_client_embeds(encoder, running):
     async with running(encoder) as http:
         client = cohere.AsyncClientV2(api_key="none", base_url="http://tiny", httpx_client=http)
         found = await client.embed(
@@ -201,7 +215,7 @@ async def test_coheres_client_embeds(encoder):
         assert len((await ok(http, "/invocations", text_1="a river", text_2=TEXTS))["data"]) == len(TEXTS)
 
 
-async def test_bad_embedding_requests(encoder):
+async def test_bad_embedding_requests(encoder, running):
     async with running(encoder) as client:
         for body, message in (
             ({}, "Send input or messages, one of them"),
@@ -218,7 +232,7 @@ async def test_bad_embedding_requests(encoder):
         assert "no task 'classify'" in (await refused(client, "/classify", input="a"))["message"]
 
 
-async def test_classes(classifier):
+async def test_classes(classifier, running):
     async with running(classifier) as client:
         found = await ok(client, "/classify", input=TEXTS)
         for row in found["data"]:
@@ -233,7 +247,7 @@ async def test_classes(classifier):
 
 
 @pytest.mark.parametrize("kind", ["cross-encoder", "vectors"])
-async def test_scores_and_reranking(encoder, cross_encoder, kind):
+async def test_scores_and_reranking(encoder, cross_encoder, kind, running):
     query, documents = TEXTS[0], [*TEXTS, TEXTS[0]]
     async with running(cross_encoder if kind == "cross-encoder" else encoder) as client:
         scored = await ok(client, "/score", text_1=query, text_2=documents)
@@ -267,7 +281,7 @@ async def test_scores_and_reranking(encoder, cross_encoder, kind):
         assert "two sides" in (await refused(client, "/score", text_1="a"))["message"]
 
 
-async def test_plain_results_of_each_token(encoder):
+async def test_plain_results_of_each_token(encoder, running):
     async with running(encoder) as client:
         found = await ok(client, "/pooling", input=[[5, 6, 7], [8]], task="token_embed")
         assert [np.array(row["data"]).shape for row in found["data"]] == [(3, 48), (1, 48)]
@@ -278,7 +292,7 @@ async def test_plain_results_of_each_token(encoder):
         assert "no IO processor" in (await refused(client, "/pooling", data={"any": 1}))["message"]
 
 
-async def test_a_model_that_generates_says_so(tmp_path):
+async def test_a_model_that_generates_says_so(tmp_path, running):
     async with running(make_tiny_checkpoint(tmp_path, "llama")) as client:
         for path, body in (
             ("/v1/embeddings", {"input": "a"}), ("/classify", {"input": "a"}), ("/pooling", {"input": "a"}),

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pelton.testing import fake_engine
 
 API = "pelton_plugins.server.processes.api_process"
-LONG = {"prompt": "abc", "max_tokens": 150, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "abc", "max_tokens": 80, "ignore_eos": True, "stream": True}
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
