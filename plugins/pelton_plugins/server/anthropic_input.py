@@ -10,14 +10,8 @@ import msgspec
 from pelton.errors import RequestError
 from pelton_plugins.server.anthropic_protocol import AnthropicMessage, CountTokensRequest, MessagesRequest
 from pelton_plugins.server.protocol import ChatCompletionRequest, Message
+from pelton_plugins.server.rules import check_offered
 from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool, ToolChoice
-
-REFUSED = {
-    "output_config": "the model's own template decides",
-    "container": "this server runs no code",
-    "mcp_servers": "tools are called by the client",
-    "context_management": "send what the model is to read",
-}
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
@@ -42,9 +36,7 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     )
     if not isinstance(request, MessagesRequest):
         return chat
-    for name, advice in REFUSED.items():
-        if getattr(request, name):
-            raise RequestError(f"{name} is not offered: {advice}.", param=name)
+    check_offered(request)
     if request.max_tokens < 1:
         raise RequestError("max_tokens must be at least 1", param="max_tokens", value=request.max_tokens)
     return msgspec.structs.replace(

@@ -45,7 +45,7 @@ async def create_chat_batch(exchange: Exchange, request: BatchChatRequest) -> No
         parts = (exchange, run.llm, run.request, run.params, [run.prompt])
         answers.append(ChatAnswer(*parts) if run.reading is None else ParsedChatAnswer(*parts, run.reading))
     first, counts = answers[0], Counts()
-    exchange.counts = counts
+    first.counts = exchange.counts = counts
     choices: list[ChatChoice] = []
     outputs = generate(
         first.llm, [answer.prompts[0] for answer in answers], first.params, request, first.response_id,

@@ -5,96 +5,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from pelton.errors import NotSupportedError, RequestError
+from pelton.errors import RequestError
 from pelton.parsing.interface import Arguments, Content, Reasoning, ToolCall
 from pelton_plugins.server.chat import ChatRun, prepare_chat
 from pelton_plugins.server.chat_stream import Step, chat_steps
+from pelton_plugins.server.cohere_protocol import (
+    CohereChatRequest,
+    CohereChatResponse,
+    CohereEmbedRequest,
+    CohereEmbedResponse,
+    CohereError,
+)
 from pelton_plugins.server.errors import ErrorResponse
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Counts
 from pelton_plugins.server.pooling import as_base64, embeddings_of
 from pelton_plugins.server.pooling_protocol import EmbeddingRequest
-from pelton_plugins.server.protocol import ChatCompletionRequest, ContentPart, Message, ResponseFormat
-from pelton_plugins.server.tools import Tool
+from pelton_plugins.server.protocol import ChatCompletionRequest, Message, ResponseFormat
+from pelton_plugins.server.rules import check_offered
 
 FINISH_REASONS = {"stop": "COMPLETE", "length": "MAX_TOKENS", "tool_calls": "TOOL_CALL", "abort": "ERROR"}
-
-
-class CohereMessage(msgspec.Struct, kw_only=True):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    tool_plan: str | None = None
-
-
-class CohereFormat(msgspec.Struct, kw_only=True):
-    type: Literal["text", "json_object"]
-    json_schema: dict[str, Any] | None = None
-
-
-class CohereChatRequest(msgspec.Struct, kw_only=True):
-    messages: list[CohereMessage]
-    model: str | None = None
-    stream: bool | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    p: float | None = None
-    k: int | None = None
-    seed: int | None = None
-    stop_sequences: list[str] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["REQUIRED", "NONE"] | None = None
-    strict_tools: bool | None = None
-    response_format: CohereFormat | None = None
-    priority: int | None = None
-    # Refused unless they ask for nothing.
-    documents: list[Any] | None = None
-    logprobs: bool | None = None
-    citation_options: Any = None
-    safety_mode: str | None = None
-    thinking: Any = None
-
-
-class CohereError(msgspec.Struct, kw_only=True):
-    message: str
-    id: str | None = None
-
-
-class CohereEmbedRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    texts: list[str] | None = None
-    input_type: str | None = None
-    """Accepted; a prompt of that kind is the model's own matter."""
-    embedding_types: list[Literal["float", "base64"]] | None = None
-    output_dimension: int | None = None
-    max_tokens: int | None = None
-    truncate: Literal["NONE", "END"] | None = None
-    """END keeps what fits of a text that is too long."""
-    priority: int | None = None
-    images: Any = None
-    inputs: Any = None
-
-
-class CohereChatResponse(msgspec.Struct, kw_only=True):
-    id: str
-    finish_reason: str
-    message: dict[str, Any]
-    usage: dict[str, Any]
-
-
-class CohereEmbedResponse(msgspec.Struct, kw_only=True):
-    id: str
-    texts: list[str]
-    embeddings: dict[str, Any]
-    meta: dict[str, Any]
-    response_type: str = "embeddings_by_type"
 
 
 def error_body(body: ErrorResponse) -> bytes:
@@ -110,9 +44,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def as_chat(request: CohereChatRequest) -> ChatCompletionRequest:
-    for name in ("documents", "logprobs", "citation_options", "thinking", "safety_mode"):
-        if getattr(request, name) not in (None, False, [], "OFF"):
-            raise NotSupportedError(f"{name} is not offered here; leave it out.", param=name)
+    check_offered(request)
     messages = [
         Message(
             role=one.role, content=one.content if one.content is not None or one.role != "assistant" else one.tool_plan,
@@ -233,9 +165,7 @@ class _CohereAnswer:
 
 
 async def create_cohere_embedding(exchange: Exchange, request: CohereEmbedRequest) -> None:
-    for name in ("images", "inputs"):
-        if getattr(request, name) is not None:
-            raise NotSupportedError(f"{name} is not offered here; send texts.", param=name)
+    check_offered(request)
     if not request.texts:
         raise RequestError("texts is empty; send at least one.", param="texts")
     most = request.max_tokens if request.max_tokens is not None else -1 if request.truncate == "END" else None

@@ -122,8 +122,6 @@ NOT_WITH_EMBEDS = ("echo", "prompt_logprobs", "truncate_prompt_tokens", "use_bea
 
 def check_completion(request: CompletionRequest) -> None:
     check_common(request)
-    if request.suffix:
-        raise RequestError("This model does not fill in the middle; leave suffix out.", param="suffix")
     if request.prompt_embeds is not None:
         for name in NOT_WITH_EMBEDS:
             if getattr(request, name):

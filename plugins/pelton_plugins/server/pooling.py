@@ -43,6 +43,7 @@ from pelton_plugins.server.pooling_protocol import (
 )
 from pelton_plugins.server.prompts import check_fan_out, max_model_len, render, tokenize_all
 from pelton_plugins.server.protocol import PromptTokensDetails, Usage
+from pelton_plugins.server.rules import check_offered
 
 if TYPE_CHECKING:
     from pelton.sdk.async_llm import AsyncLLM
@@ -197,6 +198,7 @@ def _engine(exchange: Exchange, request: PooledRequest) -> AsyncLLM | Any:
             "This model generates; it makes no vectors or scores. Use /v1/completions or /v1/chat/completions.",
             param="model",
         )
+    check_offered(request)
     return llm
 
 

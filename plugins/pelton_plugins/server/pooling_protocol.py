@@ -25,6 +25,8 @@ class PooledRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None
     timeout_s: float | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Refused: see `rules`."""
 
 
 class InputRequest(PooledRequest, kw_only=True):
@@ -44,6 +46,9 @@ class EmbeddingRequest(InputRequest, kw_only=True):
     dimensions: int | None = None
     use_activation: bool | None = None
     """Give vectors length 1; as the model says when left out."""
+    # Refused unless they ask for nothing: see `rules`.
+    embed_dtype: str | None = None
+    endianness: str | None = None
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -152,6 +157,9 @@ class PoolingRequest(InputRequest, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     use_activation: bool | None = None
+    # Refused unless they ask for nothing: see `rules`.
+    embed_dtype: str | None = None
+    endianness: str | None = None
 
 
 class PooledData(msgspec.Struct, kw_only=True):

@@ -110,6 +110,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     return_token_offsets: bool | None = None
     return_weight_versions: bool | None = None
     mm_payload: Any = None
+    logits_processors: Any = None
+    guided_decoding_backend: str | None = None
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):

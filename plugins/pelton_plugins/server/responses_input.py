@@ -11,15 +11,9 @@ from pelton import limits
 from pelton.errors import RequestError
 from pelton_plugins.server.protocol import ChatCompletionRequest, JsonSchemaFormat, Message, ResponseFormat
 from pelton_plugins.server.responses_protocol import ResponsesNamedTool, ResponsesRequest
+from pelton_plugins.server.rules import check_offered
 from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool
 
-REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
-    "prompt": ((), "this server keeps no prompts"),
-    "conversation": ((), "this server keeps no conversations; use previous_response_id"),
-    "context_management": (([],), "send what the model is to read"),
-    "max_tool_calls": ((), "tools are called by the client"),
-    "truncation": (("disabled",), "send what fits; too long an input is refused"),
-}
 INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 SAME_NAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
@@ -30,22 +24,10 @@ SAME_NAME = (
 
 def as_chat(request: ResponsesRequest, before: Sequence[Mapping[str, Any]] = ()) -> ChatCompletionRequest:
     """before: items of the responses that this one continues. Raises `RequestError` for what is not offered."""
-    for name, (neutral, advice) in REFUSED.items():
-        value = getattr(request, name)
-        if value is not None and value not in neutral:
-            raise RequestError(f"{name} is not offered: {advice}.", param=name)
+    check_offered(request)
     for one in request.include or ():
         if one not in INCLUDED:
             raise RequestError(f"include has {one[:100]!r}; this server has {', '.join(INCLUDED)}.", param="include")
-    if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise RequestError("text.verbosity is not offered: ask for it in the messages.", param="text.verbosity")
-    if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary) not in (
-        None,
-        "auto",
-    ):
-        raise RequestError(
-            "reasoning.summary is not offered: the reasoning itself is returned.", param="reasoning.summary"
-        )
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise RequestError(
             "max_output_tokens must be at least 1", param="max_output_tokens", value=request.max_output_tokens

@@ -27,66 +27,21 @@ from pelton_plugins.server.protocol import (
     ChatChoice,
     ChatCompletionRequest,
     ChatCompletionResponse,
-    ChatLogprobs,
     ChatMessage,
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
     GenerateRequest,
-    StreamOptions,
     Usage,
 )
-
-
-class TokensRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A prompt as token ids, with the engine's own sampling parameters."""
-
-    token_ids: list[int]
-    sampling_params: dict[str, Any] = {}
-    """Fields of `SamplingParams`."""
-    model: str | None = None
-    request_id: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout_s: float | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    features: Any = None
-    """Of prompts that are more than text; null."""
-
-
-class TokensChoice(msgspec.Struct, kw_only=True):
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: ChatLogprobs | None = None
-
-
-class TokensResponse(msgspec.Struct, kw_only=True):
-    request_id: str
-    choices: list[TokensChoice]
-    kv_transfer_params: dict[str, Any] | None = None
-    usage: Usage | None = None
-
-
-class DerenderChatRequest(msgspec.Struct, kw_only=True):
-    generate_response: TokensResponse
-    model: str | None = None
-    prompt_tokens: int | None = None
-    """Of the prompt, for `usage`."""
-    chat_request: ChatCompletionRequest | None = None
-    """The request that was rendered: its tools and template decide how the answer is read."""
-    stream: bool | None = None
-
-
-class DerenderCompletionRequest(msgspec.Struct, kw_only=True):
-    generate_response: TokensResponse
-    model: str | None = None
-    prompt_tokens: int | None = None
-    stream: bool | None = None
-
+from pelton_plugins.server.rules import check_offered
+from pelton_plugins.server.token_protocol import (
+    DerenderChatRequest,
+    DerenderCompletionRequest,
+    TokensChoice,
+    TokensRequest,
+    TokensResponse,
+)
 
 # Before the engine.
 
@@ -125,8 +80,7 @@ async def create_tokens(exchange: Exchange, request: TokensRequest) -> None:
     state = exchange.state
     llm = state.generating_engine()
     exchange.lora_request = await state.adapter_of(request.model)
-    if request.features is not None:
-        raise NotSupportedError("This model reads text only; leave features out.", param="features")
+    check_offered(request)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream=true", param="stream_options")
     if not request.token_ids:
@@ -248,8 +202,7 @@ async def derender_completion(exchange: Exchange, request: DerenderCompletionReq
 
 
 def _check_derender(llm: Any, request: DerenderChatRequest | DerenderCompletionRequest) -> None:
-    if request.stream:
-        raise NotSupportedError("Tokens are made text when all are there; leave stream out.", param="stream")
+    check_offered(request)
     if llm.tokenizer is None:
         raise NotSupportedError("The server runs without a tokenizer.")
     if request.prompt_tokens is not None and not 0 <= request.prompt_tokens < 2**31:

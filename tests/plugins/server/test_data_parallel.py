@@ -129,7 +129,9 @@ def test_requests_are_spread_and_counted_by_engine(server, started):
     ended(found)
     assert all(stream.is_whole for stream in found)
     after = [server.by_engine(name) for name in (tokens, ends)]
-    gain = [{engine: new[engine] - old.get(engine, 0) for engine in held} for old, new in zip(before, after, strict=True)]
+    gain = [
+        {engine: new[engine] - old.get(engine, 0) for engine in held} for old, new in zip(before, after, strict=True)
+    ]
     assert gain == [{engine: LONG * count for engine, count in held.items()}, held]
     assert eventually(lambda: server.by_engine(RUNNING) == {"0": 0, "1": 0})
     log = started.log.read_text()

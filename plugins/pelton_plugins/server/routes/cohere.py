@@ -7,15 +7,13 @@ from typing import Any
 from litestar import post
 from litestar.types import ASGIApp
 
-from pelton_plugins.server.cohere import (
+from pelton_plugins.server.cohere import create_cohere_chat, create_cohere_embedding, error_body
+from pelton_plugins.server.cohere_protocol import (
     CohereChatRequest,
     CohereChatResponse,
     CohereEmbedRequest,
     CohereEmbedResponse,
     CohereError,
-    create_cohere_chat,
-    create_cohere_embedding,
-    error_body,
 )
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.openapi import api

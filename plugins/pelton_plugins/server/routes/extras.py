@@ -20,15 +20,17 @@ from pelton_plugins.server.protocol import (
 )
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.token_io import (
-    DerenderChatRequest,
-    DerenderCompletionRequest,
-    TokensRequest,
-    TokensResponse,
     create_tokens,
     derender_chat,
     derender_completion,
     render_chat,
     render_completion,
+)
+from pelton_plugins.server.token_protocol import (
+    DerenderChatRequest,
+    DerenderCompletionRequest,
+    TokensRequest,
+    TokensResponse,
 )
 
 
