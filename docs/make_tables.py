@@ -1,4 +1,4 @@
-"""Make the pages that are tables of the code: hooks, flags, limits, metrics, attention backends.
+"""Make the pages that are tables of the code: hooks, flags, limits, fields, metrics, attention backends.
 
 `make docs` writes them; a test fails when a page is not what this file makes of the code.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -158,6 +159,36 @@ def limits_page() -> str:
         "the error names the field. Bounds that depend on the model (context length, vocabulary) or on a setting "
         "(`max_logprobs`, `max_num_queued_reqs`, `max_body_bytes`) come on top.",
         table(("limit", "value", "note"), rows),
+    ]
+    return "\n\n".join(parts)
+
+
+def fields_page() -> str:
+    """What clients of other servers know and this one does not offer."""
+    from pelton_plugins.server.known_routes import NOT_OFFERED as ROUTES
+    from pelton_plugins.server.rules import NOT_OFFERED, OF_NO_EFFECT
+
+    refused, without = [], []
+    for struct, rules in NOT_OFFERED.items():
+        for name, (neutral, advice) in rules.items():
+            shown = ", ".join(f"`{json.dumps(value)}`" for value in neutral) or "-"
+            refused.append((struct.__name__, f"`{name}`", advice, shown))
+    for struct, names in OF_NO_EFFECT.items():
+        without.append((struct.__name__, ", ".join(f"`{name}`" for name in names)))
+    parts = [
+        "# Fields and routes that are not offered",
+        NOTE,
+        "A field that would change the answer is never ignored. Each field of each request does something, is refused with status "
+        "400 and a message that names it, or says something about the request and nothing about its answer; "
+        "`tests/plugins/server/test_fields.py` tries all of them. `GenerateRequest` is what completions and chats have in common.",
+        "## Refused fields",
+        "`null` asks for nothing, and so do the values in the last column.",
+        table(("request", "field", "what to do", "accepted"), refused),
+        "## Fields without an effect on the answer",
+        table(("request", "fields"), without),
+        "## Refused routes",
+        "Each is a 404 with these words.",
+        table(("route", "what to do"), [(f"`{path}`", advice) for path, advice in ROUTES.items()]),
     ]
     return "\n\n".join(parts)
 
@@ -444,6 +475,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "howto/kinds.md": kinds_page,
     "flags.md": flags_page,
     "limits.md": limits_page,
+    "fields.md": fields_page,
     "metrics.md": metrics_page,
     "attention_backends.md": attention_page,
     "models.md": models_page,

@@ -13,7 +13,7 @@ import uvicorn
 from pelton.config import EngineConfig
 from pelton.entries import Entry
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, RequestError
-from pelton.messages.report import DeviceReport
+from pelton.messages.report import DeviceReport, EngineInfo
 from pelton.metrics.snapshot import Gauge, Metric
 from pelton.model.resolved import ResolvedModel
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
@@ -41,9 +41,12 @@ class CharTokenizer:
         return "".join(VOCAB[i] for i in ids)
 
 
-class FakeInfo:
-    max_model_len = 256
+def fake_info() -> EngineInfo:
     report = DeviceReport(device="fake", platform="fake", attention_backend="fake", attention_reason="a test")
+    return EngineInfo(
+        report=report, num_blocks=9, block_size=16, kv_cache_bytes=1024, max_num_seqs=8, max_num_batched_tokens=64,
+        max_model_len=256,
+    )  # fmt: skip
 
 
 class FakeAsyncLLM:
@@ -52,7 +55,7 @@ class FakeAsyncLLM:
     def __init__(self, answer: str = "Hello, world.") -> None:
         self.answer = answer
         self.tokenizer: CharTokenizer | None = CharTokenizer()
-        self.info = FakeInfo()
+        self.info = fake_info()
         self.config = EngineConfig()
         self.model = ResolvedModel(
             name="fake", path="fake", weights_format="dummy", hf_config={}, architecture="Fake", dtype="float32",

@@ -28,6 +28,7 @@ from pelton_platforms.device.load_weights import load_weights
 from pelton_platforms.device.loaded import LoadedModel
 from pelton_platforms.device.make_runner import make_runner
 from pelton_platforms.device.memory import StepMemory
+from pelton_platforms.device.profiling import Profiling
 from pelton_platforms.device.sleeping import Sleep
 from pelton_platforms.device.speed import fit_step
 from pelton_platforms.device.step_kernel import make_step_kernel
@@ -55,6 +56,7 @@ class DeviceWorker(Worker):
         self.notes: list[str] = []
         self._captures: CaptureQueue | None = None
         self._sleep: Sleep | None = None
+        self._profiling = Profiling()
         scheduler = self.config.scheduler
         self.max_num_seqs = scheduler.max_num_seqs or self.platform.default_max_num_seqs
         self.max_num_tokens = scheduler.max_num_batched_tokens or self.platform.default_max_num_batched_tokens
@@ -191,6 +193,14 @@ class DeviceWorker(Worker):
         if self._sleep is not None and self._sleep.wake_up(tags):
             self._sleep = None
         return self._sleep is None
+
+    def start_profile(self, folder: str) -> None:
+        """Record what this process and its device do, until `stop_profile`."""
+        self._profiling.start(folder, self.rank)
+
+    def stop_profile(self) -> str:
+        """Write the trace of torch's profiler; return its file."""
+        return self._profiling.stop()
 
     def drop_runner(self) -> None:
         """Drop the KV pool, captured steps and the state of the batch."""

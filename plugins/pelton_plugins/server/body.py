@@ -90,9 +90,18 @@ def _too_large(found: int, max_bytes: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"The request body has {found} bytes or more; at most {max_bytes} are taken.")
 
 
-def check_content_type(scope: Scope) -> None:
-    """JSON bodies must say that they are."""
-    found = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+def check_headers(scope: Scope) -> None:
+    """JSON bodies must say that they are; and an engine is not chosen by the client."""
+    found = b""
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            found = found or value
+        elif name == b"x-data-parallel-rank":
+            raise RequestError(
+                "X-data-parallel-rank is not offered: the engine is chosen by load, or with --data-parallel-routing prefix by "
+                "how the prompt begins.",
+                param="X-data-parallel-rank",
+            )
     if found.split(b";", 1)[0].strip().lower() != b"application/json":
         shown = found.decode("latin-1")[:MAX_INPUT_CHARS]
         raise RequestError(f"Content-Type is {shown!r}; send JSON with Content-Type: application/json.")

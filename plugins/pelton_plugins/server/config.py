@@ -29,7 +29,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Keys that clients send as `Authorization: Bearer KEY`; any of them opens every route."""
     allow_unauthenticated: bool = False
     """Listen on a reachable address without a key. Anyone who can reach the port may then use and read everything."""
-    public_routes: list[str] = msgspec.field(default_factory=lambda: ["/health", "/ready", "/live", "/ping"])
+    public_routes: list[str] = msgspec.field(default_factory=lambda: ["/health", "/ready", "/readyz", "/live", "/ping"])
     """Paths that need no key. All others do, also those that plugins add; the files of the page at / need none."""
     ui: bool = True
     """Serve a page for people at /: a chat, and figures of the engine. It asks for the key that its requests need."""
@@ -85,6 +85,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Answer /tokenizer_info: names of special tokens, and the chat template."""
     enable_sleep_mode: bool = False
     """Let clients send the engine to sleep and wake it: /sleep, /wake_up, /is_sleeping."""
+    profile_dir: str | None = None
+    """Let clients profile the engine, /start_profile and /stop_profile: torch's traces are written to this folder."""
     special_tokens_in_messages: bool = False
     """Read special tokens, such as <|im_end|>, in messages of users and tools as what they are; else they are text."""
     return_errors_in_detail: bool = False

@@ -18,7 +18,7 @@ from litestar.types import Receive, Scope, Send
 
 from pelton.errors import RequestError
 from pelton.lora.request import LoRARequest
-from pelton_plugins.server.body import check_content_type, decode, read_body
+from pelton_plugins.server.body import check_headers, decode, read_body
 from pelton_plugins.server.errors import ClientDisconnected, ErrorResponse, describe
 from pelton_plugins.server.generation import Counts
 from pelton_plugins.server.params import in_sent_names
@@ -103,7 +103,7 @@ class Exchange:
     async def _run(self, scope: Scope, receive: Receive) -> None:
         config = self.state.config
         try:
-            check_content_type(scope)
+            check_headers(scope)
             budget = self.state.body_budget
             body = await read_body(
                 scope, receive, config.max_body_bytes, timeout_s=config.body_timeout_s or None, budget=budget

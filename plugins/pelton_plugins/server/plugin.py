@@ -58,11 +58,12 @@ def pelton_http_routes() -> Sequence[Entry]:
             load="pelton_plugins.server.routes.extras:routes",
             doc="/invocations, batches of chats, /render, /derender, /inference/v1/generate, /reset_prefix_cache",
         ),
+        Entry(name="profile", load="pelton_plugins.server.routes.profile:routes", doc="/start_profile, /stop_profile"),
         Entry(name="sleep", load="pelton_plugins.server.routes.sleep:routes", doc="/sleep, /wake_up, /is_sleeping"),
         Entry(name="tokens", load="pelton_plugins.server.routes.tokens:routes", doc="/tokenize, /detokenize"),
         Entry(
             name="operations",
             load="pelton_plugins.server.routes.operations:routes",
-            doc="/health, /ping, /load, /version, /metrics, /openapi.json, /docs",
+            doc="/health, /ping, /load, /version, /server_info, /metrics, /openapi.json, /docs",
         ),
     ]

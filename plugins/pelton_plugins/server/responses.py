@@ -20,6 +20,7 @@ from pelton_plugins.server.errors import ErrorResponse, describe
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Counts
 from pelton_plugins.server.logprobs import TokenWriter, chat_logprobs
+from pelton_plugins.server.protocol import ChatCompletionRequest
 from pelton_plugins.server.responses_events import ResponseBuilder
 from pelton_plugins.server.responses_input import as_chat, input_items
 from pelton_plugins.server.responses_protocol import ResponsesRequest
@@ -76,13 +77,23 @@ def store_of(state: ServerState) -> ResponseStore:
     return state.responses
 
 
+async def chat_of(exchange: Exchange, request: ResponsesRequest) -> ChatCompletionRequest:
+    """The chat that a request stands for, after the responses that it continues."""
+    return as_chat(request, await _before(exchange, request))
+
+
+async def _before(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, Any]]:
+    if request.previous_response_id is None:
+        return []
+    found: list[dict[str, Any]] = msgspec.json.decode(
+        await act(exchange.state, "items", request.previous_response_id, "previous_response_id")
+    )
+    return found
+
+
 async def create_response(exchange: Exchange, request: ResponsesRequest) -> None:
     store = store_of(exchange.state)
-    before: list[dict[str, Any]] = []
-    if request.previous_response_id is not None:
-        before = msgspec.json.decode(
-            await act(exchange.state, "items", request.previous_response_id, "previous_response_id")
-        )
+    before = await _before(exchange, request)
     is_stored = store.size > 0 and request.store is not False
     if request.background and not is_stored:
         raise RequestError(

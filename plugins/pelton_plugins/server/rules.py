@@ -7,6 +7,7 @@ names that nobody knows are accepted too, and logged at debug level. Both tables
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -121,17 +122,16 @@ def rules_of(struct: type[msgspec.Struct]) -> Rules:
     return {name: rule for base in struct.__mro__ for name, rule in NOT_OFFERED.get(base, {}).items()}
 
 
-_RULES: dict[type[msgspec.Struct], Rules] = {}
+@cache
+def _paths_of(struct: type[msgspec.Struct]) -> list[tuple[str, list[str], Sequence[Any], str]]:
+    return [(name, name.split("."), *rule) for name, rule in rules_of(struct).items()]
 
 
 def check_offered(request: msgspec.Struct) -> None:
     """Raises `RequestError` that names the field and what to do."""
-    rules = _RULES.get(type(request))
-    if rules is None:
-        rules = _RULES[type(request)] = rules_of(type(request))
-    for name, (neutral, advice) in rules.items():
+    for name, path, neutral, advice in _paths_of(type(request)):
         value: Any = request
-        for part in name.split("."):
+        for part in path:
             value = getattr(value, part, None)
         if value is not None and value not in neutral:
             raise RequestError(f"{name} is not offered: {advice}.", param=name)

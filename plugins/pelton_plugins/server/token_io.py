@@ -16,6 +16,8 @@ import msgspec
 from pelton.errors import NotSupportedError, RequestError
 from pelton.outputs import CompletionOutput, RequestOutput
 from pelton.sampling_params import RequestOutputKind, SamplingParams
+from pelton_plugins.server.anthropic_input import as_chat as as_chat_of_messages
+from pelton_plugins.server.anthropic_protocol import MessagesRequest
 from pelton_plugins.server.chat import ChatAnswer, prepare_chat
 from pelton_plugins.server.chat_parsed import ParsedChatAnswer
 from pelton_plugins.server.completions import prepare_completion
@@ -34,6 +36,8 @@ from pelton_plugins.server.protocol import (
     GenerateRequest,
     Usage,
 )
+from pelton_plugins.server.responses import chat_of as as_chat_of_response
+from pelton_plugins.server.responses_protocol import ResponsesRequest
 from pelton_plugins.server.rules import check_offered
 from pelton_plugins.server.token_protocol import (
     DerenderChatRequest,
@@ -49,6 +53,15 @@ from pelton_plugins.server.token_protocol import (
 async def render_chat(exchange: Exchange, request: ChatCompletionRequest) -> None:
     run = await prepare_chat(exchange, request)
     await exchange.answer(msgspec.json.encode(_rendered(exchange, request, run.prompt, run.params)))
+
+
+async def render_response(exchange: Exchange, request: ResponsesRequest) -> None:
+    chat = await as_chat_of_response(exchange, request)
+    await render_chat(exchange, chat)
+
+
+async def render_message(exchange: Exchange, request: MessagesRequest) -> None:
+    await render_chat(exchange, as_chat_of_messages(request))
 
 
 async def render_completion(exchange: Exchange, request: CompletionRequest) -> None:

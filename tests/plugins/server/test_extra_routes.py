@@ -1,4 +1,5 @@
-"""Routes beyond OpenAI's: /invocations, batches of chats, tokens in and out, Cohere's chat, the page of the API, the cache's reset."""
+"""Routes beyond OpenAI's: /invocations, batches of chats, tokens in and out, Cohere's chat, the page of the API, the cache's reset;
+and those of others that are not here."""
 
 from __future__ import annotations
 
@@ -10,6 +11,22 @@ import cohere
 import pytest
 from pelton_fake_server import VOCAB, FakeAsyncLLM
 
+from pelton_plugins.server.known_routes import NOT_OFFERED
+
+VLLM_ROUTES = """
+    /health /load /version /v1/models /metrics /ping /invocations /kv_event_sources /docs /openapi.json
+    /v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/responses/{response_id}
+    /v1/responses/{response_id}/cancel /v1/messages /v1/messages/count_tokens /cohere/v2/chat /inference/v1/generate
+    /generative_scoring /v1/decisions /v1/systemone /v1/chat/completions/render /v1/completions/render
+    /v1/responses/render /v1/messages/render /v1/chat/completions/derender /v1/completions/derender /v1/embeddings
+    /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank /v1/audio/transcriptions
+    /v1/audio/translations /v1/realtime /tokenize /detokenize /tokenizer_info /v1/load_lora_adapter
+    /v1/unload_lora_adapter /start_profile /stop_profile /scale_elastic_ep /is_scaling_elastic_ep
+    /fault_tolerance/apply /fault_tolerance/status /ready /readyz /pause /resume /is_paused /abort_requests
+    /init_weight_transfer_engine /start_weight_update /update_weights /finish_weight_update /weight_info
+    /weight_checker /get_world_size /reset_prefix_cache /reset_mm_cache /reset_encoder_cache /collective_rpc
+    /server_info /sleep /wake_up /is_sleeping /release_kv_cache_memory
+"""
 HI = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 WEATHER = {
@@ -184,6 +201,27 @@ def test_an_end_of_text_has_no_text(shared):
     assert found["usage"]["completion_tokens"] == 3
 
 
+def test_every_shape_of_a_chat_is_rendered_as_the_chat_is(hermes):
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, *HI], "temperature": 0.5, "stream": False}
+    expected = hermes.post("/v1/chat/completions/render", chat | {"max_tokens": 5}).json()
+    for path, body in (
+        (
+            "/v1/responses/render",
+            {"instructions": "Be brief.", "input": "hi", "temperature": 0.5, "max_output_tokens": 5},
+        ),
+        ("/v1/messages/render", {"system": "Be brief.", "messages": HI, "temperature": 0.5, "max_tokens": 5}),
+    ):
+        found = hermes.post(path, body)
+        assert found.status_code == 200, found.text
+        assert found.json()["token_ids"] == expected["token_ids"]
+        assert found.json()["sampling_params"] == expected["sampling_params"]
+        assert hermes.post("/inference/v1/generate", found.json()).status_code == 200
+    refused = hermes.post("/v1/messages/render", {"messages": [], "max_tokens": 5}).json()
+    assert (refused["type"], refused["error"]["type"]) == ("error", "invalid_request_error")
+    gone = hermes.post("/v1/responses/render", {"input": "hi", "previous_response_id": "resp_no"})
+    assert gone.status_code == 404
+
+
 # Cohere's chat, by its own client
 
 
@@ -252,6 +290,48 @@ def test_the_prefix_cache_is_reset_when_nothing_runs(start):
     assert reply.status_code in (429, 503) and "blocks" in reply.json()["error"]["message"]
 
 
+# What the server is, and what it is not
+
+
+def test_the_server_tells_what_it_runs_with(start):
+    server = start(api_key=["hush", "hush2"])
+    found = server.client.get("/server_info", headers={"Authorization": "Bearer hush"})
+    assert found.status_code == 200 and "hush" not in found.text
+    info = found.json()
+    assert info["server_config"]["api_key"] == "set" and info["server_config"]["max_body_bytes"] > 0
+    assert info["engine_config"]["scheduler"]["scheduling_policy"] == "fcfs"
+    assert info["engine"]["max_model_len"] == 256 and info["engine"]["report"]["device"] == "fake"
+    assert info["models"] == ["fake", "alias"] and info["version"] and info["system"]["python"]
+    server.state.llm = None
+    loading = server.client.get("/server_info", headers={"Authorization": "Bearer hush"}).json()
+    assert loading["engine"] is loading["engine_config"] is None
+    assert server.client.get("/server_info").status_code == 401
+
+
+@pytest.mark.parametrize("path", NOT_OFFERED)
+def test_a_route_that_others_have_says_what_to_do_instead(shared, path):
+    for method, url in (("GET", path), ("POST", path), ("POST", path + "/")):
+        reply = shared.client.request(method, url, json={} if method == "POST" else None)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["type"]) == (404, "NotFoundError")
+        assert error["message"] == f"{path} is not offered: {NOT_OFFERED[path]}."
+
+
+def test_a_client_does_not_choose_the_engine(shared):
+    reply = shared.post("/v1/completions", {"prompt": "a"}, headers={"X-data-parallel-rank": "0"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "X-data-parallel-rank")
+    assert "--data-parallel-routing" in error["message"]
+
+
+def test_every_route_of_vllm_is_here_or_named(shared):
+    """The routes of vLLM 0.33's server: each is in the description of the API, or among those that say what to do instead."""
+    described = shared.client.get("/openapi.json").json()["paths"]
+    missing = {path for path in VLLM_ROUTES.split() if path not in described and path not in NOT_OFFERED}
+    assert not missing
+    assert not set(NOT_OFFERED) & set(described)
+
+
 # What the operator has to allow
 
 
@@ -263,6 +343,8 @@ def test_the_prefix_cache_is_reset_when_nothing_runs(start):
         ("POST", "/sleep", None, "--enable-sleep-mode"),
         ("POST", "/wake_up", None, "--enable-sleep-mode"),
         ("GET", "/is_sleeping", None, "--enable-sleep-mode"),
+        ("POST", "/start_profile", None, "--profile-dir"),
+        ("POST", "/stop_profile", None, "--profile-dir"),
     ],
 )
 def test_without_its_setting_a_route_names_it(shared, method, path, body, flag):

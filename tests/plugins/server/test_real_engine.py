@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -35,7 +36,15 @@ def server(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """URL and process id."""
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(
-        checkpoint, "--served-model-name", "tiny", "--max-num-seqs", "16", "--trust-request-chat-template", log=log
+        checkpoint,
+        "--served-model-name",
+        "tiny",
+        "--max-num-seqs",
+        "16",
+        "--trust-request-chat-template",
+        "--profile-dir",
+        str(log.parent / "traces"),
+        log=log,
     ) as (url, process):
         yield url, process.pid
 
@@ -281,3 +290,20 @@ def test_a_parsed_answer_of_the_openai_client(client):
         model="tiny", messages=MESSAGES, response_format=Answer, max_tokens=200, seed=1, extra_body={"top_k": 5}
     )
     assert isinstance(made.choices[0].message.parsed, Answer)
+
+
+def test_a_profile_shows_what_the_engine_did(url, client):
+    def call(path: str) -> httpx.Response:
+        return httpx.post(f"{url}/{path}_profile", timeout=60)
+
+    assert call("stop").status_code == 400
+    assert call("start").status_code == 200
+    again = call("start")
+    assert again.status_code == 400 and "runs already" in again.json()["error"]["message"]
+    assert client.completions.create(model="tiny", prompt="ab", max_tokens=4).usage.completion_tokens > 0
+    trace = Path(call("stop").json()["trace"])
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum(event["name"].startswith("aten::") for event in events if "name" in event) > 10
+    assert trace.parent.name == "traces" and "rank0" in trace.name
+    assert client.completions.create(model="tiny", prompt="ab", max_tokens=4).usage.completion_tokens > 0
+    assert call("stop").status_code == 400

@@ -8,6 +8,8 @@ from litestar import Response, post
 from litestar.types import ASGIApp
 
 from pelton.errors import QueueFullError
+from pelton_plugins.server.anthropic import error_body as anthropic_error
+from pelton_plugins.server.anthropic_protocol import AnthropicError, MessagesRequest
 from pelton_plugins.server.chat_batch import BatchChatRequest, create_chat_batch
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.invocations import Invocation
@@ -18,6 +20,7 @@ from pelton_plugins.server.protocol import (
     CompletionRequest,
     CompletionResponse,
 )
+from pelton_plugins.server.responses_protocol import ResponsesRequest
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.token_io import (
     create_tokens,
@@ -25,6 +28,8 @@ from pelton_plugins.server.token_io import (
     derender_completion,
     render_chat,
     render_completion,
+    render_message,
+    render_response,
 )
 from pelton_plugins.server.token_protocol import (
     DerenderChatRequest,
@@ -49,6 +54,18 @@ def routes(state: ServerState) -> list[Any]:
     async def chat_render() -> ASGIApp:
         """Make of a chat the request for /inference/v1/generate."""
         return Exchange(state, ChatCompletionRequest, render_chat, generates=False)
+
+    @post("/v1/responses/render", status_code=200, opt=api(ResponsesRequest, TokensRequest))
+    async def response_render() -> ASGIApp:
+        """Make of a request for a response the one for /inference/v1/generate."""
+        return Exchange(state, ResponsesRequest, render_response, generates=False)
+
+    @post("/v1/messages/render", status_code=200, opt=api(MessagesRequest, TokensRequest, AnthropicError))
+    async def message_render() -> ASGIApp:
+        """Make of Anthropic's messages the request for /inference/v1/generate."""
+        exchange = Exchange(state, MessagesRequest, render_message, generates=False)
+        exchange.whole_error = anthropic_error
+        return exchange
 
     @post("/v1/completions/render", status_code=200, opt=api(CompletionRequest, None))
     async def completion_render() -> ASGIApp:
@@ -78,6 +95,6 @@ def routes(state: ServerState) -> list[Any]:
         return Response(b"", media_type="text/plain")
 
     return [
-        invocations, batch, chat_render, completion_render, tokens, chat_derender, completion_derender,
+        invocations, batch, chat_render, response_render, message_render, completion_render, tokens, chat_derender, completion_derender,
         reset_prefix_cache,
     ]  # fmt: skip

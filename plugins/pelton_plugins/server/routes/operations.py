@@ -1,4 +1,4 @@
-"""Health, load, version, metrics, and the description of the API itself."""
+"""Health, load, version, settings, metrics, and the description of the API itself."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pelton_plugins.server.errors import UnavailableError, error_response, scrub
 from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.process_metrics import ProcessMetrics
+from pelton_plugins.server.server_info import ServerInfo, server_info_of
 from pelton_plugins.server.state import ServerState
 
 MAX_SILENCE_S = 10.0  # of the engine's process, which says every second that it lives; a long step is another matter
@@ -27,7 +28,7 @@ def routes(state: ServerState) -> list[Any]:
         """200 when requests are taken; 503 with the reason when not."""
         return await _health(state)
 
-    @get("/ready", opt=api(None, None))
+    @get(["/ready", "/readyz"], opt=api(None, None))
     async def ready() -> Response[bytes]:
         """As /health: 503 while the model loads, while the engine comes back, and while the server shuts down."""
         return await _health(state)
@@ -52,6 +53,11 @@ def routes(state: ServerState) -> list[Any]:
         """Pelton's version."""
         return _json({"version": pelton.__version__})
 
+    @get("/server_info", opt=api(None, ServerInfo))
+    async def server_info() -> Response[bytes]:
+        """Settings of the server and of its engine, and what the engine found when it started; no keys."""
+        return _json(server_info_of(state))
+
     @get("/metrics", opt=api(None, None))
     async def metrics() -> Response[bytes]:
         """Prometheus text exposition."""
@@ -75,7 +81,7 @@ def routes(state: ServerState) -> list[Any]:
         return Response(page(state.openapi), media_type="text/html", headers=HEADERS)
 
     described = [] if state.config.disable_fastapi_docs else [openapi, docs]
-    return [health, ready, live, ping, load, version, metrics, *described]
+    return [health, ready, live, ping, load, version, server_info, metrics, *described]
 
 
 def _json(value: Any) -> Response[bytes]:
