@@ -31,7 +31,7 @@ class Profiling:
             raise ConfigError(f"profile_dir {folder} cannot be written: {error.strerror}.") from error
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         found = profile(activities=kinds)
-        found.start()  # type: ignore[no-untyped-call]
+        found.start()
         self._profile = found
 
     def stop(self) -> str:
@@ -39,6 +39,6 @@ class Profiling:
         if self._profile is None:
             raise RequestError("No profile runs; start one with /start_profile.")
         found, self._profile = self._profile, None
-        found.stop()  # type: ignore[no-untyped-call]
-        found.export_chrome_trace(str(self._file))  # type: ignore[no-untyped-call]
+        found.stop()
+        found.export_chrome_trace(str(self._file))
         return str(self._file)
