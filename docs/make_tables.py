@@ -196,7 +196,7 @@ def fields_page() -> str:
 def metrics_page() -> str:
     """Every family that /metrics exports."""
     from pelton_plugins.server.http_metrics import HttpMetrics
-    from pelton_plugins.stat_loggers.families import FAMILIES
+    from pelton_plugins.stat_loggers.families import FAMILIES, NOT_EXPORTED
 
     rows = []
     for family in FAMILIES:
@@ -208,9 +208,11 @@ def metrics_page() -> str:
     http = HttpMetrics()
     http.observe("/v1/models", "GET", 200, 0.1)
     http.count_tool_answer("hermes", 1)
+    with http.sleep_operation("sleep"):
+        pass
     http_rows = [
         (f"`{metric.name}`", type(metric).__name__.lower(), ", ".join(metric.labels), metric.documentation)
-        for metric in http.snapshot()
+        for metric in {metric.name: metric for metric in http.snapshot()}.values()
     ]
     parts = [
         "# Metrics",
@@ -222,8 +224,10 @@ def metrics_page() -> str:
         "end to end begin with the arrival at the front end, by its clock.",
         table(("family", "kind", "labels", "what"), rows),
         "## Of the HTTP server",
-        "These have no prefix, whatever `--metrics-prefix` says.",
+        "Those of HTTP itself have no prefix, whatever `--metrics-prefix` says.",
         table(("family", "kind", "labels", "what"), http_rows),
+        "## Families of vLLM's that are not here",
+        table(("family", "why"), [(f"`{name}`", why) for name, why in NOT_EXPORTED.items()]),
     ]
     return "\n\n".join(parts)
 

@@ -407,6 +407,7 @@ class EngineCore:
                 if not self._bring_masks(self._kept):
                     self._take_oldest(None, self._kept, drains=True)
             if not method.startswith("worker."):
+                self._has_news = True  # its stats say how deep it sleeps
                 return self._scheduler.rest(self._executor.call, method, *args)
             return self._executor.call(method.removeprefix("worker."), *args)
         raise RequestError(

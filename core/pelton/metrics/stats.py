@@ -13,6 +13,9 @@ HOST_STAGES = ("schedule", "execute", "update", "output")
 WAIT, STEP = "wait", "step"
 """For the device's result, which is not work of the host; and the sum of the stages, without the wait."""
 
+KV_FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
+"""The connector does not know yet, it brings the KV, it has brought it and the request waits for its step."""
+
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """State of one engine core after a step; counters are since the last record."""
@@ -57,6 +60,8 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     step_failure: str = ""  # why the last of them did
     external_prefix_cache_queries: int = 0  # tokens that a KV connector was asked for
     external_prefix_cache_hits: int = 0  # tokens that it brings
+    kv_fetch_reqs: dict[str, int] = {}  # requests whose KV a connector brings later, by `KV_FETCH_STAGES`
+    sleep_level: int = 0  # 0: awake
     num_corrupted_reqs: int = 0  # requests that ended because their row's values were not finite
 
     def count_drafts(self, num_draft: int, num_accepted: int) -> None:

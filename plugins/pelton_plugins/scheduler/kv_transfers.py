@@ -12,6 +12,7 @@ from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.kv_transfer.interface import SchedulerConnector, TransferEnd
 from pelton.messages.request import EngineRequest
 from pelton.messages.step import ModelOutput
+from pelton.metrics.stats import KV_FETCH_STAGES
 from pelton.scheduler.request import RequestStatus
 from pelton_plugins.scheduler.request import RequestState
 
@@ -30,6 +31,7 @@ class KVTransfers:
         self._num_groups = num_groups
         self._sending: dict[str, int] = {}  # finished, with its last step; the connector still reads the blocks
         self._abandoned: set[str] = set()  # finished; the connector still writes their blocks
+        self._undecided: set[str] = set()  # waiting; the connector has to be asked again
         self._has_news = False  # the connector has something to tell although no row runs
 
     @property
@@ -68,7 +70,9 @@ class KVTransfers:
             return 0, False
         matched, is_later = self._connector.num_matched_tokens(request.request, num_local)
         if matched is None:
+            self._undecided.add(request.request_id)
             return None, False
+        self._undecided.discard(request.request_id)
         return max(min(matched, len(request.token_ids) - 1 - num_local), 0), is_later
 
     def bring(self, request: RequestState, block_ids: BlockIds, num_external: int) -> None:
@@ -97,6 +101,14 @@ class KVTransfers:
 
     # Steps, and ends.
 
+    def count_fetches(self, table: RequestTable) -> dict[str, int]:
+        """Requests whose KV is brought later, by `KV_FETCH_STAGES`; empty without a connector."""
+        if self._connector is None:
+            return {}
+        found = table.receiving()
+        num_ready = sum(request.is_remote_ready for request in found)
+        return dict(zip(KV_FETCH_STAGES, (len(self._undecided), len(found) - num_ready, num_ready), strict=True))
+
     def describe(self, step: OpenStep, table: RequestTable) -> None:
         """Tell the workers what they need to know about this step."""
         if self._connector is None:
@@ -114,6 +126,7 @@ class KVTransfers:
         if self._connector is None:
             return False
         request_id = request.request_id
+        self._undecided.discard(request_id)
         has_blocks = bool(request.tables)
         try:
             block_ids = self._kv.block_ids(request_id) if has_blocks else tuple([] for _ in range(self._num_groups))

@@ -200,6 +200,8 @@ class DefaultScheduler(Scheduler):
         stats.kv_cache_usage = self.kv.usage
         if self._adapters is not None:
             stats.running_adapters, stats.waiting_adapters = self._table.count_adapters()
+        stats.sleep_level = self._rest.level
+        stats.kv_fetch_reqs = self._transfers.count_fetches(self._table)
         stats.kv_block_lifetimes_s, stats.kv_block_idle_s, stats.kv_block_reuse_gaps_s = self.kv.take_residency()
         if self._grammar_source is not None:
             stats.grammar_compile_s = self._grammar_source.take_compile_times()

@@ -16,7 +16,11 @@ class Rest:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.is_asleep = False
+        self.level = 0  # awake
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.level > 0
 
     def check(self) -> None:
         """Raise while the engine sleeps."""
@@ -29,8 +33,8 @@ class Rest:
         """Do it; return whether the engine sleeps now. Sleeping twice does nothing, nor does waking up when awake."""
         if method == "sleep":
             self._sleep(call, *args)
-        elif method == "wake_up" and self.is_asleep:
-            self.is_asleep = not call(method, *args)
+        elif method == "wake_up" and self.is_asleep and call(method, *args):
+            self.level = 0
         return self.is_asleep
 
     def _sleep(self, call: Callable[..., Any], level: Any) -> None:
@@ -41,4 +45,4 @@ class Rest:
         if self._scheduler.has_unfinished_requests() or not self._scheduler.reset_prefix_cache():
             raise RequestError("Requests run: wait for them, or abort them, before the engine sleeps.", param="level")
         call("sleep", level)
-        self.is_asleep = True
+        self.level = level

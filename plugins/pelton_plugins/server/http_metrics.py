@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 
 from pelton.metrics.buckets import BucketCounts
@@ -12,6 +16,8 @@ FINE_SECONDS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5,
     3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0,
 )  # fmt: skip
+SLEEP_OPERATIONS = ("sleep", "wake")
+SLEEP_SECONDS = (0.01, 0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 BYTES = (100.0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8)
 
 Series = tuple[list[int], float]
@@ -27,6 +33,8 @@ class HttpCounts(msgspec.Struct):
     request_bytes: dict[str, Series] = {}
     response_bytes: dict[str, Series] = {}
     tool_answers: dict[tuple[str, str], int] = {}
+    sleep_seconds: dict[str, Series] = {}
+    num_sleeping: dict[str, int] = {}
     num_in_progress: int = 0
     num_stalled: int = 0
 
@@ -41,6 +49,9 @@ class HttpMetrics:
         self._request_bytes: dict[str, BucketCounts] = {}
         self._response_bytes: dict[str, BucketCounts] = {}
         self._tool_answers: dict[tuple[str, str], int] = {}
+        self._sleep_seconds: dict[str, BucketCounts] = {}
+        self.num_sleeping = dict.fromkeys(SLEEP_OPERATIONS, 0)
+        """Operations of sleep that are under way."""
         self.num_in_progress = 0
         self.num_stalled = 0
         """Connections that were closed because their client did not read, or did not send."""
@@ -61,6 +72,17 @@ class HttpMetrics:
         key = (parser, "calls" if num_calls else "no_calls")
         self._tool_answers[key] = self._tool_answers.get(key, 0) + 1
 
+    @contextmanager
+    def sleep_operation(self, operation: str) -> Iterator[None]:
+        """Measure one, of `SLEEP_OPERATIONS`."""
+        began = time.perf_counter()
+        self.num_sleeping[operation] += 1
+        try:
+            yield
+        finally:
+            self.num_sleeping[operation] -= 1
+            _series(self._sleep_seconds, operation, SLEEP_SECONDS).observe(time.perf_counter() - began)
+
     # Over several processes
 
     def take(self) -> HttpCounts:
@@ -75,6 +97,8 @@ class HttpMetrics:
             request_bytes={key: series.take() for key, series in self._request_bytes.items()},
             response_bytes={key: series.take() for key, series in self._response_bytes.items()},
             tool_answers=tool_answers,
+            sleep_seconds={key: series.take() for key, series in self._sleep_seconds.items()},
+            num_sleeping=dict(self.num_sleeping),
             num_in_progress=self.num_in_progress,
             num_stalled=stalled,
         )
@@ -95,11 +119,14 @@ class HttpMetrics:
                 _series(mine, handler, BYTES).add(*series)
         for answer, count in told.tool_answers.items():
             self._tool_answers[answer] = self._tool_answers.get(answer, 0) + count
+        for operation, series in told.sleep_seconds.items():
+            _series(self._sleep_seconds, operation, SLEEP_SECONDS).add(*series)
         self.num_stalled += told.num_stalled
 
     # What others see
 
-    def snapshot(self) -> list[Metric]:
+    def snapshot(self, prefix: str = "pelton_") -> list[Metric]:
+        """prefix: of what is not HTTP's, as `metrics_prefix` says."""
         found: list[Metric] = [
             Gauge(
                 name="http_requests_in_progress",
@@ -120,9 +147,23 @@ class HttpMetrics:
         for (parser, outcome), count in self._tool_answers.items():
             found.append(
                 Counter(
-                    name="tool_call_parser_invocations", labels={"parser": parser, "outcome": outcome},
+                    name=prefix + "tool_call_parser_invocations", labels={"parser": parser, "outcome": outcome},
                     documentation="Answers that a tool parser has read, by whether calls were in them (calls, no_calls).",
                     value=count,
+                )
+            )  # fmt: skip
+        for operation, count in self.num_sleeping.items():
+            found.append(
+                Gauge(
+                    name=prefix + "sleep_mode_operations_in_flight", labels={"operation": operation},
+                    documentation="Requests to sleep or to wake up that are under way.", value=count,
+                )
+            )  # fmt: skip
+        for operation, buckets in self._sleep_seconds.items():
+            found.append(
+                _histogram(
+                    prefix + "sleep_mode_operation_duration_seconds", "Of a request to sleep or to wake up, to its end.",
+                    buckets, {"operation": operation},
                 )
             )  # fmt: skip
         for (handler, method), buckets in self._seconds.items():

@@ -1,4 +1,4 @@
-"""What GET /server_info tells."""
+"""Answer of GET /server_info."""
 
 from __future__ import annotations
 

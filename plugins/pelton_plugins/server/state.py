@@ -74,6 +74,11 @@ class ServerState:
     def model_name(self) -> str:
         return self.model_names[0]
 
+    @property
+    def metrics_prefix(self) -> str:
+        llm = self.llm
+        return "pelton_" if llm is None else str(llm.config.observability.metrics_prefix)
+
     def engine(self) -> AsyncLLM | Any:
         """The engine, or `UnavailableError` with the reason."""
         if self.is_draining:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pelton.errors import ConfigError
+from pelton.metrics.stats import KV_FETCH_STAGES
 
 # The boundaries of vLLM's dashboards stay; what is below and between them is ours, for models and devices whose times
 # all fall into its first bucket.
@@ -37,6 +38,9 @@ ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 SMALL_COUNTS = (0, 1, 2, 3, 5, 10, 20)
 SAMPLES = (1, 2, 5, 10, 20)
 UP_TO_MODEL_LEN: tuple[float, ...] = ()  # replaced by 1-2-5 steps to max_model_len once that is known
+
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""By the level of the sleep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,18 @@ FAMILIES: tuple[Family, ...] = (
         "Waiting requests by what they wait for: capacity, or something outside the scheduler (deferred).",
         "reason",
         ("capacity", "deferred"),
+    ),
+    _gauge(
+        "num_requests_kv_fetch_by_stage",
+        "Waiting requests whose KV a connector brings: it does not know yet, it brings it, it has brought it.",
+        "stage",
+        KV_FETCH_STAGES,
+    ),
+    _gauge(
+        "engine_sleep_state",
+        "1 for the state that the engine is in: awake, asleep with its weights on the host, or asleep without them.",
+        "sleep_state",
+        SLEEP_STATES,
     ),
     _gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1."),
     _gauge("startup_phase_seconds", "Seconds that each phase of the engine's start took.", "phase"),
@@ -171,6 +187,19 @@ FAMILIES: tuple[Family, ...] = (
         when="kv_cache_metrics",
     ),
 )  # fmt: skip
+
+
+NOT_EXPORTED = {
+    "watermark_requests": "answers carry no watermark",
+    "mm_cache_queries, mm_cache_hits": "the server takes text and token ids",
+    "request_success{finished_reason=repetition}": "no answer is ended because it repeats itself",
+    "nixl_*, mooncake_*, hf3fs_*, umbp_*, hisparse_*": "there are no such KV connectors",
+    "kv_offload_*, simple_kv_offload_*": "blocks are not moved to the host; a KV connector's own counters stand beside these families",
+    "rl_weight_update_*": "weights do not change while the engine runs",
+    "websocket_*": "no route speaks WebSocket",
+    "diffusion_*": "no model here diffuses",
+}
+"""Families of vLLM's, and why they are not here."""
 
 
 def minor_version(text: str, setting: str = "version") -> tuple[int, int]:

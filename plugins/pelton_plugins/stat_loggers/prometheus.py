@@ -15,7 +15,15 @@ from pelton.config import EngineConfig
 from pelton.metrics.buckets import BucketCounts
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
 from pelton.metrics.stats import WAIT, FinishedRequestStats, IterationStats, SchedulerStats
-from pelton_plugins.stat_loggers.families import FAMILIES, UP_TO_MODEL_LEN, Family, help_text, is_shown, minor_version
+from pelton_plugins.stat_loggers.families import (
+    FAMILIES,
+    SLEEP_STATES,
+    UP_TO_MODEL_LEN,
+    Family,
+    help_text,
+    is_shown,
+    minor_version,
+)
 from pelton_plugins.stat_loggers.work import Work
 
 if TYPE_CHECKING:
@@ -80,6 +88,7 @@ class PrometheusLogger:
     def engine_started(self, info: EngineInfo) -> None:
         with self._lock:
             self._make_series(info.max_model_len)
+            self._set_sleep(0)
             if self._cache_config:  # not the first
                 self._add("engine_restarts", 1)
             self._work = Work(info.report)
@@ -109,6 +118,10 @@ class PrometheusLogger:
         values["num_requests_waiting_by_reason", "deferred"] = stats.num_deferred_reqs
         values["num_requests_waiting_by_reason", "capacity"] = stats.num_waiting_reqs - stats.num_deferred_reqs
         values["kv_cache_usage_perc", None] = stats.kv_cache_usage
+        for stage, count in stats.kv_fetch_reqs.items():
+            values["num_requests_kv_fetch_by_stage", stage] = count
+        if not values["engine_sleep_state", SLEEP_STATES[stats.sleep_level]]:
+            self._set_sleep(stats.sleep_level)
         self._adapters = stats.running_adapters, stats.waiting_adapters
         self._add("prefix_cache_queries", stats.prefix_cache_queries)
         self._add("prefix_cache_hits", stats.prefix_cache_hits)
@@ -138,6 +151,10 @@ class PrometheusLogger:
         self._observe("kv_block_lifetime_seconds", stats.kv_block_lifetimes_s)
         self._observe("kv_block_idle_before_evict_seconds", stats.kv_block_idle_s)
         self._observe("kv_block_reuse_gap_seconds", stats.kv_block_reuse_gaps_s)
+
+    def _set_sleep(self, level: int) -> None:
+        for place, state in enumerate(SLEEP_STATES):
+            self._values["engine_sleep_state", state] = float(place == level)
 
     def _record_iteration(self, stats: IterationStats) -> None:
         self._add("prompt_tokens", stats.num_prompt_tokens)

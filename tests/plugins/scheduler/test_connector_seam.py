@@ -64,6 +64,7 @@ def test_late_kv_is_waited_for_without_blocking_the_queue(overlap):
     harness.step()
     stats = harness.scheduler.take_stats()
     assert (stats.num_running_reqs, stats.num_deferred_reqs) == (1, 1)
+    assert stats.kv_fetch_reqs == {"waiting_to_start": 0, "in_progress": 1, "completed_waiting": 0}
     harness.run_and_check()
     first = next(output for output in harness.executor.outputs if any(n.request_id == "late" for n in output.new))
     assert first.step_id > 3 and first.new[-1].num_computed_tokens == 8
@@ -100,7 +101,10 @@ def test_a_connector_that_does_not_know_yet_is_asked_again():
     harness = Harness(connector=connector)
     harness.add(make_request("a", 9, 2))
     harness.add(make_request("b", 9, 6))
+    harness.step()
+    assert harness.scheduler.take_stats().kv_fetch_reqs["waiting_to_start"] == 1
     harness.run_and_check()
+    assert not any(harness.scheduler.take_stats().kv_fetch_reqs.values())
     assert [name for name, _ in connector.asked].count("a") == 3
     assert harness.executor.outputs[0].new[0].request_id == "b"
 

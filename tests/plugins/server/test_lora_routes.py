@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from pelton_e2e import serving
+from pelton_e2e import eventually, gauge, serving
 from pelton_lora import make_adapter
 
 
@@ -107,10 +108,16 @@ def test_the_engine_sleeps_and_wakes_up(client):
     def is_sleeping() -> bool:
         return bool(httpx.get(url + "/is_sleeping", timeout=60).json()["is_sleeping"])
 
-    for query in ("", "?level=2"):
+    def state() -> str:
+        text = httpx.get(url + "/metrics", timeout=60).text
+        return ",".join(re.findall(r'pelton_engine_sleep_state\{.*sleep_state="(\w+)".*\} 1\.0', text))
+
+    for query, name in (("", "weights_offloaded"), ("?level=2", "discard_all")):
         assert not is_sleeping()
+        assert eventually(lambda: state() == "awake")
         assert httpx.post(url + "/sleep" + query, timeout=60).status_code == 200
         assert is_sleeping()
+        assert eventually(lambda name=name: state() == name)
         with pytest.raises(openai.InternalServerError, match="The engine sleeps") as refused:
             complete(client, "first")
         assert refused.value.status_code == 503
@@ -118,6 +125,8 @@ def test_the_engine_sleeps_and_wakes_up(client):
         assert is_sleeping()
         assert httpx.post(url + "/wake_up?tags=kv_cache", timeout=60).status_code == 200
         assert complete(client, "first") == expected
+    assert gauge(url, "sleep_mode_operation_duration_seconds_count") >= 2
+    assert gauge(url, "sleep_mode_operations_in_flight") == 0
     for path, param in (("/sleep?level=3", "level"), ("/sleep?level=deep", "level")):
         refused = httpx.post(url + path, timeout=60)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param

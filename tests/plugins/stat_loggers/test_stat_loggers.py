@@ -39,6 +39,7 @@ EXPECTED = {
     "num_requests_waiting_by_reason", "prompt_tokens_cached", "admission_rejections", "request_num_preemptions",
     "request_prefill_kv_computed_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "spec_decode_num_drafts", "spec_decode_num_pauses",
+    "num_requests_kv_fetch_by_stage", "engine_sleep_state",
     "startup_phase_seconds", "step_host_seconds", "step_device_wait_seconds", "grammar_compile_seconds",
 }  # fmt: skip
 NEVER = ("num_requests_swapped", "cpu_cache_usage_perc", "time_in_queue_requests", "gpu_cache_usage_perc",
@@ -121,6 +122,54 @@ def test_every_expected_family_is_exported_with_model_and_engine():
     assert not any(name in text for name in NEVER)
     assert "pelton_tokens_total" not in text
     assert all(metric.documentation for metric in logger.snapshot())
+
+
+VLLM_FAMILIES = """
+    num_requests_running num_requests_waiting num_requests_waiting_by_reason num_requests_kv_fetch_by_stage engine_sleep_state
+    kv_cache_usage_perc lora_requests_info cache_config_info corrupted_requests prefix_cache_queries prefix_cache_hits
+    external_prefix_cache_queries external_prefix_cache_hits num_preemptions prompt_tokens prompt_tokens_by_source
+    prompt_tokens_cached prompt_tokens_cached_by_source generation_tokens request_success admission_rejections
+    spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos
+    estimated_flops_per_gpu estimated_read_bytes_per_gpu estimated_write_bytes_per_gpu tool_call_parser_invocations
+    request_prompt_tokens request_generation_tokens iteration_tokens_total request_max_num_generation_tokens request_params_n
+    request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
+    e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds
+    request_decode_time_seconds request_num_preemptions request_prefill_kv_computed_tokens kv_block_lifetime_seconds
+    kv_block_idle_before_evict_seconds kv_block_reuse_gap_seconds sleep_mode_operation_duration_seconds
+    sleep_mode_operations_in_flight watermark_requests mm_cache_queries mm_cache_hits
+"""
+
+
+def test_every_family_of_vllms_is_exported_under_its_name_or_said_to_be_missing():
+    from pelton_plugins.server.http_metrics import HttpMetrics
+
+    config = EngineConfig.from_flat(model="m", metrics_prefix="vllm:", kv_cache_metrics=True, enable_lora=True)
+    logger, http = PrometheusLogger(config), HttpMetrics()
+    logger.engine_started(info())
+    logger.record(SchedulerStats(spec_num_accepted_by_position=[1]), IterationStats())
+    http.count_tool_answer("hermes", 1)
+    with http.sleep_operation("sleep"):
+        pass
+    text = render_text([*logger.snapshot(), *http.snapshot("vllm:")])
+    exported = {family.name.removesuffix("_total") for family in text_string_to_metric_families(text)}
+    missing = {name for why in table.NOT_EXPORTED for name in why.split(", ")}
+    for name in VLLM_FAMILIES.split():
+        assert ("vllm:" + name.removesuffix("_total") in exported) != (name in missing), name
+
+
+def test_the_sleep_of_the_engine_is_a_state():
+    logger = PrometheusLogger(CONFIG)
+
+    def states():
+        return {s.labels["sleep_state"]: s.value for s in families_of(logger)["pelton_engine_sleep_state"].samples}
+
+    logger.engine_started(info())
+    assert states() == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+    for level, state in ((1, "weights_offloaded"), (2, "discard_all"), (0, "awake"), (2, "discard_all")):
+        logger.record(SchedulerStats(sleep_level=level), IterationStats())
+        assert {name for name, value in states().items() if value} == {state}
+    logger.engine_started(info())  # one that died in its sleep comes back awake
+    assert states()["awake"] == 1
 
 
 def test_prefix_gives_the_old_names():

@@ -33,6 +33,7 @@ class Child:
         self.client_indexes: dict[int, int] = {}  # by engine
         self.ready = asyncio.Event()
         self.num_in_progress = 0
+        self.num_sleeping: dict[str, int] = {}
         self.samples: dict[str, float] = {}
         self._listener, self._load_file, self._load = listener, load_file, load
         self._process: asyncio.subprocess.Process | None = None
@@ -54,7 +55,7 @@ class Child:
             code = await self._process.wait()
             self._link = None
             self._load.tell(self.index, 0)
-            self.num_in_progress, self.samples = 0, {}
+            self.num_in_progress, self.num_sleeping, self.samples = 0, {}, {}
             if self._owner.is_stopping:
                 return
             self.ready.clear()
@@ -99,6 +100,7 @@ class Child:
             self.ready.set()
         elif isinstance(message, control.Figures):
             self.num_in_progress, self.samples = message.http.num_in_progress, message.process
+            self.num_sleeping = message.http.num_sleeping
         self._owner.take(self, message)
         if isinstance(message, control.Figures) and (asked := self._asked.pop(message.number, None)) is not None:
             asked.set_result(None)

@@ -27,7 +27,7 @@ from pelton.metrics.snapshot import Counter, Gauge
 from pelton.plugins import Plugins
 from pelton_plugins.server.ahead import EngineAhead
 from pelton_plugins.server.config import ServerConfig
-from pelton_plugins.server.http_metrics import HttpMetrics
+from pelton_plugins.server.http_metrics import SLEEP_OPERATIONS, HttpMetrics
 from pelton_plugins.server.metrics_text import render_text
 from pelton_plugins.server.process_metrics import ProcessMetrics
 from pelton_plugins.server.processes import control
@@ -287,6 +287,8 @@ class Owner:
 
     def metrics_text(self) -> str:
         self.http.num_in_progress = sum(child.num_in_progress for child in self.children)
+        for operation in SLEEP_OPERATIONS:
+            self.http.num_sleeping[operation] = sum(child.num_sleeping.get(operation, 0) for child in self.children)
         found = self._llm.get_metrics() if self._llm is not None else []
         prefix = self.engine_config.observability.metrics_prefix
         num_ready = sum(child.is_linked and child.ready.is_set() for child in self.children)
@@ -299,7 +301,9 @@ class Owner:
             ),
         ]
         samples = {f"api-{child.index}": child.samples for child in self.children if child.is_linked}
-        return render_text([*found, *self.http.snapshot(), *more]) + self._process.text_of_all(samples, "engine-owner")
+        return render_text([*found, *self.http.snapshot(prefix), *more]) + self._process.text_of_all(
+            samples, "engine-owner"
+        )
 
     async def _watch(self) -> None:
         """Replace processes that stand still."""

@@ -65,7 +65,8 @@ def routes(state: ServerState) -> list[Any]:
             text = await state.ask_metrics()
         else:
             found = state.llm.get_metrics() if state.llm is not None else []
-            text = render_text([*found, *state.http_metrics.snapshot()]) + process_metrics.text()
+            counted = state.http_metrics.snapshot(state.metrics_prefix)
+            text = render_text([*found, *counted]) + process_metrics.text()
         return Response(text.encode(), media_type="text/plain; version=0.0.4")
 
     @get("/openapi.json", opt=api(None, None))

@@ -24,13 +24,16 @@ def routes(state: ServerState) -> list[Any]:
         engine, level = _engine(state), request.query_params.get("level", "1")
         if not level.isdecimal():
             raise RequestError("Use 1 (weights go to the host) or 2 (they are dropped)", param="level", value=level)
-        await engine.sleep(int(level))
+        with state.http_metrics.sleep_operation("sleep"):
+            await engine.sleep(int(level))
         return _empty()
 
     @post("/wake_up", status_code=200, opt=api(None, None))
     async def wake_up(request: Request[Any, Any, Any]) -> Response[bytes]:
         """Bring back what each tags=... names, weights or kv_cache; both when there are none."""
-        await _engine(state).wake_up(request.query_params.getall("tags", []))
+        engine = _engine(state)
+        with state.http_metrics.sleep_operation("wake"):
+            await engine.wake_up(request.query_params.getall("tags", []))
         return _empty()
 
     @get("/is_sleeping", opt=api(None, SleepAnswer))
