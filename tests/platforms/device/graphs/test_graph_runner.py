@@ -184,6 +184,17 @@ def test_a_large_step_waits_for_no_capture_but_its_own():
     assert [graphs.at_hand(mode, key)[1] for _ in range(8)] == [larger] * 7 + [key]
 
 
+def test_a_small_step_without_its_graph_captures_the_largest_that_may_stand_in():
+    """One capture then serves all sizes on the way up: pieces of few tokens, and steps of decode however many rows they have."""
+    graphs = make_runner(num_blocks=400, max_num_tokens=2048).use_graphs(
+        GraphDispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, max_num_seqs=1024, max_num_tokens=2048), FakeGraphRecorder()
+    )
+    for tokens, rows, length in ((100, 3, 0), (600, 600, 1)):
+        mode, key = graphs.dispatcher.dispatch(tokens, rows, length)
+        larger = graphs.dispatcher.stand_ins(key)[-1]
+        assert larger.num_tokens > key.num_tokens and graphs.at_hand(mode, key) == (mode, larger)
+
+
 def test_the_pieces_of_a_prompt_that_could_not_be_captured_serve_it():
     graphs = make_runner(num_blocks=400).use_graphs(
         GraphDispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, max_num_seqs=8, max_num_tokens=64, captures_prompts=True),
