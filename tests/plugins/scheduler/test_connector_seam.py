@@ -70,6 +70,16 @@ def test_late_kv_is_waited_for_without_blocking_the_queue(overlap):
     assert first.step_id > 3 and first.new[-1].num_computed_tokens == 8
 
 
+def test_a_preempted_request_is_counted_once():
+    harness = Harness(connector=FakeConnector(lambda request: 0), num_blocks=9)
+    for name in "ab":
+        harness.add(make_request(name, 9, 14))
+    harness.run()
+    stats = harness.scheduler.take_stats()
+    assert stats.num_preemptions > 0
+    assert (stats.external_prefix_cache_queries, stats.prefix_cache_queries) == (18, 18)
+
+
 def test_late_kv_is_counted_as_brought_and_not_as_found():
     connector = FakeConnector(
         lambda request: 8 if request.request_id == "late" else 0, is_later=lambda request: request.request_id == "late"
