@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts
+from pelton_pages import settings
 
 from pelton import LLM
 from pelton.metrics.snapshot import Counter
@@ -36,7 +37,8 @@ def generated(llm: LLM) -> dict[str, float]:
 
 
 def test_two_engines_answer_as_transformers_and_one_that_dies_comes_back(reference: Reference) -> None:
-    with make_llm(reference.path, data_parallel_size=2, max_num_batched_tokens=48, disable_log_stats=False) as llm:
+    found = settings("parallelism.md", "-dp")
+    with make_llm(reference.path, **found, max_num_batched_tokens=48, disable_log_stats=False) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         assert generated(llm) == {"0": 3 * NUM_TOKENS, "1": 3 * NUM_TOKENS}
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs  # with prefix hits

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pelton_pages import settings
 
 from pelton import LLM, SamplingParams
 from pelton.config import EngineConfig
@@ -61,7 +62,8 @@ def test_logits_are_within_the_stated_tolerance(exact, dtype, method, most):
 
 
 def test_it_answers_as_it_does_dequantized():
-    with LLM(model="smollm2", quantization="gguf", max_model_len=512, max_num_seqs=4, disable_log_stats=True) as llm:
+    found = settings("quantization.md")
+    with LLM(model="smollm2", **found, max_model_len=512, max_num_seqs=4, disable_log_stats=True) as llm:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         [output] = llm.chat(question, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
     assert "Paris" in output.outputs[0].text

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from pelton_e2e import Reference, eventually, generate, greedy, make_llm, ranks_below, references_in, serving
+from pelton_pages import settings
 
 from pelton import LLM, SamplingParams
 from pelton.errors import ConfigError
@@ -29,9 +30,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_answer_as_transformers(made: Callable[[str], Reference], family: str) -> None:
-    """Batched, with recorded steps; then each prompt alone, chunked, with prefix hits."""
+    """As docs/parallelism.md starts them: batched, with recorded steps; then each prompt alone, chunked, with prefix hits."""
     reference = made(family)
-    with make_llm(reference.path, tensor_parallel_size=2, max_num_batched_tokens=48) as llm:
+    with make_llm(reference.path, **settings("parallelism.md", "-tp"), max_num_batched_tokens=48) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
         assert alone == reference.outputs[3:]

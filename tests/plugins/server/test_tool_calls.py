@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+from pelton_pages import settings
 
 from pelton.errors import ConfigError
 from pelton.parsing.interface import Arguments, Content, ParserContext, ToolCall
@@ -32,7 +33,8 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool
 
 @pytest.fixture
 def hermes(start):
-    return start(tool_call_parser="hermes", reasoning_parser="think")
+    """As docs/tools.md starts it."""
+    return start(**settings("tools.md"))
 
 
 def client(running) -> openai.OpenAI:
