@@ -1,7 +1,7 @@
-"""Paged attention in torch, for CPU: gather the context, then scaled_dot_product_attention.
+"""Paged attention in torch: gather the context, then scaled_dot_product_attention.
 
 Decode rows (one token each) are one gather and one batched call over the longest context, or over the window;
-the other rows are one call each. Lengths are read on the host, which costs nothing on a CPU and rules out
+the other rows are one call each. Lengths are read on the host, which costs nothing on a CPU, makes a GPU wait and rules out
 graphs. Masked places are never read from a block's stale part: they point at the row's first key, which it sees.
 
 Shapes: R rows, D head_dim, N key heads, G query heads a key head, L context tokens, S block_size.
@@ -115,7 +115,7 @@ def plan_decode(common: CommonMetadata, layer: AttentionParams) -> DecodePlan:
     lengths = common.seq_lens[: common.num_decode_rows].long()
     starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
     longest = max(int((lengths - starts).max()), 1)
-    position = starts[:, None] + torch.arange(longest)
+    position = starts[:, None] + torch.arange(longest, device=starts.device)
     is_context = position < lengths[:, None]
     position = torch.where(is_context, position, starts[:, None])
     blocks = common.block_table[: common.num_decode_rows].gather(1, position // block_size).long()
@@ -149,9 +149,10 @@ def plan_prefill(common: CommonMetadata, layer: AttentionParams) -> list[Prefill
             continue  # padding
         first_query = length - num_tokens
         first_key = 0 if window is None else max(first_query - window + 1, 0)
-        position = torch.arange(first_key, length)
+        position = torch.arange(first_key, length, device=common.block_table.device)
         rows = common.block_table[row][position // block_size].long() * stride + position % block_size
         mask = _prefill_mask(first_query, first_key, length, window, common.causal)
+        mask = None if mask is None else mask.to(position.device)
         plans.append(PrefillPlan(slice(starts[row], starts[row + 1]), rows, mask))
     return plans
 

@@ -21,18 +21,19 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
         device_types=(device_type,),
         doc="attention in both directions without a cache, in torch",
     )
+    sdpa = BackendEntry(
+        name="sdpa",
+        load="pelton_backends.sdpa.backend:SDPABackend",
+        priority=10,
+        device_types=(device_type,),
+        aliases=("TORCH_SDPA",),
+        doc="torch's scaled_dot_product_attention over gathered blocks",
+    )
     if device_type != "cpu":
-        return [encoder]
+        return [encoder, sdpa]
     return [
         encoder,
-        BackendEntry(
-            name="sdpa",
-            load="pelton_backends.sdpa.backend:SDPABackend",
-            priority=10,
-            device_types=("cpu",),
-            aliases=("TORCH_SDPA",),
-            doc="torch's scaled_dot_product_attention over gathered blocks",
-        ),
+        sdpa,
         BackendEntry(
             name="sdpa_mla",
             load="pelton_backends.sdpa.mla:SDPAMLABackend",

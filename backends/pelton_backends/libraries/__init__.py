@@ -1,0 +1,1 @@
+"""Attention of libraries: torch's FlexAttention, and packages that may be installed."""
