@@ -9,30 +9,42 @@ import msgspec
 
 logger = logging.getLogger("pelton.requests")
 
-SAID = frozenset(
+NAMES = frozenset(
     {
-        "prompt", "messages", "input", "system", "suffix", "documents", "prompt_embeds", "tools", "functions", "stop", "bad_words",
-        "chat_template", "chat_template_kwargs", "response_format", "structured_outputs", "instructions", "user", "metadata",
-        "cache_salt", "vllm_xargs", "logit_bias", "kv_transfer_params",
-        "stop_sequences", "text", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prediction", "function_call",
-        "conversation", "logits_processor_args",
+        "model", "request_id", "reasoning_effort", "effort", "tool_choice", "truncation_side", "truncation", "service_tier",
+        "encoding_format", "task",
     }
 )  # fmt: skip
-"""Fields that hold text of a client."""
+"""Texts that are a name or a choice. All others, and lists, may hold what was said, and are left out."""
+OPTIONS = frozenset({"stream_options", "sampling_params", "reasoning"})
+"""Structs whose numbers and names are shown too."""
 MAX_CHARS = 2000
 
 
 def log_request(request_id: str, request: Any, *, with_prompts: bool) -> None:
     """Write one line; control characters are escaped."""
     fields = msgspec.to_builtins(request)
-    shown = {name: value for name, value in fields.items() if value is not None and (with_prompts or name not in SAID)}
+    shown = {name: value for name, value in fields.items() if value is not None} if with_prompts else _figures(fields)
     sizes = {
-        f"num_{name}": len(fields[name]) for name in ("prompt", "messages", "input") if _has_size(fields.get(name))
+        f"num_{name}": len(fields[name])
+        for name in ("prompt", "messages", "input", "token_ids")
+        if _has_size(fields.get(name))
     }
     text = msgspec.json.encode({**shown, **sizes}).decode()
     if not text.isprintable():
         text = ascii(text)[1:-1]
     logger.info("%s %s", request_id, text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + "...")
+
+
+def _figures(fields: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, switches and names."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in NAMES):
+            found[name] = value
+        elif isinstance(value, dict) and name in OPTIONS:
+            found[name] = _figures(value)
+    return found
 
 
 def _has_size(value: Any) -> bool:

@@ -6,6 +6,7 @@ A field that is new in a struct fails here until it has an example that changes 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from typing import Any
 
@@ -24,6 +25,7 @@ from pelton_plugins.server.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
+from pelton_plugins.server.request_log import NAMES, log_request
 from pelton_plugins.server.responses_protocol import ResponsesRequest
 from pelton_plugins.server.rules import OF_NO_EFFECT, rules_of
 from pelton_plugins.server.token_protocol import TokensRequest
@@ -267,3 +269,28 @@ def test_the_table_names_fields_that_there_are():
         assert set(names) <= set(struct.__struct_fields__), struct
         assert not set(names) & refused(struct)
     assert refused(GenerateRequest) <= refused(ChatCompletionRequest) <= refused(BatchChatRequest)
+
+
+@pytest.mark.parametrize("struct", EXAMPLES)
+def test_the_log_of_requests_says_nothing_of_what_was_said(struct, caplog):
+    _, base, _ = EXAMPLES[struct]
+    said = "s3cret"
+    values = (
+        said,
+        [said],
+        {"a": said},
+        [{"role": "user", "content": said}],
+        [[{"role": "user", "content": said}]],
+        [{"type": "function", "function": {"name": said}}],
+    )
+    for field in msgspec.structs.fields(struct):
+        for value in values:
+            try:
+                request = msgspec.convert(base | {field.name: value}, struct)
+            except msgspec.ValidationError:
+                continue
+            with caplog.at_level(logging.INFO, logger="pelton.requests"):
+                log_request("id", request, with_prompts=False)
+            assert len(caplog.records) == 1
+            assert said not in caplog.text or field.name in NAMES, field.name
+            caplog.clear()
