@@ -37,6 +37,7 @@ def test_a_batch_is_answered_and_gone_on_with(checkpoint, tmp_path):
         line("chat", "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=2),
         line("bad", prompt="a", temperature=-1),
         line("nowhere", "/v1/nothing"),
+        line("away", "http://169.254.169.254/latest/meta-data"),  # CVE-2026-34753: only this server's routes are asked
     ]
     requests.write_text("\n".join(lines) + "\n\n")
     first = json.dumps({"id": "x", "custom_id": "r0", "response": {"status_code": 200, "body": {}}, "error": None})
@@ -49,8 +50,8 @@ def test_a_batch_is_answered_and_gone_on_with(checkpoint, tmp_path):
     assert found[0]["id"] == "x", "what was there stays"
     assert by_id["r1"]["body"]["usage"]["completion_tokens"] == 3
     assert by_id["chat"]["body"]["object"] == "chat.completion"
-    assert (by_id["bad"]["status_code"], by_id["nowhere"]["status_code"]) == (400, 404)
-    assert "8/8" in done.stderr and "2 of 9 with an error" in done.stderr
+    assert [by_id[name]["status_code"] for name in ("bad", "nowhere", "away")] == [400, 404, 404]
+    assert "9/9" in done.stderr and "3 of 10 with an error" in done.stderr
     again = run(checkpoint, requests, answers)
     assert again.returncode == 1 and "0 requests are left" in again.stderr
 

@@ -292,6 +292,58 @@ def test_a_parsed_answer_of_the_openai_client(client):
     assert isinstance(made.choices[0].message.parsed, Answer)
 
 
+def schema(wanted: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted}}}
+
+
+def forced(parameters: object) -> dict[str, object]:
+    function = {"name": "f", "parameters": parameters}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+
+def nested(depth: int) -> dict[str, object]:
+    found: dict[str, object] = {"type": "string"}
+    for _ in range(depth):
+        found = {"type": "object", "properties": {"a": found}, "required": ["a"]}
+    return found
+
+
+DAMAGING: dict[str, tuple[dict[str, object], set[int]]] = {
+    # The fields, and the statuses that are right.
+    "tool with a bad pattern": (forced({"type": "object", "properties": {"a": {"type": "string", "pattern": "["}}}), {400}),
+    "tool of an unknown type": (forced({"type": "something"}), {400}),
+    "schema of an unknown type": (schema({"type": "something"}), {400}),
+    "schema that is no object": (schema({"type": "object", "properties": 3}), {400}),
+    "reference to nothing": (schema({"$ref": "#/$defs/gone"}), {400}),
+    "reference to a file": (schema({"$ref": "file:///etc/passwd"}), {400}),
+    "reference to itself": (schema({"$ref": "#"}), {200, 400}),
+    "deep schema": (schema(nested(400)), {200, 400}),
+    "many values": (schema({"enum": [f"value {number}" for number in range(20_000)]}), {200, 400}),
+    "regex that backtracks": ({"structured_outputs": {"regex": "(a+)+b"}}, {200}),
+    "regex of very many states": ({"structured_outputs": {"regex": "(((a{1,99}){1,99}){1,99}){1,99}"}}, {200, 400}),
+    "regex that does not end": ({"structured_outputs": {"regex": "(" * 2000}}, {400}),
+    "grammar that leads to itself": ({"structured_outputs": {"grammar": 'root ::= root | root "a"'}}, {200, 400}),
+    "grammar of nothing": ({"structured_outputs": {"grammar": "root ::= missing"}}, {400}),
+    "many choices": ({"structured_outputs": {"choice": [f"choice {number}" for number in range(20_000)]}}, {200, 400}),
+    "structural tag of nonsense": ({"structured_outputs": {"structural_tag": '{"type": "structural_tag"}'}}, {400}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, statuses", DAMAGING.values(), ids=DAMAGING.keys())
+def test_grammars_that_did_damage_end_soon(url, client, fields, statuses):
+    """CVE-2025-48944 ended the engine, others kept it busy: each is refused or kept to, and another client is answered meanwhile."""
+    body = {"messages": MESSAGES, "max_tokens": 4, **fields}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, url + "/v1/chat/completions", json=body, timeout=30)
+        assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens > 0
+        reply = asked.result(20)
+    assert reply.status_code in statuses, reply.text
+    if reply.status_code == 400:
+        message = reply.json()["error"]["message"]
+        assert reply.json()["error"]["param"] and len(message) < 2000 and "Traceback" not in message
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens > 0
+
+
 def test_a_profile_shows_what_the_engine_did(url, client):
     def call(path: str) -> httpx.Response:
         return httpx.post(f"{url}/{path}_profile", timeout=60)
