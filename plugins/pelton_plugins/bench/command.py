@@ -19,6 +19,7 @@ MEASUREMENTS = {
         "soak.command",
         "minutes of random valid requests from many clients: wrong answers, leaks, growth, streams that stand still",
     ),
+    "steps": ("steps", "time of steps by what they compute, for `pelton simulate`"),
     "table": (
         "table.command",
         "the workloads that Pelton is compared by, with other engines' figures and the device's floor",

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pelton.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SLO_NAMES = ("ttft", "tpot", "e2el")
 """In milliseconds: time to first token, time per output token, end-to-end latency."""
@@ -89,10 +93,32 @@ class LogHistogram:
         self._counts: dict[int, int] = {}
         self.num_values = 0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, count: int = 1) -> None:
         index = round(math.log(max(value, self._LEAST)) / self._STEP)
-        self._counts[index] = self._counts.get(index, 0) + 1
-        self.num_values += 1
+        self._counts[index] = self._counts.get(index, 0) + count
+        self.num_values += count
+
+    def add_many(self, values: np.ndarray, counts: np.ndarray) -> None:
+        """As `add` for each: [N] values, [N] int64 counts."""
+        import numpy as np
+
+        indexes = np.rint(np.log(np.maximum(values, self._LEAST)) / self._STEP).astype(np.int64)
+        places, where = np.unique(indexes, return_inverse=True)
+        totals = np.bincount(where, weights=counts)
+        for index, total in zip(places.tolist(), totals.tolist(), strict=True):
+            self._counts[index] = self._counts.get(index, 0) + int(total)
+        self.num_values += int(counts.sum())
+
+    def to_dict(self) -> dict[str, int]:
+        """As plain data, for another process."""
+        return {str(index): count for index, count in self._counts.items()}
+
+    @classmethod
+    def from_dict(cls, counts: Mapping[str, int]) -> LogHistogram:
+        found = cls()
+        found._counts = {int(index): count for index, count in counts.items()}
+        found.num_values = sum(counts.values())
+        return found
 
     def merge(self, other: LogHistogram) -> None:
         for index, count in other._counts.items():

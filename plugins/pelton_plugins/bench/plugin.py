@@ -20,6 +20,12 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
             doc="pelton chaos [--duration-s S] [--clients N]",
         ),
         CommandEntry(
+            name="simulate",
+            load="pelton_plugins.bench.simulator.command:run",
+            help="what clients would see of many engines under a load, without a device",
+            doc="pelton simulate --step-times FILE [--trace FILE] [-dp N] [--num-servers N]",
+        ),
+        CommandEntry(
             name="bench",
             load="pelton_plugins.bench.command:run",
             help="measure an engine or a server: latency, throughput, serve, stream, load, soak, table, busy, host, ...",

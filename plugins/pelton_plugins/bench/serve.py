@@ -24,6 +24,7 @@ from pelton_plugins.bench.http_target import HttpTarget
 from pelton_plugins.bench.metrics import RequestTimes, read_slos, summary
 from pelton_plugins.bench.record import circumstances, number, write_json
 from pelton_plugins.bench.table.targets import Target
+from pelton_plugins.bench.trace import read_trace, takes
 from pelton_plugins.bench.workloads import synthetic_requests
 from pelton_plugins.flags import parse_flags
 
@@ -49,6 +50,8 @@ class ServeArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of the Gamma intervals: 1 is a Poisson process, less comes in bursts, more is steadier."""
     max_concurrency: int | None = None
     """Requests in flight; those above wait at the client, and their clock starts when they are sent."""
+    trace: str | None = None
+    """Requests as Mooncake's JSON lines, in place of those that are drawn: their times, lengths and shared beginnings."""
     input_len: int | None = None
     """Tokens of each prompt; log-normal lengths when unset."""
     output_len: int | None = None
@@ -92,15 +95,29 @@ async def _measure(target: Target, arguments: ServeArguments) -> tuple[list[Requ
         await target.start()
     except OSError as error:
         raise EngineError(f"{arguments.url} cannot be reached: {error}. Is the server running?") from error
-    rng = random.Random(arguments.seed)
-    requests = synthetic_requests(
-        arguments.num_prompts, arguments.input_len, arguments.output_len, arguments.vocab_size, rng,
-        max_tokens=target.max_model_len,
-    )  # fmt: skip
-    arrivals = arrival_times(arguments.request_rate, arguments.burstiness, rng)
+    requests, arrivals = _workload(arguments, target.max_model_len)
     began = time.perf_counter()
     done = await send(target, requests, arrivals, arguments.max_concurrency)
     return done, time.perf_counter() - began
+
+
+def _workload(arguments: ServeArguments, max_tokens: int) -> tuple[list[tuple[list[int], int]], Iterable[float]]:
+    """(prompt, output tokens) of each request, and when it is sent."""
+    if arguments.trace is not None:
+        trace = list(filter(takes(max_tokens), read_trace(arguments.trace, most=arguments.num_prompts)))
+        made = [one.tokens(number, arguments.vocab_size) for number, one in enumerate(trace)]
+        counts = [one.num_output_tokens for one in trace]
+        return list(zip(made, counts, strict=True)), [one.arrival_s for one in trace]
+    rng = random.Random(arguments.seed)
+    requests = synthetic_requests(
+        arguments.num_prompts,
+        arguments.input_len,
+        arguments.output_len,
+        arguments.vocab_size,
+        rng,
+        max_tokens=max_tokens,
+    )
+    return requests, arrival_times(arguments.request_rate, arguments.burstiness, rng)
 
 
 async def send(

@@ -57,9 +57,7 @@ class _Engine:
         return not failing and self.client.silence_s < SILENT_S
 
     def load_now(self, reported: EngineLoad) -> EngineLoad:
-        """Return what it has: what was sent and not told of waits there."""
-        waiting = max(reported.num_waiting + self.num_sent, self.num_in_flight - reported.num_running)
-        return EngineLoad(waiting, reported.num_running)
+        return reported.with_sent(self.num_sent, self.num_in_flight)
 
     def down_reason(self) -> str:
         down = self.supervisor.down if self.supervisor is not None else None
@@ -73,6 +71,7 @@ class SeveralEngines(EngineClient):
     """
 
     router_class: ClassVar[type[RequestRouter]] = LoadRouter
+    load_class: ClassVar[type[EngineLoad]] = EngineLoad
 
     def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, start: EngineStarter) -> None:
         parallel = config.parallel

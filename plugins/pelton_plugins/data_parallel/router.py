@@ -19,6 +19,10 @@ class EngineLoad:
     num_waiting: int = 0
     num_running: int = 0
 
+    def with_sent(self, num_sent: int, num_in_flight: int) -> EngineLoad:
+        """Return it with what was sent since and not told of, which waits there. num_in_flight: requests of the engine in all."""
+        return EngineLoad(max(self.num_waiting + num_sent, num_in_flight - self.num_running), self.num_running)
+
     @property
     def score(self) -> int:
         return WAITING_WEIGHT * self.num_waiting + self.num_running

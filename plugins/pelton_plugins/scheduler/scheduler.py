@@ -46,6 +46,7 @@ from pelton_plugins.scheduler.request_checks import AdmissionLimits
 from pelton_plugins.scheduler.request_table import RequestTable, last_output
 from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.running import RunningRows
+from pelton_plugins.scheduler.skipping import StepSkipper
 from pelton_plugins.scheduler.sleeping import Rest
 from pelton_plugins.scheduler.step import OpenStep, OpenSteps, StepBuilder
 from pelton_plugins.scheduler.step_results import StepResults
@@ -128,6 +129,11 @@ class DefaultScheduler(Scheduler):
             self._transfers,
             hasher=hasher,
             steps_are_ordered=context.steps_are_ordered,
+        )
+        specials = (context.proposer, context.num_draft_tokens, context.connector, context.adapters)
+        is_plain = context.steps_are_ordered and not any(specials)
+        self.skipper = StepSkipper(  # for simulators
+            kv_manager, self._table, self._allocations, self._steps, self._results, is_plain=is_plain
         )
 
     def _built_in_gates(self, context: SchedulerContext, policy: SchedulingPolicy) -> list[Gate]:

@@ -35,6 +35,10 @@ class OpenSteps:
     def __len__(self) -> int:
         return len(self._open)
 
+    def rows(self) -> list[tuple[int, int, bool]]:
+        """Rows of each open step, most tokens of one of them, and whether all of them sample."""
+        return [(len(step.requests), step.output.max_query_len, all(step.output.samples)) for step in self._open]
+
     def add(self, step: OpenStep) -> None:
         self._open.append(step)
         self.next_id += 1

@@ -72,7 +72,7 @@ class StepResults:
                 if ends_nothing and not isinstance(columns, LogprobColumns):
                     known.append(token)
                     if len(known) > request.next_event_len:  # it fills a block
-                        self._cache_and_plan(request, is_plain=True)
+                        self.cache_and_plan(request, is_plain=True)
                     tell(make(request.request_id, tokens, None, None, columns))
                     continue
             self._settle(step, result, row, request, errors)
@@ -160,7 +160,7 @@ class StepResults:
             has_drafts = bool(result.draft_token_ids) and not request.num_pending
             request.drafts = result.draft_token_ids[row] if has_drafts else []
         is_running = request.status is RequestStatus.RUNNING
-        self._cache_and_plan(request, is_plain=samples and is_running)
+        self.cache_and_plan(request, is_plain=samples and is_running)
         if not samples:
             return None
         if reason is None and not request.events and row not in result.logprobs:
@@ -175,7 +175,7 @@ class StepResults:
         """The end of a request that pools."""
         if pooled is None:
             raise EngineError("No result came back for a row that pools.")
-        self._cache_and_plan(request, is_plain=False)
+        self.cache_and_plan(request, is_plain=False)
         told = EngineOutput(request.request_id, [], FinishReason.STOP, pooled=pooled)
         told.events, request.events = request.events, []
         told.num_cached_tokens = max(request.num_cached_tokens, 0)
@@ -183,7 +183,7 @@ class StepResults:
         told.kv_transfer_params = request.kv_transfer_params
         return told
 
-    def _cache_and_plan(self, request: RequestState, *, is_plain: bool) -> None:
+    def cache_and_plan(self, request: RequestState, *, is_plain: bool) -> None:
         """Cache the blocks that became full, of sampled tokens and of what arrived from elsewhere. Then plan the next event."""
         if self._hasher is not None:
             size, num_known = self._hash_block_size, len(request.token_ids)

@@ -1,0 +1,144 @@
+"""`StepTimes`: how long a step takes, by what it computes. Fitted to the steps that `pelton bench steps` has written down.
+
+Two sums of terms that never fall, one for steps of decode alone and one for steps with prompt tokens: a constant, a curve over the
+step's tokens, and what attention reads. Each is fitted by least squares of relative errors with weights of at least 0, so that the
+mean is right. Around it lies the scatter that was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pelton.errors import ConfigError
+from pelton_plugins.bench.steps import COLUMNS, KIND
+
+KNEES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens at which the curve may bend, upward or downward."""
+LEAST_STEPS = 30
+NUM_QUANTILES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """seconds = of_tokens[tokens] + sum of weights x features; scatter: quantiles of measured / fitted, of mean 1."""
+
+    of_tokens: list[float]
+    weights: list[float]
+    scatter: list[float]
+
+
+class StepTimes:
+    """decode: weight of the context that rows read. mixed: weights of that, prompt rows, token pairs and decode rows."""
+
+    def __init__(self, decode: Curve, mixed: Curve, rng: random.Random | None = None) -> None:
+        self._decode, self._mixed = decode, mixed
+        self._rng = rng or random.Random(0)
+
+    def decode(self, num_rows: int, context: float) -> float:
+        """Mean seconds of a step of decode alone."""
+        curve = self._decode
+        return curve.of_tokens[num_rows] + curve.weights[0] * context
+
+    def mixed(self, num_rows: int, context: float, num_prompts: int, num_tokens: int, pairs: float) -> float:
+        """Mean seconds of a step with prompt tokens."""
+        curve = self._mixed
+        features = (context, num_prompts, pairs, num_rows)
+        terms = sum(weight * value for weight, value in zip(curve.weights, features, strict=True))
+        return curve.of_tokens[num_rows + num_tokens] + terms
+
+    def draw(self, mean: float, *, is_decode: bool) -> float:
+        """A step of that mean, as steps are scattered."""
+        scatter = (self._decode if is_decode else self._mixed).scatter
+        return mean * scatter[int(self._rng.random() * len(scatter))]
+
+    @property
+    def decode_scatter(self) -> list[float]:
+        return self._decode.scatter
+
+
+def read_steps(path: str) -> dict[str, Any]:
+    """What `pelton bench steps` wrote. Raises `ConfigError`."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"step_times is {path}, which cannot be read: {error}.") from error
+    if not isinstance(found, dict) or found.get("kind") != KIND or found.get("columns") != list(COLUMNS):
+        raise ConfigError(
+            f"step_times is {path}; use a file that `pelton bench steps --output-json` of this version wrote."
+        )
+    return found
+
+
+def fit(steps: Sequence[Sequence[float]], max_tokens: int, rng: random.Random | None = None) -> StepTimes:
+    """steps: rows of `COLUMNS`. max_tokens: most of one step. Raises `ConfigError` for too few steps."""
+    table = np.asarray(steps, dtype=np.float64)
+    if len(table) < LEAST_STEPS:
+        raise ConfigError(f"step_times has {len(table)} steps; at least {LEAST_STEPS} are needed to fit a curve.")
+    rows, context, prompts, tokens, pairs, seconds = table.T
+    is_mixed = prompts > 0
+    if is_mixed.sum() < LEAST_STEPS or (~is_mixed).sum() < LEAST_STEPS:
+        raise ConfigError(
+            f"step_times has {len(table)} steps, {is_mixed.sum()} of them with prompts; {LEAST_STEPS} of both kinds are needed."
+        )
+    decode = _fit(rows[~is_mixed], context[~is_mixed, None], seconds[~is_mixed], max_tokens)
+    features = np.stack((context, prompts, pairs, rows), axis=1)[is_mixed]
+    mixed = _fit((rows + tokens)[is_mixed], features, seconds[is_mixed], max_tokens)
+    return StepTimes(decode, mixed, rng)
+
+
+def _basis(tokens: np.ndarray) -> np.ndarray:
+    """[N] tokens to [N, terms]: a constant, curves that bend downward at each knee and such that bend upward, a line."""
+    knees = np.array(KNEES, dtype=np.float64)
+    ones = np.ones((len(tokens), 1))
+    down, up = np.minimum(tokens[:, None], knees), np.maximum(tokens[:, None] - knees, 0)
+    return np.concatenate([ones, tokens[:, None], down, up], axis=1)
+
+
+def _fit(tokens: np.ndarray, features: np.ndarray, seconds: np.ndarray, max_tokens: int) -> Curve:
+    terms = np.concatenate([_basis(tokens), features], axis=1)
+    weights = least_squares(terms / seconds[:, None], np.ones(len(seconds)))
+    num_basis = terms.shape[1] - features.shape[1]
+    ratios = np.sort(seconds / np.maximum(terms @ weights, 1e-9))
+    places = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
+    scatter = np.quantile(ratios, places)
+    mean = float(scatter.mean())
+    curve = _basis(np.arange(max_tokens + 1, dtype=np.float64)) @ weights[:num_basis]
+    return Curve((curve * mean).tolist(), (weights[num_basis:] * mean).tolist(), (scatter / mean).tolist())
+
+
+def least_squares(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The weights x >= 0 with the least |terms x - wanted|.
+
+    Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: terms enter one by one while a larger weight helps, and
+    leave where their weight would fall below 0.
+    """
+    scale = np.linalg.norm(terms, axis=0)
+    scale[scale == 0] = 1
+    # Only the products matter: they are as small as the number of terms squared.
+    square, target = (terms / scale).T @ (terms / scale), (terms / scale).T @ wanted
+    found, is_in = np.zeros(len(target)), np.zeros(len(target), dtype=bool)
+    for _ in range(3 * len(target)):
+        gain = target - square @ found
+        gain[is_in] = 0
+        if gain.max() <= 1e-9 * abs(target).max():
+            break
+        is_in[gain.argmax()] = True
+        while True:
+            tried = np.zeros_like(found)
+            tried[is_in] = np.linalg.lstsq(square[np.ix_(is_in, is_in)], target[is_in], rcond=None)[0]
+            negative = is_in & (tried <= 0)
+            if not negative.any():
+                break
+            shares = found[negative] / np.maximum(found[negative] - tried[negative], 1e-300)
+            found += min(float(shares.min()), 1.0) * (tried - found)
+            is_in &= found > 1e-12
+            found[~is_in] = 0
+        found = tried
+    return found / scale
