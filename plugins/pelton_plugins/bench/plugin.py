@@ -53,7 +53,13 @@ def pelton_executors() -> Sequence[Entry]:
             load="pelton_plugins.bench.host.paced_executor:PacedExecutor",
             priority=-1,
             doc="no device: a token for every row at a set pace, for measurements",
-        )
+        ),
+        Entry(
+            name="recorded",
+            load="pelton_plugins.bench.recorded_executor:recorded",
+            priority=-2,
+            doc="the best executor, with its steps written to a file for the simulator",
+        ),
     ]
 
 
@@ -64,5 +70,10 @@ def pelton_settings() -> Sequence[SettingsEntry]:
             name="paced_executor",
             load="pelton_plugins.bench.host.paced_settings:PacedSettings",
             doc="pace of the executor without a device",
-        )
+        ),
+        SettingsEntry(
+            name="recorded",
+            load="pelton_plugins.bench.recorded_settings:RecordedSettings",
+            doc="where the executor that records writes its steps",
+        ),
     ]

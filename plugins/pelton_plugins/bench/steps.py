@@ -1,7 +1,8 @@
 """`pelton bench steps`: how long steps take, by what is in them. `pelton simulate` fits its step-time model to the result.
 
 The engine runs in this process and is kept at several numbers of requests in turn. Requests end and others come all the time, so that
-steps with and without prompt tokens are met at every size. Each step is written down with what it computed.
+steps with and without prompt tokens are met at every size. Each step is written down with what it computed. Where a server and its
+clients need the engine's cores, steps are slower than alone: its executor `recorded` writes down the steps of its own requests.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from pelton.config.engine import explicit_names
 from pelton.config.flags import parse_flags
 from pelton.errors import EngineError
 from pelton.executor.interface import Executor, StepHandle
+from pelton.kv_cache.spec import KVCachePlan
 from pelton.messages.report import StepFit
 from pelton.messages.request import EngineRequest
 from pelton.messages.step import ModelOutput, SchedulerOutput
+from pelton.model.resolved import ResolvedModel
 from pelton.sampling_params import SamplingParams
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.metrics import percentile
@@ -73,7 +76,7 @@ def run(argv: list[str]) -> int:
     core = EngineCore(config, front.model, front.plugins, executor=executor)
     try:
         measure(core, recorder, arguments)
-        result = {"kind": KIND, "engine": facts(core, executor, recorder), "columns": COLUMNS, "steps": recorder.rows}
+        result = record(core.config, core.model, executor, recorder)
         result |= circumstances(core.info.report.device, settings)
     finally:
         core.shutdown()
@@ -82,20 +85,30 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def facts(core: EngineCore, executor: Executor, recorder: StepRecorder) -> dict[str, Any]:
-    """Return what a scheduler and a KV-cache manager are made from, as resolved on this device."""
+def facts(config: EngineConfig, model: ResolvedModel, executor: Executor, recorder: StepRecorder) -> dict[str, Any]:
+    """Return what a scheduler and a KV-cache manager are made from. config: with the sizes of this device."""
     from pelton.engine.core import max_steps_in_flight
 
-    scheduler, info, fit = core.config.scheduler, core.info, recorder.fit
+    scheduler, fit = config.scheduler, recorder.fit
     specs = executor.kv_cache_specs()
     return {
-        "model": core.model.name, "vocab_size": core.model.vocab_size, "max_model_len": core.model.max_model_len,
-        "max_num_seqs": info.max_num_seqs, "max_num_batched_tokens": info.max_num_batched_tokens,
-        "max_mixed_prefill_tokens": scheduler.max_mixed_prefill_tokens, "num_blocks": info.num_blocks,
+        "model": model.name, "vocab_size": model.vocab_size, "max_model_len": model.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_mixed_prefill_tokens": scheduler.max_mixed_prefill_tokens, "num_blocks": recorder.num_blocks,
         "context_tokens": fit.context_tokens if fit else 0,
-        "max_steps_in_flight": max_steps_in_flight(core.config, executor), "num_ranks": core.config.parallel.num_ranks,
+        "max_steps_in_flight": max_steps_in_flight(config, executor), "num_ranks": config.parallel.num_ranks,
         "kv_cache_specs": {name: {"type": type(spec).__name__, **asdict(spec)} for name, spec in specs.items()},
     }  # fmt: skip
+
+
+def record(config: EngineConfig, model: ResolvedModel, executor: Executor, recorder: StepRecorder) -> dict[str, Any]:
+    """Return all that `pelton simulate` reads."""
+    return {
+        "kind": KIND,
+        "engine": facts(config, model, executor, recorder),
+        "columns": COLUMNS,
+        "steps": recorder.rows,
+    }
 
 
 class StepRecorder:
@@ -107,10 +120,16 @@ class StepRecorder:
     def __init__(self, executor: Executor) -> None:
         self.rows: list[list[float]] = []
         self.is_on = False
+        self.begins_at = math.inf  # by the monotonic clock, where it is not switched on by hand
         self._context: dict[int, int] = {}  # computed tokens by slot
         self._last_end = 0.0
         self.fit: StepFit | None = None  # as the engine core was told
-        launch, fit_step = executor.execute, executor.fit_step
+        self.num_blocks = 0
+        launch, fit_step, initialize = executor.execute, executor.fit_step, executor.initialize_kv_cache
+
+        def initialize_kv_cache(plan: KVCachePlan) -> None:
+            self.num_blocks = plan.num_blocks
+            initialize(plan)
 
         def fit() -> StepFit | None:
             self.fit = fit_step()
@@ -120,6 +139,7 @@ class StepRecorder:
             return _Timed(launch(output), self, self._describe(output), time.perf_counter())
 
         executor.execute, executor.fit_step = execute, fit  # type: ignore[method-assign]
+        executor.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
 
     def _describe(self, output: SchedulerOutput) -> list[float]:
         context = self._context
@@ -142,7 +162,7 @@ class StepRecorder:
     def ended(self, described: list[float], launched: float) -> None:
         now = time.perf_counter()
         seconds, self._last_end = now - max(self._last_end, launched), now
-        if self.is_on:
+        if self.is_on or time.monotonic() >= self.begins_at:
             self.rows.append([*described, round(seconds, 8)])
 
 

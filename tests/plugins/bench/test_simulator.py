@@ -1,0 +1,212 @@
+"""The simulator: fitted step times, engines whose times can be worked out by hand, traces, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pelton.cli.main import main
+from pelton.config import EngineConfig
+from pelton.plugins import load_plugins
+from pelton_plugins.bench.simulator.command import to_plain
+from pelton_plugins.bench.simulator.engine import Figures, engine_maker
+from pelton_plugins.bench.simulator.fleet import Clock, SimulatedServer
+from pelton_plugins.bench.simulator.step_times import fit, least_squares
+from pelton_plugins.bench.steps import COLUMNS, KIND
+from pelton_plugins.bench.trace import TraceRequest, read_trace
+
+FACTS = {
+    "model": "m", "vocab_size": 1000, "max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 512,
+    "max_mixed_prefill_tokens": None, "num_blocks": 2000, "context_tokens": 0, "max_steps_in_flight": 2, "num_ranks": 1,
+    "kv_cache_specs": {"layer": {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 1, "head_dim": 16, "dtype": "bfloat16"}},
+}  # fmt: skip
+
+
+def seconds(rows, context, prompts, tokens, pairs):
+    """What a step takes on the device that is made up here."""
+    return 0.004 + 1e-4 * rows + 1e-7 * context + (0.001 + 2e-5 * tokens + 1e-8 * pairs if prompts else 0)
+
+
+def recorded(scatter: float = 0.0) -> list[list[float]]:
+    rng, steps = random.Random(0), []
+    for _ in range(1200):
+        rows, tokens = rng.randrange(1, 17), rng.choice([0, 0, rng.randrange(2, 500)])
+        described = [rows, rows * rng.randrange(1000), int(tokens > 0), tokens, tokens * rng.randrange(1, 800)]
+        steps.append([*described, seconds(*described) * rng.uniform(1 - scatter, 1 + scatter)])
+    return steps
+
+
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+def write_steps(path, **facts) -> str:
+    told = {"kind": KIND, "engine": {**FACTS, **facts}, "columns": COLUMNS, "steps": recorded(), "device": "made up"}
+    path.write_text(json.dumps(told))
+    return str(path)
+
+
+def simulate(requests, *, size=1, times=None, skips=True, **flat):
+    config = EngineConfig.from_flat(
+        **{"max_num_seqs": 16, "max_num_batched_tokens": 512, "data_parallel_size": size, **flat}
+    )
+    clock, figures, plugins = Clock(), Figures(), load_plugins()
+    make = engine_maker(config, FACTS, plugins, times or fit(recorded(), 600), clock)
+
+    def make_one(told):
+        engine = make(told)
+        if not skips:
+            engine._skipper = None
+        return engine
+
+    SimulatedServer(config, plugins, make_one, figures, clock).run(requests, FACTS["vocab_size"])
+    return figures
+
+
+def test_least_squares_finds_the_weights_and_none_below_0():
+    rng = np.random.default_rng(0)
+    terms, weights = rng.random((200, 8)), np.array([0, 1, 0, 2, 0.5, 0, 3, 0])
+    assert least_squares(terms, terms @ weights) == pytest.approx(weights, abs=1e-6)
+    found = least_squares(terms, terms @ (weights - 0.5))
+    assert (found >= 0).all()
+    for place in np.nonzero(found)[0]:  # no weight that is there is better larger or smaller
+        for change in (-1e-3, 1e-3):
+            other = found.copy()
+            other[place] += change
+            wanted = terms @ (weights - 0.5)
+            assert np.linalg.norm(terms @ other - wanted) >= np.linalg.norm(terms @ found - wanted)
+
+
+def test_fitted_times_are_those_of_the_device_and_scatter_as_it_does():
+    times = fit(recorded(scatter=0.2), 600)
+    for described in ([3, 900, 0, 0, 0], [16, 8000, 0, 0, 0], [4, 1000, 1, 300, 90_000]):
+        mean = times.decode(*described[:2]) if not described[2] else times.mixed(*described)
+        assert mean == pytest.approx(seconds(*described), rel=0.03)
+    drawn = [times.draw(1.0, is_decode=True) for _ in range(3000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(1, abs=0.02) and max(drawn) > 1.15 and min(drawn) < 0.85
+
+
+def test_one_request_takes_its_prompt_and_its_tokens():
+    figures = simulate([TraceRequest(5.0, 100, 11)])
+    first = seconds(0, 0, 1, 100, 100 * 50)
+    later = sum(seconds(1, 100 + place, 0, 0, 0) for place in range(10))
+    told = figures.ttft.histogram().percentile(50), figures.e2e.histogram().percentile(50)
+    assert told == pytest.approx((first, first + later), rel=0.02)
+    assert figures.counts["completed"] == 1 and figures.counts["output_tokens"] == 11
+
+
+def busy_trace(num=150, rate=8.0):
+    rng, now = random.Random(3), 0.0
+    for _ in range(num):
+        now += rng.expovariate(rate)
+        yield TraceRequest(now, rng.randrange(5, 700), rng.randrange(1, 120))
+
+
+def test_skipped_steps_change_no_figure():
+    # Equal steps, whatever is in them: to the bin of a histogram nothing may differ.
+    steps = [[*row[:-1], 0.005 if not row[2] else 0.011] for row in recorded()]
+    found = [to_plain(simulate(busy_trace(), size=2, times=fit(steps, 600), skips=skips)) for skips in (False, True)]
+    assert found[1]["counts"].pop("events") < 0.7 * found[0]["counts"].pop("events")
+    assert found[0]["counts"] == found[1]["counts"] and found[0]["counts"]["completed"] == 150
+    assert found[0]["last_s"] == pytest.approx(found[1]["last_s"])
+    for name in ("ttft", "itl", "e2e"):
+        one, other = ({int(k): v for k, v in part["times"][name].items()} for part in found)
+        assert sum(one.values()) == sum(other.values())
+        shares = [
+            [counts.get(bin_, 0) + counts.get(bin_ + 1, 0) for bin_ in sorted({*one, *other})]
+            for counts in (one, other)
+        ]
+        assert shares[0] == pytest.approx(shares[1], abs=3)
+
+
+def test_beginnings_that_a_trace_shares_are_found_in_the_cache(tmp_path):
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 1100, "output_length": 4, "hash_ids": [7, 8, 100 + i]} for i in range(4)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    trace = read_trace(str(path), rate_scale=2.0)
+    assert [one.arrival_s for one in trace] == [0, 0.5, 1, 1.5]
+    prompts = [one.tokens(number, 1000) for number, one in enumerate(trace)]
+    assert all(len(prompt) == 1100 and prompt[:1024] == prompts[0][:1024] for prompt in prompts)
+    assert len({tuple(prompt[1024:]) for prompt in prompts}) == 4
+    counts = simulate(trace).counts
+    assert counts["prefix_queries"] == 4400 and counts["prefix_hits"] == 3 * 1024
+
+
+@pytest.mark.parametrize("routing", ["load", "prefix"])
+def test_engines_share_the_requests(routing):
+    one, two = (
+        simulate([TraceRequest(0.0, 64, 100)] * 32, size=size, data_parallel_routing=routing) for size in (1, 2)
+    )
+    assert two.counts["completed"] == 32
+    assert two.last_s < 0.65 * one.last_s  # 16 at once and 16 behind them, or all at once
+
+
+def test_the_command_compares_with_what_was_measured(tmp_path, capsys):
+    steps = write_steps(tmp_path / "steps.json")
+    argv = [
+        "simulate",
+        "--step-times",
+        steps,
+        "--num-prompts",
+        "60",
+        "--request-rate",
+        "6",
+        "-dp",
+        "2",
+        "--num-servers",
+        "3",
+    ]
+    outs = [str(tmp_path / f"{count}.json") for count in (1, 2)]
+    for count, out in zip((1, 2), outs, strict=True):
+        assert main([*argv, "--num-processes", str(count), "--output-json", out]) == 0
+    one, two = map(read, outs)
+    assert one["completed"] == 60 and one["num_devices"] == 6
+    for name in ("ttft_ms", "itl_ms", "output_throughput", "num_steps"):
+        assert one[name] == two[name]
+    capsys.readouterr()
+    assert main([*argv, "--compare", outs[0]]) == 0
+    table = capsys.readouterr().out
+    assert "RATIO" in table and table.count("1.00") >= 14
+
+
+def test_bad_files_are_refused_in_one_line(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 5, "output_length": 1}\n{"timestamp": 0, "input_length": 0, "output_length": 1}\n'
+    )
+    steps = write_steps(tmp_path / "steps.json")
+    assert main(["simulate", "--step-times", steps, "--trace", str(path)]) != 0
+    assert "line 2" in (told := capsys.readouterr().err) and "input_length is 0" in told and told.count("\n") == 1
+    assert main(["simulate"]) != 0
+    assert "step_times is not given" in capsys.readouterr().err
+    path.write_text("{}")
+    assert main(["simulate", "--step-times", str(path)]) != 0
+    assert "pelton bench steps" in capsys.readouterr().err
+
+
+def test_bench_steps_writes_what_the_simulator_reads(model, fake_flags, tmp_path, capsys):
+    out = str(tmp_path / "steps.json")
+    argv = ["--seconds", "1", "--concurrency", "2", "8", "--output-json", out, *fake_flags]
+    assert main(["bench", "steps", model, *argv]) == 0
+    assert main(["simulate", "--step-times", out, "--num-prompts", "20", "--request-rate", "100"]) == 0
+    assert "20 requests" in capsys.readouterr().out
+
+
+def test_an_executor_records_the_steps_of_an_engine(model, fake_flags, tmp_path):
+    out = str(tmp_path / "steps.json")
+    flags = [*fake_flags, "--plugin-config", json.dumps({"recorded": {"path": out}})]
+    place = flags.index("--distributed-executor-backend")
+    flags[place + 1] = "recorded"
+    assert (
+        main(["bench", "latency", model, "--output-len", "8", "--num-iters", "2", "--num-iters-warmup", "0", *flags])
+        == 0
+    )
+    told = read(out)
+    assert told["engine"]["max_num_seqs"] == 64 and len(told["steps"]) == 16
+    assert told["steps"][0][2:4] == [8, 256] and all(row[0] == 8 and row[5] > 0 for row in told["steps"][1:8])
