@@ -18,7 +18,6 @@ import msgspec
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
-from pelton.config.flags import parse_flags
 from pelton.errors import EngineError
 from pelton.executor.interface import Executor, StepHandle
 from pelton.kv_cache.spec import KVCachePlan
@@ -30,6 +29,7 @@ from pelton.sampling_params import SamplingParams
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.metrics import percentile
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
+from pelton_plugins.flags import parse_flags
 
 if TYPE_CHECKING:
     from pelton.engine.core import EngineCore

@@ -22,7 +22,6 @@ import msgspec
 
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
-from pelton.config.flags import parse_flags
 from pelton.errors import ConfigError, EngineError
 from pelton.plugins import load_plugins
 from pelton_plugins.bench.bounds import check_at_least
@@ -33,6 +32,7 @@ from pelton_plugins.bench.simulator.engine import Figures, engine_maker
 from pelton_plugins.bench.simulator.fleet import Clock, SimulatedServer
 from pelton_plugins.bench.simulator.step_times import fit, read_steps
 from pelton_plugins.bench.trace import TraceRequest, chat_requests, read_trace, takes
+from pelton_plugins.flags import parse_flags
 
 PERCENTS = (50, 90, 99)
 TIMES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2el_ms": "e2e"}
