@@ -121,9 +121,11 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.bench.load import LoadArguments
     from pelton_plugins.bench.lora import LoraArguments
     from pelton_plugins.bench.serve import ServeArguments
+    from pelton_plugins.bench.simulator.command import SimulateArguments
     from pelton_plugins.bench.soak.chaos import ChaosArguments
     from pelton_plugins.bench.soak.command import SoakArguments
     from pelton_plugins.bench.speculation import SpeculationArguments
+    from pelton_plugins.bench.steps import StepsArguments
     from pelton_plugins.bench.stream.command import StreamArguments
     from pelton_plugins.bench.table.chain import ChainArguments
     from pelton_plugins.bench.table.command import TableArguments
@@ -156,7 +158,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [ThroughputArguments],
     ):
         known |= {name for flag in make_flags(structs).values() for name in flag.names}
-    for struct in (ChaosArguments, ServeArguments, StreamArguments):
+    for struct in (ChaosArguments, ServeArguments, SimulateArguments, StepsArguments, StreamArguments):
         known |= {name for flag in make_flags([struct], engine=False).values() for name in flag.names}
     text = re.sub(r"```(toml|mermaid).*?```", "", page.read_text(), flags=re.DOTALL)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)):
