@@ -78,7 +78,12 @@ FIELD_HOME: dict[str, tuple[str, str]] = {
 """Flat name to (section, field)."""
 _FLAT_NAME = {home: name for name, home in FIELD_HOME.items()}
 _CONFIG_SUFFIX = "_config"
-_EXAMPLES = {"show_hidden_metrics_for_version": "0.1", "pooling_type": "mean", "data_parallel_size_local": 1}
+_EXAMPLES = {
+    "show_hidden_metrics_for_version": "0.1",
+    "pooling_type": "mean",
+    "data_parallel_size_local": 1,
+    "data_parallel_address": "10.0.0.1",
+}
 """Good values of fields whose default and type do not give one."""
 
 

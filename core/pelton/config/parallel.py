@@ -21,7 +21,13 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data_parallel_size_local: int | None = None
     """Engines of this node, on its first devices; all of them when unset."""
     data_parallel_start_rank: int = 0
-    """Number of this node's first engine. Its server deals requests out to its own engines alone."""
+    """Number of this node's first engine. Its server deals requests out to its own engines alone, unless an address is set."""
+    data_parallel_address: str | None = None
+    """Address of the server's host, for engines on several hosts: the server serves those of headless nodes too."""
+    data_parallel_rpc_port: int = 29550
+    """The server waits for engine r of another host at this port + r."""
+    data_parallel_key_file: str | None = None
+    """File with a secret that all hosts share, at least 32 random bytes: who does not have it is refused."""
     data_parallel_rank: int = 0
     """Number of one engine; its client sets it."""
     data_parallel_routing: str = "load"
@@ -37,6 +43,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")
+        if not 1 <= self.data_parallel_rpc_port <= 65535 - self.data_parallel_size:
+            raise ConfigError(
+                f"data_parallel_rpc_port is {self.data_parallel_rpc_port}; use a port from 1 on, such as 29550."
+            )
         own, size = self.engine_indexes, self.data_parallel_size
         if not (own and own[0] >= 0 and own[-1] < size):
             raise ConfigError(
@@ -47,6 +57,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def num_ranks(self) -> int:
         """Devices of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def served_indexes(self) -> range:
+        """Numbers of the engines that this node's server deals requests out to."""
+        is_head = self.data_parallel_address is not None and self.data_parallel_start_rank == 0
+        return range(self.data_parallel_size) if is_head else self.engine_indexes
 
     @property
     def engine_indexes(self) -> range:

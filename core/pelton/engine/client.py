@@ -83,14 +83,15 @@ class EngineClient(ABC):
         """End the engine; prompt and idempotent. Unfinished requests are dropped."""
 
 
-EngineStarter = Callable[[EngineConfig, ResolvedModel, Plugins], EngineClient]
+EngineStarter = Callable[..., EngineClient]
+"""From (config, model, plugins). With the keyword `connect` the engine's process is started by that, in place of `EngineConnection`."""
 
 
-def start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineClient:
+def start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins, **options: Any) -> EngineClient:
     """Start an engine in a process of its own."""
     from pelton.engine.process_client import ProcessClient
 
-    return ProcessClient(config, model, plugins)
+    return ProcessClient(config, model, plugins, **options)
 
 
 def start_engines(config: EngineConfig, model: ResolvedModel, plugins: Plugins, start: EngineStarter) -> EngineClient:

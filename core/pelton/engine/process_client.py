@@ -18,9 +18,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import zmq
 
@@ -47,7 +47,7 @@ class ProcessClient(EngineClient):
     """Starts the engine and waits until it is ready. Raises what stopped it, as the same class of error.
 
     hang_dump_s: a step that runs longer makes the engine process write its stacks to stderr. connection: to a process that was
-    started before it was known what it serves.
+    started before it was known what it serves. connect: starts a process, each time, from `hang_dump_s`.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class ProcessClient(EngineClient):
         *,
         hang_dump_s: float = HANG_DUMP_S,
         connection: EngineConnection | None = None,
+        connect: Callable[[float], EngineConnection] | None = None,
     ) -> None:
         self._start_message = protocol.Start(
             protocol.PROTOCOL, config, model, plugins.digest(), [p.name for p in plugins.loaded if not p.is_builtin]
@@ -65,7 +66,8 @@ class ProcessClient(EngineClient):
         self._hang_dump_s = hang_dump_s
         self._is_closed = False
         self._call_ids = itertools.count()
-        self._connection = connection or EngineConnection(hang_dump_s)
+        self._connect = connect or EngineConnection
+        self._connection = connection or self._connect(hang_dump_s)
         self.info: EngineInfo = self._connection.start(self._start_message)
 
     @property
@@ -77,7 +79,7 @@ class ProcessClient(EngineClient):
         self._connection.close(0.0)
         if self._is_closed:
             raise EngineDeadError("The engine was shut down.")
-        self._connection = EngineConnection(self._hang_dump_s)
+        self._connection = self._connect(self._hang_dump_s)
         if self._is_closed:  # shutdown came meanwhile, and saw the old connection
             self._connection.close(0.0)
         self.info = self._connection.start(self._start_message)
@@ -142,6 +144,8 @@ class ProcessClient(EngineClient):
 class EngineConnection(Channel):
     """One engine process from its start to its end. imports: modules that it imports while it is not told what to serve."""
 
+    program: ClassVar[str] = "pelton.engine.process"
+
     def __init__(self, hang_dump_s: float = HANG_DUMP_S, imports: Sequence[str] = ()) -> None:
         self._start: Future[protocol.Start] = Future()
         self._ready: Future[EngineInfo] = Future()
@@ -152,7 +156,7 @@ class EngineConnection(Channel):
         self.socket_dir = protocol.make_socket_dir()
         super().__init__(self.socket_dir)
         try:
-            self.process = _spawn(self.socket_dir, hang_dump_s, imports)
+            self.process = _spawn(self.program, self.socket_dir, hang_dump_s, imports)
         except BaseException:
             self._context.destroy(0)  # waits for open sockets otherwise, for ever, once it is collected
             shutil.rmtree(self.socket_dir, ignore_errors=True)
@@ -261,10 +265,10 @@ class EngineConnection(Channel):
         return "" if not last or last.startswith(("INFO ", "DEBUG ")) else f" Its last line: {last}"
 
 
-def _spawn(socket_dir: str, hang_dump_s: float, imports: Sequence[str]) -> subprocess.Popen[bytes]:
+def _spawn(program: str, socket_dir: str, hang_dump_s: float, imports: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start the engine's program in a process group of its own (Ctrl-C is ours)."""
     command, environment = own_program(
-        "pelton.engine.process", socket_dir=socket_dir, hang_dump_s=hang_dump_s, imports=",".join(imports)
+        program, socket_dir=socket_dir, hang_dump_s=hang_dump_s, imports=",".join(imports)
     )
     if imports:  # started ahead, in the main thread: it still ends by itself, and removes its folder then
         command = [flag for flag in command if flag != "--die-with-parent"]

@@ -31,7 +31,7 @@ class StatLoggers:
     ) -> None:
         self._others: dict[int, StatLoggers] = {}
         if engine_index is None:
-            engine_index, *more = config.parallel.engine_indexes
+            engine_index, *more = config.parallel.served_indexes
             self._others = {index: StatLoggers(config, plugins, index, quiet=quiet) for index in more}
         entries = [] if config.observability.disable_log_stats else chosen_entries(plugins)
         self.loggers: dict[str, StatLogger] = {}

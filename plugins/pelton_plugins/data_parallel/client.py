@@ -30,7 +30,9 @@ from pelton.metrics.stats import SchedulerStats
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
 from pelton.sdk.supervisor import MAX_RESTARTS, Supervisor
+from pelton_plugins.data_parallel.far import FarConnection
 from pelton_plugins.data_parallel.router import EngineLoad, LoadRouter, RequestRouter
+from pelton_plugins.data_parallel.secure import read_secret
 
 SILENT_S = 3.0
 """An engine's process says every second that it lives. One that has not for so long gets no new requests while others do."""
@@ -75,7 +77,7 @@ class SeveralEngines(EngineClient):
 
     def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, start: EngineStarter) -> None:
         parallel = config.parallel
-        indexes = list(parallel.engine_indexes)
+        indexes = list(parallel.served_indexes)
         self._router = self.router_class(config, len(indexes))
         self._max_step_s = config.scheduler.max_step_s
         self._max_restarts = MAX_RESTARTS
@@ -92,11 +94,21 @@ class SeveralEngines(EngineClient):
 
         def start_one(index: int) -> EngineClient:
             own = msgspec.structs.replace(parallel, data_parallel_rank=index)
-            return start(msgspec.structs.replace(config, parallel=own), model, plugins)
+            options = {} if index in parallel.engine_indexes else {"connect": FarConnection}
+            return start(msgspec.structs.replace(config, parallel=own), model, plugins, **options)
 
+        if len(indexes) > len(parallel.engine_indexes):
+            read_secret(parallel.data_parallel_key_file)  # before an engine starts
         clients = _start_all([partial(start_one, index) for index in indexes])
         self._engines = [_Engine(place, *pair) for place, pair in enumerate(zip(indexes, clients, strict=True))]
         self.info = self._shared_info(parallel.data_parallel_routing)
+
+    @staticmethod
+    def run_node(config: EngineConfig, plugins: Plugins) -> int:
+        """Run this host's engines for a server on another one, until a signal. Raises `ConfigError`."""
+        from pelton_plugins.data_parallel.node import run_node
+
+        return run_node(config, plugins)
 
     def _shared_info(self, routing: str) -> EngineInfo:
         """Return facts that hold for each engine."""

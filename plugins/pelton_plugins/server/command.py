@@ -5,13 +5,24 @@ from __future__ import annotations
 import contextlib
 import sys
 
+from pelton.config import EngineConfig
 from pelton.errors import ConfigError, PeltonError
 from pelton.logging import setup
-from pelton.plugins import load_plugins
+from pelton.plugins import Plugins, load_plugins
 from pelton_plugins.flags import parse_flags
 from pelton_plugins.server.config import ServerConfig
 
 HELP = "Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /metrics, ..."
+
+
+def run_node(config: EngineConfig, plugins: Plugins) -> int:
+    """Run engines for a server on another host. Raises `ConfigError` where the routing's plugin cannot."""
+    routing = config.parallel.data_parallel_routing
+    client = plugins.find("pelton_engine_clients", routing, setting="data_parallel_routing").resolve()
+    if not hasattr(client, "run_node"):
+        raise ConfigError(f"headless is set, and data_parallel_routing {routing!r} runs no engines of other hosts.")
+    status: int = client.run_node(config, plugins)
+    return status
 
 
 def run(argv: list[str]) -> int:
@@ -25,6 +36,8 @@ def run(argv: list[str]) -> int:
         from pelton_plugins.server.ahead import EngineAhead
 
         plugins = load_plugins()
+        if config.headless:
+            return run_node(parsed.config, plugins)
         with contextlib.closing(EngineAhead(parsed.config, plugins)) as ahead:
             from pelton_plugins.server.serve import run_server
 

@@ -57,6 +57,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds that running requests get to finish after SIGTERM or SIGINT; then each gets an error."""
     timeout_keep_alive_s: int = 5
     """Seconds that an idle connection stays open."""
+    headless: bool = False
+    """Serve nothing here: run this host's engines for the server at data_parallel_address."""
     max_engine_restarts: int = 5
     """How often in a row a dead engine is started again; one that lived for ten minutes begins a new row."""
     max_engine_silence_s: float = 120.0
@@ -144,7 +146,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.api_server_count is not None:
             return self.api_server_count
         return (
-            1 if config.lora.allow_runtime_lora_updating else min(len(config.parallel.engine_indexes), MAX_API_SERVERS)
+            1 if config.lora.allow_runtime_lora_updating else min(len(config.parallel.served_indexes), MAX_API_SERVERS)
         )
 
     def check_policy(self, scheduling_policy: str) -> None:

@@ -148,10 +148,11 @@ class Server:
         self.state.llm = llm
         self._announce(llm, time.perf_counter() - started)
 
-    def _start_engine(self, *arguments: Any) -> EngineClient:
+    def _start_engine(self, *arguments: Any, **options: Any) -> EngineClient:
         from pelton.engine.process_client import ProcessClient
 
-        return ProcessClient(*arguments, connection=self.ahead and self.ahead.take())
+        connection = None if options else self.ahead and self.ahead.take()
+        return ProcessClient(*arguments, connection=connection, **options)
 
     def _on_loaded(self, task: asyncio.Task[None]) -> None:
         """A server whose engine did not start ends; `_exit_code` says why."""

@@ -19,8 +19,10 @@ import numpy as np
 from pelton.errors import ConfigError
 from pelton_plugins.bench.steps import COLUMNS, KIND
 
-KNEES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens at which the curve may bend, upward or downward."""
+DOWN = (2, 4, 8, 16, 32, 64)
+UP = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Tokens at which the curve may bend downward (small products share what they read) and upward (large ones are bound by arithmetic)."""
+MOST_SWEEPS = 3000
 LEAST_STEPS = 30
 NUM_QUANTILES = 200
 
@@ -94,11 +96,13 @@ def fit(steps: Sequence[Sequence[float]], max_tokens: int, rng: random.Random | 
 
 
 def _basis(tokens: np.ndarray) -> np.ndarray:
-    """[N] tokens to [N, terms]: a constant, curves that bend downward at each knee and such that bend upward, a line."""
-    knees = np.array(KNEES, dtype=np.float64)
-    ones = np.ones((len(tokens), 1))
-    down, up = np.minimum(tokens[:, None], knees), np.maximum(tokens[:, None] - knees, 0)
-    return np.concatenate([ones, tokens[:, None], down, up], axis=1)
+    """[N] tokens to [N, terms]: a constant, a line, curves that bend downward and such that bend upward."""
+    ones, column = np.ones((len(tokens), 1)), tokens[:, None]
+    down, up = (
+        np.minimum(column, np.array(DOWN, dtype=np.float64)),
+        np.maximum(column - np.array(UP, dtype=np.float64), 0),
+    )
+    return np.concatenate([ones, column, down, up], axis=1)
 
 
 def _fit(tokens: np.ndarray, features: np.ndarray, seconds: np.ndarray, max_tokens: int) -> Curve:
@@ -116,29 +120,21 @@ def _fit(tokens: np.ndarray, features: np.ndarray, seconds: np.ndarray, max_toke
 def least_squares(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The weights x >= 0 with the least |terms x - wanted|.
 
-    Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: terms enter one by one while a larger weight helps, and
-    leave where their weight would fall below 0.
+    One weight after the other is set to its best value, over and over: nothing is solved at once, since terms may be near to each other.
     """
     scale = np.linalg.norm(terms, axis=0)
     scale[scale == 0] = 1
-    # Only the products matter: they are as small as the number of terms squared.
+    # Only the products matter: they are as small as the number of terms squared. Their diagonal is 1.
     square, target = (terms / scale).T @ (terms / scale), (terms / scale).T @ wanted
-    found, is_in = np.zeros(len(target)), np.zeros(len(target), dtype=bool)
-    for _ in range(3 * len(target)):
-        gain = target - square @ found
-        gain[is_in] = 0
-        if gain.max() <= 1e-9 * abs(target).max():
+    found, gain = np.zeros(len(target)), target.copy()
+    for _ in range(MOST_SWEEPS):
+        largest = 0.0
+        for place in range(len(target)):
+            change = max(found[place] + gain[place], 0.0) - found[place]
+            if change:
+                found[place] += change
+                gain -= change * square[place]
+                largest = max(largest, abs(change))
+        if largest <= 1e-9 * abs(found).max():
             break
-        is_in[gain.argmax()] = True
-        while True:
-            tried = np.zeros_like(found)
-            tried[is_in] = np.linalg.lstsq(square[np.ix_(is_in, is_in)], target[is_in], rcond=None)[0]
-            negative = is_in & (tried <= 0)
-            if not negative.any():
-                break
-            shares = found[negative] / np.maximum(found[negative] - tried[negative], 1e-300)
-            found += min(float(shares.min()), 1.0) * (tried - found)
-            is_in &= found > 1e-12
-            found[~is_in] = 0
-        found = tried
     return found / scale

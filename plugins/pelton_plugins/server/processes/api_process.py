@@ -102,7 +102,7 @@ class ApiServer(Server):
         self._ups: dict[int, control.EngineUp] = {}
         self._is_up = asyncio.Event()
         self._clients: dict[int, JoinedClient] = {}
-        self._stats = GatheredStats(configure.engine.parallel.engine_indexes[0])
+        self._stats = GatheredStats(configure.engine.parallel.served_indexes[0])
         self._process = ProcessMetrics()
         self._asked: dict[int, asyncio.Future[str]] = {}
         self._asked_kept: dict[int, asyncio.Future[control.Kept]] = {}
@@ -125,7 +125,7 @@ class ApiServer(Server):
             self.engine_config,
             plugins=self.plugins,
             explicit=self.explicit,
-            start_engine=lambda config, *_: self._clients[config.parallel.data_parallel_rank],
+            start_engine=lambda config, *_, **__: self._clients[config.parallel.data_parallel_rank],
             max_restarts=RESTARTS,
             stat_loggers=self._stats,  # type: ignore[arg-type]
         )
@@ -152,7 +152,7 @@ class ApiServer(Server):
             if self._clients:
                 break
         live = next(iter(self._clients))
-        for engine in parallel.engine_indexes if parallel.data_parallel_size > 1 else ():
+        for engine in parallel.served_indexes if parallel.data_parallel_size > 1 else ():
             if engine not in self._clients:
                 self._clients[engine] = JoinedClient(None, self._loop, self._clients[live].info)
         return self._ups[live].client_index

@@ -185,8 +185,9 @@ class Owner:
         announce(llm, self.config, names[0], url_of(self.config, self.port), time.perf_counter() - began)
 
     def _start_engine(self, loop: asyncio.AbstractEventLoop) -> Any:
-        def start(config: EngineConfig, *arguments: Any) -> OwnedClient:
-            client = OwnedClient(config, *arguments, connection=self._ahead and self._ahead.take())
+        def start(config: EngineConfig, *arguments: Any, **options: Any) -> OwnedClient:
+            connection = None if options else self._ahead and self._ahead.take()
+            client = OwnedClient(config, *arguments, connection=connection, **options)
             client.owner, client.loop, client.engine = self, loop, config.parallel.data_parallel_rank
             self._clients[client.engine] = client
             return client
