@@ -192,7 +192,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path, capsys):
 
 def test_bench_steps_writes_what_the_simulator_reads(model, fake_flags, tmp_path, capsys):
     out = str(tmp_path / "steps.json")
-    argv = ["--seconds", "1", "--concurrency", "2", "8", "--output-json", out, *fake_flags]
+    argv = ["--seconds", "1", "--concurrency", "2", "8", "--median-output-len", "6", "--output-json", out, *fake_flags]
     assert main(["bench", "steps", model, *argv]) == 0
     assert main(["simulate", "--step-times", out, "--num-prompts", "20", "--request-rate", "100"]) == 0
     assert "20 requests" in capsys.readouterr().out
