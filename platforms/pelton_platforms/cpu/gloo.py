@@ -10,7 +10,7 @@ import atexit
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class GlooCommunicator(Communicator):
         self._group_name, self._timeout = context.group, timedelta(seconds=context.timeout_s)
         self._group: Any = None
         with self._naming("the meeting of all ranks"):
-            store = dist.PrefixStore(context.group, dist.FileStore(context.store, context.size))
+            store = self._store = dist.PrefixStore(context.group, dist.FileStore(context.store, context.size))
             store.set_timeout(self._timeout)
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
@@ -75,11 +75,11 @@ class GlooCommunicator(Communicator):
         return tensor
 
     def _reduce_at(self, address: int, count: int, dtype: torch.dtype) -> None:
-        self._wait("all_reduce", lambda: self._group.allreduce([_tensor_at(address, count, dtype)]))
+        self._wait("all_reduce", lambda: self._group.allreduce([tensor_at(address, count, dtype)]))
 
     def _gather_at(self, target: int, source: int, count: int, dtype: torch.dtype) -> None:
-        parts = list(_tensor_at(target, count * self.size, dtype).view(self.size, count).unbind())
-        self._wait("all_gather", lambda: self._group.allgather([parts], [_tensor_at(source, count, dtype)]))
+        parts = list(tensor_at(target, count * self.size, dtype).view(self.size, count).unbind())
+        self._wait("all_gather", lambda: self._group.allgather([parts], [tensor_at(source, count, dtype)]))
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
         if tensor.shape[dim] % self.size:
@@ -98,25 +98,29 @@ class GlooCommunicator(Communicator):
         return found
 
     def _send_at(self, address: int, count: int, dtype: torch.dtype, to: int) -> None:
-        self._wait(f"send to {to}", lambda: self._group.send([_tensor_at(address, count, dtype)], to, 0))
+        self._wait(f"send to {to}", lambda: self._group.send([tensor_at(address, count, dtype)], to, 0))
 
     def _recv_at(self, address: int, count: int, dtype: torch.dtype, source: int) -> None:
-        self._wait(f"recv from {source}", lambda: self._group.recv([_tensor_at(address, count, dtype)], source, 0))
+        self._wait(f"recv from {source}", lambda: self._group.recv([tensor_at(address, count, dtype)], source, 0))
 
     def shutdown(self) -> None:
         self._group = None
 
     def _wait(self, what: str, begin: Callable[[], Any]) -> None:
-        # A recorder of torch's ops must not see those that gloo is made of.
-        unseen = nullcontext() if recording.get() is None else _disable_current_modes()
-        with self._naming(what), unseen:
+        with self._naming(what), unseen():
             begin().wait(self._timeout)
 
     def _naming(self, what: str) -> _Naming:
         return _Naming(f"rank {self.rank} of {self.size} in group {self._group_name!r}: {what}")
 
 
-def _tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+def unseen() -> AbstractContextManager[Any]:
+    """Around ops that a collective is made of: a recorder of torch's ops must not see them."""
+    return nullcontext() if recording.get() is None else _disable_current_modes()
+
+
+def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """View the memory there as a flat tensor."""
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=count)
 

@@ -30,7 +30,7 @@ class TraceRequest:
     hash_ids: tuple[int, ...] = ()
 
     def tokens(self, number: int, vocab_size: int) -> list[int]:
-        """Its prompt: of its hash ids, and behind them, or without any, of its number in the trace."""
+        """Return its prompt: of its hash ids, and behind them, or without any, of its number in the trace."""
         made: list[int] = []
         for hash_id in self.hash_ids:
             made += _run(hash_id + 1, HASHED_TOKENS, vocab_size)

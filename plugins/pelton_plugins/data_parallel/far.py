@@ -8,6 +8,6 @@ from pelton.engine.process_client import EngineConnection
 
 
 class FarConnection(EngineConnection):
-    """Its process is a stand-in on this host, whose end is the engine's end."""
+    """An engine whose process here is a stand-in: it ends when the engine does."""
 
     program: ClassVar[str] = "pelton_plugins.data_parallel.stand_in"

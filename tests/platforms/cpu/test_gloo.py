@@ -1,4 +1,4 @@
-"""Collectives over gloo: the suite, and a model that is shared by two processes."""
+"""Collectives over gloo and shared memory: the suite, and a model that is shared by two processes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ torch.save(logits_of(path, group), out)
 
 class TestGloo(CommunicatorConformance):
     load = "pelton_platforms.cpu.gloo:GlooCommunicator"
+
+
+class TestShared(CommunicatorConformance):
+    load = "pelton_platforms.cpu.shared:SharedMemoryCommunicator"
+    size = 3
 
 
 def logits_of(path, parallel=None):
@@ -82,8 +87,37 @@ def test_one_is_named_or_the_best_is_taken(tmp_path):
     plugins = load_plugins(only=[])
     context = CommunicatorContext(rank=0, size=1, device=torch.device("cpu"), store=str(tmp_path / "store"))
     group = GroupContext(make_communicator(plugins, context, "cpu"))
-    assert (group.rank, group.size, type(group.communicator).__name__) == (0, 1, "GlooCommunicator")
-    with pytest.raises(ConfigError, match="communicator for 'cpu' is 'nccl'; available: gloo"):
+    assert (group.rank, group.size, type(group.communicator).__name__) == (0, 1, "SharedMemoryCommunicator")
+    with pytest.raises(ConfigError, match="communicator for 'cpu' is 'nccl'; available: shared, gloo"):
         make_communicator(plugins, context, "cpu", "nccl")
     with pytest.raises(ConfigError, match="communicator for 'toaster' is 'any'; available: none"):
         make_communicator(plugins, context, "toaster")
+
+
+SUMS = """
+import sys, time, torch
+from pelton.parallel.communicator import CommunicatorContext
+from pelton_platforms.cpu.shared import PLACE_BYTES, SharedMemoryCommunicator
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+one = SharedMemoryCommunicator(CommunicatorContext(rank=rank, size=2, device=torch.device("cpu"), store=store))
+for turn in range(3000):
+    if turn % 500 == 100 * rank:
+        time.sleep(0.003)  # now one is late, now the other
+    count = (1, 7, 512, PLACE_BYTES // 4, PLACE_BYTES // 4 + 1)[turn % 5 if turn % 50 < 5 else turn % 3]
+    found = one.all_reduce(torch.full((count,), float(turn * (rank + 1))))
+    assert found[0] == found[-1] == 3.0 * turn, (turn, count, found)
+    both = one.all_gather(torch.full((2, 3), turn + rank, dtype=torch.int64), dim=0)
+    assert both.tolist() == [[turn] * 3] * 2 + [[turn + 1] * 3] * 2, (turn, both)
+"""
+
+
+def test_no_turn_reads_what_another_has_brought(tmp_path):
+    command = [sys.executable, "-c", SUMS]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"pelton-{ranks[0].pid}-")]

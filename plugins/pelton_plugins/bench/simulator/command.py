@@ -118,7 +118,7 @@ def run(argv: list[str]) -> int:
 
 
 class Job:
-    """What each process of a simulation makes of the command line."""
+    """A command line as each process of a simulation reads it."""
 
     def __init__(self, argv: list[str]) -> None:
         parsed = parse_flags(argv, [SimulateArguments], positional=None, program="pelton simulate", doc=DOC)

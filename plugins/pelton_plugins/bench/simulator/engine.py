@@ -60,7 +60,7 @@ class Times:
 
 
 class Figures:
-    """What clients see of all engines: seconds, on histograms."""
+    """Figures of all engines as clients see them: seconds, on histograms."""
 
     def __init__(self) -> None:
         self.ttft, self.itl, self.tpot, self.e2e = (Times() for _ in range(4))

@@ -66,7 +66,7 @@ class StepTimes:
 
 
 def read_steps(path: str) -> dict[str, Any]:
-    """What `pelton bench steps` wrote. Raises `ConfigError`."""
+    """Read what `pelton bench steps` wrote. Raises `ConfigError`."""
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:

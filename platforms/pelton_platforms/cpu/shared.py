@@ -1,0 +1,113 @@
+"""`SharedMemoryCommunicator`: sums and gathers of CPU tensors through memory that the ranks of this host share; the rest over gloo.
+
+Each rank has two places for what it brings, used in turn, and a counter of what it has brought. It copies its part, counts up, waits until
+all have counted as far, and reads all parts in order of rank. Who brings the next but one has seen that all have brought the next, and so
+that all have read this one: two places are enough, and nobody waits at the end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pelton.errors import EngineError
+from pelton.parallel.communicator import CommunicatorContext
+from pelton_platforms.cpu.gloo import GlooCommunicator, tensor_at, unseen
+
+FOLDER = "/dev/shm"
+PLACE_BYTES = 1 << 20
+"""Of one rank's part; larger ones go over gloo, whose pieces overlap."""
+_LINE = 64
+_SPINS = 400  # looks at the counters before the core is offered to others
+_PAUSE_S = 50e-6
+_YIELD_S = 2e-3  # after so long others need the core: it is left for a moment at each look
+
+
+class SharedMemoryCommunicator(GlooCommunicator):
+    def __init__(self, context: CommunicatorContext) -> None:
+        super().__init__(context)
+        self._timeout_s = context.timeout_s
+        self._memory = self._open(context)
+        self._counters = memoryview(self._memory)[: _LINE * self.size].cast("Q")
+        self._own = _LINE // 8 * self.rank
+        self._others = [_LINE // 8 * rank for rank in range(self.size) if rank != self.rank]
+        self._data = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_LINE * self.size)
+        self._count = 0
+        self._places: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
+
+    def _open(self, context: CommunicatorContext) -> mmap.mmap:
+        """The first rank makes the file and tells its name; nobody finds it once all have it."""
+        size = self.size * (_LINE + 2 * PLACE_BYTES)
+        with self._naming("the opening of shared memory"):
+            if self.rank == 0:
+                path = f"{FOLDER}/pelton-{os.getpid()}-{os.urandom(8).hex()}"
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                os.ftruncate(descriptor, size)
+                self._store.set("memory", path)
+            else:
+                path = self._store.get("memory").decode()
+                descriptor = os.open(path, os.O_RDWR)
+            memory = mmap.mmap(descriptor, size)
+            os.close(descriptor)
+            self._group.barrier().wait(timedelta(seconds=context.timeout_s))
+            if self.rank == 0:
+                os.unlink(path)
+        return memory
+
+    def _reduce_at(self, address: int, count: int, dtype: torch.dtype) -> None:
+        if count * dtype.itemsize > PLACE_BYTES:
+            return super()._reduce_at(address, count, dtype)
+        with unseen():
+            target = tensor_at(address, count, dtype)
+            parts = self._exchange(target, "all_reduce")
+            if self.size > 1:
+                torch.add(parts[0], parts[1], out=target)
+            for part in parts[2:]:
+                target.add_(part)
+
+    def _gather_at(self, target: int, source: int, count: int, dtype: torch.dtype) -> None:
+        if count * dtype.itemsize > PLACE_BYTES:
+            return super()._gather_at(target, source, count, dtype)
+        with unseen():
+            parts = self._exchange(tensor_at(source, count, dtype), "all_gather")
+            torch.cat(parts, out=tensor_at(target, count * self.size, dtype))
+
+    def _exchange(self, mine: Tensor, what: str) -> list[Tensor]:
+        """Return what each rank brings, in order: to be read before the next call."""
+        self._count = count = self._count + 1
+        parts = self._parts(mine.numel(), mine.dtype)[count & 1]
+        parts[self.rank].copy_(mine)
+        self._counters[self._own] = count
+        counters, spins = self._counters, 0
+        for place in self._others:
+            while counters[place] < count:
+                spins += 1
+                if spins >= _SPINS:
+                    self._wait_long(place, count, what)
+        return parts
+
+    def _wait_long(self, place: int, count: int, what: str) -> None:
+        began, counters = time.monotonic(), self._counters
+        while counters[place] < count:
+            waited = time.monotonic() - began
+            time.sleep(0 if waited < _YIELD_S else _PAUSE_S)
+            if waited > self._timeout_s:
+                raise EngineError(
+                    f"Communication fails at rank {self.rank} of {self.size} in group {self._group_name!r}: {what}: rank "
+                    f"{place * 8 // _LINE} did not come within {self._timeout_s:g} s."
+                )
+
+    def _parts(self, numel: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Views of both places of each rank: [place][rank]."""
+        found = self._places.get((numel, dtype))
+        if found is None:
+            places: Any = self._data.view(2, self.size, PLACE_BYTES)[:, :, : numel * dtype.itemsize]
+            found = [[part.view(dtype) for part in place.unbind()] for place in places.unbind()]
+            self._places[numel, dtype] = found
+        return found
