@@ -90,12 +90,14 @@ def _too_large(found: int, max_bytes: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"The request body has {found} bytes or more; at most {max_bytes} are taken.")
 
 
-def check_headers(scope: Scope) -> None:
-    """JSON bodies must say that they are; and an engine is not chosen by the client."""
-    found = b""
+def check_headers(scope: Scope) -> bytes:
+    """JSON bodies must say that they are; and an engine is not chosen by the client. Returns the form of the load that is asked for."""
+    found = load = b""
     for name, value in scope["headers"]:
         if name == b"content-type":
             found = found or value
+        elif name == b"endpoint-load-metrics-format":
+            load = value
         elif name == b"x-data-parallel-rank":
             raise RequestError(
                 "X-data-parallel-rank is not offered: the engine is chosen by load, or with --data-parallel-routing prefix by "
@@ -105,6 +107,7 @@ def check_headers(scope: Scope) -> None:
     if found.split(b";", 1)[0].strip().lower() != b"application/json":
         shown = found.decode("latin-1")[:MAX_INPUT_CHARS]
         raise RequestError(f"Content-Type is {shown!r}; send JSON with Content-Type: application/json.")
+    return load
 
 
 @cache

@@ -21,6 +21,7 @@ from pelton.lora.request import LoRARequest
 from pelton_plugins.server.body import check_headers, decode, read_body
 from pelton_plugins.server.errors import ClientDisconnected, ErrorResponse, describe
 from pelton_plugins.server.generation import Counts
+from pelton_plugins.server.load_header import load_header
 from pelton_plugins.server.params import in_sent_names
 from pelton_plugins.server.request_log import log_request
 from pelton_plugins.server.state import ServerState
@@ -72,6 +73,7 @@ class Exchange:
         self.counts: Counts | None = None
         """Tokens of the request, once it runs."""
         self._trace: RequestTrace | None = None
+        self._load_form = b""
         self._error: str | None = None
         self._is_streaming = False
         self._is_answered = False
@@ -103,7 +105,7 @@ class Exchange:
     async def _run(self, scope: Scope, receive: Receive) -> None:
         config = self.state.config
         try:
-            check_headers(scope)
+            self._load_form = check_headers(scope)
             budget = self.state.body_budget
             body = await read_body(
                 scope, receive, config.max_body_bytes, timeout_s=config.body_timeout_s or None, budget=budget
@@ -198,6 +200,8 @@ class Exchange:
         self._is_answered = True
         self.mark("first_byte")
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if self._load_form and (load := await load_header(self.state, self._load_form)) is not None:
+            headers.append(load)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -7,6 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import pelton
 from pelton.errors import EngineDeadError
+from pelton.metrics.snapshot import Gauge
+from pelton_plugins.server.metrics_text import render_text
 
 
 def test_models(shared):
@@ -185,3 +187,33 @@ def test_the_server_process_imports_neither_torch_nor_transformers():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() in ("[]", "['numpy']")
+
+
+@pytest.mark.parametrize(
+    "form, expected",
+    [
+        ("TEXT", "TEXT named_metrics.kv_cache_usage_perc=0.5, named_metrics.num_requests_waiting=5.0"),
+        ("json", 'JSON {"named_metrics":{"kv_cache_usage_perc":0.5,"num_requests_waiting":5.0}}'),
+        ("BIN", None),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_a_balancer_is_told_the_load_when_it_asks(start, form, expected, several):
+    server = start()
+    found = [
+        Gauge(name="pelton_" + name, labels={"engine": str(engine)}, value=value)
+        for name, values in (("kv_cache_usage_perc", (0.5, 0.25)), ("num_requests_waiting", (2, 3)), ("other", (1, 1)))
+        for engine, value in enumerate(values)
+    ]
+    server.llm.get_metrics = lambda: found
+
+    async def ask() -> str:
+        return render_text(found)
+
+    server.state.ask_metrics = ask if several else None
+    headers = {} if form is None else {"endpoint-load-metrics-format": form}
+    reply = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
+    assert reply.status_code == 200 and reply.headers.get("endpoint-load-metrics") == expected
+    stream = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}, headers=headers)
+    assert stream.status_code == 200 and "endpoint-load-metrics" not in stream.headers
