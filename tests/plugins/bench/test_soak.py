@@ -198,7 +198,7 @@ def test_a_soak_of_a_tiny_model(tmp_path, capsys):
         "--sample-s",
         "0.2",
         "--max-itl-ratio",
-        "1000",
+        "1e9",
         "--max-output-len",
         "16",
     ]
