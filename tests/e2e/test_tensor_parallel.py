@@ -10,10 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
-from pelton_e2e import Reference, eventually, generate, greedy, make_llm, ranks_below, references_in, serving
+from pelton_e2e import (
+    Reference,
+    eventually,
+    generate,
+    greedy,
+    greedy_reference,
+    make_llm,
+    ranks_below,
+    references_in,
+    serving,
+)
+from pelton_lora import merged_checkpoint
 from pelton_pages import settings
 
-from pelton import LLM, SamplingParams
+from pelton import LLM, LoRARequest, SamplingParams
 from pelton.errors import ConfigError
 from pelton.sampling_params import StructuredOutputsParams
 
@@ -37,11 +48,25 @@ def test_two_ranks_answer_as_transformers(made: Callable[[str], Reference], fami
         alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
         assert alone == reference.outputs[3:]
         assert llm.kv_cache_usage() == 0.0
-        if family == "llama":
-            for level in (1, 2):
+
+
+def test_two_ranks_with_adapters_and_asleep(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Each rank holds its part of an adapter, whose requests answer as merged weights do."""
+    reference = made("llama")
+    adapter, merged = merged_checkpoint(tmp_path, reference.path, seed=3, rank=8, strength=0.05)
+    expected, _ = greedy_reference(merged, reference.prompts, NUM_TOKENS)
+    assert expected != reference.outputs
+    prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
+    with make_llm(reference.path, tensor_parallel_size=2, enable_lora=True) as llm:
+        for level in (0, 1, 2):
+            if level:
                 llm.sleep(level)
                 llm.wake_up()
-                assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+            lora = [LoRARequest("own", 1, adapter) if place % 2 else None for place in range(len(prompts))]
+            outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False, lora_request=lora)
+            for place, output in enumerate(outputs):
+                wanted = (expected if place % 2 else reference.outputs)[place]
+                assert output.error is None and list(output.outputs[0].token_ids) == wanted
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3_moe", "gpt_oss"])

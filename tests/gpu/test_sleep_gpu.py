@@ -18,8 +18,9 @@ POOL_BYTES = 2 << 30
 def test_memory_comes_back_and_ids_stay(tmp_path: Path) -> None:
     path = str(make_tiny_checkpoint(tmp_path / "model", "llama", with_tokenizer=False))
     prompts = make_prompts(320, (1, 17, 48, 200))
-    with make_llm(path, device="cuda", dtype="bfloat16", kv_cache_memory_bytes=POOL_BYTES, enable_lora=True) as llm:
-        expected = [generate(llm, prompts) for _ in range(2)][1]
+    with make_llm(path, device="cuda", kv_cache_memory_bytes=POOL_BYTES, enable_lora=True) as llm:
+        # With nothing cached, and with prefixes found; in float32, since those sums are made in other orders.
+        expected = [generate(llm, prompts) for _ in range(2)]
         for level in (1, 2, 1):
             before, allocated = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
             llm.sleep(level)
@@ -27,5 +28,4 @@ def test_memory_comes_back_and_ids_stay(tmp_path: Path) -> None:
             assert torch.cuda.memory_allocated() < allocated - POOL_BYTES * 0.9
             llm.wake_up(["weights"])
             llm.wake_up(["kv_cache"])
-            assert generate(llm, prompts) == expected
-            assert generate(llm, prompts) == expected  # captured
+            assert [generate(llm, prompts) for _ in range(2)] == expected
