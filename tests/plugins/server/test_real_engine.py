@@ -69,6 +69,10 @@ def test_all_threads_of_the_server_have_a_lower_priority_than_its_engine(server)
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {min(own + NICENESS, 19)}
 
 
+def test_its_event_loop_is_uvloops(server):
+    assert "/uvloop/loop" in Path(f"/proc/{server[1]}/maps").read_text()
+
+
 def test_models(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     with pytest.raises(openai.NotFoundError, match="does not exist"):

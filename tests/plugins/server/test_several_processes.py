@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from pelton_e2e import eventually, serving
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -62,6 +65,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contextlib.Abs
     def start(*more: str) -> Iterator[Serving]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms between two messages to a collector
             with serving(str(model), *flags, *more, log=log) as (url, process):
                 yield Serving(url, psutil.Process(process.pid))
 
@@ -69,9 +73,43 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contextlib.Abs
     return start
 
 
+class Collector(http.server.ThreadingHTTPServer):
+    """Takes spans of OpenTelemetry."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Takes)
+        self.spans: list[Span] = []
+        self.endpoint = f"http://127.0.0.1:{self.server_port}/v1/traces"
+
+
+class _Takes(http.server.BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+        self.server.spans += [s for r in body.resource_spans for scope in r.scope_spans for s in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Write nothing."""
+
+
 @pytest.fixture(scope="module")
-def server(started) -> Iterator[Serving]:
-    with started("--enable-request-id-headers", "--max-stored-responses", "50", "--chat-template", TEMPLATE) as running:
+def collector() -> Iterator[Collector]:
+    with Collector() as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(started, collector) -> Iterator[Serving]:
+    flags = [
+        "--enable-request-id-headers", "--max-stored-responses", "50", "--chat-template", TEMPLATE, "--log-requests",
+        "--otlp-traces-endpoint", collector.endpoint,
+    ]  # fmt: skip
+    with started(*flags) as running:
         assert eventually(lambda: running.sample("pelton_api_processes") == 2, 30)
         yield running
 
@@ -144,6 +182,33 @@ def test_figures_are_those_of_all_processes(server):
     assert server.sample("http_request_size_bytes_count", handler="/v1/completions") == 24
     assert server.sample("pelton_api_processes") == 2
     assert server.sample("process_resident_memory_bytes", process="api-1") > 0
+
+
+def test_spans_of_all_processes_reach_the_collector_and_the_log_says_nothing_of_what_was_said(
+    server, collector, started
+):
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    pids = set()
+    while len(pids) < 2:
+        with httpx.Client() as client:
+            body = {"prompt": "a s3cret", "max_tokens": 3}
+            reply = client.post(server.url + "/v1/completions", json=body, headers=headers, timeout=20)
+            pids.add(owner_of(server, reply.extensions["network_stream"].get_extra_info("socket").getsockname()[1]))
+
+    def spans() -> list[Span]:
+        return [
+            span for span in collector.spans if span.trace_id.hex() == trace and span.name.startswith("llm_request")
+        ]
+
+    assert eventually(lambda: len(spans()) >= 2)
+    found = {attribute.key: attribute.value for attribute in spans()[0].attributes}
+    assert found["gen_ai.usage.completion_tokens"].int_value == 3
+    assert 0 < found["gen_ai.latency.time_in_model_decode"].double_value < found["gen_ai.latency.e2e"].double_value
+    assert {span.name for span in collector.spans} >= {"queue", "prefill", "decode"}
+    assert "s3cret" not in str(collector.spans)
+    log = started.log.read_text()
+    assert '"max_tokens":3' in log and "s3cret" not in log
 
 
 def test_open_requests_are_counted_over_all(server):
