@@ -90,7 +90,11 @@ def test_metrics_are_valid_exposition(shared):
     counts = {tuple(s.labels.values()): s.value for s in families["http_requests"].samples}
     assert counts["/v1/completions", "POST", "2xx"] >= 1
     assert all("xxx" not in label for labels in counts for label in labels)
-    assert "process_resident_memory_bytes" in families and "http_request_duration_seconds" in families
+    assert families.keys() >= {
+        "http_request_size_bytes", "http_response_size_bytes", "http_request_duration_seconds",
+        "http_request_duration_highr_seconds", "process_resident_memory_bytes", "process_cpu_seconds", "python_info",
+        "python_gc_collections", "python_gc_objects_collected", "python_gc_objects_uncollectable",
+    }  # fmt: skip
 
 
 def test_tokenize_and_detokenize(shared):
