@@ -194,7 +194,7 @@ def test_a_second_signal_ends_it_at_once(launch):
 
 def test_health_says_503_while_the_model_loads(launch):
     port = free_port()
-    server = launch("--port", str(port), load_s=2.0)
+    server = launch("--port", str(port), load_s=0.7)
     reply = None
     for _ in range(400):
         with contextlib.suppress(httpx.TransportError):

@@ -32,9 +32,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: str, log: Path) -> Iterator[tuple[str, int]]:
     """URL and process id."""
-    log = tmp_path_factory.mktemp("server") / "log"
     with serving(
         checkpoint,
         "--served-model-name",
@@ -233,9 +237,8 @@ def test_a_killed_curl_frees_its_blocks(url, stream):
     assert httpx.get(url + "/load").json() == {"server_load": 0}
 
 
-def test_the_start_table_is_printed(url, checkpoint, tmp_path):
-    with serving(checkpoint, log=tmp_path / "log") as (_, _process):
-        text = Path(tmp_path / "log").read_text()
+def test_the_start_table_is_printed(server, log):
+    text = log.read_text()
     for word in ("LlamaForCausalLM", "attention", "KV cache", "blocks", "curl http://127.0.0.1:"):
         assert word in text
 
