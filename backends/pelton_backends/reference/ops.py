@@ -131,13 +131,19 @@ class ReferenceGated:
         return call
 
 
+def as_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to an 8-bit float, whose largest number stands for larger ones, and return its bytes."""
+    bound = torch.finfo(dtype).max
+    return rows.float().clamp(-bound, bound).to(dtype).view(torch.uint8)
+
+
 class ReferenceQkNormRopeWriteKv:
     is_recordable = True
     handles = frozenset(["q_norm", "k_norm", "writes_kv", "unit_offset"])
 
     @staticmethod
     def unsupported(needs: QkNormRopeWriteKvNeeds) -> list[str]:
-        return [f"kv dtype {needs.kv_dtype}"] if needs.kv_dtype.startswith("fp8") else []
+        return []
 
     @staticmethod
     def bind(needs: QkNormRopeWriteKvNeeds, tensors: QkNormRopeWriteKvTensors) -> QkNormRopeWriteKv:
@@ -158,7 +164,11 @@ class ReferenceQkNormRopeWriteKv:
             if needs.writes_kv:
                 key = qkv[:, q_size : q_size + kv_size].reshape(-1, kv_heads, head_dim)
                 value = qkv[:, q_size + kv_size :].reshape(-1, kv_heads, head_dim)
-                write_kv(turned(key, tensors.k_norm, needs.k_norm, positions), value, k_cache, v_cache, slot_mapping)
+                key = turned(key, tensors.k_norm, needs.k_norm, positions)
+                if k_cache.element_size() == 1:
+                    key, value = (as_bytes(rows, k_cache.dtype) for rows in (key, value))
+                    k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+                write_kv(key, value, k_cache, v_cache, slot_mapping)
             query = qkv[:, :q_size].reshape(-1, heads, head_dim)
             return turned(query, tensors.q_norm, needs.q_norm, positions)
 

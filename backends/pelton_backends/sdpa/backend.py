@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
+FP8_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(slots=True)
@@ -62,8 +63,8 @@ class SDPABackend(AttentionBackend):
         reasons = []
         if needs.dtype not in DTYPES:
             reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        if needs.kv_dtype not in ("auto", *DTYPES):
-            reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES)}")
+        if needs.kv_dtype not in ("auto", *DTYPES, *FP8_DTYPES):
+            reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES + FP8_DTYPES)}")
         if needs.num_heads % needs.num_kv_heads:
             reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         return reasons
@@ -105,6 +106,13 @@ def cache_rows(cache: Tensor) -> Tensor:
     return cache.as_strided((num_rows, num_kv_heads * head_dim), (cache.stride(1), 1), cache.storage_offset())
 
 
+def take_rows(cache: Tensor, rows: Tensor) -> Tensor:
+    """Gather tokens' numbers [rows, N D], in the cache's dtype; torch gathers no 8-bit floats, but their bytes."""
+    if cache.element_size() == 1:
+        return cache_rows(cache.view(torch.uint8)).index_select(0, rows).view(cache.dtype)
+    return cache_rows(cache).index_select(0, rows)
+
+
 def block_stride(cache: Tensor) -> int:
     return cache.stride(0) // cache.stride(1)
 
@@ -129,7 +137,7 @@ def attend_decode(layer: AttentionParams, query: Tensor, plan: DecodePlan) -> Te
     num_rows, num_heads, head_dim = query.shape
     shape = (num_rows, -1, layer.num_kv_heads, head_dim)
     keys, values = (
-        cache_rows(cache).index_select(0, plan.rows).view(shape).transpose(1, 2).to(query.dtype)  # [R, N, L, D]
+        take_rows(cache, plan.rows).view(shape).transpose(1, 2).to(query.dtype)  # [R, N, L, D]
         for cache in (layer.k_cache, layer.v_cache)
     )
     grouped = query.view(num_rows, layer.num_kv_heads, -1, head_dim)  # [R, N, G, D]
@@ -172,8 +180,7 @@ def attend_prefill(layer: AttentionParams, query: Tensor, plan: PrefillPlan) -> 
     num_kv_heads = layer.num_kv_heads
     group = num_heads // num_kv_heads
     keys, values = (
-        cache_rows(cache)
-        .index_select(0, plan.rows)
+        take_rows(cache, plan.rows)
         .view(-1, num_kv_heads, 1, head_dim)
         .permute(1, 2, 0, 3)
         .to(query.dtype)

@@ -51,6 +51,7 @@ class WeightMap:
     def __init__(self) -> None:
         self._targets: dict[str, list[WeightTarget]] = {}
         self._ignored: dict[re.Pattern[str], Check | None] = {re.compile(pattern): None for pattern in IGNORED}
+        self.finishers: list[Callable[[], None]] = []  # called when all weights are in place
         self.make_copier: Callable[[], Copier] | None = None  # the platform's way to its device; None: plain
 
     def expect(
@@ -100,6 +101,8 @@ class WeightMap:
             used.add(name)
         copy.finish()
         self._check(used, unexpected)
+        for finish in self.finishers:
+            finish()
         return used
 
     def _check(self, used: set[str], unexpected: list[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearWeights
 from pelton.quantization.plain import PlainWeights
-from pelton_plugins.quantization.cache_scales import check_cache_scales
+from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, StoredFp8
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
 
@@ -65,7 +65,7 @@ class CompressedTensors:
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
-        check_cache_scales(config)
+        take_cache_scales(config)
         is_embedding = is_vocabulary and not shards[0].name.endswith("lm_head")
         methods = [None if is_embedding else self.method_of(shard) for shard in shards]
         if methods.count(methods[0]) < len(methods):

@@ -17,7 +17,7 @@ import torch
 from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearSpec, LinearWeights
 from pelton.quantization.plain import PlainWeights, make_bias
-from pelton_plugins.quantization.cache_scales import check_cache_scales
+from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.quantization.fp8_decoded import DecodedFp8
 from pelton_plugins.quantization.numbers import E4M3, round_rows, row_scales
 from pelton_plugins.quantization.reference import FORMAT
@@ -57,7 +57,7 @@ class Fp8Weights(ABC):
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
-        check_cache_scales(config)
+        take_cache_scales(config)
         found = [self.inputs_of(shard) for shard in shards]
         if is_vocabulary or not any(is_kept for is_kept, _ in found):
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)

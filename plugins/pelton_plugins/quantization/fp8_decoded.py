@@ -16,7 +16,7 @@ import torch
 
 from pelton.errors import ConfigError
 from pelton.quantization.plain import PlainWeights
-from pelton_plugins.quantization.cache_scales import check_cache_scales
+from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.quantization.numbers import E4M3
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class DecodedFp8(PlainWeights):
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> Any:
-        check_cache_scales(config)
+        take_cache_scales(config)
         method = PlainWeights() if is_vocabulary else super()
         return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
 

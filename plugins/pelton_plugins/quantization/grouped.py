@@ -19,7 +19,7 @@ from pelton.errors import ConfigError
 from pelton.ops.interface import Linear, LinearNeeds, LinearSpec, LinearTensors, LinearWeights
 from pelton.ops.packed_blocks import BLOCK, KINDS, PANEL_ROWS, BlockKind, pack, panels_shape
 from pelton.quantization.plain import PlainWeights, make_bias
-from pelton_plugins.quantization.cache_scales import check_cache_scales
+from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.weight_forms.blocks import is_for_cpu
 from pelton_plugins.weight_forms.groups import (
     FORMATS,
@@ -87,7 +87,7 @@ class GroupedWeights(ABC):
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
-        check_cache_scales(config)
+        take_cache_scales(config)
         if is_vocabulary and not self.is_quantized_head(shards[0]):
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
         forms = [self.form(shard) for shard in shards]

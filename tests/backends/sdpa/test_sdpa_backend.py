@@ -49,7 +49,7 @@ def test_refuses_none_of_the_suites_cases(name):
     "change, reason",
     [
         ({"dtype": "float64"}, "dtype float64, only float32, bfloat16, float16"),
-        ({"kv_dtype": "fp8_e4m3"}, "kv dtype fp8_e4m3"),
+        ({"kv_dtype": "int8"}, "kv dtype int8"),
         ({"num_heads": 3}, "3 heads are not a multiple of 2 kv heads"),
     ],
 )
