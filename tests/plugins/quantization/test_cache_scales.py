@@ -76,7 +76,7 @@ def logprobs_of(path, **settings):
         "kv_cache_memory_bytes": 2**22,
         "disable_log_stats": True,
     }
-    with LLM(str(path), **made, **settings) as llm:
+    with LLM(str(path), **(made | settings)) as llm:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
         assert output.error is None, output.error
