@@ -41,7 +41,7 @@ def take_cache_scales(config: BuildConfig) -> None:
 
 
 class CacheScales:
-    """What a checkpoint says, by the layers' names in it."""
+    """The scales of one checkpoint, by the layers' names in it."""
 
     def __init__(self, layers: dict[str, Any], device: torch.device) -> None:
         self._layers, self._device = layers, device

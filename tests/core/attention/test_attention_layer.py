@@ -61,5 +61,5 @@ def test_a_planner_may_raise_the_block_size_of_a_group(build):
 
 
 def test_unknown_kv_dtype_is_refused_with_the_backends_reason():
-    with pytest.raises(ConfigError, match=r"sdpa \(priority 10\): kv dtype fp8"):
-        layer(make_test_build({}, PLUGINS, kv_dtype="fp8"), "l0")
+    with pytest.raises(ConfigError, match=r"sdpa \(priority 10\): kv dtype int4"):
+        layer(make_test_build({}, PLUGINS, kv_dtype="int4"), "l0")
