@@ -92,6 +92,7 @@ class EngineCore:
                 self._kv = make_kv_manager(config, model, plugins, self.plan, self._metrics)
                 self._grammars = make_grammar_manager(config, model, plugins, self._metrics)
                 self._max_steps_in_flight = max_steps_in_flight(config, self._executor)
+                self._launches_past_masks = self._executor.launches_past_masks and self._max_steps_in_flight > 1
                 self._scheduler = self._make_scheduler()
                 if config.lora.enable_lora and self._scheduler.adapters is None:
                     raise ConfigError(
@@ -139,7 +140,7 @@ class EngineCore:
                 hasher=hasher,
                 policy=policy,
                 steps_are_ordered=self._executor.steps_are_ordered,
-                max_steps_in_flight=self._max_steps_in_flight,
+                max_steps_in_flight=self._max_steps_in_flight + self._launches_past_masks,
                 grammar_source=self._grammars,
                 proposer=None if num_device_drafts else make_draft_proposer(config, self.model, plugins, self._metrics),
                 num_draft_tokens=num_device_drafts,
@@ -265,10 +266,17 @@ class EngineCore:
             self._scheduler.expire(now)
 
     def _launch(self, outputs: list[EngineOutput]) -> None:
-        """Keep as many steps open as may be."""
-        while len(self._open) < self._max_steps_in_flight:
-            if self._unmasked and not self._goes_past(self._unmasked[-1]) and not self._bring_masks(outputs):
-                return
+        """Keep as many steps open as may be, and one more behind a step that is launched without its masks: the device has work while
+        they are made. Masks behind drafts need the drafts as they are."""
+        while True:
+            goes_past = bool(self._unmasked) and self._launches_past_masks and not self._unmasked[-1].num_draft
+            if len(self._open) >= self._max_steps_in_flight + goes_past:
+                break
+            if self._unmasked and (len(self._open) > 1 or not goes_past):  # first what the device waits for sooner
+                if self._bring_masks(outputs):
+                    continue
+                if not goes_past:
+                    return
             started = time.perf_counter()
             output = self._schedule(outputs)
             self._host_s["schedule"] += time.perf_counter() - started
@@ -287,10 +295,6 @@ class EngineCore:
                 self._unmasked.append(output)
         while self._bring_masks(outputs):  # where a step fails, the next is the oldest
             pass
-
-    def _goes_past(self, output: SchedulerOutput) -> bool:
-        """Return whether the next step may be launched before this one has its masks. Masks behind drafts need the drafts as they are."""
-        return self._executor.launches_past_masks and not output.num_draft
 
     def _schedule(self, outputs: list[EngineOutput]) -> SchedulerOutput | None:
         try:

@@ -52,7 +52,7 @@ class Executor(ABC):
     max_concurrent_steps: int = 2
     """Steps that may be open."""
     launches_past_masks: bool = False
-    """`execute` may be called while the step before it still waits for its masks."""
+    """`execute` may be called while two steps before it still wait for their masks: the device, not a thread, waits with them."""
 
     @abstractmethod
     def __init__(self, context: ExecutorContext) -> None:

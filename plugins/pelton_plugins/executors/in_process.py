@@ -188,7 +188,6 @@ class InProcessExecutor(Executor):
     steps_are_ordered = True
     max_concurrent_steps = 2
     rank = 0
-    launches_past_masks = True
 
     def __init__(self, context: ExecutorContext) -> None:
         from pelton.platform.select import select_platform
@@ -199,6 +198,7 @@ class InProcessExecutor(Executor):
         self.prepare(context, platform)
         self._platform = platform
         self.max_concurrent_steps = max(config.scheduler.max_steps_in_flight, 1)
+        self.launches_past_masks = platform.stream_wait() is not None
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None
         _live.add(self)

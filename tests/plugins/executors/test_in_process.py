@@ -89,6 +89,9 @@ class FakePlatform:
     def prepare(self, config: EngineConfig) -> None:
         self.prepared.append(config)
 
+    def stream_wait(self):
+        return None
+
     def worker_class(self):
         assert len(self.prepared) == 1, "what takes long may begin before anything else is imported"
         return EchoWorker

@@ -67,6 +67,7 @@ class GraphRunner:
         )
         self._side_layout = state.side.layout_version
         self._decode_keys: dict[tuple[int, Tail, int, bool, bool], BatchDescriptor | None] = {}
+        self._apart_keys: dict[tuple[int, Tail], tuple[CUDAGraphMode, BatchDescriptor]] = {}
         self._num_asked: Counter[BatchDescriptor] = Counter()  # of keys whose graphs were not captured
         largest = max(*chain.from_iterable(dispatcher.decode_sizes.values()), *dispatcher.mixed_sizes, 0, 0)
         if largest:
@@ -172,8 +173,10 @@ class GraphRunner:
         return found
 
     def _apart_key(self, num_rows: int, tail: Sample) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, tail=tail)
-        return mode, self._at_place(key)
+        if (num_rows, tail) not in self._apart_keys:
+            mode, key = self.dispatcher.dispatch(num_rows, num_rows, 1, tail=tail)
+            self._apart_keys[num_rows, tail] = mode, self._at_place(key)
+        return self._apart_keys[num_rows, tail]
 
     def replays_apart(self, num_rows: int, tail: Sample) -> bool:
         """Return whether `sample_apart` has nothing to compile or capture."""
@@ -256,6 +259,7 @@ class GraphRunner:
         """Free the graphs that read them where they were, once none is running. They move a few times in an engine's life."""
         self._side_layout = self._state.side.layout_version
         self._decode_keys.clear()
+        self._apart_keys.clear()
         if self._state.device.type != "cpu":
             done = torch.Event(self._state.device)
             done.record()

@@ -17,10 +17,10 @@ _NUM_PARTS = 2
 class _Part:
     """Pinned masks by slot, and the event after which they may be written again."""
 
-    def __init__(self, num_slots: int, num_words: int) -> None:
+    def __init__(self, num_slots: int, num_words: int, device: torch.device) -> None:
         self.words = torch.zeros(num_slots, num_words, dtype=torch.int32, pin_memory=True)
         self.has_mask = torch.zeros(num_slots, dtype=torch.bool, pin_memory=True)
-        self.was_copied: torch.Event | None = None
+        self.was_copied = torch.Event(device)
 
 
 class MaskPlaces:
@@ -33,6 +33,7 @@ class MaskPlaces:
         self._words, self._has_mask = words, has_mask
         self._parts: list[_Part] = []
         self._next = 0
+        self.placed: bytes | None = None  # the slots that the device's `has_mask` is known to say
 
     def place(self, slots: Ints, bitmask: bytes) -> None:
         """Write one mask for each of `slots`, as `GrammarMasks` has them; other slots have none from now on. Words that the masks
@@ -42,18 +43,15 @@ class MaskPlaces:
             return
         part = self._take()
         _place(part.words, part.has_mask, slots, bitmask)
-        part.was_copied = self.copy(slots, part.words, part.has_mask)
+        for target, source in self.copies(slots, part.words, part.has_mask):
+            target.copy_(source, non_blocking=True)
+        self.placed = None
+        part.was_copied.record()
 
-    def copy(self, slots: Ints, words: Tensor, has_mask: Tensor) -> torch.Event | None:
-        """Queue copies of the masks of `slots`, from pinned memory of the same shapes. Returns the event behind them; None on a CPU."""
-        for first, end in runs(np.sort(slots), max(_COPY_BYTES // (4 * self._words.shape[1]), 1)):
-            self._words[first:end].copy_(words[first:end], non_blocking=True)
-        self._has_mask.copy_(has_mask, non_blocking=True)
-        if self._words.device.type == "cpu":
-            return None
-        done = torch.Event(self._words.device)
-        done.record()
-        return done
+    def copies(self, slots: Ints, words: Tensor, has_mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return what comes from where for the masks of `slots`, from pinned memory of the same shapes; last, which slots have one."""
+        parts = runs(np.sort(slots), max(_COPY_BYTES // (4 * self._words.shape[1]), 1))
+        return [*((self._words[first:end], words[first:end]) for first, end in parts), (self._has_mask, has_mask)]
 
     @property
     def device(self) -> torch.device:
@@ -66,11 +64,10 @@ class MaskPlaces:
     def _take(self) -> _Part:
         if len(self._parts) < _NUM_PARTS:
             num_slots, num_words = self._words.shape
-            self._parts.append(_Part(num_slots, num_words))
+            self._parts.append(_Part(num_slots, num_words, self._words.device))
             return self._parts[-1]
         part, self._next = self._parts[self._next], (self._next + 1) % _NUM_PARTS
-        if part.was_copied is not None:
-            part.was_copied.synchronize()
+        part.was_copied.synchronize()
         return part
 
 

@@ -24,6 +24,7 @@ from pelton_platforms.device.steps.masks import MaskPlaces
 from pelton_platforms.device.steps.staging import place_words
 from pelton_platforms.device.steps.step_plan import Ints
 
+_NUM_PARTS = 3
 StreamWait = Callable[[int, int], None]
 """Let the current stream wait until the int32 at an address has reached a value."""
 
@@ -46,18 +47,21 @@ class _Part:
         self.has_mask = torch.zeros(has_mask.shape, dtype=torch.bool, pin_memory=pin_memory)
         self.flag = torch.zeros(1, dtype=torch.int32, pin_memory=pin_memory)
         self.word_rows, self.flags, self.number = self.words.numpy(), self.has_mask.numpy(), self.flag.numpy()
+        self.address = self.flag.data_ptr()
         self.num_uses = 0
+        self.slots = b""  # that `copies` and `flags` are of
+        self.copies: list[tuple[Tensor, Tensor]] = []
         self.was_copied: torch.Event | None = None
 
 
 class MasksAhead:
-    """Two parts in turn: a step's masks may be written while those of the step before are read."""
+    """Three parts in turn: one is read by the device, two are of steps that are launched behind it."""
 
     def __init__(self, places: MaskPlaces, wait: StreamWait) -> None:
         self._places, self._wait = places, wait
         is_pinned = places.device.type != "cpu"
         self._stream = torch.Stream(places.device) if is_pinned else None
-        self._parts = [_Part(*places.tensors, pin_memory=is_pinned) for _ in range(2)]
+        self._parts = [_Part(*places.tensors, pin_memory=is_pinned) for _ in range(_NUM_PARTS)]
         self._next = 0
         self._awaited: dict[int, Awaited] = {}
         self._changed = threading.Condition()
@@ -72,28 +76,35 @@ class MasksAhead:
         part, self._next = self._parts[self._next], (self._next + 1) % len(self._parts)
         if part.was_copied is not None:
             part.was_copied.synchronize()
-        part.flags[:] = False
-        part.flags[slots] = True
+        key = slots.tobytes()
+        if part.slots != key:
+            part.slots, part.copies = key, self._places.copies(slots, part.words, part.has_mask)
+            part.flags[:] = False
+            part.flags[slots] = True
         part.num_uses += 1
         awaited = Awaited(part, slots, part.num_uses)
         with self._changed:
             self._awaited[step_id] = awaited
         try:
             if self._stream is None:
-                self._queue(part, slots)
+                self._queue(part)
             else:
+                if part.was_copied is None:
+                    part.was_copied = torch.Event(self._places.device)
                 with self._stream:
-                    self._queue(part, slots)
-                assert part.was_copied is not None
-                torch.accelerator.current_stream().wait_event(part.was_copied)
+                    self._queue(part)
+                    part.was_copied.record()
+                part.was_copied.wait()
         except BaseException:
             self._raise(step_id)
             raise
         return awaited
 
-    def _queue(self, part: _Part, slots: Ints) -> None:
-        self._wait(part.flag.data_ptr(), part.num_uses)
-        part.was_copied = self._places.copy(slots, part.words, part.has_mask)
+    def _queue(self, part: _Part) -> None:
+        self._wait(part.address, part.num_uses)
+        for target, source in part.copies if self._places.placed != part.slots else part.copies[:-1]:
+            target.copy_(source, non_blocking=True)
+        self._places.placed = part.slots
 
     def bring(self, masks: GrammarMasks) -> None:
         """Write the masks of a step, and let the device go on. From any thread, once the result of the step before is read; never
