@@ -38,7 +38,11 @@ class GrammarManager:
         self._compile_s: list[float] = []
 
     def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        return self._pool.submit(self._compile, params)
+        if (known := self._backend and self._backend.known(params)) is None:
+            return self._pool.submit(self._compile, params)
+        future = Future[Grammar]()
+        future.set_result(known)
+        return future
 
     def take_compile_times(self) -> list[float]:
         times, self._compile_s = self._compile_s, []

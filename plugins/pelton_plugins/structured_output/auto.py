@@ -32,6 +32,9 @@ class AutoBackend(StructuredOutputBackend):
         logger.debug("Structured output, %s: %s (%s).", params.kind, name, why)
         return grammar
 
+    def known(self, params: StructuredOutputsParams) -> Grammar | None:
+        return self._guidance.known(params)  # which knows what outlines did not take
+
     def _choose(self, params: StructuredOutputsParams) -> tuple[str, str, Grammar]:
         if params.regex is None and params.choice is None:
             return "llguidance", "outlines serves regex and choice", self._guidance.compile(params)

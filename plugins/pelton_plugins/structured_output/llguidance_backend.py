@@ -21,14 +21,29 @@ import numpy as np
 
 from pelton.config.structured_outputs import StructuredOutputsConfig
 from pelton.errors import EngineError, RequestError
+from pelton.logging import get_logger
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
 from pelton_plugins.structured_output.json_schema import find_blamed
+from pelton_plugins.structured_output.native_matcher import (
+    ROW,
+    CannotUseError,
+    MaskPool,
+    NativeMatcher,
+    NativeTokenizer,
+    make_native,
+)
 from pelton_plugins.structured_output.sources import Sources
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
 _MAX_CACHED = 512
 """Compiled constraints that are kept, the last used ones."""
+_MOST_IDLE = 4
+"""Matchers of a constraint that wait for the next request with it."""
+_MOST_USES = 32
+"""Requests of a matcher: what its lexer has found out stays in memory."""
+_LARGE_COPY_S = 2e-3
+"""A matcher whose copy takes as long is too large to be kept: a few MB."""
 _SLOW_S = 2e-3
 """CPU time of a first mask, made again, of a grammar whose masks are made apart from the others'."""
 _STACK_BYTES = 256 * 2**20
@@ -44,7 +59,7 @@ _LIMITS: dict[str, int] = {
     "max_grammar_size": 500_000,
 }
 
-
+logger = get_logger(__name__)
 _stack_lock = threading.Lock()
 T = TypeVar("T")
 
@@ -54,9 +69,10 @@ class LLGrammar(Grammar):
 
     name = "llguidance"
 
-    def __init__(self, matcher: Any, filler: BatchFiller) -> None:
+    def __init__(self, matcher: Any, filler: BatchFiller | NativeFiller, compiled: Compiled | None = None) -> None:
         self.matcher = matcher
-        self.filler: BatchFiller = filler
+        self._compiled = compiled
+        self.filler: BatchFiller | NativeFiller = filler
         self.pending: int | None = None
         self.masks: Any = None  # the last one made, of the state before `pending`, and others: int32 words
         self.place = 0  # of its own among them
@@ -79,13 +95,8 @@ class LLGrammar(Grammar):
         return count
 
     def fill_bitmask(self, row: bytearray | memoryview, draft_token_ids: Sequence[int] = ()) -> None:
-        self.flush()
-        drafts = list(draft_token_ids)
-        masks = np.full((1 + len(drafts), -(-len(row) // 4)), -1, dtype="<i4")
-        if drafts:
-            self.matcher.unsafe_compute_mask_ptr_with_draft_token(masks.ctypes.data, masks.strides[0], drafts)
-        else:
-            self.matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.strides[0])
+        masks = np.full((1 + len(draft_token_ids), -(-len(row) // 4)), -1, dtype="<i4")
+        self.filler.fill_alone(self, masks, list(draft_token_ids))
         self.check()
         row[:] = masks[-1].tobytes()
 
@@ -93,6 +104,10 @@ class LLGrammar(Grammar):
         self.flush()
         is_stopped: bool = self.matcher.is_stopped()
         return is_stopped
+
+    def __del__(self) -> None:
+        if self._compiled is not None:
+            self._compiled.give_back(self.matcher)
 
     def flush(self) -> None:
         """Take in what waits."""
@@ -112,9 +127,47 @@ class LLGrammar(Grammar):
             raise EngineError(f"llguidance: {message}")
 
 
+class Compiled:
+    """A constraint with matchers in their first state. What a request has used is used again: its lexer knows most of what masks ask
+    it, which takes a third of the time of those of a new one. llguidance's Python classes share theirs by themselves."""
+
+    def __init__(self, matcher: Any, *, is_slow: bool) -> None:
+        self.is_slow = is_slow
+        self._matcher = matcher  # of which others are copied; used once, where it has been given back
+        self._idle: list[Any] = []
+        self._takes_back = isinstance(matcher, NativeMatcher)
+
+    def take(self) -> Any:
+        """A matcher for a request."""
+        known = self.take_known()
+        if known is None:
+            started = time.perf_counter()
+            known = self._matcher.deep_copy()
+            if time.perf_counter() - started > _LARGE_COPY_S:
+                self._takes_back, self._idle = False, []
+        return known
+
+    def take_known(self) -> Any:
+        """One that need not be copied; None without one."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def give_back(self, matcher: Any) -> None:
+        """Take the matcher of a request that ended. On any thread."""
+        if not self._takes_back or matcher.num_uses >= _MOST_USES or len(self._idle) >= _MOST_IDLE or not matcher.reset():
+            return
+        matcher.num_uses += 1
+        if self._matcher.num_uses:
+            self._idle.append(matcher)
+        else:
+            self._matcher = matcher
+
+
 def num_threads(num_cores: int) -> int:
-    """Half of a few cores, which the model computes on; most of many."""
-    return max(num_cores // 2, 1) if num_cores < 8 else min(num_cores - 4, 16)
+    """Half of a few cores, which the model computes on; of many as many as are awake sooner than the others have done their work."""
+    return max(num_cores // 2, 1) if num_cores < 8 else min(num_cores // 2, 6)
 
 
 class BatchFiller:
@@ -123,6 +176,14 @@ class BatchFiller:
 
     def __init__(self, num_threads: int) -> None:
         self.executor = llguidance.LLExecutor(num_threads) if num_threads > 1 else None
+
+    def fill_alone(self, grammar: LLGrammar, masks: Any, drafts: list[int]) -> None:
+        """Make the masks of one row, on any thread."""
+        grammar.flush()
+        if drafts:
+            grammar.matcher.unsafe_compute_mask_ptr_with_draft_token(masks.ctypes.data, masks.strides[0], drafts)
+        else:
+            grammar.matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.strides[0])
 
     def fill(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
         if self.executor is None:
@@ -166,6 +227,39 @@ class BatchFiller:
                 grammar.check()
 
 
+class NativeFiller:
+    """The same by one call of our own: see `native_matcher`."""
+
+    def __init__(self, pool: MaskPool) -> None:
+        self._pool = pool
+        self._handles: list[int] = []
+        self._rows = np.zeros(0, dtype=ROW)  # of these matchers
+
+    def fill_alone(self, grammar: LLGrammar, masks: Any, drafts: list[int]) -> None:
+        """Make the masks of one row, on any thread."""
+        grammar.flush()
+        self._pool.fill_alone(grammar.matcher.handle, masks, np.asarray(drafts, dtype=np.uint32))
+
+    def fill(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
+        grammars = [row[0] for row in rows]
+        handles = [grammar.matcher.handle for grammar in grammars]
+        if handles != self._handles:
+            self._handles, self._rows = handles, np.zeros(len(rows), dtype=ROW)
+            self._rows["matcher"] = handles
+        table, stride, kept = self._rows, bitmask.strides[0], []
+        table["masks"] = bitmask.ctypes.data + stride * np.fromiter((row[1] for row in rows), np.int64, len(rows))
+        table["token"] = [-1 if grammar.pending is None else grammar.pending for grammar in grammars]
+        table["num_drafts"] = 0
+        for index, (grammar, place, drafts) in enumerate(rows):
+            grammar.pending, grammar.masks, grammar.place = None, bitmask, place
+            if drafts:
+                kept.append(np.asarray(drafts, dtype=np.uint32))
+                table["drafts"][index], table["num_drafts"][index] = kept[-1].ctypes.data, len(drafts)
+        if self._pool.fill(table, 4 * bitmask.shape[1], stride):
+            for index in np.flatnonzero(table["failed"]).tolist():
+                grammars[index].check()
+
+
 class LLGuidanceBackend(StructuredOutputBackend):
     """Serves every kind of constraint."""
 
@@ -182,8 +276,17 @@ class LLGuidanceBackend(StructuredOutputBackend):
             slices=llguidance.LLTokenizer.json_slices(),
         )
         self._limits = llguidance._lib.LLParserLimits(**_LIMITS)
-        self._filler = BatchFiller(self.settings.grammar_threads or num_threads(os.cpu_count() or 2))
-        self._made: OrderedDict[bytes, tuple[Any, bool]] = OrderedDict()  # (matcher in its first state, is slow)
+        threads = self.settings.grammar_threads or num_threads(len(os.sched_getaffinity(0)))
+        self._native: NativeTokenizer | None = None
+        self._filler: BatchFiller | NativeFiller
+        try:
+            slices = llguidance.LLTokenizer.json_slices()
+            self._native, pool = make_native(vocabulary, slices, _LIMITS, self._tokenizer, threads)
+            self._filler = NativeFiller(pool)
+        except CannotUseError as error:
+            logger.info("Masks are made by llguidance's Python classes, which takes longer: %s.", error)
+            self._filler = BatchFiller(threads)
+        self._made: OrderedDict[bytes, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self.num_compiled = 0
 
@@ -200,11 +303,19 @@ class LLGuidanceBackend(StructuredOutputBackend):
                 self._made[key] = found
                 if len(self._made) > _MAX_CACHED:
                     self._made.popitem(last=False)
-        grammar = LLGrammar(found[0].deep_copy(), self._filler)
-        grammar.is_slow = found[1]
+        return self._grammar(found, found.take())
+
+    def known(self, params: StructuredOutputsParams) -> Grammar | None:
+        found = self._made.get(cache_key(params))
+        matcher = None if found is None else found.take_known()
+        return None if found is None or matcher is None else self._grammar(found, matcher)
+
+    def _grammar(self, compiled: Compiled, matcher: Any) -> LLGrammar:
+        grammar = LLGrammar(matcher, self._filler, compiled)
+        grammar.is_slow = compiled.is_slow
         return grammar
 
-    def _compile(self, params: StructuredOutputsParams) -> tuple[Any, bool]:
+    def _compile(self, params: StructuredOutputsParams) -> Compiled:
         is_slow = False
         matcher = self._matcher(self._sources.make(params))
         if matcher.is_error():
@@ -216,9 +327,11 @@ class LLGuidanceBackend(StructuredOutputBackend):
             is_slow = time.thread_time() - started > _SLOW_S
         if matcher.is_error():
             raise refusal(params, matcher.get_error())
-        return matcher, is_slow
+        return Compiled(matcher, is_slow=is_slow)
 
     def _matcher(self, source: str) -> Any:
+        if self._native is not None:
+            return self._native.matcher(source)
         return llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
 
 
