@@ -150,12 +150,12 @@ def test_masks_that_cannot_be_made_at_all_fail_their_step(
     run(core)
     make_masks, count = core._scheduler.grammar_masks, 0
 
-    def broken(output: Any) -> GrammarMasks | None:
+    def broken(output: Any, room: Any) -> GrammarMasks | None:
         nonlocal count
         count += 1
         if count == 10:
             raise ZeroDivisionError("masks")
-        return make_masks(output)
+        return make_masks(output, room)
 
     monkeypatch.setattr(core._scheduler, "grammar_masks", broken)
     add(core, "second", 37)

@@ -316,7 +316,7 @@ class EngineCore:
         output = self._unmasked.popleft()
         cause: Exception | None = None
         try:
-            masks = self._scheduler.grammar_masks(output)
+            masks = self._scheduler.grammar_masks(output, self._executor.mask_room(output))
             assert masks is not None, "a step with grammar rows has masks"
         except Exception as error:  # the worker waits for them all the same
             why = f"No masks could be made: {type(error).__name__}: {error}"

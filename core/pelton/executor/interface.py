@@ -78,6 +78,11 @@ class Executor(ABC):
     def sample(self, masks: GrammarMasks) -> None:
         """Bring the masks that an executed step with grammar rows waits for, or the error for which there are none."""
 
+    def mask_room(self, output: SchedulerOutput) -> Any:
+        """Return the host memory [slots, words] int32 that the device will read the masks of an executed step from, one at each row's
+        slot: who writes them there brings none. None where there is no such memory, or not yet."""
+        return None
+
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker's own between steps; arguments and result are plain data. Raises `NotSupportedError` for a

@@ -91,6 +91,8 @@ class GrammarMasks(msgspec.Struct, kw_only=True):
     """[len(grammar_rows)] 1 + drafts of each row."""
     error: str = ""
     """Why there are none: the step that waits for them fails."""
+    are_placed: bool = False
+    """They were written where `Executor.mask_room` said; `bitmask` is empty."""
 
 
 class ModelOutput(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -135,8 +135,9 @@ class Scheduler(ABC):
         """The next step's work, or None when nothing can run now (all is finished, pending or waiting)."""
 
     @abstractmethod
-    def grammar_masks(self, output: SchedulerOutput) -> GrammarMasks | None:
-        """Masks for the step's grammar rows; needs every earlier step's `update`. None when it has no such row."""
+    def grammar_masks(self, output: SchedulerOutput, room: Any = None) -> GrammarMasks | None:
+        """Masks for the step's grammar rows; needs every earlier step's `update`. None when it has no such row.
+        room: see `Executor.mask_room`."""
 
     @abstractmethod
     def update(self, output: SchedulerOutput, result: ModelOutput) -> list[EngineOutput]:

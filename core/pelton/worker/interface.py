@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
@@ -80,6 +80,10 @@ class Worker(ABC):
 
     def bring_masks(self, masks: GrammarMasks) -> None:  # noqa: B027
         """Take the masks that a launched step's device waits for, or an error. From any thread, once results of older steps are read."""
+
+    def mask_room(self, step_id: int) -> Any:
+        """See `Executor.mask_room`. From any thread."""
+        return None
 
     def warm_up(self) -> None:  # noqa: B027
         """Compile, tune or capture what the first requests would otherwise wait for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -171,6 +171,9 @@ class DeviceWorker(Worker):
 
     def bring_masks(self, masks: GrammarMasks) -> None:
         self.runner.bring_masks(masks)
+
+    def mask_room(self, step_id: int) -> Any:
+        return self.runner.mask_room(step_id)
 
     def load_adapter(self, load_id: int, name: str, path: str) -> None:
         """Read an adapter into host memory; from any thread. `SchedulerOutput.adapter_slots` brings it to the device."""

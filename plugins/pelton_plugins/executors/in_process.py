@@ -270,6 +270,9 @@ class InProcessExecutor(Executor):
     def sample(self, masks: GrammarMasks) -> None:
         self._thread.bring(masks)
 
+    def mask_room(self, output: SchedulerOutput) -> Any:
+        return None if self._worker is None else self._worker.mask_room(output.step_id)
+
     def call(self, method: str, *args: Any) -> Any:
         target = self._method(method)
         return self._run(lambda: target(*args))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pelton.errors import EngineError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _ANY = -1
 """A word of a mask that allows its 32 tokens."""
+_NUM_BUFFERS = 2
 _LATE_S = 2e-3
 """A step waits so long for the masks of a grammar that is slow."""
 _NUM_THREADS = 2
@@ -93,31 +95,59 @@ def is_compiled(request: RequestState) -> bool:
     return True
 
 
-def make_masks(step: OpenStep, vocab_size: int, table: RequestTable) -> GrammarMasks:
-    """Masks of the step's grammar rows; a request whose mask cannot be made ends."""
-    import numpy as np  # here: who only schedules does not load it
+class MaskMaker:
+    """Makes the masks of steps, in memory that is used again."""
 
-    output = step.output
-    num_masks = [1 + (output.num_draft[row] if output.num_draft else 0) for row in output.grammar_rows]
-    bitmask: Any = np.full((sum(num_masks), (vocab_size + 31) // 32), _ANY, dtype="<i4")
-    place, by_filler, apart = 0, dict[MaskFiller | None, list[_Row]](), list[tuple[_Row, Future[Any]]]()
-    started = time.perf_counter()
-    step_id, requests = output.step_id, step.requests
-    for row, count in zip(output.grammar_rows, num_masks, strict=True):
-        request = requests[row]
-        if not request.is_finished and step_id > request.discard_through_step:
-            made = _masked(request, place, count)
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = (vocab_size + 31) // 32
+        self._buffers: list[Any] = []  # of this step and the one before, which may be on its way
+
+    def make(self, step: OpenStep, table: RequestTable, room: Any = None) -> GrammarMasks:
+        """Masks of the step's grammar rows; a request whose mask cannot be made ends. room: see `Executor.mask_room`."""
+        output, num_words = step.output, self._num_words
+        grammar_rows, slots = output.grammar_rows, output.slots
+        if room is not None and not output.num_draft and room.shape[1] >= num_words:
+            num_masks, bitmask = [1] * len(grammar_rows), room[:, :num_words]
+            places = [slots[row] for row in grammar_rows]
+        else:
+            room = None
+            num_masks = [1 + (output.num_draft[row] if output.num_draft else 0) for row in grammar_rows]
+            places = [0, *accumulate(num_masks)]
+            bitmask = self._take(places.pop())
+        self._fill(step, table, places, num_masks, bitmask)
+        view: Any = (
+            b"" if room is not None else bitmask.data.cast("B")
+        )  # no copy: it crosses to other processes as bytes do
+        return GrammarMasks(step_id=output.step_id, bitmask=view, num_masks=num_masks, are_placed=room is not None)
+
+    def _take(self, count: int) -> Any:
+        """Memory for so many masks."""
+        import numpy as np  # here: who only schedules does not load it
+
+        if len(self._buffers) < _NUM_BUFFERS or len(self._buffers[0]) < count:
+            found = np.empty((count, self._num_words), dtype="<i4")
+            self._buffers = [*self._buffers[1 - _NUM_BUFFERS :], found]
+        else:
+            self._buffers.append(found := self._buffers.pop(0))
+        return found[:count]
+
+    def _fill(self, step: OpenStep, table: RequestTable, places: list[int], num_masks: list[int], bitmask: Any) -> None:
+        by_filler, apart = dict[MaskFiller | None, list[_Row]](), list[tuple[_Row, Future[Any]]]()
+        started, step_id, requests = time.perf_counter(), step.output.step_id, step.requests
+        for row, place, count in zip(step.output.grammar_rows, places, num_masks, strict=True):
+            request = requests[row]
+            is_seen = not request.is_finished and step_id > request.discard_through_step
+            made = _masked(request, place, count) if is_seen else None
+            if made is None or count > 1:  # all tokens are allowed where nobody looks at what is sampled
+                bitmask[place : place + count] = _ANY
             if made is not None and made[0].is_slow:
                 apart.append((made, _threads().submit(_make_apart, *made[:3:2], bitmask.shape[1])))
             elif made is not None:
                 by_filler.setdefault(made[0].filler, []).append(made)
-        place += count  # all tokens are allowed where nobody looks at what is sampled
-    for filler, rows in by_filler.items():
-        _fill(filler, rows, bitmask, table)
-    for masked, job in apart:
-        _take_apart(masked, job, bitmask, table, started + _LATE_S)
-    view: Any = bitmask.data.cast("B")  # no copy: it crosses to other processes as bytes do
-    return GrammarMasks(step_id=output.step_id, bitmask=view, num_masks=num_masks)
+        for filler, rows in by_filler.items():
+            _fill(filler, rows, bitmask, table)
+        for masked, job in apart:
+            _take_apart(masked, job, bitmask, table, started + _LATE_S)
 
 
 _Row = tuple[Grammar, int, Sequence[int], RequestState]

@@ -76,6 +76,7 @@ class DefaultScheduler(Scheduler):
         policy = context.policy or FCFSPolicy()
         self._steps = OpenSteps()
         self._common_prefix = CommonPrefix(kv_manager)
+        self._masks = grammars.MaskMaker(context.vocab_size)
         self._limits = AdmissionLimits(
             config=config,
             kv=kv_manager,
@@ -263,10 +264,10 @@ class DefaultScheduler(Scheduler):
         self._steps.add(opened)
         return opened
 
-    def grammar_masks(self, output: SchedulerOutput) -> GrammarMasks | None:
+    def grammar_masks(self, output: SchedulerOutput, room: Any = None) -> GrammarMasks | None:
         if not output.grammar_rows:
             return None
-        masks = grammars.make_masks(self._steps.find(output), self.vocab_size, self._table)
+        masks = self._masks.make(self._steps.find(output), self._table, room)
         self._table.drop_finished_rows()
         return masks
 

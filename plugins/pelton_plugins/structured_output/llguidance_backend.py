@@ -156,7 +156,12 @@ class Compiled:
 
     def give_back(self, matcher: Any) -> None:
         """Take the matcher of a request that ended. On any thread."""
-        if not self._takes_back or matcher.num_uses >= _MOST_USES or len(self._idle) >= _MOST_IDLE or not matcher.reset():
+        if (
+            not self._takes_back
+            or matcher.num_uses >= _MOST_USES
+            or len(self._idle) >= _MOST_IDLE
+            or not matcher.reset()
+        ):
             return
         matcher.num_uses += 1
         if self._matcher.num_uses:

@@ -220,14 +220,18 @@ def make_native(
     """The C functions, once they have made the same masks as the Python classes do. tokenizer: an `LLTokenizer`.
     Raises `CannotUseError`."""
     made, pool = NativeTokenizer(vocabulary, slices, limits), MaskPool(num_threads)
-    known = llguidance.LLMatcher(tokenizer, f'%llguidance {json.dumps({"no_forcing": True})}\n{_PROBE}', log_level=0)
+    known = llguidance.LLMatcher(tokenizer, f"%llguidance {json.dumps({'no_forcing': True})}\n{_PROBE}", log_level=0)
     probe = made.matcher(_PROBE)
     for text in (b"", b"a", b"b", b"7"):
         tokens = [token for token, one in enumerate(vocabulary.tokens) if text and one == text][:1]
         if text and (not tokens or not known.consume_token(tokens[0]) or not probe.consume_token(tokens[0])):
             break
         mask = probe.compute_bitmask()
-        if probe.is_error() or len(mask) != 4 * -(-vocabulary.vocab_size // 32) or not known.compute_bitmask().startswith(mask):
+        if (
+            probe.is_error()
+            or len(mask) != 4 * -(-vocabulary.vocab_size // 32)
+            or not known.compute_bitmask().startswith(mask)
+        ):
             raise CannotUseError("llguidance's C functions do not make the masks that its Python classes make")
     return made, pool
 

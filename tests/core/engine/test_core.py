@@ -367,7 +367,7 @@ def test_a_step_without_masks_fails_and_the_engine_goes_on(core_with_grammars, g
     """The worker waits for them: it has to hear that none will come."""
     core, executor = core_with_grammars
     executor.launches_past_masks = goes_past
-    monkeypatch.setattr(core._scheduler, "grammar_masks", lambda output: 1 / 0)
+    monkeypatch.setattr(core._scheduler, "grammar_masks", lambda output, room: 1 / 0)
     constraint = StructuredOutputsParams(regex="5")
     core.add_request(make_request("g", 3, 20, eos_token_ids=[0], structured_outputs=constraint))
     outputs = run(core)

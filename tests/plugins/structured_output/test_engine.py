@@ -11,7 +11,12 @@ import pytest
 from pelton import LLM, SamplingParams
 from pelton.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from pelton.testing.models import EOS_ID, make_tiny_checkpoint
-from pelton_plugins.structured_output.llguidance_backend import BatchFiller, LLGrammar, LLGuidanceBackend
+from pelton_plugins.structured_output.llguidance_backend import (
+    BatchFiller,
+    LLGrammar,
+    LLGuidanceBackend,
+    NativeFiller,
+)
 
 PROMPTS = ["This sucks", "The weather is beautiful"]
 SCHEMA = {
@@ -115,7 +120,8 @@ def test_a_bad_schema_is_the_clients_error_and_the_engine_goes_on(llm):
 def test_a_grammar_that_raises_while_masks_are_made_ends_its_request_alone(llm, monkeypatch):
     """In the middle of its answer; what the others give is what they give without it."""
     bad = StructuredOutputsParams(json={"const": "x" * 40}, disable_any_whitespace=True)
-    compile_, fill, fill_row = LLGuidanceBackend.compile, BatchFiller.fill, LLGrammar.fill_bitmask
+    compile_, fill_row = LLGuidanceBackend.compile, LLGrammar.fill_bitmask
+    fills = {filler: filler.fill for filler in (BatchFiller, NativeFiller)}
     marked = []
 
     def compiled(backend, params):
@@ -132,7 +138,7 @@ def test_a_grammar_that_raises_while_masks_are_made_ends_its_request_alone(llm, 
             grammar.num_masks = getattr(grammar, "num_masks", 0) + 1
         if any(is_due(grammar) for grammar, _, _ in rows):
             raise RuntimeError("broken")
-        fill(filler, rows, bitmask)
+        fills[type(filler)](filler, rows, bitmask)
 
     def filled_row(grammar, row, drafts=()):
         if is_due(grammar):
@@ -142,7 +148,8 @@ def test_a_grammar_that_raises_while_masks_are_made_ends_its_request_alone(llm, 
     others = [constrained(seed=1), SamplingParams(temperature=1.0, seed=2, max_tokens=40), constrained(seed=3)]
     expected = [output.outputs[0].token_ids for output in llm.generate(["Hi"] * 3, others, use_tqdm=False)]
     monkeypatch.setattr(LLGuidanceBackend, "compile", compiled)
-    monkeypatch.setattr(BatchFiller, "fill", filled)
+    for filler in fills:
+        monkeypatch.setattr(filler, "fill", filled)
     monkeypatch.setattr(LLGrammar, "fill_bitmask", filled_row)
     *found, ended = llm.generate(
         ["Hi"] * 4, [*others, SamplingParams(max_tokens=60, structured_outputs=bad)], use_tqdm=False

@@ -106,6 +106,11 @@ class MasksAhead:
             target.copy_(source, non_blocking=True)
         self._places.placed = part.slots
 
+    def room(self, step_id: int) -> Any:
+        """[slots, words] int32 of pinned memory, for masks of a launched step; None while it is not launched."""
+        awaited = self._awaited.get(step_id)
+        return None if awaited is None else awaited.part.word_rows
+
     def bring(self, masks: GrammarMasks) -> None:
         """Write the masks of a step, and let the device go on. From any thread, once the result of the step before is read; never
         raises."""
@@ -114,7 +119,7 @@ class MasksAhead:
             return
         try:
             awaited.error = masks.error
-            if not masks.error:
+            if not masks.error and not masks.are_placed:
                 place_words(awaited.part.word_rows, awaited.slots, masks.bitmask)
         except Exception as error:
             awaited.error = f"Placing the step's masks failed: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -200,6 +200,10 @@ class ModelRunner:
         """Masks that a launched step waits for on the device. From any thread."""
         assert self._masks_ahead is not None, "a step waits for masks"
         self._masks_ahead.bring(masks)
+
+    def mask_room(self, step_id: int) -> Any:
+        """See `Executor.mask_room`: of a step that was launched past its masks. From any thread."""
+        return None if self._masks_ahead is None else self._masks_ahead.room(step_id)
 
     @property
     def awaits_masks(self) -> bool:
