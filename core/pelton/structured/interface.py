@@ -77,4 +77,5 @@ class StructuredOutputBackend(ABC):
         """Raises `RequestError` when the constraint is not valid."""
 
     def known(self, params: StructuredOutputsParams) -> Grammar | None:
-        """What `compile` gives where that takes some microseconds, else None. On the engine core's thread."""
+        """Return what `compile` would where that takes microseconds, else None. On the engine core's thread."""
+        return None

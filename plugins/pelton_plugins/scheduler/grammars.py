@@ -138,7 +138,9 @@ class MaskMaker:
             request = requests[row]
             is_seen = not request.is_finished and step_id > request.discard_through_step
             made = _masked(request, place, count) if is_seen else None
-            if made is None or count > 1:  # all tokens are allowed where nobody looks at what is sampled
+            if (
+                made is None or count > 1 or made[0].is_slow
+            ):  # all tokens are allowed where nobody looks at what is sampled
                 bitmask[place : place + count] = _ANY
             if made is not None and made[0].is_slow:
                 apart.append((made, _threads().submit(_make_apart, *made[:3:2], bitmask.shape[1])))

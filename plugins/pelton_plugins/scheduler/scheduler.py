@@ -222,6 +222,8 @@ class DefaultScheduler(Scheduler):
             steps.forget_taken()
         if len(steps) >= self.max_steps_in_flight:
             return None
+        if self._results.filled:
+            self._results.cache_filled()
         if self._adapters is not None:
             self._adapters.begin_step()
         if table.deferred:
@@ -272,6 +274,8 @@ class DefaultScheduler(Scheduler):
         return masks
 
     def update(self, output: SchedulerOutput, result: ModelOutput) -> list[EngineOutput]:
+        if self._results.filled:
+            self._results.cache_filled()
         step = self._steps.oldest(output)
         if len(result.token_ids) != len(step.requests) or result.step_id != output.step_id:
             raise EngineError(

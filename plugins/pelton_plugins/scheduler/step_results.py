@@ -45,6 +45,7 @@ class StepResults:
         self._hasher = hasher
         self._hash_block_size = allocations.hash_block_size
         self._is_ordered = steps_are_ordered
+        self.filled: list[RequestState] = []  # whose last token filled a block that is not cached yet
 
     def take_in(self, step: OpenStep, result: ModelOutput) -> None:
         """Enter the outputs of all rows with the step. The caller drops rows that finished."""
@@ -78,7 +79,8 @@ class StepResults:
             self._settle(step, result, row, request, errors)
 
     def _take_in_masked(self, step: OpenStep, result: ModelOutput, errors: dict[int, str], *, is_plain: bool) -> None:
-        """The rows of a step with grammars: nearly all of them bring a token that the mask allowed, and that ends nothing."""
+        """The rows of a step with grammars: nearly all of them bring a token that the mask allowed, and that ends nothing. Blocks that
+        are full are left to `cache_filled`: the next masks come first."""
         logprobs, tell = result.logprobs, step.outputs.append
         for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
             known = request.token_ids
@@ -86,14 +88,26 @@ class StepResults:
                 is_plain
                 and len(tokens) == 1
                 and tokens[0] not in request.stop_ids
-                and len(known) < request.next_event_len
+                and (
+                    len(known) < request.next_event_len
+                    or (request.next_event_len > 0 and len(known) + 1 < request.max_total_tokens)
+                )
                 and row not in logprobs
                 and (request.grammar is None or self._goes_on(request, tokens))
             ):
                 known.append(tokens[0])
+                if len(known) > request.next_event_len:
+                    self.filled.append(request)
                 tell(EngineOutput(request.request_id, tokens))
             else:
                 self._settle(step, result, row, request, errors)
+
+    def cache_filled(self) -> None:
+        """Cache the blocks that the last step's tokens have filled. Before the next step is scheduled, or taken in."""
+        filled, self.filled = self.filled, []
+        for request in filled:
+            if request.status is RequestStatus.RUNNING:
+                self._cache_and_plan(request, is_plain=True)
 
     def _goes_on(self, request: RequestState, tokens: list[int]) -> bool:
         """As `grammars.goes_on`; a request whose grammar fails ends alone."""

@@ -10,10 +10,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import llguidance
 import msgspec
@@ -24,6 +23,9 @@ from pelton.errors import EngineError, RequestError
 from pelton.logging import get_logger
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
+from pelton_plugins.structured_output.compile_process import CompileProcess
+from pelton_plugins.structured_output.deep_stack import on_deep_stack
+from pelton_plugins.structured_output.helper_process import NoAnswerError
 from pelton_plugins.structured_output.json_schema import find_blamed
 from pelton_plugins.structured_output.native_matcher import (
     ROW,
@@ -44,11 +46,11 @@ _MOST_USES = 32
 """Requests of a matcher: what its lexer has found out stays in memory."""
 _LARGE_COPY_S = 2e-3
 """A matcher whose copy takes as long is too large to be kept: a few MB."""
+_LARGE_CHARS = 8192
+"""A longer source is compiled in a process first that can be stopped: the library's limits bound small ones to a second or so, but it
+needs 20 s for the largest that a request may have."""
 _SLOW_S = 2e-3
 """CPU time of a first mask, made again, of a grammar whose masks are made apart from the others'."""
-_STACK_BYTES = 256 * 2**20
-"""Of the thread that compiles. The library descends a level for each rule or reference that leads to the next, and needs up to 4 kB for
-it; a constraint of the greatest length has 33,000. It is address space: what is not touched takes no memory."""
 _TOO_MUCH = ("items; max is", "lexer error", "fuel", "too many", "TooComplex")
 """Parts of the errors of a grammar that met one of the limits below in mid-answer."""
 _LIMITS: dict[str, int] = {
@@ -60,8 +62,6 @@ _LIMITS: dict[str, int] = {
 }
 
 logger = get_logger(__name__)
-_stack_lock = threading.Lock()
-T = TypeVar("T")
 
 
 class LLGrammar(Grammar):
@@ -156,12 +156,10 @@ class Compiled:
 
     def give_back(self, matcher: Any) -> None:
         """Take the matcher of a request that ended. On any thread."""
-        if (
-            not self._takes_back
-            or matcher.num_uses >= _MOST_USES
-            or len(self._idle) >= _MOST_IDLE
-            or not matcher.reset()
-        ):
+        if not self._takes_back or matcher.num_uses >= _MOST_USES or len(self._idle) >= _MOST_IDLE:
+            return
+        matcher = matcher.moved()
+        if matcher is None or not matcher.reset():
             return
         matcher.num_uses += 1
         if self._matcher.num_uses:
@@ -172,7 +170,7 @@ class Compiled:
 
 def num_threads(num_cores: int) -> int:
     """Half of a few cores, which the model computes on; of many as many as are awake sooner than the others have done their work."""
-    return max(num_cores // 2, 1) if num_cores < 8 else min(num_cores // 2, 6)
+    return max(num_cores // 2, 1) if num_cores < 8 else 4
 
 
 class BatchFiller:
@@ -273,24 +271,28 @@ class LLGuidanceBackend(StructuredOutputBackend):
         self.settings = StructuredOutputsConfig() if config is None else config.structured_outputs
         self.vocabulary = vocabulary = Vocabulary(context)
         self._sources = Sources(vocabulary, self.settings)
+        slices = llguidance.LLTokenizer.json_slices()
         # Slices of the vocabulary whose masks are known at once: what may stand in a JSON string.
         self._tokenizer = llguidance.LLTokenizer(
             _Wrapper(vocabulary),
             n_vocab=vocabulary.vocab_size,
             eos_token=vocabulary.eos_token_ids or None,
-            slices=llguidance.LLTokenizer.json_slices(),
+            slices=slices,
         )
         self._limits = llguidance._lib.LLParserLimits(**_LIMITS)
         threads = self.settings.grammar_threads or num_threads(len(os.sched_getaffinity(0)))
         self._native: NativeTokenizer | None = None
         self._filler: BatchFiller | NativeFiller
         try:
-            slices = llguidance.LLTokenizer.json_slices()
             self._native, pool = make_native(vocabulary, slices, _LIMITS, self._tokenizer, threads)
             self._filler = NativeFiller(pool)
         except CannotUseError as error:
             logger.info("Masks are made by llguidance's Python classes, which takes longer: %s.", error)
             self._filler = BatchFiller(threads)
+        self._process = CompileProcess(
+            vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids, slices, _LIMITS
+        )
+        self._process_lock = threading.Lock()
         self._made: OrderedDict[bytes, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self.num_compiled = 0
@@ -302,7 +304,7 @@ class LLGuidanceBackend(StructuredOutputBackend):
             if found is not None:
                 self._made.move_to_end(key)
         if found is None:
-            found = on_deep_stack(partial(self._compile, params))
+            found = self._compile(params)
             with self._lock:
                 self.num_compiled += 1
                 self._made[key] = found
@@ -311,9 +313,17 @@ class LLGuidanceBackend(StructuredOutputBackend):
         return self._grammar(found, found.take())
 
     def known(self, params: StructuredOutputsParams) -> Grammar | None:
-        found = self._made.get(cache_key(params))
-        matcher = None if found is None else found.take_known()
-        return None if found is None or matcher is None else self._grammar(found, matcher)
+        try:
+            key = cache_key(params)
+        except RequestError:  # `compile` says so
+            return None
+        with self._lock:
+            found = self._made.get(key)
+            matcher = None if found is None else found.take_known()
+            if found is None or matcher is None:
+                return None
+            self._made.move_to_end(key)
+        return self._grammar(found, matcher)
 
     def _grammar(self, compiled: Compiled, matcher: Any) -> LLGrammar:
         grammar = LLGrammar(matcher, self._filler, compiled)
@@ -321,8 +331,38 @@ class LLGuidanceBackend(StructuredOutputBackend):
         return grammar
 
     def _compile(self, params: StructuredOutputsParams) -> Compiled:
+        timeout_s = self.settings.grammar_compile_timeout_s
+        try:
+            made = on_deep_stack(partial(self._compile_small, params), timeout_s)
+            if isinstance(made, str):
+                self._check_apart(params, made)
+                made = on_deep_stack(partial(self._compile_source, params, made), timeout_s)
+        except TimeoutError:
+            raise _cannot(params, f"it takes more than {timeout_s:g} s") from None
+        return made
+
+    def _compile_small(self, params: StructuredOutputsParams) -> Compiled | str:
+        """Compiled at once; the source of a large one."""
+        source = self._sources.make(params)
+        if "\0" in source:  # where the C functions would end it
+            raise _cannot(params, "it has a NUL character; write it as an escape")
+        return source if len(source) > _LARGE_CHARS else self._compile_source(params, source)
+
+    def _check_apart(self, params: StructuredOutputsParams, source: str) -> None:
+        """Let a process that can be stopped compile a source."""
+        timeout_s = self.settings.grammar_compile_timeout_s
+        if not self._process_lock.acquire(timeout=timeout_s):
+            raise _cannot(params, f"others as large kept it waiting for {timeout_s:g} s")
+        try:
+            self._process.check(source, timeout_s)
+        except NoAnswerError as error:
+            raise _cannot(params, str(error)) from None
+        finally:
+            self._process_lock.release()
+
+    def _compile_source(self, params: StructuredOutputsParams, source: str) -> Compiled:
         is_slow = False
-        matcher = self._matcher(self._sources.make(params))
+        matcher = self._matcher(source)
         if matcher.is_error():
             matcher = self._matcher(self._sources.forced(params))
         if not matcher.is_error():
@@ -340,27 +380,6 @@ class LLGuidanceBackend(StructuredOutputBackend):
         return llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
 
 
-def on_deep_stack(function: Callable[[], T]) -> T:
-    """Call a function on a thread of its own, with room for deep recursion in native code: what overflows a stack ends the process."""
-    made: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(function())
-        except BaseException as error:
-            made.set_exception(error)
-
-    with _stack_lock:  # the size is that of all threads which start meanwhile
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            thread = threading.Thread(target=run, name="pelton-compile")
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    return made.result()
-
-
 def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
     """The refusal of what llguidance does not take, with its place where that can be found."""
     message, kind = _first_line(message), params.kind
@@ -372,6 +391,10 @@ def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
         else f"structured_outputs.{kind}{place} cannot be compiled: {message}",
         param="structured_outputs",
     )
+
+
+def _cannot(params: StructuredOutputsParams, why: str) -> RequestError:
+    return RequestError(f"structured_outputs.{params.kind} cannot be compiled: {why}", param="structured_outputs")
 
 
 def cache_key(params: StructuredOutputsParams) -> bytes:

@@ -140,7 +140,19 @@ class NativeMatcher:
         self.num_uses = 0  # requests that it, or what it is a copy of, has served
 
     def __del__(self) -> None:
-        self._library.llg_free_matcher(self.handle)
+        handle, self.handle = self.handle, 0
+        if handle:
+            self._library.llg_free_matcher(handle)
+
+    def moved(self) -> NativeMatcher | None:
+        """Another object with the matcher of this one, which has none any more; None where it has none already: who is in a cycle that is
+        collected may find it finalized."""
+        handle, self.handle = self.handle, 0
+        if not handle:
+            return None
+        other = NativeMatcher(self._tokenizer, handle)
+        other.num_uses = self.num_uses
+        return other
 
     def deep_copy(self) -> NativeMatcher:
         copy = NativeMatcher(self._tokenizer, self._library.llg_clone_matcher(self.handle))

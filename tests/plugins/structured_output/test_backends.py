@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -339,13 +343,17 @@ def _walk(grammar: Grammar, count: int) -> list[int]:
     return path
 
 
-def test_the_process_of_indexes_is_one_file(tmp_path):
-    """It starts without the package, so it is quick."""
-    from pelton_plugins.structured_output import index_process
+@pytest.mark.parametrize("name", ["index_process", "compile_process"])
+def test_a_helper_process_imports_nothing_of_the_engine(name):
+    """So it starts quickly."""
+    from pelton_plugins.structured_output import helper_process
 
-    assert "pelton" not in "".join(
-        line for line in Path(index_process.__file__).read_text().splitlines() if line.startswith(("import", "from"))
+    code = (
+        f"import sys, runpy; runpy.run_path({str(Path(helper_process.__file__).with_name(name + '.py'))!r}); "
+        "print(*(name for name in ('numpy', 'msgspec', 'pelton', 'torch') if name in sys.modules))"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.strip()
 
 
 FAKE = """
@@ -369,3 +377,38 @@ def test_the_process_of_indexes_finds_its_package_where_this_process_does(tmp_pa
         assert process.build("a+", 30.0) == b"a+ from here"
     finally:
         process.close()
+
+
+def test_a_large_schema_that_takes_too_long_is_refused_in_time_while_others_compile(context):
+    """It takes 20 s and more."""
+    from pelton.config import EngineConfig
+
+    config = EngineConfig.from_flat(grammar_compile_timeout_s=1.0)
+    backend = LLGuidanceBackend(StructuredOutputContext(**{
+        name: getattr(context, name) for name in ("tokenizer_path", "vocab_size", "eos_token_ids")
+    }, engine_config=config))  # fmt: skip
+    wide = {"type": "object", "properties": {f"{index:x}": {} for index in range(18_000)}}
+    large = {"type": "object", "properties": {f"property {index}": {"type": "integer"} for index in range(300)}}
+    assert backend.compile(StructuredOutputsParams(json=large))  # its process runs
+    with ThreadPoolExecutor(1) as pool:
+        started = time.monotonic()
+        job = pool.submit(backend.compile, StructuredOutputsParams(json=wide))
+        for size in range(5):
+            assert backend.compile(StructuredOutputsParams(json={"maxLength": 3 + size, "type": "string"}))
+        assert not job.done()
+        with pytest.raises(RequestError, match=r"structured_outputs\.json cannot be compiled: it takes more than 1 s"):
+            job.result()
+        assert time.monotonic() - started < 10.0
+    assert backend.compile(StructuredOutputsParams(json={**large, "title": "again"})), "it goes on with the next"
+
+
+def test_a_small_constraint_is_not_waited_for_either(context, monkeypatch):
+    from pelton.config import EngineConfig
+
+    config = EngineConfig.from_flat(grammar_compile_timeout_s=0.2)
+    backend = LLGuidanceBackend(StructuredOutputContext(**{
+        name: getattr(context, name) for name in ("tokenizer_path", "vocab_size", "eos_token_ids")
+    }, engine_config=config))  # fmt: skip
+    monkeypatch.setattr(LLGuidanceBackend, "_matcher", lambda self, source: time.sleep(1.0))
+    with pytest.raises(RequestError, match=r"more than 0\.2 s"):
+        backend.compile(StructuredOutputsParams(regex="a"))

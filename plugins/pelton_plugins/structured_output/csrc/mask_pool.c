@@ -50,12 +50,12 @@ static void fill_row(const pool_t *pool, row_t *row, size_t num_bytes, size_t st
     int32_t num_taken = 0;
     row->failed = (row->token >= 0 && pool->consume(row->matcher, (uint32_t)row->token)) ||
                   pool->compute(row->matcher, mask, num_bytes);
-    while (!row->failed && num_taken < row->num_drafts && allows(mask, num_bytes, row->drafts[num_taken])) {
-        row->failed = pool->consume(row->matcher, row->drafts[num_taken++]);
-        if (row->failed || pool->is_stopped(row->matcher))
-            break;
+    // Where the text is complete EOS alone may follow, and what is behind that nobody asks.
+    while (!row->failed && num_taken < row->num_drafts && !pool->is_stopped(row->matcher) &&
+           allows(mask, num_bytes, row->drafts[num_taken])) {
         mask = (uint32_t *)((char *)mask + stride);
-        row->failed = pool->compute(row->matcher, mask, num_bytes);
+        row->failed = pool->consume(row->matcher, row->drafts[num_taken++]) ||
+                      pool->compute(row->matcher, mask, num_bytes);
     }
     if (num_taken && !row->failed)
         row->failed = pool->rollback(row->matcher, num_taken);
