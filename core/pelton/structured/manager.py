@@ -38,7 +38,7 @@ class GrammarManager:
         self._compile_s: list[float] = []
 
     def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        if (known := self._backend and self._backend.known(params)) is None:
+        if (known := self._backend.known(params) if self._backend else None) is None:
             return self._pool.submit(self._compile, params)
         future = Future[Grammar]()
         future.set_result(known)

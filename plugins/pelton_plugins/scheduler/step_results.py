@@ -107,7 +107,7 @@ class StepResults:
         filled, self.filled = self.filled, []
         for request in filled:
             if request.status is RequestStatus.RUNNING:
-                self._cache_and_plan(request, is_plain=True)
+                self.cache_and_plan(request, is_plain=True)
 
     def _goes_on(self, request: RequestState, tokens: list[int]) -> bool:
         """As `grammars.goes_on`; a request whose grammar fails ends alone."""
