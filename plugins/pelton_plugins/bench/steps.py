@@ -188,6 +188,9 @@ def measure(core: EngineCore, recorder: StepRecorder, arguments: StepsArguments)
     requests = _Requests(core, arguments, rng)
     for size in sizes:  # first: what is compiled or captured at its first use
         requests.keep(size, arguments.seconds / len(sizes) / 4)
+    requests.end()
+    while core.prepare_ahead():  # as it does when it is idle
+        pass
     for size in sizes:
         recorder.is_on = True
         requests.keep(size, arguments.seconds / len(sizes))
