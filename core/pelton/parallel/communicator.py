@@ -32,7 +32,8 @@ class CommunicatorContext:
     size: int
     device: torch.device
     store: str
-    """A file that all ranks see and nobody else may write, where they find each other: made by the first, left to the executor."""
+    """A file that all ranks see and nobody else may write, where they find each other: made by the first, left to the executor. For ranks
+    of several hosts tcp://host:port, of a `torch.distributed.TCPStore`."""
     group: str = "tp"
     """Told apart in the store from other groups of the same ranks."""
     timeout_s: float = 60.0

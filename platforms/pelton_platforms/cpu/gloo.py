@@ -1,13 +1,14 @@
 """`GlooCommunicator`: collectives of CPU tensors between processes of this host, over torch's gloo.
 
-Its process group is its own: torch's global one is left alone. Ranks listen on the loopback device, and find each other through a
-file.
+Its process group is its own: torch's global one is left alone. Ranks of one host listen on the loopback device, and find each other through
+a file; those of several find each other through a store that the executor has at a TCP address.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from pelton.parallel.communicator import Communicator, CommunicatorContext
 if TYPE_CHECKING:
     from torch import Tensor
 
+TCP = "tcp://"
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of a dtype are computed in, where not in itself."""
 
@@ -41,10 +43,11 @@ class GlooCommunicator(Communicator):
         self._group_name, self._timeout = context.group, timedelta(seconds=context.timeout_s)
         self._group: Any = None
         with self._naming("the meeting of all ranks"):
-            store = self._store = dist.PrefixStore(context.group, dist.FileStore(context.store, context.size))
+            meeting = _meeting(context.store, context.size)
+            store = self._store = dist.PrefixStore(context.group, meeting)
             store.set_timeout(self._timeout)
             options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+            options._devices = [_device(context.store)]
             options._timeout = self._timeout
             self._group = dist.ProcessGroupGloo(store, context.rank, context.size, options)
         # A group that is there when the process ends takes it down: its threads still run.
@@ -112,6 +115,24 @@ class GlooCommunicator(Communicator):
 
     def _naming(self, what: str) -> _Naming:
         return _Naming(f"rank {self.rank} of {self.size} in group {self._group_name!r}: {what}")
+
+
+def _meeting(store: str, size: int) -> dist.Store:
+    """A file, or a store of the executor's at tcp://host:port."""
+    if not store.startswith(TCP):
+        return dist.FileStore(store, size)
+    host, _, port = store.removeprefix(TCP).rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+
+
+def _device(store: str) -> Any:
+    """The loopback device for ranks of one host; else the one by which this host reaches the executor's."""
+    if not store.startswith(TCP):
+        return dist.ProcessGroupGloo.create_device(interface="lo")
+    host, _, port = store.removeprefix(TCP).rpartition(":")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return dist.ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
 
 
 def unseen() -> AbstractContextManager[Any]:

@@ -30,9 +30,14 @@ _YIELD_S = 2e-3  # after so long others need the core: it is left for a moment a
 
 
 class SharedMemoryCommunicator(GlooCommunicator):
+    """Where ranks are on several hosts all of it goes over gloo."""
+
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
         self._timeout_s = context.timeout_s
+        self._is_open = context.size == 1 or self._is_one_host()
+        if not self._is_open:
+            return
         self._memory = self._open(context)
         self._counters = memoryview(self._memory)[: _LINE * self.size].cast("Q")
         self._own = _LINE // 8 * self.rank
@@ -40,6 +45,13 @@ class SharedMemoryCommunicator(GlooCommunicator):
         self._data = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_LINE * self.size)
         self._count = 0
         self._places: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
+
+    def _is_one_host(self) -> bool:
+        """Return whether all ranks see the same memory."""
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            here = f"{file.read().strip()} {os.stat(FOLDER).st_dev}"
+        self._store.set(f"host {self.rank}", here)
+        return all(self._store.get(f"host {rank}").decode() == here for rank in range(self.size))
 
     def _open(self, context: CommunicatorContext) -> mmap.mmap:
         """The first rank makes the file and tells its name; nobody finds it once all have it."""
@@ -61,7 +73,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         return memory
 
     def _reduce_at(self, address: int, count: int, dtype: torch.dtype) -> None:
-        if count * dtype.itemsize > PLACE_BYTES:
+        if not self._is_open or count * dtype.itemsize > PLACE_BYTES:
             return super()._reduce_at(address, count, dtype)
         with unseen():
             target = tensor_at(address, count, dtype)
@@ -72,7 +84,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
                 target.add_(part)
 
     def _gather_at(self, target: int, source: int, count: int, dtype: torch.dtype) -> None:
-        if count * dtype.itemsize > PLACE_BYTES:
+        if not self._is_open or count * dtype.itemsize > PLACE_BYTES:
             return super()._gather_at(target, source, count, dtype)
         with unseen():
             parts = self._exchange(tensor_at(source, count, dtype), "all_gather")

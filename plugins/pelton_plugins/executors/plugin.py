@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import ExecutorEntry
+from pelton.entries import ExecutorEntry, SettingsEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
+
+
+@hookimpl
+def pelton_settings() -> Sequence[SettingsEntry]:
+    return [
+        SettingsEntry(
+            name="ray",
+            load="pelton_plugins.executors.ray_cluster.settings:RaySettings",
+            doc="where ranks run in a Ray cluster",
+        )
+    ]
 
 
 @hookimpl
@@ -21,5 +32,9 @@ def pelton_executors() -> Sequence[ExecutorEntry]:
         ExecutorEntry(
             name="multiproc", aliases=("mp",), load="pelton_plugins.executors.multiproc.executor:MultiProcExecutor", priority=10,
             runs_several=True, doc="a process for each rank of one host",
+        ),
+        ExecutorEntry(
+            name="ray", load="pelton_plugins.executors.ray_cluster.executor:RayExecutor", priority=-5, runs_several=True,
+            doc="ranks as actors of a Ray cluster, on one host or several (the extra ray)",
         ),
     ]  # fmt: skip

@@ -101,19 +101,19 @@ class MultiProcExecutor(Executor):
         self._write_lock = threading.Lock()
         self._is_closing = False
         self._folder = tempfile.mkdtemp(prefix="pelton-ranks-")
-        ring = make_ring_file(self.size, RING_BYTES)
-        try:
-            self._ring = RingWriter(ring, self.size)
-            self._ranks = [RankProcess(rank, self.size, ring) for rank in range(self.size)]
-        finally:
-            os.close(ring)
+        self._ranks: list[RankProcess] = []
         self._finalizer = weakref.finalize(self, _clean_up, self._ranks, self._folder)
+        try:
+            store = self.start_ranks(context, self._ranks)
+        except BaseException:
+            self._finalizer()
+            raise
         self._watcher = threading.Thread(target=self._watch, name="pelton-ranks", daemon=True)
         self._watcher.start()
         plugins = context.plugins
         start = messages.Start(
             context.config, context.model, [plugin.name for plugin in plugins.loaded if not plugin.is_builtin],
-            plugins.digest(), os.path.join(self._folder, "store"),
+            plugins.digest(), store,
         )  # fmt: skip
         try:
             gathered = self._expect(next(self._call_ids))
@@ -122,6 +122,26 @@ class MultiProcExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
+
+    # -- for a subclass that has its ranks elsewhere --
+
+    def start_ranks(self, context: ExecutorContext, ranks: list[RankProcess]) -> str:
+        """Start a process for each rank and append it. Returns where their communicators find each other."""
+        ring = make_ring_file(self.size, RING_BYTES)
+        try:
+            self._ring: RingWriter | None = RingWriter(ring, self.size)
+            for rank in range(self.size):
+                ranks.append(RankProcess(rank, self.size, ring))
+        finally:
+            os.close(ring)
+        return os.path.join(self._folder, "store")
+
+    def send(self, data: bytes) -> None:
+        """Hand a job to all ranks."""
+        assert self._ring is not None
+        self._ring.write(data, self._wake, self._wait_for_room)
+
+    # -- what the engine calls --
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Return those of all stages, each from its first rank: the others hold as many heads."""
@@ -194,13 +214,14 @@ class MultiProcExecutor(Executor):
             with contextlib.suppress(EngineDeadError, OSError):
                 self._write(messages.Stop())
                 deadline = time.monotonic() + _STOP_S
-                while any(rank.process.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
+                while not all(rank.has_ended() for rank in self._ranks) and time.monotonic() < deadline:
                     time.sleep(0.01)
         self._fail("The executor was shut down.")
         if self._watcher is not threading.current_thread():
             self._watcher.join(2.0)
         self._finalizer()
-        self._ring.close()
+        if self._ring is not None:
+            self._ring.close()
 
     # -- to the ranks --
 
@@ -228,7 +249,7 @@ class MultiProcExecutor(Executor):
     def _write(self, job: messages.Job) -> None:
         data = messages.encode(job)
         with self._write_lock:
-            self._ring.write(data, self._wake, self._wait_for_room)
+            self.send(data)
 
     def _wake(self) -> None:
         for rank in self._ranks:

@@ -27,16 +27,19 @@ class RankProcess:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(ring, theirs.fileno()), process_group=0
             )
-        self.socket.setblocking(False)
 
     @property
     def name(self) -> str:
         return f"Rank {self.rank} (pid {self.process.pid})"
 
+    def has_ended(self) -> bool:
+        """Return whether the process is gone."""
+        return self.process.poll() is not None
+
     def wake(self) -> None:
         """There is more in the ring. A full socket has woken it already."""
         with contextlib.suppress(OSError):
-            self.socket.send(b"\0")
+            self.socket.send(b"\0", socket.MSG_DONTWAIT)
 
     def answers(self) -> list[bytes] | None:
         """Return what has come, whole; None when the process has closed its side and all of it was returned."""
@@ -44,7 +47,7 @@ class RankProcess:
         with contextlib.suppress(BlockingIOError):
             while not has_ended:
                 try:
-                    piece = self.socket.recv(_READ_BYTES)
+                    piece = self.socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
                 except ConnectionError:
                     piece = b""
                 has_ended = not piece

@@ -16,9 +16,9 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pelton.engine.process import end_process
 from pelton.engine.protocol import error_info
@@ -35,6 +35,7 @@ from pelton_plugins.executors.multiproc.ring import RingReader
 from pelton_plugins.executors.one_rank import OneRank
 
 if TYPE_CHECKING:
+    from pelton.config.parallel import ParallelConfig
     from pelton.platform.interface import Platform
 
 logger = get_logger(__name__)
@@ -44,8 +45,16 @@ FRAME = struct.Struct("<Q")
 _GRACE_S = 1.0
 
 
+class Jobs(Protocol):
+    """A source of a rank's jobs, each as bytes."""
+
+    def read(self, wait: Callable[[], None]) -> bytes: ...
+
+
 class Rank:
-    def __init__(self, rank: int, size: int, ring: RingReader, parent: socket.socket) -> None:
+    executor_class: ClassVar[type[RankExecutor]]
+
+    def __init__(self, rank: int, size: int, ring: Jobs, parent: socket.socket) -> None:
         self.rank, self.size = rank, size
         self._ring, self._parent = ring, parent
         self._send_lock = threading.Lock()
@@ -93,7 +102,7 @@ class Rank:
                 "Did an installation change while Pelton was starting?"
             )
         context = ExecutorContext(config=start.config, model=start.model, plugins=plugins)
-        return RankExecutor(context, self.rank, self.size, start.store)
+        return self.executor_class(context, self.rank, self.size, start.store)
 
     def _answer_steps(self) -> None:
         while True:
@@ -159,7 +168,7 @@ class RankExecutor(InProcessExecutor):
     def place(self, context: ExecutorContext, platform: Platform) -> tuple[int, GroupContext]:
         """Ranks of one stage follow each other."""
         parallel = context.config.parallel
-        local_rank, _ = place_on_host(parallel, self.rank)
+        local_rank = self.local_rank(parallel)
         stage, rank = divmod(self.rank, parallel.tensor_parallel_size)
         stages = None
         if parallel.pipeline_parallel_size > 1:
@@ -169,10 +178,14 @@ class RankExecutor(InProcessExecutor):
         group = self._communicator(context, platform, rank, parallel.tensor_parallel_size, f"tp{stage}")
         return local_rank, GroupContext(group, stages)
 
+    def local_rank(self, parallel: ParallelConfig) -> int:
+        """Return the number of this rank's device on its host."""
+        return place_on_host(parallel, self.rank)[0]
+
     def _communicator(
         self, context: ExecutorContext, platform: Platform, rank: int, size: int, group: str
     ) -> Communicator:
-        device = platform.device(place_on_host(context.config.parallel, self.rank)[0])
+        device = platform.device(self.local_rank(context.config.parallel))
         return make_communicator(
             context.plugins,
             CommunicatorContext(
@@ -181,6 +194,9 @@ class RankExecutor(InProcessExecutor):
             ),
             platform.device_type,
         )  # fmt: skip
+
+
+Rank.executor_class = RankExecutor
 
 
 def own_plan(plan: KVCachePlan, own: Mapping[str, KVCacheSpec]) -> KVCachePlan:

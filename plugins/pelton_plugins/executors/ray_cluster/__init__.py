@@ -1,0 +1,1 @@
+"""Ranks of one engine as actors of a Ray cluster."""
