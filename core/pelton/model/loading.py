@@ -30,9 +30,13 @@ class LazyWeight(ABC):
         memory-mapped file: copy it into place, do not keep it."""
 
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
-        """Put what `read` would give into `target` without a detour, at the latest when `WeightLoader.weights` ends. False, with
-        `target` untouched, where this weight cannot: it is read and copied then."""
+        """Put what `read` would give into `target` without a detour over the host, where this weight can do that. False,
+        with `target` untouched, where it cannot: it is read and copied then."""
         return False
+
+    def fill_later(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        """As `fill`, but `target` may be filled as late as when `WeightLoader.weights` ends."""
+        return self.fill(target, dim, start, stop)
 
 
 class WeightLoader(ABC):

@@ -142,7 +142,7 @@ class _Copy:
             target.fill(weight, place)
             return
         part = () if target.dim is None else (target.dim, target.start, target.stop)
-        if weight.fill(place, *part):
+        if weight.fill_later(place, *part):
             return
         source = weight.read(*part)
         if self._make_copier is not None and source.device != place.device:

@@ -129,7 +129,10 @@ class FileRanges:
         self._source, self._reader = FileSource(file), reader
         self._header = header_of(self._source)
 
-    def fill(self, name: str, target: Tensor, dim: int | None, start: int, stop: int | None) -> bool:
+    def finish(self) -> None:
+        self._reader.finish()
+
+    def fill_later(self, name: str, target: Tensor, dim: int | None, start: int, stop: int | None) -> bool:
         place = self._header.tensors.get(name)
         return place is not None and self._reader.fill(self._source, place, target, dim, start, stop)
 
@@ -158,7 +161,12 @@ class SafetensorsWeight(LazyWeight):
         self._ranges = ranges
 
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
-        self.is_filled = self._ranges is not None and self._ranges.fill(self._name, target, dim, start, stop)
+        if self._ranges is not None and self.fill_later(target, dim, start, stop):
+            self._ranges.finish()
+        return self.is_filled
+
+    def fill_later(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        self.is_filled = self._ranges is not None and self._ranges.fill_later(self._name, target, dim, start, stop)
         return self.is_filled
 
     @property

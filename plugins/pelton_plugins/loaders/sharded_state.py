@@ -135,6 +135,10 @@ class NotedWeight(LazyWeight):
         self._note(dim, start, stop)
         return self._weight.fill(target, dim, start, stop)
 
+    def fill_later(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        self._note(dim, start, stop)
+        return self._weight.fill_later(target, dim, start, stop)
+
 
 def joined(spans: set[Span]) -> list[Span]:
     """The least slices that hold all of `spans`, in order; the whole tensor where they are along several dims."""
@@ -268,6 +272,10 @@ class SlicedWeight(LazyWeight):
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
         part, first, last = self._part(dim, start, stop)
         return part.fill(target, dim, first, last)
+
+    def fill_later(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        part, first, last = self._part(dim, start, stop)
+        return part.fill_later(target, dim, first, last)
 
     def _part(self, dim: int | None, start: int, stop: int | None) -> tuple[LazyWeight, int, int]:
         for own, first, part in self.parts:

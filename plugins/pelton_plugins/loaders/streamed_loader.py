@@ -147,6 +147,12 @@ class StreamedWeight(LazyWeight):
         return found
 
     def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        is_filled = self.fill_later(target, dim, start, stop)
+        if is_filled:
+            self._reader.finish()
+        return is_filled
+
+    def fill_later(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
         return self._reader.fill(self._source, self._place, target, dim, start, stop)
 
 

@@ -189,3 +189,14 @@ def test_peak_memory_stays_under_1_3_times_the_weights(tmp_path, num_shards):
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
     ratio = float(done.stdout)
     assert 0.9 < ratio < 1.3
+
+
+def test_what_is_filled_at_once_is_there(tmp_path):
+    """`--quantization fp8` reads it on the spot."""
+    weights = {f"t{index}": torch.randn(900, 700) for index in range(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    for name, weight in load(tmp_path).weights():
+        target = torch.zeros(900, 700)
+        assert weight.fill(target) and torch.equal(target, weights[name])
+        half = torch.zeros(900, 350)
+        assert weight.fill(half, 1, 350) and torch.equal(half, weights[name][:, 350:])
