@@ -22,9 +22,13 @@ def api(
     request: type[msgspec.Struct] | None,
     response: type[msgspec.Struct] | None,
     error: type[msgspec.Struct] = ErrorResponse,
+    *,
+    answers_list: bool = False,
 ) -> dict[str, Any]:
-    """Make a route handler's description of itself, its `opt`."""
-    return {"pelton_request": request, "pelton_response": response, "pelton_error": error}
+    """Make a route handler's description of itself, its `opt`. answers_list: of `response`s."""
+    return {
+        "pelton_request": request, "pelton_response": response, "pelton_error": error, "pelton_answers_list": answers_list,
+    }  # fmt: skip
 
 
 def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bool = True) -> bytes:
@@ -77,11 +81,14 @@ def _require(schema: dict[str, Any], names: Iterable[str]) -> None:
 
 def _operation(handler: HTTPRouteHandler, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     request, response = handler.opt.get("pelton_request"), handler.opt.get("pelton_response")
+    answer = schema_of[response] if response else {}
+    if handler.opt.get("pelton_answers_list"):
+        answer = {"type": "array", "items": answer}
     found: dict[str, Any] = {
         "summary": (inspect.getdoc(handler.fn) or "").split("\n")[0],
         "security": [{"key": []}],
         "responses": {
-            "200": {"description": "OK"} | (_content(schema_of[response]) if response else {}),
+            "200": {"description": "OK"} | (_content(answer) if answer else {}),
             "default": {"description": "Error"} | _content(schema_of[handler.opt.get("pelton_error", ErrorResponse)]),
         },
     }

@@ -270,6 +270,11 @@ async def _score(
     check_fan_out(max(len(first), len(second)), 1)
     pairs = paired(first, second)
     if reads_pairs(llm.model):
+        if request.add_special_tokens is False:
+            raise RequestError(
+                "This model reads two texts at once, and tells them apart by special tokens; leave add_special_tokens out.",
+                param="add_special_tokens",
+            )
         most = max_model_len(llm) if truncate == -1 else truncate
 
         def work() -> list[Any]:
@@ -286,6 +291,11 @@ async def _score(
             -1 if most else None,
         )
         return [score_of(output.outputs) for output in outputs], _usage(outputs)
+    if use_activation is False:
+        raise RequestError(
+            "This model's scores are the cosine of two vectors, which have no activation; leave use_activation out.",
+            param="use_activation",
+        )
     prompts = await _tokenized(llm, [*first, *second], request)
     outputs = await _run(llm, exchange, request, prompts, PoolingParams(task="embed"), kind, truncate)
     vectors = [output.outputs for output in outputs]

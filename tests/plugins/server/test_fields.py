@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 import time
 from typing import Any
 
@@ -14,10 +15,19 @@ import msgspec
 import pytest
 from pelton_fake_server import CharTokenizer, FakeAsyncLLM
 
-from pelton.outputs import RequestMetrics
+from pelton.messages.request import TensorData
+from pelton.model.pooling import PoolingSpec
+from pelton.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics
 from pelton_plugins.server.anthropic_protocol import CountTokensRequest, MessagesRequest
 from pelton_plugins.server.chat_batch import BatchChatRequest
-from pelton_plugins.server.cohere_protocol import CohereChatRequest
+from pelton_plugins.server.cohere_protocol import CohereChatRequest, CohereEmbedRequest
+from pelton_plugins.server.pooling_protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from pelton_plugins.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -53,6 +63,26 @@ class Telling(FakeAsyncLLM):
             if output.finished:
                 output.metrics = RequestMetrics(arrival_time=time.time())
             yield output
+
+
+class Pooling(FakeAsyncLLM):
+    """Makes vectors of token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spec = PoolingSpec(tasks=["embed", "classify", "token_embed"], pooling_type="last", labels=["a", "b"])
+        self.model = msgspec.structs.replace(self.model, pooling=spec)
+        self.tokenizer = Marking()
+
+    async def encode_all(self, prompts: Any, params: Any, request_id: str, **rest: Any) -> Any:
+        self.requests.append((prompts, params, rest))
+        found = []
+        for prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            numbers = struct.pack("<2f", 1.0 + sum(ids), float(len(ids)))
+            output = PoolingOutput(TensorData(numbers, "float32", (2,)))
+            found.append(PoolingRequestOutput(request_id, output, ids, True))
+        return found
 
 
 Example = tuple[Any, dict[str, Any]]
@@ -158,6 +188,46 @@ EXAMPLES: dict[type[msgspec.Struct], tuple[str, dict[str, Any], dict[str, Any]]]
     DetokenizeRequest: ("/detokenize", {"tokens": [1]}, {"tokens": [2], "model": "none"}),
 }  # fmt: skip
 
+COMMON_OF_POOLING: dict[str, Any] = {
+    "model": "none", "truncate_prompt_tokens": 1, "truncation_side": "left", "add_special_tokens": False, "priority": 1,
+    "cache_salt": "x", "request_id": "mine", "timeout_s": 5.0,
+}  # fmt: skip
+TEMPLATED = {"input": None, "messages": HI}
+INPUT: dict[str, Any] = {
+    **COMMON_OF_POOLING, "input": "b", "messages": (HI, {"input": None}), "add_generation_prompt": (False, TEMPLATED),
+    "continue_final_message": (True, {"input": None, "messages": [*HI, {"role": "assistant", "content": "So"}]}),
+    "chat_template": ("x", TEMPLATED), "chat_template_kwargs": ({"a": 1}, TEMPLATED),
+}  # fmt: skip
+VECTORS = {**INPUT, "encoding_format": "base64", "dimensions": 1, "use_activation": False}
+OF_POOLING: dict[type[msgspec.Struct], tuple[str, dict[str, Any], dict[str, Any]]] = {
+    EmbeddingRequest: ("/v1/embeddings", {"input": "ab"}, VECTORS),
+    ClassifyRequest: ("/classify", {"input": "ab"}, {**INPUT, "use_activation": False}),
+    PoolingRequest: ("/pooling", {"input": "ab"}, {**VECTORS, "data": {"a": 1}, "task": "token_embed"}),
+    ScoreRequest: (
+        "/score", {"text_1": "ab", "text_2": "c"},
+        {
+            **COMMON_OF_POOLING, "text_1": "b", "text_2": "d", "use_activation": False,
+            **{name: needs("b", text_1=None, text_2="c", **{other: "c"})
+               for name, other in (("data_1", "data_2"), ("data_2", "data_1"), ("queries", "documents"),
+                                   ("documents", "queries"), ("items", "queries"))},
+        },
+    ),
+    RerankRequest: (
+        "/rerank", {"query": "ab", "documents": ["c", "ad"]},
+        {
+            **COMMON_OF_POOLING, "query": "b", "documents": ["d"], "top_n": 1, "return_documents": False,
+            "max_tokens_per_doc": 1,
+        },
+    ),
+    CohereEmbedRequest: (
+        "/v2/embed", {"model": "fake", "texts": ["ab"]},
+        {
+            "model": "none", "texts": ["b"], "embedding_types": ["base64"], "output_dimension": 1, "max_tokens": 1,
+            "truncate": "END", "priority": 1,
+        },
+    ),
+}  # fmt: skip
+
 NOT_NEUTRAL: tuple[Any, ...] = ({"a": 1}, ["a"], "a", "auto", 7, True, [{"a": 1}])
 """One of these has a field's type, and asks for something."""
 
@@ -169,6 +239,13 @@ def server(run_server):
     )  # fmt: skip
     running.state.llm = running.llm = Telling(ANSWER)
     running.llm.tokenizer, running.llm.constrains, running.llm.kv_transfer_params = Marking(), True, {"b": 2}
+    return running
+
+
+@pytest.fixture(scope="module")
+def pooled(run_server):
+    running = run_server()
+    running.state.llm = running.llm = Pooling()
     return running
 
 
@@ -198,22 +275,28 @@ def without_chance(value: Any) -> Any:
     return [without_chance(one) for one in value] if isinstance(value, list) else value
 
 
-def no_effect(struct: type[msgspec.Struct]) -> set[str]:
-    return {name for base in struct.__mro__ for name in OF_NO_EFFECT.get(base, ())}
+def no_effect(kind: type[msgspec.Struct]) -> set[str]:
+    return {name for base in kind.__mro__ for name in OF_NO_EFFECT.get(base, ())}
 
 
-def refused(struct: type[msgspec.Struct]) -> set[str]:
-    return {name for name in rules_of(struct) if "." not in name}
+def refused(kind: type[msgspec.Struct]) -> set[str]:
+    return {name for name in rules_of(kind) if "." not in name}
 
 
-CASES = [(struct, name) for struct in EXAMPLES for name in struct.__struct_fields__]
+CASES = [(kind, name) for kind in (*EXAMPLES, *OF_POOLING) for name in kind.__struct_fields__]
 
 
-@pytest.mark.parametrize("struct, name", CASES, ids=[f"{struct.__name__}-{name}" for struct, name in CASES])
-def test_a_field_does_what_the_table_says(server, struct, name):
-    path, base, examples = EXAMPLES[struct]
-    if name in refused(struct):
-        neutral, _ = rules_of(struct)[name]
+@pytest.mark.parametrize("kind, name", CASES, ids=[f"{kind.__name__}-{name}" for kind, name in CASES])
+def test_a_field_does_what_the_table_says(server, pooled, kind, name):
+    if kind in OF_POOLING:
+        check_field(pooled, kind, name, *OF_POOLING[kind])
+    else:
+        check_field(server, kind, name, *EXAMPLES[kind])
+
+
+def check_field(server: Any, kind: Any, name: str, path: str, base: dict[str, Any], examples: dict[str, Any]) -> None:
+    if name in refused(kind):
+        neutral, _ = rules_of(kind)[name]
         (asked, before), replies = observed(server, path, base), []
         for value in neutral:
             assert observed(server, path, base | {name: value}) == (asked, before)
@@ -226,12 +309,12 @@ def test_a_field_does_what_the_table_says(server, struct, name):
     value, more = examples.get(name, ...), {}
     if isinstance(value, tuple):
         value, more = value
-    if name in no_effect(struct) and value is ...:
-        kind = next(field.type for field in msgspec.structs.fields(struct) if field.name == name)
-        value = fitting(kind)
+    if name in no_effect(kind) and value is ...:
+        of = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+        value = fitting(of)
         assert observed(server, path, base | {name: value})[0] == observed(server, path, base)[0]
         return
-    assert value is not ..., f"{name} of {struct.__name__} needs an example, or a rule"
+    assert value is not ..., f"{name} of {kind.__name__} needs an example, or a rule"
     assert observed(server, path, base | more | {name: value}) != observed(server, path, base | more)
 
 
@@ -263,17 +346,17 @@ def test_the_table_names_fields_that_there_are():
     """And none that also says it does something."""
     from pelton_plugins.server.rules import NOT_OFFERED
 
-    for struct, rules in NOT_OFFERED.items():
-        assert {name.split(".")[0] for name in rules} <= set(struct.__struct_fields__), struct
-    for struct, names in OF_NO_EFFECT.items():
-        assert set(names) <= set(struct.__struct_fields__), struct
-        assert not set(names) & refused(struct)
+    for kind, rules in NOT_OFFERED.items():
+        assert {name.split(".")[0] for name in rules} <= set(kind.__struct_fields__), kind
+    for kind, names in OF_NO_EFFECT.items():
+        assert set(names) <= set(kind.__struct_fields__), kind
+        assert not set(names) & refused(kind)
     assert refused(GenerateRequest) <= refused(ChatCompletionRequest) <= refused(BatchChatRequest)
 
 
-@pytest.mark.parametrize("struct", EXAMPLES)
-def test_the_log_of_requests_says_nothing_of_what_was_said(struct, caplog):
-    _, base, _ = EXAMPLES[struct]
+@pytest.mark.parametrize("kind", [*EXAMPLES, *OF_POOLING])
+def test_the_log_of_requests_says_nothing_of_what_was_said(kind, caplog):
+    _, base, _ = (EXAMPLES | OF_POOLING)[kind]
     said = "s3cret"
     values = (
         said,
@@ -283,10 +366,10 @@ def test_the_log_of_requests_says_nothing_of_what_was_said(struct, caplog):
         [[{"role": "user", "content": said}]],
         [{"type": "function", "function": {"name": said}}],
     )
-    for field in msgspec.structs.fields(struct):
+    for field in msgspec.structs.fields(kind):
         for value in values:
             try:
-                request = msgspec.convert(base | {field.name: value}, struct)
+                request = msgspec.convert(base | {field.name: value}, kind)
             except msgspec.ValidationError:
                 continue
             with caplog.at_level(logging.INFO, logger="pelton.requests"):

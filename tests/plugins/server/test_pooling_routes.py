@@ -278,6 +278,14 @@ async def test_scores_and_reranking(encoder, cross_encoder, kind, running):
         assert (
             "2 first texts and 3" in (await refused(client, "/score", text_1=["a", "b"], text_2=["c"] * 3))["message"]
         )
+        if kind == "cross-encoder":
+            bare = await ok(client, "/score", text_1=query, text_2=documents, use_activation=False)
+            assert [row["score"] for row in bare["data"]] != scores
+            error = await refused(client, "/score", text_1="a", text_2="b", add_special_tokens=False)
+            assert error["param"] == "add_special_tokens"
+        else:
+            error = await refused(client, "/score", text_1="a", text_2="b", use_activation=False)
+            assert error["param"] == "use_activation"
         assert "two sides" in (await refused(client, "/score", text_1="a"))["message"]
 
 

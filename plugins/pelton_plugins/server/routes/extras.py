@@ -67,7 +67,7 @@ def routes(state: ServerState) -> list[Any]:
         exchange.whole_error = anthropic_error
         return exchange
 
-    @post("/v1/completions/render", status_code=200, opt=api(CompletionRequest, None))
+    @post("/v1/completions/render", status_code=200, opt=api(CompletionRequest, TokensRequest, answers_list=True))
     async def completion_render() -> ASGIApp:
         """Make of each prompt the request for /inference/v1/generate."""
         return Exchange(state, CompletionRequest, render_completion, generates=False)
