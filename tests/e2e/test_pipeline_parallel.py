@@ -18,10 +18,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
     return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS, with_tokenizer=True)
 
 
-@pytest.mark.parametrize("family", ["cohere2", "olmo2"])
+@pytest.mark.parametrize("family", ["cohere2", "olmo2", "gemma3", "glm4"])
 def test_two_stages_answer_as_transformers(made: Callable[[str], Reference], family: str) -> None:
     """Batched, with recorded steps; then each prompt alone, chunked, with prefix hits. cohere2: only the last stage has a layer without
-    a window. olmo2: layers hand over no residual."""
+    a window. olmo2: layers hand over no residual. gemma3 and glm4: a layer's output has a norm that the next one applies."""
     reference = made(family)
     with make_llm(reference.path, pipeline_parallel_size=2, max_num_batched_tokens=48) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs

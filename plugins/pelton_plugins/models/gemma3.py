@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.layers.attention import AttentionLayer
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
+from pelton_plugins.models.stages import StagedDecoder
 
 
 class Gemma3DecoderLayer(nn.Module):
@@ -74,28 +73,31 @@ class Gemma3DecoderLayer(nn.Module):
         return _rope(is_local, head_dim, config)
 
 
-class Gemma3ForCausalLM(Decoder):
+class Gemma3ForCausalLM(StagedDecoder):
     layer_class = Gemma3DecoderLayer
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
-        hf = config.hf
-        self.embed_tokens = VocabEmbedding(
-            hf.vocab_size, hf.hidden_size, scale=hf.hidden_size**0.5,
-            config=config, prefix=f"{prefix}model.embed_tokens",
-        )  # fmt: skip
+        hf, is_tied = config.hf, bool(config.hf.get("tie_word_embeddings", True))
+        self.embed_tokens = self.make_embedding(
+            config, f"{prefix}model.embed_tokens", is_tied=is_tied, scale=hf.hidden_size**0.5
+        )
+        own = self.own_layers(config, f"{prefix}model.layers")
         self.layers = nn.ModuleList()
         post_norm: RMSNorm | None = None
-        for index in range(hf.num_hidden_layers):
+        if own.start:  # of the layer below, which is another stage's
+            name = f"{prefix}model.layers.{own.start - 1}.post_feedforward_layernorm"
+            post_norm = self.norm_below = RMSNorm(hf.hidden_size, unit_offset=True, config=config, prefix=name)
+        for index in own:
             layer = self.layer_class(
                 index, previous_norm=post_norm, config=config, prefix=f"{prefix}model.layers.{index}"
             )
             post_norm = layer.post_feedforward_layernorm
             self.layers.append(layer)
         self.norm = RMSNorm(hf.hidden_size, unit_offset=True, config=config, prefix=f"{prefix}model.norm")
-        self.lm_head = LMHead(
-            norm=self.norm, post_norm=post_norm, embedding=self.embed_tokens, tied=hf.get("tie_word_embeddings", True),
-            soft_cap=hf.get("final_logit_softcapping"), config=config, prefix=f"{prefix}lm_head",
+        self.lm_head = self.make_head(
+            config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied, post_norm=post_norm,
+            soft_cap=hf.get("final_logit_softcapping"),
         )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ class Glm4DecoderLayer(InterleavedDecoderLayer):
     def output_bias(self, config: BuildConfig) -> bool:
         return False
 
-    def post_norms(self, config: BuildConfig, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None]:
+    @classmethod
+    def post_norms(cls, config: BuildConfig, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None]:
         size = config.hf.hidden_size
         return (
             RMSNorm(size, config=config, prefix=f"{prefix}.post_self_attn_layernorm"),

@@ -97,7 +97,8 @@ class LlamaDecoderLayer(nn.Module):
         """Return what logits of attention are multiplied by; None: 1 / sqrt(head_dim)."""
         return None
 
-    def post_norms(self, config: BuildConfig, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None]:
+    @classmethod
+    def post_norms(cls, config: BuildConfig, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None]:
         """Return norms of what attention and the MLP give, before it is added to the residual."""
         return None, None
 
@@ -131,8 +132,13 @@ class LlamaForCausalLM(StagedDecoder):
         scale = self.embedding_scale(hf)
         self.embed_tokens = self.make_embedding(config, f"{prefix}model.embed_tokens", is_tied=is_tied, scale=scale)
         self.layers = nn.ModuleList()
+        own = self.own_layers(config, f"{prefix}model.layers")
         post_norm: RMSNorm | None = None
-        for index in self.own_layers(config, f"{prefix}model.layers"):
+        if own.start:  # of the layer below, which is another stage's
+            _, post_norm = self.norms_below = self.layer_class.post_norms(
+                config, f"{prefix}model.layers.{own.start - 1}"
+            )
+        for index in own:
             below = {} if post_norm is None else {"previous_norm": post_norm}
             layer = self.layer_class(index, config=config, prefix=f"{prefix}model.layers.{index}", **below)
             post_norm = layer.mlp_post_norm

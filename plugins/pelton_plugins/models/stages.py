@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 class StagedDecoder(Decoder):
     """A stage gives the next one hidden states and residual, each [T, H] in the model's dtype (over ranks of tensor parallelism as partial
-    as they are). The last one's logits go to all, so that every stage samples the same tokens. A subclass makes its parts by the methods
+    as they are). The last one's logits go to all, so that every stage samples the same tokens. Where a layer's
+    output has a norm that the next layer applies, the next stage has that norm's weight too. A subclass makes its parts by the methods
     below: only those of this stage are there.
     """
 
@@ -62,18 +63,26 @@ class StagedDecoder(Decoder):
         return None
 
     def make_head(
-        self, config: BuildConfig, prefix: str, *, norm: RMSNorm, is_tied: bool, post_norm: RMSNorm | None = None
+        self,
+        config: BuildConfig,
+        prefix: str,
+        *,
+        norm: RMSNorm,
+        is_tied: bool,
+        post_norm: RMSNorm | None = None,
+        soft_cap: float | None = None,
     ) -> LMHead | None:
-        """Make it in the last stage. post_norm: as in `LMHead`."""
-        if self._stages is not None and post_norm is not None:
-            raise ConfigError(
-                f"pipeline_parallel_size is {self._stages.size}; this model's layers end in a norm that the next stage would need. "
-                "Use tensor_parallel_size."
-            )
+        """Make it in the last stage. post_norm, soft_cap: as in `LMHead`."""
         if self._stage == self._last:
             embedding = self.embed_tokens
             return LMHead(
-                norm=norm, post_norm=post_norm, embedding=embedding, tied=is_tied, config=config, prefix=prefix
+                norm=norm,
+                post_norm=post_norm,
+                embedding=embedding,
+                tied=is_tied,
+                soft_cap=soft_cap,
+                config=config,
+                prefix=prefix,
             )
         config.weights.ignore(rf"{re.escape(prefix)}\..*")
         return None
