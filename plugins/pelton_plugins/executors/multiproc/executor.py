@@ -119,6 +119,7 @@ class MultiProcExecutor(Executor):
             gathered = self._expect(next(self._call_ids))
             self._write(start)
             self.max_concurrent_steps = min(self._wait_for(gathered))
+            shutil.rmtree(self._folder, ignore_errors=True)  # all have met: a killed engine leaves nothing behind
         except BaseException:
             self.shutdown()
             raise

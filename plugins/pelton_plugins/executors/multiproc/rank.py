@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import os
 import queue
-import shutil
 import signal
 import socket
 import struct
@@ -63,14 +61,12 @@ class Rank:
         self._steps: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[messages.Call | None] = queue.SimpleQueue()
         self._executor: InProcessExecutor | None = None
-        self._folder: str | None = None  # of the file where communicators find each other
 
     def run(self) -> None:
         """Take jobs until told to stop. Ends the process when the engine is gone."""
         start = self._next_job()
         if not isinstance(start, messages.Start):
             return
-        self._folder = os.path.dirname(start.store) if os.path.isabs(start.store) else None
         setup(start.config.observability.log_level if self.rank == 0 else "warning")
         try:
             self._executor = executor = self._make_executor(start)
@@ -152,8 +148,6 @@ class Rank:
         with contextlib.suppress(ConnectionError):
             if self._parent.recv(4096):
                 return
-        if self._folder is not None:  # nobody else will
-            shutil.rmtree(self._folder, ignore_errors=True)
         end_process(1)
 
     def _answer(self, answer: messages.Answer) -> None:
