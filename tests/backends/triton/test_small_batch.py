@@ -145,6 +145,14 @@ def test_tilings_cover_the_product_and_fit_the_device():
             assert -(-out // tiling.rows) * blocks <= -(-out // split_k.SMALLEST_TILE) * (MAX_TOKENS // 16)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 32, 64, 128])
+def test_two_programs_with_gate_and_up_in_8_bits_fit_a_multiprocessor(num_tokens):
+    tiling = choose_hopper_tiling(num_tokens, 28672, 4096, 1)
+    assert (tiling.rows, tiling.columns) == (128, 128) and tiling.stages >= 3
+    assert (tiling.rows + tiling.tokens) * tiling.columns * tiling.stages + 2048 <= 228 * 1024 // 2 - 1024
+    assert num_tokens not in (17, 32) or tiling.stages == 5
+
+
 SHAPES = [  # hidden, QKV, O in, gate and up, down in
     pytest.param((1024, 4096, 2048, 6144, 3072), id="0.6B"),
     pytest.param((4096, 6144, 4096, 28672, 14336), id="8B"),

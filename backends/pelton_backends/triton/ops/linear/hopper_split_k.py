@@ -220,7 +220,8 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int, e
     ):  # many tiles, and sums that fill the registers: two programs a multiprocessor, short buffers
         return HopperTiling(rows, 128 // element_size, split, 3, tokens)
     if element_size == 1 and rows == 128:  # the same: gate and up of Llama-3.1-8B with 8 rows 29.8 us, not 30.6
-        return HopperTiling(rows, 128, split, 100_000 // ((rows + tokens) * 128), tokens)
+        # With 32 rows a layer takes 80.8 us with five stages, 81.7 to 82.1 with four.
+        return HopperTiling(rows, 128, split, 110_000 // ((rows + tokens) * 128), tokens)
     is_wide = tokens <= 32 and in_features < 4096 and (tiles > 64 or programs * split > tiles)
     columns = (256 if is_wide else 128) * 2 // element_size
     stages = min(200_000 // ((rows + tokens) * columns * element_size), triton.cdiv(in_features, columns * split), 9)
