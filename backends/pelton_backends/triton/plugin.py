@@ -28,6 +28,7 @@ _ENTRIES = (
     ("linear", "triton_fp8", 50, "linear.fp8:Fp8Linear"),
     ("add_norm_linear", "triton_fp8", 50, "linear.fp8:Fp8AddNormLinear"),
     ("add_norm_gated_linear", "triton_fp8", 50, "linear.fp8:Fp8AddNormGatedLinear"),
+    ("linear", "triton_fp8_blocks", 50, "linear.fp8_blocks:Fp8BlocksLinear"),
     ("linear", "triton_grouped", 50, "linear.grouped:GroupedLinear"),
     ("add_norm_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormLinear"),
     ("add_norm_gated_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormGatedLinear"),
@@ -83,5 +84,6 @@ def pelton_ops(device_type: str) -> Sequence[OpEntry]:
     return [
         OpEntry(name=f"{name}.{op}", op=op, load=f"{_OPS}.{target}", priority=priority, device_types=(device_type,))
         for op, name, priority, target in _ENTRIES
-        if device_type == "cuda" or (op not in _NVIDIA_ONLY and name != "triton_fp8")  # AMD's e4m3 has other numbers
+        if device_type == "cuda"
+        or (op not in _NVIDIA_ONLY and not name.startswith("triton_fp8"))  # AMD's e4m3 has other numbers
     ]

@@ -18,9 +18,9 @@ from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearSpec, LinearWeights
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import take_cache_scales
-from pelton_plugins.quantization.fp8_decoded import DecodedFp8
+from pelton_plugins.quantization.fp8_decoded import BlockExperts, DecodedFp8
 from pelton_plugins.quantization.numbers import E4M3, round_rows, row_scales
-from pelton_plugins.quantization.reference import FORMAT
+from pelton_plugins.quantization.reference import BLOCKS_FORMAT, FORMAT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,6 +194,59 @@ class SerializedFp8(StoredFp8):
         return not is_part_of(shard.name, self._left_out), self._inputs
 
 
+class BlockFp8:
+    """A checkpoint with a scale for each block of a matrix, kept for each row of a block; inputs are not rounded. On a CPU, and where
+    blocks do not divide a rank's columns, matrices are decoded while they load."""
+
+    name = "fp8"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.decoded = DecodedFp8(settings, left_out(settings))
+
+    @property
+    def experts(self) -> BlockExperts | None:
+        return self.decoded.experts
+
+    def create(
+        self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
+    ) -> LinearWeights:
+        size = self._group_size(shards)
+        if (config.device_type or config.device.type) == "cpu" or is_vocabulary or size is None:
+            return self.decoded.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+        return self.create_packed(config, shards, size, bias=bias)
+
+    def create_packed(
+        self, config: BuildConfig, shards: Sequence[LinearShard], size: int, *, bias: bool
+    ) -> LinearWeights:
+        """size: columns of a block."""
+        take_cache_scales(config)
+        blocks = self.decoded.experts
+        assert blocks is not None, "see `_group_size`"
+        counts = [shard.rows[1] - shard.rows[0] + shard.padding for shard in shards]
+        num_rows, num_cols = sum(counts), shards[0].cols[1] - shards[0].cols[0]
+        weight = config.empty(num_rows, num_cols, dtype=E4M3)
+        scale = config.empty(num_rows, num_cols // size, dtype=torch.float32)
+        first = 0
+        for shard, count in zip(shards, counts, strict=True):
+            rows = slice(first, first + count - shard.padding)
+            blocks.expect(config, shard, weight[rows], scale[rows])
+            scale[rows.stop : first + count] = 0
+            weight[rows.stop : first + count] = 0
+            first += count
+        vector = make_bias(config, shards) if bias else None
+        spec = LinearSpec(
+            in_features=num_cols, out_features=num_rows, weight_format=BLOCKS_FORMAT, has_bias=vector is not None
+        )
+        return LinearWeights(spec, {"weight": weight, "weight_scale": scale}, vector)
+
+    def _group_size(self, shards: Sequence[LinearShard]) -> int | None:
+        blocks = self.decoded.experts
+        forms = {None if blocks is None else blocks.form(shard) for shard in shards}
+        form = forms.pop() if len(forms) == 1 else None
+        size = None if form is None else form[1]
+        return size if size is not None and (shards[0].cols[1] - shards[0].cols[0]) % size == 0 else None
+
+
 def left_out(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the modules that config.json's quantization_config leaves in the checkpoint's dtype."""
     return tuple(settings.get("ignored_layers") or settings.get("modules_to_not_convert") or ())
@@ -210,5 +263,5 @@ def make_fp8(config: EngineConfig, model: ResolvedModel) -> QuantizationMethod:
     if settings.get("quant_method") != "fp8":
         return Fp8AtLoad()
     if settings.get("weight_block_size"):
-        return DecodedFp8(settings, left_out(settings))
+        return BlockFp8(settings)
     return SerializedFp8(settings)

@@ -38,6 +38,8 @@ def pelton_ops() -> Sequence[OpEntry]:
     return [
         OpEntry(name="reference.fp8_linear", op="linear", load=f"{_PACKAGE}.reference:Fp8LinearReference", priority=10,
                 doc="plain torch, for e4m3 weights"),
+        OpEntry(name="reference.fp8_blocks_linear", op="linear", load=f"{_PACKAGE}.reference:Fp8BlocksReference", priority=10,
+                doc="plain torch, for e4m3 weights whose blocks have scales"),
         OpEntry(name="reference.grouped_linear", op="linear", load="pelton_plugins.weight_forms.groups:GroupedLinearReference", priority=10,
                 doc="plain torch, for integer weights in groups"),
         OpEntry(name="ordered_linear", op="linear", load=f"{_PACKAGE}.grouped:OrderedLinear", priority=20,

@@ -12,7 +12,7 @@ from pelton_plugins.quantization.numbers import round_rows, row_scales
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = "fp8_e4m3"
+FORMAT, BLOCKS_FORMAT = "fp8_e4m3", "fp8_blocks"
 NUMBERS_AT_ONCE = 2**22
 """Of a weight, widened at once."""
 
@@ -55,6 +55,36 @@ class Fp8LinearReference:
             result *= scale
             if input_scales is not None:
                 result *= input_scales[:, None]
+            if bias is not None:
+                result += bias.float()
+            return result.to(x.dtype)
+
+        return call
+
+
+class Fp8BlocksReference:
+    """As `Fp8LinearReference` for "fp8_blocks": each row has a scale for every block of columns, and inputs are not rounded."""
+
+    handles = frozenset(["weight_format", "has_bias"])
+    is_recordable = True
+
+    @staticmethod
+    def unsupported(needs: LinearNeeds) -> list[str]:
+        found = needs.linear.weight_format
+        return [] if found == BLOCKS_FORMAT else [f"weight format {found!r}, only {BLOCKS_FORMAT!r}"]
+
+    @staticmethod
+    def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
+        weights, num_cols = tensors.linear, needs.linear.in_features
+        weight, scale, bias = weights.tensors["weight"], weights.tensors["weight_scale"], weights.bias
+        step, size = max(NUMBERS_AT_ONCE // num_cols, 1), num_cols // scale.shape[1]
+
+        def call(x: Tensor) -> Tensor:
+            rows = x.float()
+            result = rows.new_empty(x.shape[0], weight.shape[0])
+            for first in range(0, weight.shape[0], step):
+                part = slice(first, first + step)
+                result[:, part] = F.linear(rows, weight[part].float() * scale[part].repeat_interleave(size, 1))
             if bias is not None:
                 result += bias.float()
             return result.to(x.dtype)

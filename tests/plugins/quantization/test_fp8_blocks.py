@@ -14,6 +14,7 @@ from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.quantization.fp8 import BlockFp8
 from pelton_plugins.quantization.numbers import E4M3
 
 PLUGINS = load_plugins(only=[])
@@ -65,6 +66,29 @@ def test_logits_are_those_of_transformers_with_the_dequantized_weights(family, b
     run = driver(path)
     got = torch.cat([run.step({"a": PROMPT[:7]})["a"], run.step({"a": PROMPT[7:]})["a"]])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "phi3"])
+def test_packed_matrices_are_those_that_are_decoded(family, tmp_path, monkeypatch):
+    """As on GPUs, with the torch op; a merged tensor, and parts that begin within a block, too."""
+    path, twin = (make_tiny_checkpoint(tmp_path / name, family, with_tokenizer=False) for name in ("m", "twin"))
+    quantize_checkpoint(path, (24, 32), twin)
+    decoded = driver(path).step({"a": PROMPT})["a"]
+    monkeypatch.setattr(BlockFp8, "create", create_packed_where_it_can)
+    run = driver(path)
+    formats = {choice.needs.linear.weight_format for choice in run.build.ops.choices if choice.op == "linear"}
+    assert formats == {"plain", "fp8_blocks"}
+    got = torch.cat(
+        [run.step({"a": PROMPT[:7]})["a"], run.step({"a": PROMPT[7:8]})["a"], run.step({"a": PROMPT[8:]})["a"]]
+    )
+    torch.testing.assert_close(got, decoded, atol=1e-4, rtol=1e-4)
+
+
+def create_packed_where_it_can(self, config, shards, *, bias, is_vocabulary=False):
+    size = None if is_vocabulary else self._group_size(shards)
+    if size is None:
+        return self.decoded.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+    return self.create_packed(config, shards, size, bias=bias)
 
 
 def test_weights_that_are_not_e4m3_are_named(tmp_path):
