@@ -131,10 +131,13 @@ def _score_mod(layer: AttentionParams, rows: Rows) -> Callable[..., Tensor] | No
     if soft_cap is None and slopes is None:
         return None
     last_query, first_key, num_tokens = rows.last_query, rows.first_key, rows.num_tokens
+    cap = last_query.new_full(
+        (), soft_cap or 0.0, dtype=torch.float32
+    )  # a number would be one of the host to the compiler
 
     def changed(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if soft_cap is not None:
-            score = soft_cap * torch.tanh(score / soft_cap)
+            score = cap * torch.tanh(score / cap)
         if slopes is not None:
             position = last_query[row] - num_tokens[row] + 1 + query
             score = score + slopes[head] * (first_key[row] + key - position)

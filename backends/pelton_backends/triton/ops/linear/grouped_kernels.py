@@ -21,6 +21,8 @@ from pelton_backends.triton.ops.linear.split_k import store_result
 from pelton_backends.triton.ops.pieces import activated, normed
 from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
 
+MOST_PIECES: tl.constexpr = tl.constexpr(4)
+"""Of a row, which a program holds whole; pieces of a longer one are loaded as they are needed."""
 _TWO_23: tl.constexpr = tl.constexpr(0x4B000000)
 
 
@@ -122,6 +124,44 @@ def _load_row(
 
 
 @triton.jit
+def _load_x(x, order, start, i: tl.constexpr, LAST: tl.constexpr, K: tl.constexpr, W: tl.constexpr, SUBS: tl.constexpr):
+    """Piece i of a row, a tensor for each group; zeros outside."""
+    parts = ()
+    for s in tl.static_range(SUBS):
+        columns = _columns(start, i, s, W, SUBS)
+        if K % 128 == 0 and (LAST + (i + 1) * W) * 128 <= K:
+            parts += (tl.load(x + (columns if order is None else tl.load(order + columns))),)
+        else:
+            inside = columns < K
+            place = columns if order is None else tl.load(order + columns, mask=inside, other=0)
+            parts += (tl.load(x + place, mask=inside, other=0.0),)
+    return parts
+
+
+@triton.jit
+def _streamed_product(
+    codes, scales, tile, x, order, magic, first, start, LAST: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    B: tl.constexpr, MINIMA: tl.constexpr, W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """As `_row_product`, with each piece of x loaded a piece ahead of its product: for long rows."""
+    SUBS: tl.constexpr = (128 // G) if G < 128 else 1
+    COUNT: tl.constexpr = B // 4 + SUBS  # tensors of a piece
+    total = tl.zeros([W, R, 1], tl.float32)
+    row = _load_x(x, order, start, 0, LAST, K, W, SUBS)
+    for i in tl.static_range(NUM):
+        if i + 1 < NUM:
+            row += _load_x(x, order, start, i + 1, LAST, K, W, SUBS)
+        if i + AHEAD < NUM:
+            tile += _load_piece(codes, scales, first, start, i + AHEAD, LAST, N, K, G, B, 1, W, R)
+        for s in tl.static_range(SUBS):
+            total += _group_product(
+                tile[i * COUNT], tile[i * COUNT + B // 4 - 1], tile[i * COUNT + B // 4 + s], row[i * SUBS + s], magic, s, B, MINIMA,
+                W, R, SUBS,
+            )  # fmt: skip
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
 def _left_operand(
     words, magic, s: tl.constexpr, W: tl.constexpr, R: tl.constexpr, SUBS: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
@@ -219,8 +259,13 @@ def one_row_kernel(
     let_next_start(PDL)
     tile = _load_tile(codes, scales, first, start, LAST, N, K, G, B, 1, W, R, AHEAD)
     wait_for_inputs(PDL)
-    row = _load_row(x, order, start, LAST, K, W, NUM, SUBS)
-    y = _row_product(codes, scales, tile, row, magic, first, start, LAST, N, K, G, B, MINIMA, 1, W, R, NUM, AHEAD)
+    if NUM > MOST_PIECES:
+        y = _streamed_product(
+            codes, scales, tile, x, order, magic, first, start, LAST, N, K, G, B, MINIMA, W, R, NUM, AHEAD
+        )
+    else:
+        row = _load_row(x, order, start, LAST, K, W, NUM, SUBS)
+        y = _row_product(codes, scales, tile, row, magic, first, start, LAST, N, K, G, B, MINIMA, 1, W, R, NUM, AHEAD)
     if SPLIT == 1:
         if bias is not None:
             y = add_bias(y, bias, first, N, R)
