@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,6 +50,15 @@ class MaskPlaces:
         self.placed = None
         part.was_copied.record()
 
+    def room(self) -> Any:
+        """[slots, words] int32 of this process that steps read, where masks may be written once the step before has been sampled; None
+        where the device is another."""
+        return self._words.numpy() if self._words.device.type == "cpu" else None
+
+    def flag(self, slots: Ints) -> None:
+        """Let `slots` alone have the masks that were written to `room`."""
+        _flag(self._has_mask, slots)
+
     def copies(self, slots: Ints, words: Tensor, has_mask: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return what comes from where for the masks of `slots`, from pinned memory of the same shapes; last, which slots have one."""
         parts = runs(np.sort(slots), max(_COPY_BYTES // (4 * self._words.shape[1]), 1))
@@ -73,6 +84,10 @@ class MaskPlaces:
 
 def _place(words: Tensor, has_mask: Tensor, slots: Ints, bitmask: bytes) -> None:
     place_words(words.numpy(), slots, bitmask)
+    _flag(has_mask, slots)
+
+
+def _flag(has_mask: Tensor, slots: Ints) -> None:
     flags = has_mask.numpy()
     flags[:] = False
     flags[slots] = True

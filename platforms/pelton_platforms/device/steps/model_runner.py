@@ -202,8 +202,10 @@ class ModelRunner:
         self._masks_ahead.bring(masks)
 
     def mask_room(self, step_id: int) -> Any:
-        """See `Executor.mask_room`: of a step that was launched past its masks. From any thread."""
-        return None if self._masks_ahead is None else self._masks_ahead.room(step_id)
+        """See `Executor.mask_room`: of a step that was launched past its masks, or on a CPU. From any thread."""
+        if self._masks_ahead is not None:
+            return self._masks_ahead.room(step_id)
+        return None if self._mask_places is None else self._mask_places.room()
 
     @property
     def awaits_masks(self) -> bool:
@@ -420,14 +422,25 @@ class ModelRunner:
         if tail is None or isinstance(tail, Pool):
             self._program.count(inputs)
         elif isinstance(tail, Logits):
-            given = self._sampler.sample(step, masks)
+            given = self._sampler.sample(step, self._as_bytes(output, plan.slots, masks))
         self.state.host.num_computed_tokens[plan.slots] += plan.num_scheduled
         rows = plan.pooled_rows if isinstance(tail, Pool) else plan.sample_rows
         return self._given(self._readback.queue(output, tail, given, rows, plan.slots[rows], step.prompt_logprobs))
 
     def _place_masks(self, output: SchedulerOutput, slots: Ints, masks: GrammarMasks) -> None:
         """Where variants with masks read them. slots [R]"""
-        self._places().place(slots[output.grammar_rows], masks.bitmask)
+        slots = slots[output.grammar_rows]
+        if masks.are_placed:
+            self._places().flag(slots)
+        else:
+            self._places().place(slots, masks.bitmask)
+
+    def _as_bytes(self, output: SchedulerOutput, slots: Ints, masks: GrammarMasks | None) -> GrammarMasks | None:
+        """Masks that were placed as what else would have brought them: who reads them elsewhere."""
+        if masks is None or not masks.are_placed:
+            return masks
+        words = self._places().room()[slots[output.grammar_rows]]
+        return GrammarMasks(step_id=masks.step_id, bitmask=words.tobytes(), num_masks=masks.num_masks)
 
     def _places(self) -> MaskPlaces:
         if self._mask_places is None:
