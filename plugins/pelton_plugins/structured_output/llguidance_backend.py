@@ -46,6 +46,10 @@ _MOST_USES = 32
 """Requests of a matcher: what its lexer has found out stays in memory."""
 _LARGE_COPY_S = 2e-3
 """A matcher whose copy takes as long is too large to be kept: a few MB."""
+_SPIN_S = 1.5e-3
+"""Threads that make masks look so long for those of the next step, where cores are many: in a virtual machine each takes 50 to 100 us to
+wake, and has as much to do."""
+_MANY_CORES = 12
 _LARGE_CHARS = 8192
 """A longer source is compiled in a process first that can be stopped: the library's limits bound small ones to a second or so, but it
 needs 20 s for the largest that a request may have."""
@@ -280,11 +284,13 @@ class LLGuidanceBackend(StructuredOutputBackend):
             slices=slices,
         )
         self._limits = llguidance._lib.LLParserLimits(**_LIMITS)
-        threads = self.settings.grammar_threads or num_threads(len(os.sched_getaffinity(0)))
+        num_cores = len(os.sched_getaffinity(0))
+        threads = self.settings.grammar_threads or num_threads(num_cores)
+        spin_s = _SPIN_S if num_cores >= _MANY_CORES else 0.0
         self._native: NativeTokenizer | None = None
         self._filler: BatchFiller | NativeFiller
         try:
-            self._native, pool = make_native(vocabulary, slices, _LIMITS, self._tokenizer, threads)
+            self._native, pool = make_native(vocabulary, slices, _LIMITS, self._tokenizer, threads, spin_s)
             self._filler = NativeFiller(pool)
         except CannotUseError as error:
             logger.info("Masks are made by llguidance's Python classes, which takes longer: %s.", error)

@@ -35,7 +35,15 @@ _SPECIAL = b"\xff"
 _ERROR_BYTES = 1024
 _PROBE = 'start: "ab" /[0-9]+/ | "<" /[a-z]{2}/'
 ROW = np.dtype(
-    [("matcher", "u8"), ("masks", "u8"), ("drafts", "u8"), ("token", "i8"), ("num_drafts", "i4"), ("failed", "i4")]
+    [
+        ("matcher", "u8"),
+        ("masks", "u8"),
+        ("drafts", "u8"),
+        ("token", "i8"),
+        ("num_drafts", "i4"),
+        ("failed", "i4"),
+        ("cost_ns", "i8"),
+    ]  # fmt: skip
 )
 """`row_t` of the C file."""
 
@@ -202,23 +210,26 @@ class NativeMatcher:
 class MaskPool:
     """Threads that make masks; the caller's is one of them. Used by one thread at a time."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, spin_s: float = 0.0) -> None:
+        """spin_s: how long a thread looks for the next masks before it sleeps: to wake takes as long as its part of them."""
         guidance, self._library = _guidance(), _pool()
         functions = ("consume_token", "compute_mask_into", "rollback", "is_stopped")
         addresses = [ctypes.cast(getattr(guidance, f"llg_matcher_{name}"), _POINTER).value for name in functions]
-        self._handle = self._library.pelton_mask_pool(num_threads, *addresses)
+        self._handle = self._library.pelton_mask_pool(num_threads, int(1e9 * spin_s), *addresses)
         if not self._handle:
             raise CannotUseError("no memory is left for threads that make masks")
 
     def fill(self, rows: Any, num_bytes: int, stride: int) -> int:
         """rows: of `ROW`. Returns how many failed."""
         failed: int = self._library.pelton_mask_pool_fill(self._handle, rows.ctypes.data, len(rows), num_bytes, stride)
+        if failed < 0:
+            raise MemoryError("no memory is left to put rows in order")
         return failed
 
     def fill_alone(self, matcher: int, masks: Any, drafts: Any) -> None:
         """Make the masks of one matcher on the caller's thread; any may. masks: [1 + drafts, words]. The matcher says what failed."""
         row = np.zeros(1, dtype=ROW)
-        row[0] = (matcher, masks.ctypes.data, drafts.ctypes.data, -1, len(drafts), 0)
+        row[0] = (matcher, masks.ctypes.data, drafts.ctypes.data, -1, len(drafts), 0, 0)
         self._library.pelton_mask_row(self._handle, row.ctypes.data, masks.shape[1] * 4, masks.strides[0])
 
     def __del__(self) -> None:
@@ -227,11 +238,16 @@ class MaskPool:
 
 
 def make_native(
-    vocabulary: Vocabulary, slices: Sequence[str], limits: Mapping[str, int], tokenizer: Any, num_threads: int
+    vocabulary: Vocabulary,
+    slices: Sequence[str],
+    limits: Mapping[str, int],
+    tokenizer: Any,
+    num_threads: int,
+    spin_s: float,
 ) -> tuple[NativeTokenizer, MaskPool]:
     """The C functions, once they have made the same masks as the Python classes do. tokenizer: an `LLTokenizer`.
     Raises `CannotUseError`."""
-    made, pool = NativeTokenizer(vocabulary, slices, limits), MaskPool(num_threads)
+    made, pool = NativeTokenizer(vocabulary, slices, limits), MaskPool(num_threads, spin_s)
     known = llguidance.LLMatcher(tokenizer, f"%llguidance {json.dumps({'no_forcing': True})}\n{_PROBE}", log_level=0)
     probe = made.matcher(_PROBE)
     for text in (b"", b"a", b"b", b"7"):
@@ -264,7 +280,10 @@ def _guidance() -> Any:
 @cache
 def _pool() -> Any:
     library = ctypes.CDLL(str(_build()))
-    library.pelton_mask_pool.restype, library.pelton_mask_pool.argtypes = _POINTER, [_INT, *[_POINTER] * 4]
+    library.pelton_mask_pool.restype, library.pelton_mask_pool.argtypes = (
+        _POINTER,
+        [_INT, ctypes.c_uint64, *[_POINTER] * 4],
+    )
     library.pelton_mask_pool_fill.argtypes = [_POINTER, _POINTER, _INT, _SIZE, _SIZE]
     library.pelton_mask_row.restype, library.pelton_mask_row.argtypes = None, [_POINTER, _POINTER, _SIZE, _SIZE]
     library.pelton_mask_pool_close.restype, library.pelton_mask_pool_close.argtypes = None, [_POINTER]

@@ -46,6 +46,8 @@ def server(checkpoint: str, log: Path) -> Iterator[tuple[str, int]]:
         "--max-num-seqs",
         "16",
         "--trust-request-chat-template",
+        "--grammar-compile-timeout-s",
+        "2",
         "--profile-dir",
         str(log.parent / "traces"),
         log=log,
@@ -162,6 +164,23 @@ def test_errors_as_the_client_sees_them(client, url):
     reply = httpx.post(url + "/v1/completions", json={**LONG, "timeout_s": 0.05}, timeout=30)
     assert (reply.status_code, reply.json()["error"]["type"]) == (408, "RequestTimeoutError")
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens <= 2
+
+
+def test_a_schema_that_takes_too_long_is_a_400_and_others_go_on(client, url):
+    """It would take 20 s and more."""
+    wide = {"type": "object", "properties": {f"{index:x}": {} for index in range(18_000)}}
+    form = {"type": "json_schema", "json_schema": {"name": "wide", "schema": wide}}
+    with ThreadPoolExecutor(1) as pool:
+        body = {"messages": MESSAGES, "response_format": form}
+        job = pool.submit(httpx.post, url + "/v1/chat/completions", json=body, timeout=60)
+        answered = 0
+        while not job.done():
+            small = {"structured_outputs": {"json": {"enum": [answered]}}}
+            made = client.completions.create(model="tiny", prompt="a", max_tokens=4, extra_body=small)
+            answered += json.loads(made.choices[0].text) == answered
+    reply = job.result()
+    assert reply.status_code == 400 and "cannot be compiled: it takes more than 2 s" in reply.json()["error"]["message"]
+    assert answered >= 3
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,11 @@ def masks_of(grammars, drafts):
     return bitmask
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_masks_are_those_of_the_python_classes(native, python, num_threads, monkeypatch):
+@pytest.mark.parametrize("num_threads, spin_s", [(1, 0.0), (3, 0.0), (3, 1e-3)])
+def test_masks_are_those_of_the_python_classes(native, python, num_threads, spin_s, monkeypatch):
     """Over random texts, with drafts that are right and wrong."""
-    monkeypatch.setattr(native._filler, "_pool", MaskPool(num_threads))
-    rng = random.Random(num_threads)
+    monkeypatch.setattr(native._filler, "_pool", MaskPool(num_threads, spin_s))
+    rng = random.Random(spin_s + num_threads)
     for _ in range(20):
         chosen = [rng.choice(CONSTRAINTS) for _ in range(rng.randint(1, 12))]
         mine, theirs = [native.compile(one) for one in chosen], [python.compile(one) for one in chosen]

@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef int32_t (*consume_t)(void *matcher, uint32_t token);
 typedef int32_t (*compute_t)(void *matcher, uint32_t *mask, size_t num_bytes);
@@ -23,6 +24,7 @@ typedef struct {
     int64_t token;           // to take in first; -1: none
     int32_t num_drafts;
     int32_t failed;          // out
+    int64_t cost_ns;         // of the call before, and out of this one
 } row_t;
 
 typedef struct {
@@ -30,14 +32,16 @@ typedef struct {
     compute_t compute;
     rollback_t rollback;
     is_stopped_t is_stopped;
-    row_t *rows;
-    int32_t num_rows, num_threads;
+    row_t **order;  // [room]
+    int32_t room, num_rows, num_threads;
     size_t num_bytes, stride;  // of a mask, and between masks
     atomic_int next, num_busy;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    uint64_t job;
-    bool is_closed;
+    atomic_uint_fast64_t job;
+    atomic_bool is_closed;
+    int32_t num_asleep;
+    uint64_t spin_ns;  // how long a thread looks for the next job before it sleeps
     pthread_t threads[];
 } pool_t;
 
@@ -61,6 +65,12 @@ static void fill_row(const pool_t *pool, row_t *row, size_t num_bytes, size_t st
         row->failed = pool->rollback(row->matcher, num_taken);
 }
 
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
 // Under the lock, which a thread needs to become busy.
 static void wait_until_idle(pool_t *pool) {
     while (atomic_load(&pool->num_busy)) {
@@ -75,8 +85,24 @@ static void take_rows(pool_t *pool) {
         int32_t place = atomic_fetch_add(&pool->next, 1);
         if (place >= pool->num_rows)
             return;
-        fill_row(pool, &pool->rows[place], pool->num_bytes, pool->stride);
+        row_t *row = pool->order[place];
+        uint64_t started = now_ns();
+        fill_row(pool, row, pool->num_bytes, pool->stride);
+        row->cost_ns = (int64_t)(now_ns() - started);
     }
+}
+
+static void look_for_job(pool_t *pool, uint64_t done) {
+    uint64_t until = now_ns() + pool->spin_ns;
+    do {
+        for (int i = 0; i < 64; i++) {
+            if (atomic_load(&pool->job) != done || atomic_load(&pool->is_closed))
+                return;
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+        }
+    } while (now_ns() < until);
 }
 
 static void *run(void *given) {
@@ -84,11 +110,18 @@ static void *run(void *given) {
     uint64_t done = 0;
     pthread_mutex_lock(&pool->lock);
     for (;;) {
-        while (pool->job == done && !pool->is_closed)
+        if (pool->spin_ns && done) {
+            pthread_mutex_unlock(&pool->lock);
+            look_for_job(pool, done);
+            pthread_mutex_lock(&pool->lock);
+        }
+        pool->num_asleep++;
+        while (atomic_load(&pool->job) == done && !atomic_load(&pool->is_closed))
             pthread_cond_wait(&pool->changed, &pool->lock);
-        if (pool->is_closed)
+        pool->num_asleep--;
+        if (atomic_load(&pool->is_closed))
             break;
-        done = pool->job;
+        done = atomic_load(&pool->job);
         atomic_fetch_add(&pool->num_busy, 1);
         pthread_mutex_unlock(&pool->lock);
         take_rows(pool);
@@ -99,11 +132,32 @@ static void *run(void *given) {
     return NULL;
 }
 
+static int by_cost(const void *first, const void *second) {
+    int64_t one = (*(row_t *const *)first)->cost_ns, other = (*(row_t *const *)second)->cost_ns;
+    return (one < other) - (one > other);
+}
+
+// Those that took long come first: what takes long often does so for some tokens, and the others fill the time beside it.
+static bool put_in_order(pool_t *pool, row_t *rows, int32_t num_rows) {
+    if (num_rows > pool->room) {
+        row_t **order = realloc(pool->order, (size_t)num_rows * sizeof(row_t *));
+        if (!order)
+            return false;
+        pool->order = order, pool->room = num_rows;
+    }
+    for (int32_t place = 0; place < num_rows; place++)
+        pool->order[place] = &rows[place];
+    if (pool->num_threads)
+        qsort(pool->order, (size_t)num_rows, sizeof(row_t *), by_cost);
+    return true;
+}
+
 // num_threads: the caller's among them. NULL where no memory is left.
-pool_t *pelton_mask_pool(int32_t num_threads, consume_t consume, compute_t compute, rollback_t rollback, is_stopped_t is_stopped) {
+pool_t *pelton_mask_pool(int32_t num_threads, uint64_t spin_ns, consume_t consume, compute_t compute, rollback_t rollback, is_stopped_t is_stopped) {
     pool_t *pool = calloc(1, sizeof(pool_t) + (size_t)num_threads * sizeof(pthread_t));
     if (!pool)
         return NULL;
+    pool->spin_ns = spin_ns;
     pool->consume = consume, pool->compute = compute, pool->rollback = rollback, pool->is_stopped = is_stopped;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->changed, NULL);
@@ -113,15 +167,20 @@ pool_t *pelton_mask_pool(int32_t num_threads, consume_t consume, compute_t compu
     return pool;
 }
 
-// One caller at a time. Returns how many rows failed: their matchers say why.
+// One caller at a time. Returns how many rows failed: their matchers say why; -1 where no memory is left.
 int32_t pelton_mask_pool_fill(pool_t *pool, row_t *rows, int32_t num_rows, size_t num_bytes, size_t stride) {
     pthread_mutex_lock(&pool->lock);
     wait_until_idle(pool);  // one that woke late counts on with the numbers of the job before
-    pool->rows = rows, pool->num_rows = num_rows, pool->num_bytes = num_bytes, pool->stride = stride;
+    if (!put_in_order(pool, rows, num_rows)) {
+        pthread_mutex_unlock(&pool->lock);
+        return -1;
+    }
+    pool->num_rows = num_rows, pool->num_bytes = num_bytes, pool->stride = stride;
     atomic_store(&pool->next, 0);
     if (pool->num_threads && num_rows > 1) {
-        pool->job++;
-        pthread_cond_broadcast(&pool->changed);
+        atomic_fetch_add(&pool->job, 1);
+        if (pool->num_asleep)
+            pthread_cond_broadcast(&pool->changed);
     }
     pthread_mutex_unlock(&pool->lock);
     take_rows(pool);
@@ -140,12 +199,13 @@ void pelton_mask_row(const pool_t *pool, row_t *row, size_t num_bytes, size_t st
 
 void pelton_mask_pool_close(pool_t *pool) {
     pthread_mutex_lock(&pool->lock);
-    pool->is_closed = true;
+    atomic_store(&pool->is_closed, true);
     pthread_cond_broadcast(&pool->changed);
     pthread_mutex_unlock(&pool->lock);
     for (int32_t i = 0; i < pool->num_threads; i++)
         pthread_join(pool->threads[i], NULL);
     pthread_cond_destroy(&pool->changed);
     pthread_mutex_destroy(&pool->lock);
+    free(pool->order);
     free(pool);
 }
