@@ -43,7 +43,7 @@ ROW = np.dtype(
         ("num_drafts", "i4"),
         ("failed", "i4"),
         ("cost_ns", "i8"),
-    ]  # fmt: skip
+    ]
 )
 """`row_t` of the C file."""
 
