@@ -393,8 +393,6 @@ def pick_kernel(
         is_nucleus = is_filtered & (most_k >= V) & (least_p <= 0)
         needed_sum = tl.sum(sums, 0) * most_p.to(tl.float64)
         is_hopeless = is_nucleus & (needed_sum > ROOM * GROUP)
-        is_known = ~is_hopeless
-        is_searched = is_filtered & is_known
         if is_nucleus:
             leasts = tl.load(chunk_least + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=float("inf"))
             tl.store(facts + row * 4, top.to(tl.float64))
@@ -402,62 +400,66 @@ def pick_kernel(
             tl.store(facts + row * 4 + 2, (tl.div_rn(tl.min(leasts, 0), warmth) - top).to(tl.float64))
             tl.store(facts + row * 4 + 3, warmth.to(tl.float64))
             tl.store(totals + row * (2 * CUTS) + tl.arange(0, 2 * CUTS), tl.zeros([2 * CUTS], tl.int64))
-        slot_of_group = tl.arange(0, ROOM)
-        threshold = tl.full([], MINUS_INF_KEY, tl.int32)
-        least_key = threshold
-        least = top
-        if is_searched:
-            # Below what min_p keeps, by more than the rounding of products and logarithm: the filter itself follows.
-            least = tl.where(least_p > 0, top + tl.log(least_p), -float("inf"))
-            margin = 1e-5 * (tl.abs(least) + tl.abs(top))
-            least_key = tl.where(least_p > 0, order_key((least - margin) * warmth), MINUS_INF_KEY)
-            wanted = tl.where(most_k < V, tl.minimum(tl.maximum(most_k, ROOM * 5 // 8), ROOM), ROOM * 5 // 8)
-            threshold, count = _room_threshold(keys, least_key, best, wanted.to(tl.int32), ROOM)
-            is_taken = keys >= threshold
-            at = tl.cumsum(is_taken.to(tl.int32), 0) - 1
-            tl.store(group_ids + row * ROOM + at, groups, mask=is_taken)
-            tl.debug_barrier()
-            ids = tl.load(group_ids + row * ROOM + slot_of_group, mask=slot_of_group < count, other=GROUPS)
-            target = number
+        if is_hopeless:
+            tl.store(is_wide + row, 1)
         else:
-            chunk, target = pick_chunk(sums, tl.where(is_random, number, 0.0), CHUNKS_BLOCK)
-            ids = tl.where(slot_of_group < CHUNK_GROUPS, chunk * CHUNK_GROUPS + slot_of_group, GROUPS)
-        place = ids[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
-        own_keys = order_key(values)
-        scaled = tl.div_rn(values, warmth)
-        is_kept = own_keys >= tl.where(is_random, threshold, best)
-        if is_searched:
-            is_kept = is_kept & (own_keys > MINUS_INF_KEY) & (scaled >= least)
-        own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
-        has_all = threshold <= least_key
-        if is_searched & (most_k < V):
-            kept_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
-            highest = order_key(top)
-            lowest = tl.min(tl.where(kept_keys > LOWEST_KEY, kept_keys, highest), 0)
-            num_kept = tl.sum((kept_keys > LOWEST_KEY).to(tl.int32), 0)
-            if num_kept >= most_k:
-                lowest = _kth_key(kept_keys, most_k.to(tl.int32), num_kept, lowest, highest)
-                has_all = tl.full([], 1, tl.int1)
-            own_keys = tl.where(own_keys >= lowest, own_keys, LOWEST_KEY)
-        weights = tl.where(is_random, tl.exp(key_value(own_keys) - top), 1.0)
-        weights = tl.where(own_keys > LOWEST_KEY, weights, 0.0)
-        if is_searched:
-            is_known = has_all
-            if most_p < 1.0:
-                # By weights: exp makes some logits equal, and ties are kept.
-                mass = tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
-                # Without top_k and min_p the nucleus may be known although not every token is.
-                needed = tl.where(has_all, most_p.to(tl.float64) * mass, needed_sum).to(tl.float32)
-                is_known = has_all | (is_nucleus & (mass >= needed))
-                if is_known:
-                    bits = weights.to(tl.int32, bitcast=True)
-                    least_bits = _nucleus_key(tl.reshape(bits, [ROOM * GROUP], can_reorder=True), needed)
-                    weights = tl.where(bits >= least_bits, weights, 0.0)
-            target = number * tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
-        tl.store(is_wide + row, tl.where(is_known, 0, tl.where(is_nucleus, 1, 2)))
-        if is_known:
-            token = tl.minimum(pick_token(weights, ids, target, ROOM, GROUP), V - 1)
-            finish_row(
-                row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
-            )  # fmt: skip
+            is_known = tl.full([], 1, tl.int1)
+            slot_of_group = tl.arange(0, ROOM)
+            threshold = tl.full([], MINUS_INF_KEY, tl.int32)
+            least_key = threshold
+            least = top
+            if is_filtered:
+                # Below what min_p keeps, by more than the rounding of products and logarithm: the filter itself follows.
+                least = tl.where(least_p > 0, top + tl.log(least_p), -float("inf"))
+                margin = 1e-5 * (tl.abs(least) + tl.abs(top))
+                least_key = tl.where(least_p > 0, order_key((least - margin) * warmth), MINUS_INF_KEY)
+                wanted = tl.where(most_k < V, tl.minimum(tl.maximum(most_k, ROOM * 5 // 8), ROOM), ROOM * 5 // 8)
+                threshold, count = _room_threshold(keys, least_key, best, wanted.to(tl.int32), ROOM)
+                is_taken = keys >= threshold
+                at = tl.cumsum(is_taken.to(tl.int32), 0) - 1
+                tl.store(group_ids + row * ROOM + at, groups, mask=is_taken)
+                tl.debug_barrier()
+                ids = tl.load(group_ids + row * ROOM + slot_of_group, mask=slot_of_group < count, other=GROUPS)
+                target = number
+            else:
+                chunk, target = pick_chunk(sums, tl.where(is_random, number, 0.0), CHUNKS_BLOCK)
+                ids = tl.where(slot_of_group < CHUNK_GROUPS, chunk * CHUNK_GROUPS + slot_of_group, GROUPS)
+            place = ids[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
+            own_keys = order_key(values)
+            scaled = tl.div_rn(values, warmth)
+            is_kept = own_keys >= tl.where(is_random, threshold, best)
+            if is_filtered:
+                is_kept = is_kept & (own_keys > MINUS_INF_KEY) & (scaled >= least)
+            own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
+            has_all = threshold <= least_key
+            if is_filtered & (most_k < V):
+                kept_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
+                highest = order_key(top)
+                lowest = tl.min(tl.where(kept_keys > LOWEST_KEY, kept_keys, highest), 0)
+                num_kept = tl.sum((kept_keys > LOWEST_KEY).to(tl.int32), 0)
+                if num_kept >= most_k:
+                    lowest = _kth_key(kept_keys, most_k.to(tl.int32), num_kept, lowest, highest)
+                    has_all = tl.full([], 1, tl.int1)
+                own_keys = tl.where(own_keys >= lowest, own_keys, LOWEST_KEY)
+            weights = tl.where(is_random, tl.exp(key_value(own_keys) - top), 1.0)
+            weights = tl.where(own_keys > LOWEST_KEY, weights, 0.0)
+            if is_filtered:
+                is_known = has_all
+                if most_p < 1.0:
+                    # By weights: exp makes some logits equal, and ties are kept.
+                    mass = tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
+                    # Without top_k and min_p the nucleus may be known although not every token is.
+                    needed = tl.where(has_all, most_p.to(tl.float64) * mass, needed_sum).to(tl.float32)
+                    is_known = has_all | (is_nucleus & (mass >= needed))
+                    if is_known:
+                        bits = weights.to(tl.int32, bitcast=True)
+                        least_bits = _nucleus_key(tl.reshape(bits, [ROOM * GROUP], can_reorder=True), needed)
+                        weights = tl.where(bits >= least_bits, weights, 0.0)
+                target = number * tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
+            tl.store(is_wide + row, tl.where(is_known, 0, tl.where(is_nucleus, 1, 2)))
+            if is_known:
+                token = tl.minimum(pick_token(weights, ids, target, ROOM, GROUP), V - 1)
+                finish_row(
+                    row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
+                )  # fmt: skip
