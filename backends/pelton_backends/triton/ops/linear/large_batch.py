@@ -34,6 +34,7 @@ from pelton.ops.interface import (
     NormSpec,
 )
 from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
 from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows, normed
@@ -219,9 +220,10 @@ def _row_refusals(needs: Any) -> list[str]:
 def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
     """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
     weight, bias = weights.tensors["weight"], weights.bias
+    library = LibraryProduct(weight)
 
     def by_cublas(x: Tensor) -> Tensor:
-        rows = F.linear(x, weight, bias)
+        rows = library(x) if bias is None else F.linear(x, weight, bias)
         return rows if activation is None else gated(rows, activation)
 
     if bias is not None or not can_multiply_many(weight):

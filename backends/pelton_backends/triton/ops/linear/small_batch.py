@@ -24,6 +24,7 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
+from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
 from pelton_backends.triton.ops.linear.hopper_mid_batch import SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
@@ -74,6 +75,7 @@ def product_of(weights: LinearWeights, activation: str | None = None) -> Callabl
     is_for_hopper = can_multiply(weight)
     few = HopperProduct(weight, bias, activation, counters)
     more = MidBatchProduct(weight, bias, activation, counters)
+    library = LibraryProduct(weight)
 
     def product(x: Tensor) -> Tensor:
         is_readable = is_for_hopper and few.takes(x)
@@ -82,7 +84,7 @@ def product_of(weights: LinearWeights, activation: str | None = None) -> Callabl
             return more(x, tiling)
         if prefers_library(x.shape[0], weight):
             out = empty_rows(x.shape[0], weight.shape[0], x)
-            rows = torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+            rows = library(x, out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
             return rows if activation is None else gated(rows, activation)
         return few(x) if is_readable else multiply(x, weight, bias, activation, counters)
 
