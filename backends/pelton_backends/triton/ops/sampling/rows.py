@@ -389,10 +389,10 @@ def pick_kernel(
         top = tl.div_rn(key_value(best), warmth)
         scale = tl.exp(tl.where(bests <= MINUS_INF_KEY, -float("inf"), tl.div_rn(key_value(bests), warmth) - top))
         sums = tl.where(is_random, sums * scale, (bests == best).to(tl.float64))
-        # A nucleus that weighs more than the room's tokens ever do is not looked for in it.
+        # A nucleus of so many of the best token's weight has more tokens than the room's groups tell of: to look would be for nothing.
         is_nucleus = is_filtered & (most_k >= V) & (least_p <= 0)
         needed_sum = tl.sum(sums, 0) * most_p.to(tl.float64)
-        is_hopeless = is_nucleus & (needed_sum > ROOM * GROUP)
+        is_hopeless = is_nucleus & (needed_sum > 2 * ROOM)
         if is_nucleus:
             leasts = tl.load(chunk_least + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=float("inf"))
             tl.store(facts + row * 4, top.to(tl.float64))
