@@ -75,7 +75,7 @@ class _Library:
             raise RuntimeError(f"cublasLt{name} gave status {status}.")
 
     def layout(self, rows: int, columns: int, stride: int, dtype: torch.dtype) -> ctypes.c_void_p:
-        """Of a matrix whose columns follow each other, `stride` numbers from one to the next."""
+        """Describe a matrix whose columns follow each other, `stride` numbers from one to the next."""
         made, sizes = ctypes.c_void_p(), (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride))
         self.check("MatrixLayoutCreate", ctypes.byref(made), _TYPES[dtype], *sizes)
         return made
