@@ -11,8 +11,6 @@ import contextlib
 import itertools
 import os
 import selectors
-import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -31,7 +29,7 @@ from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.processes import RankProcess
-from pelton_plugins.executors.multiproc.ring import RingWriter, make_ring_file
+from pelton_plugins.executors.multiproc.ring import RingWriter, make_ring_file, make_shared_file
 
 logger = get_logger(__name__)
 
@@ -100,9 +98,8 @@ class MultiProcExecutor(Executor):
         self._lock = threading.Lock()  # of the two tables, and of the error
         self._write_lock = threading.Lock()
         self._is_closing = False
-        self._folder = tempfile.mkdtemp(prefix="pelton-ranks-")
         self._ranks: list[RankProcess] = []
-        self._finalizer = weakref.finalize(self, _clean_up, self._ranks, self._folder)
+        self._finalizer = weakref.finalize(self, _clean_up, self._ranks)
         try:
             store = self.start_ranks(context, self._ranks)
         except BaseException:
@@ -119,7 +116,6 @@ class MultiProcExecutor(Executor):
             gathered = self._expect(next(self._call_ids))
             self._write(start)
             self.max_concurrent_steps = min(self._wait_for(gathered))
-            shutil.rmtree(self._folder, ignore_errors=True)  # all have met: a killed engine leaves nothing behind
         except BaseException:
             self.shutdown()
             raise
@@ -128,14 +124,15 @@ class MultiProcExecutor(Executor):
 
     def start_ranks(self, context: ExecutorContext, ranks: list[RankProcess]) -> str:
         """Start a process for each rank and append it. Returns where their communicators find each other."""
-        ring = make_ring_file(self.size, RING_BYTES)
+        ring, store = make_ring_file(self.size, RING_BYTES), make_shared_file(0)
         try:
             self._ring: RingWriter | None = RingWriter(ring, self.size)
             for rank in range(self.size):
-                ranks.append(RankProcess(rank, self.size, ring))
+                ranks.append(RankProcess(rank, self.size, ring, store))
         finally:
             os.close(ring)
-        return os.path.join(self._folder, "store")
+            os.close(store)
+        return f"/proc/self/fd/{store}"  # handed down, as the ring is: nothing is left behind however the processes end
 
     def send(self, data: bytes) -> None:
         """Hand a job to all ranks."""
@@ -378,9 +375,8 @@ def _first_of(done: Future[list[Any]], first: Future[Any]) -> None:
         first.set_result(done.result()[0])
 
 
-def _clean_up(ranks: list[RankProcess], folder: str) -> None:
+def _clean_up(ranks: list[RankProcess]) -> None:
     for rank in ranks:
         rank.kill()
     for rank in ranks:
         rank.close()
-    shutil.rmtree(folder, ignore_errors=True)

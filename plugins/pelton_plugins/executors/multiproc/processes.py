@@ -17,7 +17,8 @@ _READ_BYTES = 1 << 20
 class RankProcess:
     """Started in its constructor, with our import path, in a process group of its own."""
 
-    def __init__(self, rank: int, size: int, ring: int) -> None:
+    def __init__(self, rank: int, size: int, ring: int, store: int) -> None:
+        """ring, store: descriptors that it is handed."""
         self.rank = rank
         self._received = bytearray()
         self.socket, theirs = socket.socketpair()
@@ -25,7 +26,11 @@ class RankProcess:
         command, environment = own_program(program, rank=rank, size=size, ring=ring, socket=theirs.fileno())
         with theirs:
             self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(ring, theirs.fileno()), process_group=0
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(ring, store, theirs.fileno()),
+                process_group=0,
             )
 
     @property

@@ -23,9 +23,14 @@ SHARED_MEMORY = "/dev/shm"
 
 def make_ring_file(num_readers: int, capacity: int) -> int:
     """Return the descriptor of new memory for `capacity` bytes on their way, which processes started with it can open as a ring."""
+    return make_shared_file(_LINE * (1 + num_readers) + capacity)
+
+
+def make_shared_file(size: int) -> int:
+    """Return the descriptor of a new file without a name, in memory where there is a place for that."""
     folder = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(_LINE * (1 + num_readers) + capacity)
+        file.truncate(size)
         return os.dup(file.fileno())
 
 
