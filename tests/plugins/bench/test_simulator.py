@@ -50,7 +50,7 @@ def write_steps(path, **facts) -> str:
     return str(path)
 
 
-def simulate(requests, *, size=1, times=None, skips=True, **flat):
+def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, **flat):
     config = EngineConfig.from_flat(
         **{"max_num_seqs": 16, "max_num_batched_tokens": 512, "data_parallel_size": size, **flat}
     )
@@ -63,7 +63,7 @@ def simulate(requests, *, size=1, times=None, skips=True, **flat):
             engine._skipper = None
         return engine
 
-    SimulatedServer(config, plugins, make_one, figures, clock).run(requests, FACTS["vocab_size"])
+    SimulatedServer(config, plugins, make_one, figures, clock).run(requests, FACTS["vocab_size"], overhead_s)
     return figures
 
 
@@ -97,6 +97,8 @@ def test_one_request_takes_its_prompt_and_its_tokens():
     told = figures.ttft.histogram().percentile(50), figures.e2e.histogram().percentile(50)
     assert told == pytest.approx((first, first + later), rel=0.02)
     assert figures.counts["completed"] == 1 and figures.counts["output_tokens"] == 11
+    later = simulate([TraceRequest(5.0, 100, 11)], overhead_s=0.5)
+    assert later.ttft.histogram().percentile(50) == pytest.approx(first + 0.5, rel=0.02)
 
 
 def busy_trace(num=150, rate=8.0):

@@ -228,7 +228,7 @@ def _read_measured(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
-        float(found["output_throughput"]), [float(found[label]["p50"]) for label in TIMES]
+        float(found["output_throughput"]), float(found["ttft_ms"]["p50"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"compare is {path}; use a file that `pelton bench serve --output-json` wrote: {error!r}."
@@ -242,7 +242,9 @@ def compared(result: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str
         (name.replace("_", " "), result[name], measured[name]) for name in ("request_throughput", "output_throughput")
     ]
     for label in TIMES:
-        both = [name for name in result[label] if name in measured[label]]
+        both = [
+            name for name in result[label] if measured.get(label, {}).get(name)
+        ]  # null where requests had one token
         found += [(f"{LABELS[label]} {name}", result[label][name], measured[label][name]) for name in both]
     return found
 

@@ -126,12 +126,12 @@ class SimulatedEngine:
             return self._run.end(self._run.most)
         return self._open[0][1] if self._open else None
 
-    def add(self, request: EngineRequest, now: float) -> None:
-        """A request arrives. Raises what the scheduler raises."""
+    def add(self, request: EngineRequest, now: float, sent: float) -> None:
+        """A request arrives that a client has sent before. Raises what the scheduler raises."""
         if self._run is not None:
             self._leave_run(self._run.num_ended(now))
         self._scheduler.add_request(request)
-        self._requests[request.request_id] = _Request(now)
+        self._requests[request.request_id] = _Request(sent)
         self._num_fresh += 1
         self._launch(now)
 

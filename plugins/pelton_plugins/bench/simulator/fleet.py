@@ -59,7 +59,7 @@ class SimulatedServer:
         place = 0 if self._router is None else self._route(made)
         engine = self._engines[place]
         try:
-            engine.add(made, now)
+            engine.add(made, now, request.arrival_s)
         except RequestError:
             self._figures.counts["refused"] += 1
             return
