@@ -76,6 +76,8 @@ def choose_row_tile(num_rows: int, in_features: int, bits: int, programs: int, h
     """
     blocks = triton.cdiv(in_features, BLOCK)
     if blocks > 32 and not has_norm:
+        if bits == 8:  # whole rows leave room for one program a multiprocessor
+            return RowTile(4, 32, 2, 2, triton.cdiv(blocks, 8))
         return RowTile(8, 16, triton.cdiv(blocks, 8), 3)
     warps, rows = (4, 32) if num_rows >= 32 * 4 * programs else (8, 16)
     warps = min(triton.next_power_of_2(blocks), warps)
