@@ -408,6 +408,25 @@ def models_page() -> str:
     return "\n\n".join(parts)
 
 
+BEGIN, END = "<!-- methods: made by docs/make_tables.py -->", "<!-- end of methods -->"
+
+
+def quantization_page() -> str:
+    """The page as it stands, with the table of methods made anew."""
+    plugins = load_plugins(only=[])
+    rows = [
+        (
+            f"`{entry.name}`",
+            entry.doc,
+            naming([entry.name], ("plugins/quantization", "plugins/loaders", "core/quantization", "e2e")),
+        )
+        for entry in sorted(plugins.entries("pelton_quantization_methods"), key=lambda entry: entry.name)
+    ]
+    before, _, rest = (DOCS / "quantization.md").read_text().rstrip("\n").partition(BEGIN)
+    made = table(("method", "what", "tests that name it"), rows)
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}"
+
+
 def project_frames(skipped: int) -> list[tuple[str, str]]:
     """(file below its tree, function) of the calls that led here, outermost first, without the last `skipped`."""
     frame: FrameType | None = sys._getframe(skipped)
@@ -483,6 +502,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "attention_backends.md": attention_page,
     "models.md": models_page,
+    "quantization.md": quantization_page,
     "call_path.md": call_path_page,
 }
 

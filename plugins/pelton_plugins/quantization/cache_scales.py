@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -38,6 +39,18 @@ def take_cache_scales(config: BuildConfig) -> None:
     is_fp8 = config.kv_dtype.startswith("fp8")
     config.weights.ignore(PATTERN, scales.take if is_fp8 else None)
     config.weights.finishers.append(scales.apply)
+
+
+def check_scheme(kv_dtype: str, scheme: Mapping[str, Any]) -> None:
+    """Refuse a compressed-tensors checkpoint's `kv_cache_scheme`, where the cache is in 8 bits, that is another than this file's."""
+    known = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
+    for field, right in known.items():
+        found = scheme.get(field, right)
+        if kv_dtype.startswith("fp8") and found != right:
+            raise ConfigError(
+                f"config.json's quantization_config.kv_cache_scheme has {field} {found!r}, and kv_cache_dtype is {kv_dtype!r}; served is "
+                f"{right!r}. Leave kv_cache_dtype unset, which needs no scheme."
+            )
 
 
 class CacheScales:

@@ -16,7 +16,7 @@ import torch
 from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearWeights
 from pelton.quantization.plain import PlainWeights
-from pelton_plugins.quantization.cache_scales import take_cache_scales
+from pelton_plugins.quantization.cache_scales import check_scheme, take_cache_scales
 from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, StoredFp8
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
 
@@ -47,6 +47,7 @@ class CompressedTensors:
                 f"config.json's quantization_config has the sparsity format {settings['sparsity_config']['format']!r}; served is 'dense'. "
                 + ADVICE
             )
+        check_scheme(config.kv_cache.kv_cache_dtype, settings.get("kv_cache_scheme") or {})
         self._ignored = settings.get("ignore") or []
         self._groups: list[tuple[Sequence[str], QuantizationMethod]] = [
             (group.get("targets") or ["Linear"], _method(name, group, group.get("format") or settings.get("format")))

@@ -13,7 +13,7 @@ from pelton import LLM, SamplingParams
 from pelton.errors import ConfigError
 from pelton.testing.model_driver import TensorWeight, make_test_build
 from pelton.testing.models import make_tiny_checkpoint
-from pelton_plugins.quantization.cache_scales import take_cache_scales
+from pelton_plugins.quantization.cache_scales import check_scheme, take_cache_scales
 
 PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2, 41, 42, 43, 44, 45, 46, 47, 48]
 NAMES = {
@@ -118,3 +118,15 @@ def test_a_scale_that_is_none_is_refused(names, scale, shown):
 def test_other_names_are_still_unexpected():
     with pytest.raises(ConfigError, match=r"unexpected model\.layers\.0\.self_attn\.o_scale"):
         load("auto", "model.layers.0.self_attn.o_scale", [1.0])
+
+
+@pytest.mark.parametrize(
+    "field, value", [("type", "int"), ("num_bits", 4), ("strategy", "attn_head"), ("dynamic", True)]
+)
+def test_another_scheme_of_the_cache_is_refused(field, value):
+    check_scheme("auto", {field: value})
+    check_scheme("fp8", {"type": "float", "num_bits": 8, "observer": "minmax"})
+    with pytest.raises(
+        ConfigError, match=rf"kv_cache_scheme has {field} {value!r}, and kv_cache_dtype is 'fp8'; served is"
+    ):
+        check_scheme("fp8", {field: value})
