@@ -261,7 +261,7 @@ def method_of(hf):
     class Model:
         hf_config = hf
 
-    return CompressedTensors(None, Model)
+    return CompressedTensors(EngineConfig(), Model)
 
 
 def test_merged_parts_share_the_largest_scale_of_their_input(tmp_path):
