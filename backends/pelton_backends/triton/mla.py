@@ -1,13 +1,16 @@
-"""The Triton backend of multi-head latent attention: one kernel for rows of one token and of many."""
+"""The Triton backend of multi-head latent attention: a kernel for rows of one token and of many, and another one for Hopper."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention, GraphSupport, LatentParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.latents import latent_refusals
 from pelton_backends.triton.attention.latent import latent_attention
+from pelton_backends.triton.attention.latent_hopper import HopperLatent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,13 +46,26 @@ class TritonMLABackend(AttentionBackend):
 
 
 class TritonMLAAttention(BoundAttention):
-    """A layer's attention by the kernel over latents."""
+    """A layer's attention by the kernels over latents."""
 
     layer: LatentParams
+
+    def __init__(self, layer: LatentParams) -> None:
+        super().__init__(layer)
+        self._hopper: HopperLatent | None = None
+        dtype: torch.dtype = getattr(torch, layer.needs.dtype)
+        if HopperLatent.serves(layer.cache, num_heads=layer.num_heads, latent_dim=layer.latent_dim, dtype=dtype):
+            self._hopper = HopperLatent(layer.cache, scale=layer.scale)
 
     def __call__(self, query: Tensor, metadata: CommonMetadata, output: Tensor) -> None:
         """query [T, H, latent + rope] -> output [T, H, latent]"""
         layer = self.layer
+        if self._hopper is not None:
+            self._hopper(
+                query, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+                max_seq_len=metadata.max_seq_len,
+            )  # fmt: skip
+            return
         latent_attention(
             query, layer.cache, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
             scale=layer.scale, latent_dim=layer.latent_dim, max_seq_len=metadata.max_seq_len,

@@ -57,6 +57,14 @@ CASES: dict[str, LatentCase] = {
     "long-row": LatentCase(rows=((1, 700), (2, 300))),
     "bfloat16": LatentCase(dtype="bfloat16"),
     "float16": LatentCase(dtype="float16", num_padding=1),
+    "bfloat16-of-deepseek": LatentCase(
+        rows=((1, 0), (1, 63), (1, 64), (1, 300), (3, 30), (17, 128)),
+        num_heads=20,
+        latent_dim=512,
+        rope_dim=64,
+        dtype="bfloat16",
+        num_padding=2,
+    ),
 }
 
 

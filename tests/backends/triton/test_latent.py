@@ -78,7 +78,23 @@ def test_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (output[num_tokens:] == 7.0).all(), "padding is left alone"
 
 
+@pytest.mark.parametrize("splits", [3, 8])
+def test_parts_of_a_context_are_merged(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent, "num_splits", lambda *_: splits)
+    rows, shape = CASES["decode"]
+    query, cache, common, contexts = random_step(rows, **shape)
+    output = torch.empty(*query.shape[:2], shape["latent_dim"], dtype=query.dtype, device=DEVICE)
+    latent.latent_attention(
+        query, cache, output, common.query_start_loc, common.seq_lens, common.block_table, scale=0.3,
+        latent_dim=shape["latent_dim"], max_seq_len=common.max_seq_len,
+    )  # fmt: skip
+    want = oracle(query, rows, contexts, 0.3, shape["latent_dim"])
+    torch.testing.assert_close(output.double().cpu(), want, atol=2e-5, rtol=2e-5)
+
+
 def test_few_tokens_share_long_contexts_among_programs() -> None:
-    assert latent.num_splits(1, 16, 100, DEVICE) == 1
-    assert latent.num_splits(1, 16, 100_000, DEVICE) in (8, 16)
-    assert latent.num_splits(10_000, 16, 100_000, DEVICE) == 1
+    assert latent.splits_to_fill(1, 264, 100) == 1
+    assert latent.splits_to_fill(1, 264, 100_000) == max(latent.SPLITS)
+    assert latent.splits_to_fill(32, 264, 8192) == 8
+    assert latent.splits_to_fill(32, 132, 8192) == 4
+    assert latent.splits_to_fill(10_000, 264, 100_000) == 1

@@ -6,6 +6,7 @@ context up to itself. So a step of any rows is one launch, and a captured one ne
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,15 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.runtime import dot, num_sms
+from pelton_backends.triton.runtime import (
+    dot,
+    has_pdl,
+    launch_options,
+    let_next_start,
+    num_sms,
+    shared_memory,
+    wait_for_inputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +30,26 @@ if TYPE_CHECKING:
 LOG2_E = 1.4426950408889634
 HEADS, KEYS = 16, 32
 """Query heads and latents of one tile: the smallest that tensor cores take, and 32 KiB of latents of 512 numbers in bfloat16."""
-MAX_SPLITS = 16
+WARPS = 4
+PROGRAMS = 2
+"""On a multiprocessor at a time: while one waits for its tile, the other computes."""
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 LEAST_KEYS = 256
 """Keys of a split: with fewer its merging costs more than it hides."""
+FULL = 0.92
+"""Share of the places for programs that is enough."""
+
+
+@triton.jit
+def _blocks_of(table, first, last_key, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Blocks of the keys [KEYS] from `first` on, a multiple of KEYS. They are read a tile ahead, so that a tile's copies begin with
+    their addresses known: of what is read by way of what is read, Triton makes no copies in advance."""
+    local = tl.arange(0, KEYS)
+    if KEYS % BLOCK_SIZE == 0:
+        place = first // BLOCK_SIZE + local // BLOCK_SIZE
+    else:
+        place = (first + local) // BLOCK_SIZE
+    return tl.load(table + place, first + local < last_key, 0)
 
 
 @triton.jit
@@ -32,9 +58,13 @@ def latent_attention_kernel(
     stride_output, stride_table, scale,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_LATENT: tl.constexpr,
     PADDED_ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, SEARCHES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a token, `HEADS` heads and a split of the token's context."""
-    token, first_head, split = tl.program_id(0), tl.program_id(1) * HEADS, tl.program_id(2)
+    """One program for `HEADS` heads, a token, and a split of the token's context. Heads of a token follow each other, so that one program
+    finds in the second-level cache what another has read."""
+    first_head, token, split = tl.program_id(0) * HEADS, tl.program_id(1), tl.program_id(2)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     if token >= tl.load(query_start_loc + num_reqs):  # padding
         return
     # The last row that starts at or before the token, and is not empty.
@@ -59,16 +89,24 @@ def latent_attention_kernel(
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     found = tl.zeros([HEADS, PADDED_LATENT], tl.float32)
+    table = block_table + row.to(tl.int64) * stride_table
+    block = _blocks_of(table, first_key, last_key, KEYS, BLOCK_SIZE)
+    local = tl.arange(0, KEYS)
     for first in range(first_key, last_key, KEYS):
-        place = first + tl.arange(0, KEYS)
-        is_key = place < last_key
-        block = tl.load(block_table + row.to(tl.int64) * stride_table + place // BLOCK_SIZE, is_key, 0).to(tl.int64)
-        latent = cache + block * stride_block + (place % BLOCK_SIZE) * (LATENT + ROPE)
+        is_key = first + local < last_key
+        inside = local % BLOCK_SIZE
+        if KEYS % BLOCK_SIZE != 0:
+            inside = (first + local) % BLOCK_SIZE
+        latent = cache + block.to(tl.int64) * stride_block + inside * (LATENT + ROPE)
+        is_latent, is_turned = is_key[:, None], is_key[:, None]
+        if LATENT < PADDED_LATENT:
+            is_latent = is_latent & in_latent[None, :]
+        if ROPE < PADDED_ROPE:
+            is_turned = is_turned & in_rope[None, :]
         # Places that are masked are not read: they hold zeros here, whatever the cache has there.
-        keys = tl.load(latent[:, None] + dim[None, :], is_key[:, None] & in_latent[None, :], 0.0).to(q_latent.dtype)
-        turned_keys = tl.load(
-            latent[:, None] + LATENT + turned[None, :], is_key[:, None] & in_rope[None, :], 0.0
-        ).to(q_latent.dtype)  # fmt: skip
+        keys = tl.load(latent[:, None] + dim[None, :], is_latent, 0.0).to(q_latent.dtype)
+        turned_keys = tl.load(latent[:, None] + LATENT + turned[None, :], is_turned, 0.0).to(q_latent.dtype)
+        block = _blocks_of(table, first + KEYS, last_key, KEYS, BLOCK_SIZE)
         scores = dot(q_rope, tl.trans(turned_keys), dot(q_latent, tl.trans(keys), tl.zeros([HEADS, KEYS], tl.float32)))
         scores = tl.where(is_key[None, :], scores * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -92,14 +130,19 @@ def latent_attention_kernel(
 def merge_kernel(
     sums, stats, output, query_start_loc, num_reqs, stride_output,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, PADDED_LATENT: tl.constexpr, SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a token and head. The first split is never empty; others may be, with a maximum of minus infinity."""
     token, head = tl.program_id(0), tl.program_id(1)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     if token >= tl.load(query_start_loc + num_reqs):
         return
-    part = (token.to(tl.int64) * NUM_HEADS + head) * SPLITS + tl.arange(0, SPLITS)
+    split = tl.arange(0, PADDED_SPLITS)
+    part = (token.to(tl.int64) * NUM_HEADS + head) * SPLITS + split
     dim = tl.arange(0, PADDED_LATENT)
-    tops, totals = tl.load(stats + part * 2), tl.load(stats + part * 2 + 1)
+    tops = tl.load(stats + part * 2, split < SPLITS, float("-inf"))
+    totals = tl.load(stats + part * 2 + 1, split < SPLITS, 0.0)
     weights = tl.exp2(tops - tl.max(tops, axis=0))
     found = tl.load(sums + part[:, None] * LATENT + dim[None, :], (dim < LATENT)[None, :] & (weights > 0)[:, None], 0.0)
     result = tl.sum(found * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
@@ -108,12 +151,32 @@ def merge_kernel(
 
 
 def num_splits(num_tokens: int, num_heads: int, max_seq_len: int, device: torch.device) -> int:
-    """Parts of each context that programs share, a power of two: as many as fill the device, for steps of few tokens."""
-    programs = num_tokens * -(-num_heads // HEADS)
-    splits = 1
-    while splits < MAX_SPLITS and programs * splits < num_sms(device) and max_seq_len > LEAST_KEYS * splits:
-        splits *= 2
-    return splits
+    """Parts of each context that programs share: as many as fill the device, for steps of few tokens."""
+    return splits_to_fill(num_tokens * -(-num_heads // HEADS), PROGRAMS * num_sms(device), max_seq_len)
+
+
+@cache
+def splits_to_fill(programs: int, places: int, max_seq_len: int) -> int:
+    """The least of `SPLITS` that occupies enough of `places`, or the one that occupies most."""
+    if programs >= 2 * places:
+        return 1
+
+    def share(splits: int) -> float:
+        """Of the places that the programs occupy, so long as the last of them runs, those that they need."""
+        return programs * splits / (-(-programs * splits // places) * places)
+
+    fitting = [
+        splits
+        for splits in SPLITS
+        if splits == 1 or (max_seq_len > LEAST_KEYS * (splits - 1) and programs * splits <= 2 * places)
+    ]
+    return next((splits for splits in fitting if share(splits) >= FULL), max(fitting, key=share))
+
+
+def stages_of(query: Tensor, head_dim: int) -> int:
+    """3 where a multiprocessor holds two tiles of latents, and the queries, for each of its programs; else 2, which hold one."""
+    held = PROGRAMS * (2 * KEYS + HEADS) * head_dim * query.element_size()
+    return 3 if held <= shared_memory(query.device) else 2
 
 
 def latent_attention(
@@ -141,17 +204,27 @@ def latent_attention(
     if splits > 1:
         sums = torch.empty(num_tokens, num_heads, splits, latent_dim, dtype=torch.float32, device=query.device)
         stats = torch.empty(num_tokens, num_heads, splits, 2, dtype=torch.float32, device=query.device)
-    num_reqs, padded = seq_lens.shape[0], triton.next_power_of_2(latent_dim)
+    num_reqs, padded, pdl = seq_lens.shape[0], triton.next_power_of_2(latent_dim), has_pdl(query.device)
     launch(
-        latent_attention_kernel, (num_tokens, triton.cdiv(num_heads, HEADS), splits),
+        latent_attention_kernel, (triton.cdiv(num_heads, HEADS), num_tokens, splits),
         query, cache, output, sums, stats, query_start_loc, seq_lens, block_table, num_reqs, query.stride(0),
         cache.stride(0), output.stride(0), block_table.stride(0), scale * LOG2_E,
         NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=head_dim - latent_dim, BLOCK_SIZE=cache.shape[1],
         PADDED_LATENT=max(padded, 16), PADDED_ROPE=max(triton.next_power_of_2(head_dim - latent_dim), 16), HEADS=HEADS,
-        KEYS=KEYS, SPLITS=splits, SEARCHES=num_reqs.bit_length() + 1, num_warps=8, num_stages=2,
+        KEYS=KEYS, SPLITS=splits, SEARCHES=num_reqs.bit_length() + 1, PDL=pdl,
+        num_warps=WARPS, num_stages=stages_of(query, head_dim), **launch_options(pdl),
     )  # fmt: skip
     if splits > 1:
-        launch(
+        merge_parts(sums, stats, output, query_start_loc, num_reqs)
+
+
+def merge_parts(sums: Tensor, stats: Tensor, output: Tensor, query_start_loc: Tensor, num_reqs: int) -> None:
+    """Bring together the parts of each token's result: sums [T, H, parts, latent_dim], their maxima and totals [T, H, parts, 2]. The
+    first is never empty."""
+    num_tokens, num_heads, splits, latent_dim = sums.shape
+    pdl = has_pdl(sums.device)
+    launch(
             merge_kernel, (num_tokens, num_heads), sums, stats, output, query_start_loc, num_reqs, output.stride(0),
-            NUM_HEADS=num_heads, LATENT=latent_dim, PADDED_LATENT=padded, SPLITS=splits, num_warps=4,
+            NUM_HEADS=num_heads, LATENT=latent_dim, PADDED_LATENT=triton.next_power_of_2(latent_dim), SPLITS=splits,
+            PADDED_SPLITS=triton.next_power_of_2(splits), PDL=pdl, num_warps=4, **launch_options(pdl),
         )  # fmt: skip
