@@ -15,10 +15,12 @@ from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
 from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
+from pelton_backends.triton.attention import decode_shares
 from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention
 from pelton_backends.triton.attention.decode_shares import (
     LaunchShape,
     PartBuffers,
+    cuts_of,
     deal_rows,
     launch_shape,
     row_bytes,
@@ -291,6 +293,20 @@ FUSED = [(f, schedule) for f in FEATURES for schedule in ("early", "streamed")]
 FUSED += [(f, schedule) for f in PLAIN[:4] for schedule in ("direct", "dealt-early")]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("cuts", [2, 4])
+def test_heads_of_large_groups_are_cut(
+    device: torch.device, schedule: str, cuts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of one kv head share its query heads: each has its own of all that heads have, and one of them writes the new key."""
+    monkeypatch.setattr(decode_shares, "TILE_BYTES", 1024 // cuts)
+    assert decode_shares.cuts_of(8, 64) == cuts
+    case = Case(num_heads=16, num_kv_heads=2, head_dim=16, rotary_dim=16, sinks=True, alibi=True, window=50)
+    check_fused(case, device, SCHEDULES[schedule])
+    if schedule in ("direct", "streamed"):
+        check_decode(case, device, SCHEDULES[schedule], repeats=2)
+
+
 @pytest.mark.parametrize(("feature", "schedule"), UNFUSED)
 def test_decode_equals_the_oracle(device: torch.device, feature: str, schedule: str) -> None:
     check_decode(Case(**FEATURES[feature]), device, SCHEDULES[schedule])
@@ -401,7 +417,7 @@ def test_launch_shapes_fit_the_buffers_and_the_work() -> None:
                 torch.device("meta"), max_rows=1024, num_heads=32, num_kv_heads=kv_heads, head_dim=128
             )
             if shape.splits != 1:
-                pairs = kv_heads if shape.is_dealt else rows * kv_heads
+                pairs = (kv_heads if shape.is_dealt else rows * kv_heads) * cuts_of(32 // kv_heads, 256)
                 assert parts.sums.shape[0] >= (pairs * shape.splits or 2 * shape.programs)
     assert launch_shape(1, 8, 2, 20, 256, 132).splits == 1, "no more programs than chunks"
 

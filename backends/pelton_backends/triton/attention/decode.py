@@ -36,6 +36,7 @@ from pelton_backends.triton.attention.decode_shares import (
     LaunchShape,
     PartBuffers,
     chunks_of_row,
+    cuts_of,
     deal_rows,
     launch_shape,
     padded,
@@ -99,18 +100,23 @@ def decode_kernel(
     LEAST: tl.constexpr,
     PARTS: tl.constexpr,
     IS_EARLY: tl.constexpr,
+    CUTS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend with s splits of a row, each of which takes every s-th chunk. Arguments: see `decode_attention`.
 
     A program is a (kv head, row, split), and a row uses as many splits as leave each LEAST chunks or more, SPLITS at most; or,
-    with `shares`, it is one of a kv head's SPLITS programs, which all rows share by their lengths.
+    with `shares`, it is one of a kv head's SPLITS programs, which all rows share by their lengths. A kv head of many query heads counts
+    as CUTS of them, see `cuts_of`.
 
     IS_EARLY: lengths, tables, shares, positions and slots are there before the wait (see `runtime`), and keys and values are
     of earlier steps, so that only the query is not: programs without work end at once, the others load their first chunk.
     """
     head, place = tl.program_id(0), tl.program_id(1)
+    if CUTS > 1:
+        k_cache += (head // CUTS - head) * stride_head
+        v_cache += (head // CUTS - head) * stride_head
     let_next_start(PDL)
     local, dim = tl.arange(0, N), tl.arange(0, PADDED_DIM)
     own, partners = q_norm, q_norm
@@ -163,7 +169,8 @@ def decode_kernel(
         )  # fmt: skip
     else:
         x, other, new_value = load_heads(
-            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
+            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q,
+            CUTS,
         )  # fmt: skip
     slot, position, guess = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     if FUSED:
@@ -177,13 +184,14 @@ def decode_kernel(
         if is_idle:
             return
         x, other, new_value = load_heads(
-            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
+            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q,
+            CUTS,
         )  # fmt: skip
     # Where a row's position is its number of keys, its angles are under way with the rest.
     if FUSED and ROTARY_DIM > 0:  # noqa: SIM102 a constant condition leaves the other out
         if position != guess:
             cos, sin = angles_at(cos_sin, position, dim, ROTARY_DIM, Q)
-    if split > 0:
+    if (split > 0) | (head % CUTS > 0):
         slot = tl.full([], -1, tl.int64)
     x, new_value, new_logit = make_query(
         x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
@@ -322,9 +330,11 @@ class DecodeAttention:
         _, block_size, self._num_kv_heads, head_dim = k_cache.shape
         self._num_sms, self._is_fused = num_sms(k_cache.device), norm_rope is not None
         self._scale, self._shares = scale, parts.shares
-        group = num_heads // self._num_kv_heads
         padded_dim = padded(head_dim)
         self._row_bytes = row_bytes(head_dim, dtype)
+        self._group = num_heads // self._num_kv_heads
+        self._cuts = cuts_of(self._group, self._row_bytes)
+        group = self._group // self._cuts
         made = norm_rope or NormRope(rotary_dim=0)
         spec = made.norm_spec
         heads_of_tile, members = triton.next_power_of_2(group + 1), triton.next_power_of_2(group)
@@ -338,7 +348,8 @@ class DecodeAttention:
             "HEAD_DIM": head_dim,
             "PADDED_DIM": padded_dim,
             "ROTARY_DIM": made.rotary_dim,
-            "NUM_KV_HEADS": self._num_kv_heads,
+            "NUM_KV_HEADS": self._num_kv_heads * self._cuts,
+            "CUTS": self._cuts,
             "GROUP": group,
             "Q": heads_of_tile,
             "M": max(heads_of_tile, 8),
@@ -350,7 +361,6 @@ class DecodeAttention:
         self._last = (
             made.cos_sin, made.q_norm, made.k_norm, sinks, alibi_slopes, parts.sums, parts.stats, parts.arrivals,
         )  # fmt: skip
-        self._group = group
         self._cache_strides = k_cache.stride()[:3]
         self._key = (
             dtype, k_cache.dtype, k_cache.device, self._cache_strides,
@@ -377,7 +387,7 @@ class DecodeAttention:
         slot_mapping: Tensor | None = None,
     ) -> None:
         """For a dealt shape `deal_rows` has dealt this step's rows. positions, slot_mapping: of a fused launch."""
-        num_kv_heads = self._num_kv_heads
+        num_kv_heads = self._num_kv_heads * self._cuts
         is_streamed, power = shape.splits == 0, (num_rows - 1).bit_length()
         variant = self._variants.get((shape, power))
         if variant is None:
@@ -393,7 +403,7 @@ class DecodeAttention:
             *strides, *self._cache_strides, *((num_rows,) if is_streamed else ()), self._scale,
         )  # fmt: skip
         if is_streamed:
-            grid: tuple[int, ...] = (shape.programs,)
+            grid: tuple[int, ...] = (shape.programs // self._cuts, self._cuts)
         else:
             grid = (num_kv_heads, shape.splits) if shape.is_dealt else (num_kv_heads, num_rows, shape.splits)
         variant(key, grid, arguments)

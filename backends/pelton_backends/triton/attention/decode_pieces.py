@@ -48,18 +48,21 @@ def load_heads(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     Q: tl.constexpr,
+    CUTS: tl.constexpr = 1,
 ):
-    """Load the numbers of one kv head: its query heads and, from row GROUP on, its key [Q, D]; the same with partners; its value [D]."""
+    """Load the numbers of one kv head: its query heads and, from row GROUP on, its key [Q, D]; the same with partners; its value [D].
+    CUTS of the kv heads are one and the same, with GROUP of its query heads each."""
     member = tl.arange(0, Q)
     mask = (dim < HEAD_DIM)[None, :]
     if FUSED:
-        heads = tl.where(member < GROUP, head * GROUP + member, NUM_KV_HEADS * GROUP + head)
+        heads = tl.where(member < GROUP, head * GROUP + member, NUM_KV_HEADS * GROUP + head // CUTS)
         rows = query + (heads * HEAD_DIM)[:, None]
         x = tl.load(rows + dim[None, :], mask=mask, other=0.0)
         other = x
         if ROTARY_DIM > 0:
             other = tl.load(rows + partner_of(dim, ROTARY_DIM)[None, :], mask=mask, other=0.0)
-        value = tl.load(query + (NUM_KV_HEADS * (GROUP + 1) + head) * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
+        number = NUM_KV_HEADS * GROUP + (NUM_KV_HEADS + head) // CUTS
+        value = tl.load(query + number * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
     else:
         heads = head * GROUP + tl.minimum(member, GROUP - 1)
         x = tl.load(query + (heads * HEAD_DIM)[:, None] + dim[None, :], mask=mask, other=0.0)

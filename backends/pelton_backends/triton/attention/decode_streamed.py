@@ -145,15 +145,20 @@ def streamed_decode_kernel(
     ROWS: tl.constexpr,
     START: tl.constexpr,
     PARTS: tl.constexpr,
+    CUTS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Arguments: see `decode_attention`.
 
+    A kv head of many query heads is cut (`cuts_of`): CUTS programs have the same share of the line, at the same time, for GROUP of its
+    query heads each, so that one of them finds what another has read in the second-level cache.
+
     A part of a pair goes to place 0 of the program if it continues what the program before began, to place 1 if it begins what
     the next will continue. So the parts of one pair are at 2 p + 1, 2 (p + 1), 2 (p + 2), .. of its first program p.
     """
     program = tl.program_id(0)
+    first_part = tl.program_id(1) * (2 * tl.num_programs(0))
     let_next_start(PDL)
     dim = tl.arange(0, PADDED_DIM)
     own, partners = q_norm, q_norm
@@ -170,7 +175,7 @@ def streamed_decode_kernel(
         ends = tl.load(query_start_loc + rows + 1, mask=rows < num_rows, other=0)
         lengths = tl.where(ends - starts == 1, lengths, 0)
     row_begins, row_ends, line, share = lay_out(
-        lengths, tl.num_programs(0), FUSED, WINDOW, NUM_KV_HEADS, N, START
+        lengths, tl.num_programs(0), FUSED, WINDOW, NUM_KV_HEADS // CUTS, N, START
     )  # fmt: skip
     place = program * share
     last_place = tl.minimum(place + share, line)
@@ -179,6 +184,9 @@ def streamed_decode_kernel(
         row, head, seq_len, begin, end, first_program, num_parts, place = piece_at(
             place, program, share, lengths, row_begins, row_ends, FUSED, WINDOW, N, START
         )
+        key_head = head
+        head = head * CUTS + tl.program_id(1)
+        keys, values = k_cache + (key_head - head) * stride_head, v_cache + (key_head - head) * stride_head
         # Loads come before the question whether there is work: 2 % faster, and a program asks in vain at its end only.
         token_index = row
         if query_start_loc is not None:
@@ -191,7 +199,8 @@ def streamed_decode_kernel(
             first_chunk += first_key // N
         block = blocks_of(table, first_chunk * N + local, stride_table, BLOCK_SIZE)
         x, other, new_value = load_heads(
-            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q
+            query + token_index.to(tl.int64) * stride_query, head, dim, FUSED, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, GROUP, Q,
+            CUTS,
         )  # fmt: skip
         slot = tl.full([], -1, tl.int64)
         last_key = seq_len
@@ -204,23 +213,23 @@ def streamed_decode_kernel(
                 cos, sin = angles_at(cos_sin, (seq_len - 1).to(tl.int64), dim, ROTARY_DIM, Q)
                 if row_position != seq_len - 1:
                     cos, sin = angles_at(cos_sin, row_position, dim, ROTARY_DIM, Q)
-        if begin > 0:
+        if (begin > 0) | (tl.program_id(1) > 0):
             slot = tl.full([], -1, tl.int64)
         if begin < end:
             x, cached_value, new_logit = make_query(
-                x, other, new_value, cos, sin, slot, head, k_cache, v_cache, own, partners, alibi_slopes, stride_block,
+                x, other, new_value, cos, sin, slot, head, keys, values, own, partners, alibi_slopes, stride_block,
                 stride_token, stride_head, scale, EPS, UNIT_OFFSET, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
                 GROUP, Q, ROTARY_DIM,
             )  # fmt: skip
             top, total, sums = attend(
                 x, cached_value, new_logit, begin == 0, head, first_chunk, first_chunk + end - begin, 1, first_key, last_key,
-                seq_len - 1, x, x, block, block, table, k_cache, v_cache, alibi_slopes, stride_table, stride_block,
+                seq_len - 1, x, x, block, block, table, keys, values, alibi_slopes, stride_table, stride_block,
                 stride_token, stride_head, scale, FUSED, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, GROUP, Q, M, N,
                 False, STAGES,
             )  # fmt: skip
 
             finish(
                 output + token_index.to(tl.int64) * stride_output, 0, GROUP, top, total, sums, head, program - first_program,
-                num_parts, first_program * 2 + 1, first_program * 2, part_sums, part_stats, arrivals, sinks, HEAD_DIM,
-                PADDED_DIM, GROUP, GROUP, MEMBERS, PARTS, 2, False,
+                num_parts, first_part + first_program * 2 + 1, first_part + first_program * 2, part_sums, part_stats, arrivals,
+                sinks, HEAD_DIM, PADDED_DIM, GROUP, GROUP, MEMBERS, PARTS, 2, False,
             )  # fmt: skip
