@@ -20,5 +20,8 @@ def pelton_fused_ops() -> Sequence[Entry]:
     )
     return [
         Entry(name="moe", load="pelton.ops.moe:MOE", priority=10, doc="a layer of experts"),
+        Entry(
+            name="add_norm_moe", load="pelton.ops.moe:ADD_NORM_MOE", priority=10, doc="the same with the norm before it"
+        ),
         *(Entry(name=name, load=f"pelton.lora.op:{name.upper()}", priority=10, doc=doc) for name, doc in adapters),
     ]

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -127,6 +128,31 @@ def test_experts_in_four_bits(
             answers.append(generate(llm, prompts, greedy(NUM_TOKENS)))
     assert answers[0] == answers[1] != made("gpt_oss").outputs
     assert repacked.called == is_kept
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}], ids=["one", "ranks"]
+)
+def test_the_load_of_experts_is_counted(made: Callable[[str], Reference], parallel: dict[str, Any]) -> None:
+    """Every token that is computed counts once for each of its experts, in every layer; padding, warm-up and the profile do not."""
+    reference = made("qwen3_moe")
+    config = json.loads((Path(reference.path) / "config.json").read_text())
+    computed = sum(len(prompt) + NUM_TOKENS - 1 for prompt in reference.prompts) * config["num_experts_per_tok"]
+    with make_llm(
+        reference.path, plugin_config={"models": {"count_expert_load": True}}, enable_prefix_caching=False, **parallel
+    ) as llm:
+        read = partial(llm.llm_engine.client.call, "worker.expert_load")
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        loads = read(True)
+        assert len(loads) == config["num_hidden_layers"]
+        assert {len(load) for load in loads.values()} == {config.get("num_experts", config.get("num_local_experts"))}
+        assert {sum(load) for load in loads.values()} == {computed}
+        assert not any(sum(load) for load in read().values())
+    with (
+        make_llm(reference.path) as llm,
+        pytest.raises(Exception, match=r"Set plugin_config\.models\.count_expert_load"),
+    ):
+        llm.llm_engine.client.call("worker.expert_load")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3_moe"])

@@ -44,6 +44,7 @@ from pelton.ops.interface import (
 )
 from pelton.ops.packed_blocks import KINDS, PANEL_ROWS, dequantize, kinds_of
 from pelton.ops.reference import ACTIVATIONS, add_residual, gated, linear, rms_norm, rotate, write_kv
+from pelton_backends.reference.moe import ReferenceMoe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,7 +211,9 @@ class Composed:
 
 
 def _bind_reference(op: str, needs: Any, tensors: Any) -> Callable[..., Any]:
-    parts: dict[str, Any] = {"add_norm": ReferenceAddNorm, "linear": ReferenceLinear, "gated": ReferenceGated}
+    parts: dict[str, Any] = {
+        "add_norm": ReferenceAddNorm, "linear": ReferenceLinear, "gated": ReferenceGated, "moe": ReferenceMoe,
+    }  # fmt: skip
     bound: Callable[..., Any] = parts[op].bind(needs, tensors)
     return bound
 

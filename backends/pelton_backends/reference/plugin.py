@@ -22,6 +22,7 @@ _ENTRIES = (
     ("lookup_drafts", "speculation:ReferenceLookupDrafts"),
     ("verify", "speculation:ReferenceVerify"),
     ("moe", "moe:ReferenceMoe"),
+    ("add_norm_moe", "composed_moe:ComposedAddNormMoe"),
     ("lora", "lora:ReferenceLora"),
     ("lora_linear", "composed_lora:ComposedLinear"),
     ("lora_add_norm_linear", "composed_lora:ComposedAddNormLinear"),

@@ -38,6 +38,7 @@ _ENTRIES = (
     ("logprobs", "triton", 50, "sampling.logprobs:TritonLogprobs"),
     ("prepare_inputs", "triton", 50, "inputs:TritonPrepareInputs"),
     ("moe", "triton", 50, "moe.experts:TritonMoe"),
+    ("add_norm_moe", "triton_few", 60, "moe.normed:FewAddNormMoe"),
     ("lookup_drafts", "triton", 50, "sampling.speculation:TritonLookupDrafts"),
     ("verify", "triton", 50, "sampling.speculation:TritonVerify"),
     ("lora", "triton", 50, "lora.linear:TritonLora"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pelton.ops.interface import FusedOp, optional
+from pelton.ops.interface import AddNormNeeds, AllReduce, FusedOp, optional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,3 +85,32 @@ class Moe(Protocol):
 
 
 MOE = FusedOp(name="moe", needs=MoeNeeds, tensors=MoeTensors)
+
+
+# add_norm_moe: the norm before a layer of experts, and the layer. Optional, as `add_norm_linear` is: composed of `add_norm` and `moe`
+# where no kernel fits.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddNormMoeNeeds(AddNormNeeds):
+    moe: MoeNeeds
+
+
+@dataclass(slots=True)
+class AddNormMoeTensors:
+    norm: Tensor  # [H]
+    moe: MoeTensors
+    post_norm: Tensor | None = None  # [H] normalises the sub-layer's output before it is added
+    reduce: AllReduce | None = None  # None with one rank
+
+
+class AddNormMoe(Protocol):
+    def __call__(self, hidden: Tensor, residual: Tensor | None, slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """residual' = post_norm(reduce(hidden)) + residual, x = norm(residual'); returns (moe(x, slot_mapping), x, residual').
+
+        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten.
+        """
+        ...
+
+
+ADD_NORM_MOE = FusedOp(name="add_norm_moe", needs=AddNormMoeNeeds, tensors=AddNormMoeTensors)

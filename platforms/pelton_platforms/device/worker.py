@@ -9,7 +9,7 @@ import torch
 
 from pelton.attention.kv_cache import cache_specs
 from pelton.config.adjust import take_settings
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, NotSupportedError
 from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
@@ -184,6 +184,29 @@ class DeviceWorker(Worker):
     def execute_dummy_batch(self) -> None:
         """Run one row of padding through the model: ranks that have no request meet the collectives of those that have."""
         self.runner.run_padding(padding_shape(1, self.model_info.max_model_len))
+
+    @torch.inference_mode()
+    def expert_load(self, reset: bool = False) -> dict[str, list[int]]:
+        """How many tokens each expert of each layer was given since the start or the last reset; layers by their modules' names, experts of
+        all ranks. Raises `NotSupportedError` where nothing is counted, and where stages have the layers."""
+        model: Any = self.model
+        loads = {name: getattr(module, "expert_load", None) for name, module in model.named_modules()}
+        counters = {name: counter for name, counter in loads.items() if counter is not None}
+        if not counters:
+            raise NotSupportedError(
+                "No layer counts what its experts get. Set plugin_config.models.count_expert_load, for a model with experts."
+            )
+        if self.parallel.stages is not None:
+            raise NotSupportedError(
+                "Stages (pipeline_parallel_size) do not tell each other what their experts get. Use one stage."
+            )
+        total = torch.stack(list(counters.values()))
+        if reset:
+            for counter in counters.values():
+                counter.zero_()
+        if self.build.has_whole_experts:  # else every rank counts all tokens
+            total = self.parallel.all_reduce(total)
+        return dict(zip(counters, total.tolist(), strict=True))
 
     @torch.inference_mode()
     def sleep(self, level: int) -> None:

@@ -14,9 +14,6 @@ from pelton.errors import ConfigError
 from pelton.layers.linear import ACTIVATION_NAMES, LinearModule, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.ops.interface import (
-    AddNorm,
-    AddNormNeeds,
-    AddNormTensors,
     Gated,
     GatedNeeds,
     GatedTensors,
@@ -24,9 +21,18 @@ from pelton.ops.interface import (
     LinearNeeds,
     LinearTensors,
 )
-from pelton.ops.moe import ExpertsSpec, Moe, MoeNeeds, MoeTensors, RoutingSpec
+from pelton.ops.moe import (
+    AddNormMoe,
+    AddNormMoeNeeds,
+    AddNormMoeTensors,
+    ExpertsSpec,
+    MoeNeeds,
+    MoeTensors,
+    RoutingSpec,
+)
 from pelton.quantization.interface import LinearShard
 from pelton.quantization.plain import decoded_weights
+from pelton_plugins.models.settings import NAME, ModelSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +106,10 @@ def keeps_packed(config: BuildConfig) -> bool:
 
 
 class SparseMoe(nn.Module):
-    """The norm, the router and its experts (`add_norm` and `moe`), and what every token takes beside them."""
+    """The norm, the router and its experts (`add_norm_moe`), and what every token takes beside them."""
+
+    expert_load: Tensor | None = None
+    """[E] int64, with `count_expert_load`: the tokens that each expert of this rank was given so far."""
 
     def __init__(
         self,
@@ -162,22 +171,25 @@ class SparseMoe(nn.Module):
         else:
             made = make_experts(config, f"{prefix}.{names.experts}", spec)
         self.experts = nn.ParameterDict(made)
-        norms = AddNormNeeds(dtype=config.dtype_name, norm=norm.spec, tp_size=parallel.size)
-        self.add_norm: AddNorm = config.ops.bind(
-            "add_norm", norms, AddNormTensors(norm.weight, None, config.all_reduce(hidden_size))
-        )
-        needs = MoeNeeds(
+        moe = MoeNeeds(
             dtype=config.dtype_name, routing=routing, experts=spec, max_num_tokens=config.max_num_batched_tokens,
-            has_router_bias=has_bias,
+            has_router_bias=has_bias, counts_load=config.plugin_settings(NAME, ModelSettings).count_expert_load,
         )  # fmt: skip
-        tensors = MoeTensors(self.router, dict(self.experts.items()), self.router_bias, self.correction)
-        self.moe: Moe = config.ops.bind("moe", needs, tensors)
+        if moe.counts_load:
+            self.expert_load = config.empty(routing.num_experts, dtype=torch.int64).zero_()
+        experts = dict(self.experts.items())
+        tensors = MoeTensors(self.router, experts, self.router_bias, self.correction, self.expert_load)
+        self.add_norm_moe: AddNormMoe = config.ops.bind(
+            "add_norm_moe", AddNormMoeNeeds(dtype=config.dtype_name, norm=norm.spec, tp_size=parallel.size, moe=moe),
+            AddNormMoeTensors(norm.weight, tensors, None, config.all_reduce(hidden_size)),
+        )  # fmt: skip
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """-> (the layer's bare output [T, H], residual [T, H])"""
-        x, residual = self.add_norm(hidden, residual)
         slots = batch.slot_mappings[0] if batch.slot_mappings else batch.positions  # the memory profile has no slots
-        result = self.moe(x, slots)
+        result, x, residual = self.add_norm_moe(hidden, residual, slots)
+        if self.expert_load is not None and not batch.slot_mappings:
+            self.expert_load.zero_()  # nobody's tokens
         if self.shared is not None:
             always = self.shared(x)
             if self.shared_gate is not None:

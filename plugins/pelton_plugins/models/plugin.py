@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import POOL, ModelEntry
+from pelton.entries import POOL, ModelEntry, SettingsEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
+
+
+@hookimpl
+def pelton_settings() -> Sequence[SettingsEntry]:
+    return [
+        SettingsEntry(name="models", load="pelton_plugins.models.settings:ModelSettings", doc="counters of experts")
+    ]
 
 
 @hookimpl

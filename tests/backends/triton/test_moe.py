@@ -8,9 +8,13 @@ import pytest
 import torch
 from pelton_moe_case import ROUTINGS, check_moe, check_whole_experts, moe_case
 
-from pelton.ops.moe import Moe, MoeNeeds, MoeTensors, RoutingSpec
+from pelton.ops.interface import NormSpec
+from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, MoeTensors, RoutingSpec
+from pelton.ops.selector import reasons_against
+from pelton_backends.reference.composed_moe import ComposedAddNormMoe
 from pelton_backends.triton.ops.moe import hopper
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
+from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
@@ -56,6 +60,30 @@ def test_packed_weights_are_decoded_for_many_tokens(
     monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.BANDS", (4, 8, 16))
     made = moe_case(device, RoutingSpec(num_experts=6, top_k=2), 40, sizes=(96, 160), **form)
     check_moe(TritonMoe, *made, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize(
+    "num_tokens, dtype", [(1, torch.float32), (5, torch.float32), (5, torch.float16), (21, torch.float16)], ids=str
+)
+def test_behind_its_norm(num_tokens: int, dtype: torch.dtype, has_residual: bool, device: torch.device) -> None:
+    """Norm and logits are one kernel: what the parts give, residuals of other strides among them."""
+    moe, tensors, hidden, slots = moe_case(device, ROUTINGS["corrected"], num_tokens, dtype)
+    norm = NormSpec(size=hidden.shape[1], eps=1e-6, unit_offset=num_tokens == 5)
+    needs = AddNormMoeNeeds(dtype=moe.dtype, norm=norm, moe=moe)
+    bound = AddNormMoeTensors(torch.rand_like(hidden[0]) + 0.5, tensors)
+    assert reasons_against(FewAddNormMoe, needs) == []
+    assert FewAddNormMoe.token_range(needs)[1] >= num_tokens
+    residual = (
+        torch.randn(num_tokens, 2 * norm.size, device=device, dtype=dtype)[:, : norm.size] if has_residual else None
+    )
+    copies = hidden.clone(), None if residual is None else residual.clone()
+    for found, want in zip(
+        FewAddNormMoe.bind(needs, bound)(hidden, residual, slots), ComposedAddNormMoe.bind(needs, bound)(*copies, slots),
+        strict=True,
+    ):  # fmt: skip
+        tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(found, want, atol=tolerance, rtol=tolerance)
 
 
 def test_one_expert_has_all_tokens(device: torch.device) -> None:

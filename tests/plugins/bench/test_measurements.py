@@ -504,7 +504,7 @@ def test_chain_times_experts(tmp_path):
     argv += ["--num-layers", "1", "--max-model-len", "512", "--output-json", str(out)]
     assert main(["bench", "chain", "--models", str(path), *argv]) == 0
     rows = {row["part"]: row for row in read(out)["models"]["experts"]["rows"]}
-    assert list(rows)[:6] == ["qkv", "attention", "o", "norm", "experts", "a layer, in the chain"]
+    assert list(rows)[:5] == ["qkv", "attention", "o", "experts", "a layer, in the chain"]
     expected = (1 - (2 / 3) ** 3) * 6 * 3 * 64 * 96 * 4  # two of six experts a token
     assert rows["experts"]["bytes"] == pytest.approx(expected, abs=1)
 

@@ -225,16 +225,13 @@ def _has_experts(layer: Any) -> bool:
 
 
 def _experts(layers: list[Any], hidden: Tensor, residual: Tensor, batch: ForwardBatch) -> list[Part]:
-    """The norm, and the op of experts; it reads those that are chosen where all are equally likely."""
+    """The norm and the experts are one op; it reads those that are chosen where all are equally likely."""
     having = [layer.experts for layer in layers if _has_experts(layer)]
     first, slots = having[0], batch.slot_mappings[0]
-    rows = first.add_norm(hidden.clone(), residual.clone())[0].clone()
     routing, total = first.routing, sum(tensor.nbytes for tensor in first.experts.values())
-    share = 1.0 - (1.0 - routing.top_k / routing.num_experts) ** len(rows)
-    return [
-        ("norm", _over(having, lambda one: one.add_norm(hidden, residual)), 0, len(having), "add_norm"),
-        ("experts", _over(having, lambda one: one.moe(rows, slots)), int(share * total), len(having), "moe"),
-    ]  # fmt: skip
+    share = 1.0 - (1.0 - routing.top_k / routing.num_experts) ** len(hidden)
+    run = _over(having, lambda one: one.add_norm_moe(hidden, residual, slots))
+    return [("experts", run, int(share * total), len(having), "add_norm_moe")]
 
 
 def token_bytes(spec: Any) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
+from pelton_backends.triton.ops.pieces import normed
+from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -34,6 +35,72 @@ def few_logits_kernel(
         x = tl.load(x_ptr + token * x_stride + k + lane, mask=k + lane < H, other=0.0).to(tl.float32)
         total += tl.load(starts + k, mask=is_row & (k + lane < H)[None, :], other=0.0).to(tl.float32) * x[None, :]
     tl.store(logits_ptr + token * E + rows, tl.sum(total, axis=1), mask=rows < E)
+
+
+@triton.jit
+def normed_few_logits_kernel(
+    hidden_ptr, residual_ptr, norm_ptr, router_ptr, x_ptr, sum_ptr, logits_ptr, hidden_stride, residual_stride,
+    EPS: tl.constexpr, UNIT_OFFSET: tl.constexpr, E: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `few_logits_kernel`, of a row that every program makes itself: x = norm(hidden + residual). The first R experts' program stores
+    it [T, H], and the sum; not where the residual was, which others may not have read yet. residual may be None: then so is sum."""
+    rows, token = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, HB)
+    mask = lane < H
+    dtype = x_ptr.dtype.element_ty
+    router = tl.load(
+        router_ptr + rows[:, None] * H + lane[None, :], mask=(rows < E)[:, None] & mask[None, :], other=0.0
+    )
+    norm = tl.load(norm_ptr + lane, mask=mask, other=0.0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    is_stored = mask & (tl.program_id(0) == 0)
+    x = tl.load(hidden_ptr + token * hidden_stride + lane, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + token * residual_stride + lane, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+        tl.store(sum_ptr + token * H + lane, x.to(dtype), mask=is_stored)
+    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x) / H + EPS)
+    result = normed(x, inverse_rms, norm, UNIT_OFFSET, dtype)
+    tl.store(x_ptr + token * H + lane, result, mask=is_stored)
+    logits = tl.sum(router.to(tl.float32) * result.to(tl.float32)[None, :], axis=1)
+    tl.store(logits_ptr + token * E + rows, logits, mask=rows < E)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def normed_logits_kernel(
+    hidden_ptr, residual_ptr, norm_ptr, router_ptr, x_ptr, sum_ptr, logits_ptr, num_tokens, hidden_stride, residual_stride,
+    EPS: tl.constexpr, UNIT_OFFSET: tl.constexpr, E: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for T tokens and R experts a program, on tensor cores: each of W warps multiplies a part of the columns."""
+    rows, tokens = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * T + tl.arange(0, T)
+    lane = tl.arange(0, HB)
+    mask, is_token = lane < H, tokens < num_tokens
+    dtype = x_ptr.dtype.element_ty
+    router = tl.load(
+        router_ptr + rows[:, None] * H + lane[None, :], mask=(rows < E)[:, None] & mask[None, :], other=0.0
+    )
+    norm = tl.load(norm_ptr + lane, mask=mask, other=0.0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    is_read = is_token[:, None] & mask[None, :]
+    is_stored = is_read & (tl.program_id(0) == 0)
+    place = tokens.to(tl.int64)[:, None]
+    x = tl.load(hidden_ptr + place * hidden_stride + lane[None, :], mask=is_read, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + place * residual_stride + lane[None, :], mask=is_read, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+        tl.store(sum_ptr + place * H + lane[None, :], x.to(dtype), mask=is_stored)
+    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / H + EPS)
+    result = normed(x, inverse_rms[:, None], norm[None, :], UNIT_OFFSET, dtype)
+    tl.store(x_ptr + place * H + lane[None, :], result, mask=is_stored)
+    left = tl.permute(tl.reshape(router, (R, W, HB // W)), (1, 0, 2))
+    right = tl.permute(tl.reshape(result, (T, W, HB // W)), (1, 2, 0))
+    logits = tl.sum(dot(left, right, tl.zeros((W, R, T), tl.float32)), axis=0)
+    target = logits_ptr + tokens[None, :] * E + rows[:, None]
+    tl.store(target, logits, mask=(rows < E)[:, None] & is_token[None, :])
 
 
 @triton.jit

@@ -102,10 +102,10 @@ class TritonMoe:
 
     @staticmethod
     def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
-        return _BoundMoe(needs, tensors)
+        return BoundMoe(needs, tensors)
 
 
-class _BoundMoe:
+class BoundMoe:
     """Shapes and dtypes as `pelton.ops.moe.Moe` says."""
 
     def __init__(self, needs: MoeNeeds, tensors: MoeTensors) -> None:
@@ -147,10 +147,11 @@ class _BoundMoe:
         x = inner_contiguous(x)
         if num_tokens > BANDS[-1] and self._is_sorted:
             return self._sorted(x, slot_mapping)
-        experts, shares = self._choose(x, slot_mapping)
-        if num_tokens * self._top_k <= FEW_PAIRS:
-            return self._few(x, experts, shares)
-        return self._many(x, experts, shares)
+        return self.chosen(x, *self.choose(x, slot_mapping, self._logits(x)))
+
+    def chosen(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+        """What experts [T, k] with weights [T, k] make of x."""
+        return (self._few if experts.numel() <= FEW_PAIRS else self._many)(x, experts, shares)
 
     def _key(self, x: Tensor, *more: Any) -> tuple[Any, ...]:
         bias = self._weights.get("down_bias")
@@ -191,11 +192,13 @@ class _BoundMoe:
         )  # fmt: skip
         return logits
 
-    def _choose(
-        self, x: Tensor, slots: Tensor, ranks: Tensor | None = None, counts: Tensor | None = None
+    def choose(
+        self, x: Tensor, slots: Tensor, logits: Tensor, ranks: Tensor | None = None, counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Experts [T, k] int32 and their weights [T, k] float32. ranks [T, k] int32: is given each pair's place among its expert's;
-        counts [experts held] int32, zeros: is given how many there are."""
+        """Experts [T, k] int32 and their weights [T, k] float32, by logits [T, E] float32.
+
+        ranks [T, k] int32: is given each pair's place among its expert's; counts [experts held] int32, zeros: is given how many
+        there are."""
         num_tokens, tensors = x.shape[0], self._tensors
         experts = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         shares = torch.empty((num_tokens, self._top_k), dtype=torch.float32, device=x.device)
@@ -203,7 +206,7 @@ class _BoundMoe:
             (x.device, tuple(self._routing.values()), tensors.router_bias is None or tensors.router_bias.dtype,
              tensors.correction is None, tensors.load is None, ranks is None),
             (num_tokens,),
-            (self._logits(x), tensors.router_bias, tensors.correction, slots, experts, shares, tensors.load,
+            (logits, tensors.router_bias, tensors.correction, slots, experts, shares, tensors.load,
              counts, ranks),
             self._routing, num_warps=1 if self._num_experts <= 128 else 4, **self._options,
         )  # fmt: skip
@@ -235,12 +238,12 @@ class _BoundMoe:
 
     def _few_tiles(self) -> tuple[_FewTile, _FewTile]:
         """As measured on an H200, one token through a layer: 26.9 us with Qwen3-30B-A3B's experts, where two rows and two warps of the
-        second product took 29.5; 25.0 in e4m3; gpt-oss-20b's in mxfp4 56 us, where rows of all 4,096 numbers took 70."""
+        second product took 29.5; 22.4 in e4m3, where twice as many rows took 25.0; gpt-oss-20b's in mxfp4 49.5 us."""
         if self._is_plain:
-            return _FewTile(2, 1024, 4), _FewTile(1, 512, 1)
+            return _FewTile(2, 1024, 4), _FewTile(1, 256, 1)
         if self._packed["FORMAT"] == "mxfp4":
             return _FewTile(4, 1024, 2), _FewTile(4, 1024, 2)
-        return _FewTile(4, 2048, 4), _FewTile(4, 1024, 2)
+        return _FewTile(2, 2048, 4), _FewTile(1, 1024, 1)
 
     def _many(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
         hidden, size, top_k = self._hidden, self._size, self._top_k
@@ -300,7 +303,7 @@ class _BoundMoe:
         ranks = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         places = torch.empty_like(ranks)
         counts = torch.zeros(num_held, dtype=torch.int32, device=x.device)
-        experts, shares = self._choose(x, slots, ranks, counts)
+        experts, shares = self.choose(x, slots, self._logits(x), ranks, counts)
         most_tiles = triton.cdiv(num_pairs, rows) + num_held
         arranged = torch.empty((most_tiles * rows, hidden), dtype=x.dtype, device=x.device)
         tile_expert = torch.empty(most_tiles, dtype=torch.int32, device=x.device)
