@@ -8,7 +8,7 @@ NAME = "models"
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What models do beside answering."""
+    """Settings of all models."""
 
     count_expert_load: bool = False
     """Each layer of experts counts the tokens that each expert was given, on the device; the worker's call `expert_load` reads it."""

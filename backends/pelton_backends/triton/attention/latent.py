@@ -162,7 +162,7 @@ def splits_to_fill(programs: int, places: int, max_seq_len: int) -> int:
         return 1
 
     def share(splits: int) -> float:
-        """Of the places that the programs occupy, so long as the last of them runs, those that they need."""
+        """Return which part of the places that they occupy, until the last of them ends, the programs need."""
         return programs * splits / (-(-programs * splits // places) * places)
 
     fitting = [

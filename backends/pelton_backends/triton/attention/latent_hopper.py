@@ -232,7 +232,7 @@ class HopperLatent:
 
     @staticmethod
     def serves(cache: Tensor, *, num_heads: int, latent_dim: int, dtype: torch.dtype) -> bool:
-        """Whether it can; and with few heads, of which it is faster: more are bound by its products."""
+        """Return whether it can, and whether heads are few: more are bound by its products."""
         stride_block, stride_token, _ = cache.stride()
         return (
             is_hopper(cache.device) and dtype == cache.dtype and dtype.itemsize == 2 and num_heads <= MOST_HEADS
