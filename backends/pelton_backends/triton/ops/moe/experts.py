@@ -150,7 +150,7 @@ class BoundMoe:
         return self.chosen(x, *self.choose(x, slot_mapping, self._logits(x)))
 
     def chosen(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
-        """What experts [T, k] with weights [T, k] make of x."""
+        """Return what experts [T, k] with weights [T, k] make of x."""
         return (self._few if experts.numel() <= FEW_PAIRS else self._many)(x, experts, shares)
 
     def _key(self, x: Tensor, *more: Any) -> tuple[Any, ...]:
