@@ -136,14 +136,19 @@ class Job:
         self._times = fit(recorded["steps"], most + (self.config.scheduler.max_num_seqs or 1), self._rng)
 
     def simulate(self, servers: range) -> Figures:
-        gc.disable()  # nothing here is freed by it; it would look through all requests again and again
         clock, figures = Clock(), Figures()
         make_engine = engine_maker(self.config, self.facts, self._plugins, self._times, clock)
         overhead_s = self.arguments.overhead_ms / 1e3
-        for place in servers:
-            self._rng.seed(f"{self._seed} {place}")
-            server = SimulatedServer(self.config, self._plugins, make_engine, figures, clock)
-            server.run(self._requests(place), self.facts["vocab_size"], overhead_s)
+        gc.disable()  # it would look through all requests again and again, and free none
+        try:
+            for place in servers:
+                self._rng.seed(f"{self._seed} {place}")
+                server = SimulatedServer(self.config, self._plugins, make_engine, figures, clock)
+                server.run(self._requests(place), self.facts["vocab_size"], overhead_s)
+                del server
+                gc.collect()  # its engines, whose parts know each other
+        finally:
+            gc.enable()
         return figures
 
     def _requests(self, place: int) -> Iterator[TraceRequest]:
