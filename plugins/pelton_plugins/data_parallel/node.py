@@ -176,6 +176,7 @@ class _Relay:
                 "Engine %d: its server refuses the connection. Is data_parallel_key_file the same?", self._engine.index
             )
             time.sleep(1.0)
+            return False  # it is not tried again by itself: the next life does
         return True
 
     def _send_on(self, front: zmq.Socket[bytes]) -> None:

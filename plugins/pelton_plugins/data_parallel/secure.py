@@ -72,7 +72,8 @@ class _OnlyOne:
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     for option, value in (
-        (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 500), (zmq.MAXMSGSIZE, limits.MAX_IPC_MESSAGE_BYTES), (zmq.IPV6, 1),
+        (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 500), (zmq.SNDTIMEO, 1000),
+        (zmq.MAXMSGSIZE, limits.MAX_IPC_MESSAGE_BYTES), (zmq.IPV6, 1),
         (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, LOST_MS), (zmq.HANDSHAKE_IVL, LOST_MS),
         (zmq.RECONNECT_IVL, 100), (zmq.RECONNECT_IVL_MAX, 2000),
     ):  # fmt: skip
