@@ -26,7 +26,8 @@ from pelton_plugins.loaders.safetensors_header import TensorPlace
 
 PART_BYTES = 16 * 2**20
 MAX_THREADS = 12
-"""Measured on an H200's host with 16 CPUs, 16 GB from the page cache: 36 GB/s with 12 threads and parts of 16 MiB, 24 with 8 and 8 MiB."""
+"""Measured on an H200's host with 16 CPUs, 16 GB from the page cache: 32 to 36 GB/s with 12 threads and parts of 16 MiB, 24 with 8 and
+8 MiB; 23 for the first 16 GB, whose buffers are pinned on the way."""
 BUFFERS = 2  # of a thread
 LEAST_BYTES = 2**20
 """Smaller tensors are read by the caller's thread."""
