@@ -3,8 +3,10 @@ row's adapter. Gate and up: `hopper_gated_kernel.py`.
 
 The first programs multiply A of all adapters of the step with all rows, a share of the columns each, as others do with the weight.
 They leave each row's own sums in words of 8 bytes: half number, half the step that it is of. To the others B is more columns of
-the weight, those of x being A x where a row has the adapter, and zero: they come last through the ring of buffers, and the words are
-looked for while the last columns of the weight are on their way. Programs start in order, so those that others wait for run.
+the weight, those of x being A x where a row has the adapter, and zero: they come last through the ring of buffers. The words are
+fetched while the last columns of the weight are on their way, and looked at some steps later: only where one is missing yet the
+program waits (0.8 us a layer of Llama-3.1-8B with 32 rows and 8 adapters less than with a wait at once, H200). Programs start in
+order, so those that others wait for run.
 
 Adapters come in units: as many neighbouring slots as have 64 ranks together, a panel of a buffer. Their numbers are in `units`
 (`pelton.lora.rows`); what lies past the last slot is copied as zeros. Loops are left to run where each round has other code to
@@ -109,22 +111,29 @@ def _low_program(
 
 
 @gluon.jit
-def _take_low(
-    words, part, token, is_own, this_step, M: gl.constexpr, RANK: gl.constexpr, NUM_PARTS: gl.constexpr, SHARES: gl.constexpr,
+def _words_of(
+    words, part, token, is_own, M: gl.constexpr, RANK: gl.constexpr, NUM_PARTS: gl.constexpr, SHARES: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """A x of M rows and one part, as soon as it is there: [M, RANK] float32; zeros for rows without an adapter."""
+    """Where A x of M rows and one part is: [SHARES, M, RANK]; and of which rows it is wanted."""
     shares = gl.arange(0, SHARES, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     t = token + gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     r = gl.arange(0, RANK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     place = words + ((t * NUM_PARTS + part) * SHARES + shares) * RANK + r
-    mask = is_own[None, :, None] & (shares >= 0) & (r >= 0)
-    found = gl.zeros((SHARES, M, RANK), gl.int64, layout)
-    num_missing = this_step * 0 + 1
-    while num_missing > 0:
+    return place, is_own[None, :, None] & (shares >= 0) & (r >= 0)
+
+
+@gluon.jit
+def _num_missing(found, mask, this_step):
+    missing = (mask & ((found >> 32) != this_step)).to(gl.int32)
+    return gl.sum(gl.sum(gl.sum(missing, axis=0), axis=1), axis=0)
+
+
+@gluon.jit
+def _take_low(found, place, mask, this_step):
+    """A x, as soon as it is there: [M, RANK] float32; zeros for rows without an adapter. found: the words as they were."""
+    while _num_missing(found, mask, this_step) > 0:
         found = gl.load(place, mask=mask, other=0, volatile=True)
-        missing = (mask & ((found >> 32) != this_step)).to(gl.int32)
-        num_missing = gl.sum(gl.sum(gl.sum(missing, axis=0), axis=1), axis=0)
     return gl.sum(found.to(gl.int32).to(gl.float32, bitcast=True), axis=0)
 
 
@@ -203,12 +212,18 @@ def adapted_words_kernel(
 
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
         total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
-        # A x is looked for while weights are on their way: halfway where it was begun early, else when all of them are.
+        # A x is looked at while weights are on their way, and fetched before: halfway where it was begun early, else when all of
+        # them are.
         LATE: gl.constexpr = NUM_STEPS - STAGES + 2 if STAGES > 2 else NUM_STEPS
         IS_SOON: gl.constexpr = NUM_STEPS >= 2 * ((K + C * SHARES - 1) // (C * SHARES))
         BEFORE: gl.constexpr = NUM_STEPS * 5 // 8 if IS_SOON and NUM_STEPS * 5 // 8 < LATE else LATE
-        for half in gl.static_range(2):
-            for step in range(0 if half == 0 else BEFORE, BEFORE if half == 0 else NUM_STEPS):
+        LOOK: gl.constexpr = BEFORE - 4 if BEFORE > 4 else 0
+        NO_B_YET: gl.constexpr = BEFORE + STAGES - 1 <= NUM_STEPS
+        for turn in gl.static_range(3):
+            for step in range(
+                0 if turn == 0 else LOOK if turn == 1 else BEFORE,
+                LOOK if turn == 0 else BEFORE if turn == 1 else NUM_STEPS,
+            ):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
                 mbarrier.wait(weight_barriers.index(stage), phase)
@@ -225,7 +240,7 @@ def adapted_words_kernel(
                 if (step > 0) & (later < end):
                     gl.thread_barrier()
                     mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes)
-                    if later < NUM_STEPS:
+                    if (turn < 2 and NO_B_YET) or later < NUM_STEPS:
                         mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
                         fetch(
                             weight,
@@ -241,10 +256,14 @@ def adapted_words_kernel(
                             b, units, (later - NUM_STEPS) * PANELS, row, weight_barriers.index(free), b_pieces, free * PANELS,
                             PANELS, SLOTS,
                         )  # fmt: skip
-            total = warpgroup_mma_wait(0, deps=(total,))
-            if half == 0:
+            if turn == 0:
                 own_part = (row >= SECOND).to(gl.int32) + (row >= THIRD).to(gl.int32)
-                low = _take_low(words, own_part, token, is_own, this_step, M, RANK, NUM_PARTS, SHARES, wide)
+                place, mask = _words_of(words, own_part, token, is_own, M, RANK, NUM_PARTS, SHARES, wide)
+                found = gl.load(place, mask=mask, other=0, volatile=True)
+            else:
+                total = warpgroup_mma_wait(0, deps=(total,))
+            if turn == 1:
+                low = _take_low(found, place, mask, this_step)
                 _leave_low(low_buffer, 0, low, slot_of, units, 0, PANELS, SLOTS, x.dtype)
                 fence_async_shared()
                 gl.thread_barrier()
