@@ -65,6 +65,6 @@ def test_weights_go_where_the_layers_said():
     model = make()
     target = torch.zeros(2)
     model.weights.expect("a.weight", (2,), target)
-    weight = SimpleNamespace(shape=(2,), fill=lambda *_: False, read=lambda: torch.tensor([1.0, 2.0]))
+    weight = SimpleNamespace(shape=(2,), fill_later=lambda *_: False, read=lambda: torch.tensor([1.0, 2.0]))
     assert model.load_weights([("a.weight", weight)]) == {"a.weight"}
     assert target.tolist() == [1, 2]
