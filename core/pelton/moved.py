@@ -31,7 +31,7 @@ _FOLDERS = {
     ): "first_start kv_pool load_weights loaded make_runner memory speed warm_up worker",
     ("pelton.worker", "pelton_platforms.device.graphs"): "capture_plan graph_columns graph_runner graph_setup",
     ("pelton.worker", "pelton_platforms.device.steps"): (
-        "drafts model_runner readback reference_step staging step_adapters step_drafts step_ops step_plan "
+        "model_runner readback reference_step staging step_adapters step_drafts step_ops step_plan "
         "step_program step_sampler step_tails"
     ),
 }

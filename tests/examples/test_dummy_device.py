@@ -10,6 +10,7 @@ from pelton_e2e import greedy_reference, make_prompts
 
 from pelton import LLM, SamplingParams
 from pelton.config import EngineConfig
+from pelton.testing.communicator import CommunicatorConformance
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.testing.platform import PlatformConformance
 
@@ -78,6 +79,24 @@ def test_seeded_samples_equal_those_of_the_cpu_platform(installed, case):
             answers.append([[list(completion.token_ids) for completion in output.outputs] for output in outputs])
     assert answers[0] == answers[1], family
     assert answers[0][0][0] != answers[0][0][1], "two samples of one prompt differ"
+
+
+@pytest.mark.parametrize("case", ["gemma3"], indirect=True)
+def test_two_ranks_answer_over_the_devices_own_communicator(installed, case):
+    """Sums between ranks go over the plugin's sockets: the device type has no other communicator."""
+    _, path, prompts, expected = case
+    with make_llm(path, tensor_parallel_size=2, max_num_batched_tokens=48) as llm:
+        assert generate(llm, prompts) == expected
+        assert generate(llm, prompts) == expected  # from the prefix cache
+
+
+class TestDummyCommunicator(CommunicatorConformance):
+    load = "pelton_dummy_device.communicator:SocketCommunicator"
+    size = 3
+
+    @pytest.fixture(autouse=True)
+    def _installed(self, installed):
+        """For the ranks' processes, too."""
 
 
 class TestDummyPlatform(PlatformConformance):

@@ -1,13 +1,13 @@
-"""Offers the platform and its attention backend. Nothing heavy is imported here."""
+"""Offers the platform, its attention backend and its communicator. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pelton import hookimpl
-from pelton.entries import BackendEntry, PlatformEntry
+from pelton.entries import BackendEntry, Entry, PlatformEntry
 
-PELTON_API = ">=1,<2"
+PELTON_API = ">=1.2,<2"
 DEVICE_TYPE = "dummy"
 
 
@@ -41,5 +41,19 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             priority=10,
             device_types=(DEVICE_TYPE,),
             doc="softmax attention, a row at a time",
+        )
+    ]
+
+
+@hookimpl
+def pelton_communicators(device_type: str) -> Sequence[Entry]:
+    if device_type != DEVICE_TYPE:
+        return []
+    return [
+        Entry(
+            name="dummy_sockets",
+            load="pelton_dummy_device.communicator:SocketCommunicator",
+            priority=10,
+            doc="a socket for each pair of ranks",
         )
     ]

@@ -55,10 +55,13 @@ class DummyWorker(Worker):
             device_type=self.platform.device_type,
             max_num_seqs=scheduler.max_num_seqs or self.platform.default_max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens or self.platform.default_max_num_batched_tokens,
+            parallel=self.parallel,
         )
         self.model: Any = build_model(self.build, self.model_info.architecture, self.plugins)
         entry = self.plugins.find("pelton_model_loaders", self.model_info.weights_format, setting="load_format")
-        self.model.load_weights(entry.resolve()(self.config, self.model_info).weights())
+        loader = entry.resolve()(self.config, self.model_info)
+        loader.parallel = self.parallel
+        self.model.load_weights(loader.weights())
         self.build.ops.weights_loaded()
         self.rows: dict[int, Row] = {}
         self.waiting: tuple[SchedulerOutput, Tensor] | None = None  # a step that waits for its masks, and its logits

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from pelton.kv_transfer.interface import WorkerConnector
     from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
-    from pelton_platforms.device.steps.drafts import WorkerDraftProposer
     from pelton_platforms.device.steps.prompt_embeds import PromptEmbeds
 
 
@@ -99,15 +98,6 @@ class ModelRunner:
         self._stream_wait = stream_wait
         self._masks_ahead: MasksAhead | None = None
         self._pending: Step | LeftLogits | None = None
-
-    @property
-    def draft_proposer(self) -> WorkerDraftProposer | None:
-        return self._sampler.draft_proposer
-
-    @draft_proposer.setter
-    def draft_proposer(self, proposer: WorkerDraftProposer | None) -> None:
-        self._sampler.draft_proposer = proposer
-        self.step_kernel = None if proposer is not None else self.step_kernel  # it leaves no hidden states
 
     @property
     def step_kernel(self) -> StepKernel | None:
@@ -223,7 +213,7 @@ class ModelRunner:
         num_rows, total_draft, graphs = len(output.slots), sum(output.num_draft), self.graphs
         if (
             graphs is None or not num_rows or output.total_num_scheduled_tokens != num_rows + total_draft
-            or False in output.samples or self.draft_proposer is not None or self.state.host.pooling
+            or False in output.samples or self.state.host.pooling
             or (self.prompt_embeds is not None and self.prompt_embeds.are_read(output.slots))
         ):  # fmt: skip
             return None
@@ -329,7 +319,7 @@ class ModelRunner:
         return step
 
     def _tail(self, plan: StepPlan, *, has_masks: bool) -> Tail | None:
-        return self.tails.of_others(plan, has_masks=has_masks, has_proposer=self.draft_proposer is not None)
+        return self.tails.of_others(plan, has_masks=has_masks)
 
     @staticmethod
     def _place(plan: StepPlan, graphs: GraphRunner | None, *, has_lora: bool) -> tuple[CUDAGraphMode, BatchDescriptor]:

@@ -109,7 +109,7 @@ class StepOutput(PendingOutput):
     num_rows: int
     rows: Ints  # [r]
     # What the tail gave: tokens and codes [r, 2], then logprobs; what `Verify` left; a tensor of each row that was pooled;
-    # after `Logits` tokens [r, 1 + K], accepted [r], codes [r], then logprobs, then drafts. At the end what `prompt_logprobs` has
+    # after `Logits` tokens [r, 1 + K], accepted [r], codes [r], then logprobs. At the end what `prompt_logprobs` has
     # on the device.
     tail: Tail | None
     copies: HostCopies
@@ -118,7 +118,6 @@ class StepOutput(PendingOutput):
     has_logprobs: bool = False
     num_logprobs: Ints | None = None  # [r]
     first_logprob: Ints | None = None  # [r], into the rows of logprobs; row by row after `Sample`
-    has_drafts: bool = False
     awaited: Awaited | None = None
 
     def ready(self) -> bool:
@@ -206,10 +205,6 @@ class StepOutput(PendingOutput):
                 output.token_ids[row] = token_ids[index][:count]
                 if logprobs is not None:
                     self._take_logprobs(logprobs, index, row, count)
-        if self.has_drafts:
-            output.draft_token_ids = [[] for _ in range(self.num_rows)]
-            for row, drafts in zip(self.rows.tolist(), arrays[-1].tolist(), strict=True):
-                output.draft_token_ids[row] = drafts
 
     def _take_logprobs(self, logprobs: HostLogprobs, index: int, row: int, count: int) -> None:
         assert self.num_logprobs is not None and self.first_logprob is not None
@@ -268,5 +263,4 @@ class Readback:
             has_logprobs=has_logprobs,
             num_logprobs=host.num_logprobs[slots] if has_logprobs else None,
             first_logprob=given.first_logprob if isinstance(tail, Logits) else None,
-            has_drafts=isinstance(tail, Logits) and given.draft_token_ids is not None,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from pelton_platforms.device.steps.staging import StagingRing, mask_column, mask
 from pelton_platforms.device.steps.step_ops import PROMPT_LOGPROB_ROWS, StepOps
 from pelton_platforms.device.steps.step_plan import StepPlan, ramp
 from pelton_platforms.device.steps.step_program import StepInputs
-
-if TYPE_CHECKING:
-    from pelton_platforms.device.steps.drafts import WorkerDraftProposer
 
 
 @dataclass(slots=True)
@@ -90,13 +87,11 @@ class Sampled:
     codes: Tensor  # [r]
     first_logprob: np.ndarray  # [r], into the rows of `logprobs`
     logprobs: LogprobTensors | None = None  # of `StepPlan.logprob_rows`
-    draft_token_ids: Tensor | None = None  # [r, max_draft_tokens], for the next step
 
     def tensors(self) -> list[Tensor]:
         """In the order of the fields."""
-        drafts = [] if self.draft_token_ids is None else [self.draft_token_ids]
         logprobs = [] if self.logprobs is None else self.logprobs.tensors()
-        return [self.token_ids, self.num_accepted, self.codes, *logprobs, *drafts]
+        return [self.token_ids, self.num_accepted, self.codes, *logprobs]
 
 
 class StepSampler:
@@ -109,7 +104,6 @@ class StepSampler:
         self._ops = ops
         self.state = state
         self.buffers = buffers
-        self.draft_proposer: WorkerDraftProposer | None = None
         self._staging = staging
 
     def sample(self, step: Step, masks: GrammarMasks | None) -> Sampled:
@@ -125,11 +119,6 @@ class StepSampler:
         last = sampled.token_ids.gather(1, sampled.num_accepted.unsqueeze(-1)).squeeze(1)
         num_rejected = columns.num_draft - sampled.num_accepted
         state.advance(columns.slots, columns.num_scheduled, columns.sample_slots, num_rejected, last)
-        if self.draft_proposer is not None:
-            last_tokens = columns.logit_tokens[self._index(plan.logit_starts[:-1]) + sampled.num_accepted]
-            drafts = self.draft_proposer.propose(state, columns.sample_slots, step.inputs.hidden, last_tokens)
-            state.draft_token_ids[columns.sample_slots, : drafts.shape[1]] = drafts
-            sampled.draft_token_ids = drafts
         return sampled
 
     def _sampling_metadata(self, plan: StepPlan, columns: StepColumns) -> SamplingMetadata:
@@ -218,9 +207,9 @@ class StepSampler:
         return -1 if (wanted < 0).any() else int(wanted.max())
 
     def reads_hidden(self, plan: StepPlan) -> bool:
-        """Return whether hidden states of other tokens than `StepPlan.logit_tokens` are read: for prompt logprobs, and by proposers."""
+        """Return whether hidden states of other tokens than `StepPlan.logit_tokens` are read: for prompt logprobs."""
         wanted = self.state.host.num_prompt_logprobs[plan.slots]
-        return self.draft_proposer is not None or bool((wanted != NO_LOGPROBS).any())
+        return bool((wanted != NO_LOGPROBS).any())
 
     def prompt_logprobs(self, step: Step) -> PromptLogprobs | None:
         """Launched, for rows that asked: every prompt position of this step whose next token is the prompt's too."""

@@ -65,17 +65,16 @@ class TailChooser:
         variant = self.variant(slots, has_masks=True)
         return LOGITS if variant is None else Sample(variant, is_apart=True)
 
-    def of_others(self, plan: StepPlan, *, has_masks: bool, has_proposer: bool) -> Tail | None:
+    def of_others(self, plan: StepPlan, *, has_masks: bool) -> Tail | None:
         """The tail of any other step, its masks at hand."""
         if len(plan.pooled_rows):
             return Pool()
         if not len(plan.sample_rows):
             return None
         if plan.has_drafts:
-            is_served = self.op_suits_all and not has_proposer
-            return self._of_drafts(plan.sample_slots, plan.num_draft, has_masks=has_masks) if is_served else LOGITS
-        if has_proposer:
-            return LOGITS
+            if not self.op_suits_all:
+                return LOGITS
+            return self._of_drafts(plan.sample_slots, plan.num_draft, has_masks=has_masks)
         if self.op_suits_all:
             variant = self.variant(plan.sample_slots, has_masks=has_masks)
         else:

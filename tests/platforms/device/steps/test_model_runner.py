@@ -161,38 +161,6 @@ def test_next_step_may_be_launched_while_drafts_are_being_verified(driver):
     assert [r.token_ids[0] for r in results if r] == [expected[1:3], [expected[3]]]
 
 
-class CountingProposer:
-    """Two drafts: what the oracle says, and then nonsense."""
-
-    max_draft_tokens = 2
-
-    def propose(self, state, slots, hidden, last_tokens):
-        drafts = []
-        for slot in slots.tolist():
-            known = state.token_ids[slot, : int(state.num_computed_tokens[slot]) + 1].tolist()
-            drafts.append([oracle_greedy(known, 1)[0], (oracle_greedy(known, 2)[1] + 1) % VOCAB])
-        return torch.tensor(drafts)
-
-
-def test_drafts_of_the_worker_stay_on_the_device():
-    driver = Driver(make_runner(num_blocks=128, max_draft_tokens=2))
-    driver.runner.draft_proposer = CountingProposer()
-    request = driver.add(0, PROMPTS[2])
-    result = driver.step([(request, 9)])
-    expected = oracle_greedy(PROMPTS[2], 20)
-    assert result.draft_token_ids[0][0] == expected[1]
-    tokens = list(result.token_ids[0])
-    for _ in range(5):
-        output = driver.plan([(request, 3)], num_draft=[2], samples=[True])  # no values sent
-        result = driver.runner.execute(output)
-        assert result is not None
-        tokens += result.token_ids[0]
-        request.num_computed += 2
-        request.token_ids += result.token_ids[0]
-        assert len(result.token_ids[0]) == 2  # the first draft was right, the second was not
-    assert tokens == expected[: len(tokens)]
-
-
 def test_nan_row_fails_and_the_others_go_on(driver):
     driver.runner.model.poison = {39}
     good, bad = driver.add(0, PROMPTS[2]), driver.add(1, [39, 4])

@@ -1,8 +1,9 @@
-"""The communicator: each message is a file in a folder beside the store, read by the rank whose name it has."""
+"""The communicator: each message is a file in a folder named after the store, read by the rank whose name it has."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ class SkeletonCommunicator(Communicator):
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
-        self._folder = Path(f"{context.store}.{context.group}")
+        os.close(os.open(context.store, os.O_CREAT | os.O_RDWR, 0o600))
+        store = os.stat(context.store)  # it may have no name of its own
+        self._folder = Path(tempfile.gettempdir(), f"pelton-{store.st_dev}-{store.st_ino}-{context.group}")
         self._folder.mkdir(parents=True, exist_ok=True)
         self._timeout_s = context.timeout_s
         self._sent: Counter[int] = Counter()
