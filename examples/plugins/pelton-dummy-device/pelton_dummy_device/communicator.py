@@ -48,7 +48,7 @@ class SocketCommunicator(Communicator):
 
     def all_to_all(self, tensor: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         found = [tensor.new_empty(count, *tensor.shape[1:]) for count in recv_counts]
-        return torch.cat(self._exchange(tensor.split(list(send_counts)), found))
+        return torch.cat(self._exchange(torch.split(tensor, list(send_counts)), found))
 
     def send(self, tensor: Tensor, to: int) -> None:
         with self._naming(f"send to {to}"):
@@ -125,7 +125,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The tensor's own memory; it is contiguous."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _fill(peer: socket.socket, target: memoryview) -> None:
