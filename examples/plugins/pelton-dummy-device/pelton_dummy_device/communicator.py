@@ -97,7 +97,7 @@ class SocketCommunicator(Communicator):
         return self._exchange([tensor.contiguous()] * self.size, [torch.empty_like(tensor) for _ in range(self.size)])
 
     def _exchange(self, parts: Sequence[Tensor], found: list[Tensor]) -> list[Tensor]:
-        """What every rank has for this one, in order of rank, in the memory of `found`; part r is for rank r."""
+        """Return what every rank has for this one, in order of rank, in the memory of `found`; part r is for rank r."""
         for rank in range(self.size):
             if rank == self.rank:
                 found[rank] = parts[rank]
