@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from pelton_lora import LLAMA_TARGETS, greedy_with_gap, make_adapter
 
 from pelton import LLM, LoRARequest, SamplingParams
 from pelton.errors import ConfigError, NotSupportedError
+from pelton_platforms.device import adapters
+from pelton_platforms.device.peft_tensors import read_tensors
 
 NUM_TOKENS = 24
 LENGTHS = (1, 5, 16, 17, 48, 100)
@@ -168,6 +171,52 @@ def test_nothing_cached_for_one_adapter_is_found_by_another(case: Case, tmp_path
         llm.add_lora(LoRARequest("x", 1, str(link)))
         assert ask() == (case.outputs["attention"][index], 0)
         assert run(llm, prompts, None) == [case.base[index]]
+
+
+def test_a_load_that_is_held_open_delays_no_step(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running request gets a token a step while adapters are read, and a step with it brings one adapter to a slot."""
+    held, begun, brought = threading.Event(), threading.Semaphore(0), []
+
+    def read(path: Any, shown: str) -> Any:
+        begun.release()
+        assert held.wait(60)
+        return read_tensors(path, shown)
+
+    def place(store: Any, assignments: Any, dropped: Any = ()) -> None:
+        brought.append(len(assignments))
+        whole(store, assignments, dropped)
+
+    whole = adapters.AdapterStore.place
+    monkeypatch.setattr(adapters, "read_tensors", read)
+    monkeypatch.setattr(adapters.AdapterStore, "place", place)
+    with lora_llm(case) as llm:
+        engine, names, found = llm.llm_engine, ("plain", "rslora", "attention"), {}
+
+        def step() -> int:
+            """Tokens that the request which runs without an adapter has got."""
+            for output in engine.step():
+                found[output.request_id] = list(output.outputs[0].token_ids)
+            return len(found.get("running", []))
+
+        engine.add_request("running", {"prompt_token_ids": case.prompts[0]}, greedy(100))
+        while step() < 4:
+            pass
+        for name in names:
+            engine.add_request(name, {"prompt_token_ids": case.prompts[1]}, greedy(8), lora_request=case.requests[name])
+        assert [begun.acquire(timeout=60) for _ in names] == [True] * 3
+        counts = [step() for _ in range(40)]
+        assert counts == list(range(5, 45))
+        assert set(found) == {"running"}
+        assert brought == []
+        held.set()
+        while not set(names) <= set(found):
+            before = len(found["running"])
+            assert step() == before + 1
+        assert brought == [1, 1, 1]
+        while engine.has_unfinished_requests():
+            step()
+    assert [found[name] for name in names] == [case.outputs[name][1][:8] for name in names]
+    assert found["running"][:NUM_TOKENS] == case.base[0]
 
 
 def test_host_memory_holds_so_many_adapters(case: Case) -> None:

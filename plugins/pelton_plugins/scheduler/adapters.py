@@ -1,10 +1,12 @@
 """Adapters as the scheduler sees them: which the workers have, and which of them lie in the device's slots.
 
-Loading runs beside the steps. A step brings what its new requests need to their slots, and so waits for a copy at most.
+Loading runs beside the steps: no step waits for a load. A step brings what its new requests need to their slots, on the device's
+stream. While requests run it brings one adapter at most, so that they are held up by the copy of one.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,6 +22,8 @@ from pelton.scheduler.request import ScheduledRequest
 
 FAILURE_S = 1.0
 """Seconds for which requests that wait for a failed load get its error; after that it is tried again."""
+COPIES = 1
+"""Adapters that a step with running requests brings to their slots, at most."""
 
 
 class AdapterSlots:
@@ -40,6 +44,7 @@ class AdapterSlots:
         self._pending: list[tuple[int, int, int]] = []  # (slot, id, load) for the next step
         self._dropped: list[int] = []  # loads that the next step tells the workers to forget
         self._has_room: bool | None = None
+        self._most_copies = math.inf  # of this step
 
     # What is there.
 
@@ -97,12 +102,15 @@ class AdapterSlots:
     # Slots.
 
     def take(self, ref: AdapterRef) -> bool:
-        """Give it a slot. False: it is still being loaded, or running requests use all of them. Raises what stopped the load."""
+        """Give it a slot. False: it is still being loaded, running requests use all slots, or this step brings others to theirs. Raises
+        what stopped the load."""
         if not self.request(ref):
             return False
         if ref.id in self._slots:
             self._slots.move_to_end(ref.id)
             return True
+        if len(self._pending) >= self._most_copies:
+            return False
         slot = self._free_slot()
         if slot is None:
             return False
@@ -124,6 +132,7 @@ class AdapterSlots:
     def begin_step(self) -> None:
         """Before requests are admitted: who runs has changed."""
         self._has_room = None
+        self._most_copies = COPIES if self.running else math.inf
         if self._removed:
             self._collect()
 

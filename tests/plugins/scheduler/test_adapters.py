@@ -142,6 +142,25 @@ def test_workers_that_may_not_have_heard_are_told_again():
     assert told(adapters) == ([(0, 1)], [])
 
 
+def test_a_step_of_running_requests_brings_one_adapter_to_its_slot():
+    """Where none runs, nobody is delayed: one step brings all of them."""
+    harness = Harness(adapters=loads_of(8, 8, Loads()), max_steps_in_flight=2)
+    for number in (1, 2):
+        harness.add(make_request(f"first-{number}", 3, 12, adapter_id=number))
+    assert [one for _, one, _ in harness.launch().adapter_slots] == [1, 2]
+    for number in (3, 4, 5, 5, 1):
+        harness.add(make_request(f"late-{number}-{len(harness.requests)}", 3, 2, adapter_id=number))
+    brought, joined = [], []
+    for _ in range(3):
+        output = harness.launch()
+        brought.append([one for _, one, _ in output.adapter_slots])
+        joined.append(sorted(new.request_id[:6] for new in output.new))
+        harness.retire()
+    assert brought == [[3], [4], [5]]
+    assert joined == [["late-1", "late-3"], ["late-4"], ["late-5", "late-5"]]
+    harness.run()
+
+
 def test_in_the_scheduler_requests_wait_for_their_adapter_and_others_pass():
     loads = Loads(is_done=False)
     harness = Harness(adapters=loads_of(1, 8, loads), max_steps_in_flight=2)
