@@ -15,11 +15,11 @@ import torch
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.libraries.needs import refused
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = ("bfloat16", "float16")
 PAGE = 256  # tokens, of version 2
 MODULES = {3: "flash_attn_interface", 2: "flash_attn"}
 
@@ -56,17 +56,7 @@ class FlashAttentionBackend(AttentionBackend):
             reasons.append(found)
         elif found[0] == 2 and needs.block_size % PAGE:
             reasons.append(f"block size {needs.block_size}, only multiples of {PAGE} with FlashAttention 2")
-        if needs.dtype not in DTYPES:
-            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        if needs.kv_dtype not in ("auto", needs.dtype):
-            reasons.append(f"kv dtype {needs.kv_dtype}, only that of the model")
-        if needs.head_dim > 256 or needs.head_dim % 8:
-            reasons.append(f"head size {needs.head_dim}, only multiples of 8 to 256")
-        if needs.num_heads % needs.num_kv_heads:
-            reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
-        if capability is not None and capability < (8, 0):
-            reasons.append(f"compute capability {capability[0]}.{capability[1]}, only 8.0 and later")
-        return reasons
+        return reasons + refused(needs, range(8, 257, 8), "multiples of 8 to 256", capability, (8, 0))
 
     @classmethod
     def builder_needs(cls, needs: AttentionNeeds) -> object:

@@ -14,11 +14,11 @@ import torch
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.libraries.needs import refused
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 * 2**20
 
@@ -55,20 +55,9 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
-        found, reasons = find_library(), []
-        if isinstance(found, str):
-            reasons.append(found)
-        if needs.dtype not in DTYPES:
-            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        if needs.kv_dtype not in ("auto", needs.dtype):
-            reasons.append(f"kv dtype {needs.kv_dtype}, only that of the model")
-        if needs.head_dim not in HEAD_DIMS:
-            reasons.append(f"head size {needs.head_dim}, only {', '.join(map(str, HEAD_DIMS))}")
-        if needs.num_heads % needs.num_kv_heads:
-            reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
-        if capability is not None and capability < (7, 5):
-            reasons.append(f"compute capability {capability[0]}.{capability[1]}, only 7.5 and later")
-        return reasons
+        found = find_library()
+        reasons = [found] if isinstance(found, str) else []
+        return reasons + refused(needs, HEAD_DIMS, ", ".join(map(str, HEAD_DIMS)), capability, (7, 5))
 
     @classmethod
     def builder_needs(cls, needs: AttentionNeeds) -> object:

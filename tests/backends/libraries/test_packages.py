@@ -13,7 +13,7 @@ from pelton.attention.interface import AttentionNeeds
 from pelton.attention.selector import select_backend
 from pelton.errors import ConfigError
 from pelton.testing.attention import AttentionBackendConformance, AttentionCase, AttentionStep
-from pelton_backends.libraries import flash_attn, flashinfer
+from pelton_backends.libraries import flash_attn, flashinfer, needs
 from pelton_backends.libraries.flash_attn import FlashAttentionBackend
 from pelton_backends.libraries.flashinfer import FlashInferBackend
 from pelton_backends.libraries.plugin import pelton_attention_backends
@@ -99,14 +99,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 @pytest.fixture
 def flash_three(monkeypatch):
-    monkeypatch.setattr(flash_attn, "DTYPES", ("float32", "bfloat16", "float16"))
+    monkeypatch.setattr(needs, "DTYPES", ("float32", "bfloat16", "float16"))
     module = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
     monkeypatch.setattr(flash_attn, "find_library", lambda: (3, module))
 
 
 @pytest.fixture
 def infer(monkeypatch):
-    monkeypatch.setattr(flashinfer, "DTYPES", ("float32", "bfloat16", "float16"))
+    monkeypatch.setattr(needs, "DTYPES", ("float32", "bfloat16", "float16"))
     monkeypatch.setattr(flashinfer, "HEAD_DIMS", (16, 24, 64, 128))
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
     module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper)

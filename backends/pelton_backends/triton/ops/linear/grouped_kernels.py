@@ -106,24 +106,6 @@ def _columns(start, i: tl.constexpr, s: tl.constexpr, W: tl.constexpr, SUBS: tl.
 
 
 @triton.jit
-def _load_row(
-    x, order, start, LAST: tl.constexpr, K: tl.constexpr, W: tl.constexpr, NUM: tl.constexpr, SUBS: tl.constexpr
-):  # fmt: skip
-    """A row, a tensor for each group of a piece; zeros outside."""
-    parts = ()
-    for i in tl.static_range(NUM):
-        for s in tl.static_range(SUBS):
-            columns = _columns(start, i, s, W, SUBS)
-            if K % 128 == 0 and (LAST + (i + 1) * W) * 128 <= K:
-                parts += (tl.load(x + (columns if order is None else tl.load(order + columns))),)
-            else:
-                inside = columns < K
-                place = columns if order is None else tl.load(order + columns, mask=inside, other=0)
-                parts += (tl.load(x + place, mask=inside, other=0.0),)
-    return parts
-
-
-@triton.jit
 def _load_x(x, order, start, i: tl.constexpr, LAST: tl.constexpr, K: tl.constexpr, W: tl.constexpr, SUBS: tl.constexpr):
     """Piece i of a row, a tensor for each group; zeros outside."""
     parts = ()
@@ -135,6 +117,17 @@ def _load_x(x, order, start, i: tl.constexpr, LAST: tl.constexpr, K: tl.constexp
             inside = columns < K
             place = columns if order is None else tl.load(order + columns, mask=inside, other=0)
             parts += (tl.load(x + place, mask=inside, other=0.0),)
+    return parts
+
+
+@triton.jit
+def _load_row(
+    x, order, start, LAST: tl.constexpr, K: tl.constexpr, W: tl.constexpr, NUM: tl.constexpr, SUBS: tl.constexpr
+):  # fmt: skip
+    """A row, a tensor for each group of a piece; zeros outside."""
+    parts = ()
+    for i in tl.static_range(NUM):
+        parts += _load_x(x, order, start, i, LAST, K, W, SUBS)
     return parts
 
 
