@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pelton.attention.interface import AttentionNeeds
+from pelton_backends.context_parts import spread_refusals
 
 
 def latent_refusals(needs: AttentionNeeds, dtypes: Sequence[str]) -> list[str]:
@@ -14,4 +15,4 @@ def latent_refusals(needs: AttentionNeeds, dtypes: Sequence[str]) -> list[str]:
         reasons.append(f"dtype {needs.dtype}, only {', '.join(dtypes)}")
     if needs.kv_dtype not in ("auto", *dtypes):
         reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(dtypes)}")
-    return reasons
+    return reasons + spread_refusals(needs)

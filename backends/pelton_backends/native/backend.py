@@ -19,6 +19,7 @@ from pelton.attention.interface import (
 )
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.errors import EngineError
+from pelton_backends.context_parts import spread_refusals
 from pelton_backends.native import library
 from pelton_backends.native.library import DTYPES
 from pelton_backends.native.rope import fits_kernel, make_rope, make_written
@@ -43,7 +44,9 @@ class NativeBackend(AttentionBackend):
     """Handles decoder attention in float32 and bfloat16, any block and head size, windows, soft caps and sinks."""
 
     name: ClassVar[str] = "native"
-    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks"})
+    handles: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "logit_soft_cap", "has_sinks", "decode_context_parallel"}
+    )
     graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM_BATCH
 
     @classmethod
@@ -55,6 +58,7 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"kv dtype {needs.kv_dtype}, only that of the model")
         if needs.num_heads % needs.num_kv_heads:
             reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
+        reasons += spread_refusals(needs)
         if not reasons:  # compiles
             why = library.reason_against()
             reasons += [why] if why else []
@@ -70,6 +74,7 @@ class NativeBackend(AttentionBackend):
             common.query_start_loc.data_ptr(), common.seq_lens.data_ptr(), common.block_table.data_ptr(),
             common.block_table.stride(0), common.num_reqs, int(common.causal),
             None if prefix is None else prefix.data_ptr(),
+            self.needs.decode_context_parallel, self.needs.context_rank,
         )  # fmt: skip
         return NativeMetadata(common, step, prefix)
 
@@ -112,6 +117,13 @@ class NativeAttention(BoundAttention):
         query = query if query.is_contiguous() else query.contiguous()
         failed = self._kernels.attend(
             byref(self._attention), byref(metadata.step), query.data_ptr(), self._row, output.data_ptr()
+        )
+        _check(failed)
+
+    def attend_part(self, query: Tensor, metadata: NativeMetadata, output: Tensor, lse: Tensor) -> None:
+        query = query if query.is_contiguous() else query.contiguous()
+        failed = self._kernels.attend_part(
+            byref(self._attention), byref(metadata.step), query.data_ptr(), self._row, output.data_ptr(), lse.data_ptr()
         )
         _check(failed)
 

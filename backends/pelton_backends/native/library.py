@@ -36,6 +36,7 @@ class Step(Structure):
     _fields_ = (
         ("query_start", c_void_p), ("seq_lens", c_void_p), ("block_table", c_void_p),
         ("table_stride", c_int64), ("num_rows", c_int64), ("is_causal", c_int32), ("common_prefix", c_void_p),
+        ("ranks", c_int32), ("rank", c_int32),
     )  # fmt: skip
 
 
@@ -84,6 +85,9 @@ class Kernels:
         self.isa = isa.name
         self.attend = _typed(
             library.pelton_attend, c_int, POINTER(Attention), POINTER(Step), c_void_p, c_int64, c_void_p
+        )
+        self.attend_part = _typed(
+            library.pelton_attend_part, c_int, POINTER(Attention), POINTER(Step), c_void_p, c_int64, c_void_p, c_void_p
         )
         self.rope_write = _typed(
             library.pelton_rope_write, None, POINTER(Rope), POINTER(Attention), POINTER(Written),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.context_parts import kept_of, spread_refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,9 @@ class SDPABackend(AttentionBackend):
     """Handles decoder attention in float32, bfloat16 and float16, any block and head size, windows, soft caps and sinks."""
 
     name: ClassVar[str] = "sdpa"
-    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks"})
+    handles: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "logit_soft_cap", "has_sinks", "decode_context_parallel"}
+    )
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
 
     @classmethod
@@ -67,7 +70,7 @@ class SDPABackend(AttentionBackend):
             reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(DTYPES + FP8_DTYPES)}")
         if needs.num_heads % needs.num_kv_heads:
             reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
-        return reasons
+        return reasons + spread_refusals(needs)
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> SDPAMetadata:
         return SDPAMetadata(common)
@@ -82,17 +85,20 @@ class SDPAAttention(BoundAttention):
     layer: AttentionParams
 
     def __call__(self, query: Tensor, metadata: SDPAMetadata, output: Tensor) -> None:
+        self.attend_part(query, metadata, output, None)
+
+    def attend_part(self, query: Tensor, metadata: SDPAMetadata, output: Tensor, lse: Tensor | None) -> None:
         layer, common, window = self.layer, metadata.common, self.layer.sliding_window
         num_decodes = common.num_decode_rows
         if num_decodes:
             if window not in metadata.decodes:
                 metadata.decodes[window] = plan_decode(common, layer)
-            output[:num_decodes] = attend_decode(layer, query[:num_decodes], metadata.decodes[window])
+            output[:num_decodes] = attend_decode(layer, query[:num_decodes], metadata.decodes[window], lse)
         if num_decodes < common.num_reqs:
             if window not in metadata.prefills:
                 metadata.prefills[window] = plan_prefill(common, layer)
             for plan in metadata.prefills[window]:
-                output[plan.tokens] = attend_prefill(layer, query[plan.tokens], plan)
+                output[plan.tokens] = attend_prefill(layer, query[plan.tokens], plan, lse)
 
 
 def cache_rows(cache: Tensor) -> Tensor:
@@ -120,7 +126,7 @@ def block_stride(cache: Tensor) -> int:
 def plan_decode(common: CommonMetadata, layer: AttentionParams) -> DecodePlan:
     """Contexts are aligned at their start (first key that is attended to), padded to the longest."""
     window, block_size = layer.sliding_window, layer.k_cache.shape[1]
-    lengths = common.seq_lens[: common.num_decode_rows].long()
+    lengths = kept_of(layer.needs, common.seq_lens[: common.num_decode_rows].long())
     starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
     longest = max(int((lengths - starts).max()), 1)
     position = starts[:, None] + torch.arange(longest, device=starts.device)
@@ -128,12 +134,14 @@ def plan_decode(common: CommonMetadata, layer: AttentionParams) -> DecodePlan:
     position = torch.where(is_context, position, starts[:, None])
     blocks = common.block_table[: common.num_decode_rows].gather(1, position // block_size).long()
     rows = blocks * block_stride(layer.k_cache) + position % block_size
-    is_context[:, 0] = True  # a padding row attends to what is in the null block, and nobody reads what it gets
+    if layer.needs.decode_context_parallel == 1:
+        is_context[:, 0] = True  # a padding row attends to what is in the null block, and nobody reads what it gets
     return DecodePlan(rows.flatten(), is_context[:, None, None, :])
 
 
-def attend_decode(layer: AttentionParams, query: Tensor, plan: DecodePlan) -> Tensor:
-    """query [R, N G, D] -> [R, N G, D]. The G heads of a key head are its G queries, so no key is repeated."""
+def attend_decode(layer: AttentionParams, query: Tensor, plan: DecodePlan, lse: Tensor | None = None) -> Tensor:
+    """query [R, N G, D] -> [R, N G, D]; lse: see `BoundAttention.attend_part`. The G heads of a key head are its G queries, so
+    no key is repeated."""
     num_rows, num_heads, head_dim = query.shape
     shape = (num_rows, -1, layer.num_kv_heads, head_dim)
     keys, values = (
@@ -141,6 +149,10 @@ def attend_decode(layer: AttentionParams, query: Tensor, plan: DecodePlan) -> Te
         for cache in (layer.k_cache, layer.v_cache)
     )
     grouped = query.view(num_rows, layer.num_kv_heads, -1, head_dim)  # [R, N, G, D]
+    if lse is not None:
+        result, logs = attend_some(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap)
+        lse[:num_rows] = logs.reshape(num_rows, num_heads)
+        return result.reshape(num_rows, num_heads, head_dim)
     sinks = None if layer.sinks is None else layer.sinks.view(layer.num_kv_heads, -1, 1)
     result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap, sinks)
     return result.reshape(num_rows, num_heads, head_dim)
@@ -157,25 +169,29 @@ def plan_prefill(common: CommonMetadata, layer: AttentionParams) -> list[Prefill
             continue  # padding
         first_query = length - num_tokens
         first_key = 0 if window is None else max(first_query - window + 1, 0)
-        position = torch.arange(first_key, length, device=common.block_table.device)
+        ranks, rank = layer.needs.decode_context_parallel, layer.needs.context_rank
+        keys = torch.arange(first_key if ranks == 1 else rank, length, ranks)
+        position = (keys if ranks == 1 else keys // ranks).to(common.block_table.device)
         rows = common.block_table[row][position // block_size].long() * stride + position % block_size
-        mask = _prefill_mask(first_query, first_key, length, window, common.causal)
+        mask = _prefill_mask(first_query, keys, length, window, common.causal)
         mask = None if mask is None else mask.to(position.device)
         plans.append(PrefillPlan(slice(starts[row], starts[row + 1]), rows, mask))
     return plans
 
 
-def _prefill_mask(first_query: int, first_key: int, length: int, window: int | None, causal: bool) -> Tensor | None:
-    """[queries, keys] bool, or None when the plain causal triangle says it all."""
-    if causal and first_query == first_key and (window is None or length - first_key <= window):
+def _prefill_mask(first_query: int, keys: Tensor, length: int, window: int | None, causal: bool) -> Tensor | None:
+    """keys: their places in the row. [queries, keys] bool, or None when the plain causal triangle says it all."""
+    num_queries, num_keys = length - first_query, len(keys)
+    is_square = num_keys == num_queries and (not num_keys or int(keys[0]) == first_query)
+    if causal and is_square and (window is None or num_keys <= window):
         return None
-    distance = torch.arange(first_query, length)[:, None] - torch.arange(first_key, length)
+    distance = torch.arange(first_query, length)[:, None] - keys
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return mask if window is None else mask & (distance < window)
 
 
-def attend_prefill(layer: AttentionParams, query: Tensor, plan: PrefillPlan) -> Tensor:
-    """query [T, N G, D] of one row -> [T, N G, D]."""
+def attend_prefill(layer: AttentionParams, query: Tensor, plan: PrefillPlan, lse: Tensor | None = None) -> Tensor:
+    """query [T, N G, D] of one row -> [T, N G, D]; lse: of the step."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = layer.num_kv_heads
     group = num_heads // num_kv_heads
@@ -188,6 +204,10 @@ def attend_prefill(layer: AttentionParams, query: Tensor, plan: PrefillPlan) -> 
         for cache in (layer.k_cache, layer.v_cache)
     )
     grouped = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [N, G, T, D]
+    if lse is not None:
+        result, logs = attend_some(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap)
+        lse[plan.tokens] = logs.permute(2, 0, 1).reshape(num_tokens, num_heads)
+        return result.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
     sinks = None if layer.sinks is None else layer.sinks.view(num_kv_heads, group, 1, 1)
     result = attend(grouped, keys, values, plan.mask, layer.scale, layer.soft_cap, sinks)
     return result.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
@@ -217,3 +237,19 @@ def attend(
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[-2]]
     return (weights @ values.float()).to(query.dtype)
+
+
+def attend_some(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The same, and the log-sum-exp of each row's scores [..., T]: zeros and -inf for a row that attends to nothing."""
+    if mask is None:
+        mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
+    scores = (query.float() @ keys.float().transpose(-1, -2)) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    logs = scores.logsumexp(dim=-1)
+    weights = (scores - logs.unsqueeze(-1)).exp()
+    result = (weights @ values.float()).masked_fill((logs == -torch.inf).unsqueeze(-1), 0.0)
+    return result.to(query.dtype), logs

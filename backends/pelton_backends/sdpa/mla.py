@@ -43,7 +43,7 @@ class SDPAMLABackend(AttentionBackend):
     """Handles latents of any size in float32, bfloat16 and float16."""
 
     name: ClassVar[str] = "sdpa_mla"
-    handles: ClassVar[frozenset[str]] = frozenset({"is_mla"})
+    handles: ClassVar[frozenset[str]] = frozenset({"is_mla", "decode_context_parallel"})
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
 
     @classmethod
@@ -66,13 +66,16 @@ class SDPAMLABackend(AttentionBackend):
     def _gather(self, table: Tensor, lengths: list[int], num_tokens: int, first_token: int) -> Gather:
         """Gather the latents of rows that have `num_tokens` tokens each, from `first_token` on."""
         size, length = self.needs.block_size, torch.tensor(lengths)[:, None]
-        place = torch.arange(max(lengths)).expand(len(lengths), -1)
-        is_context = place < length
-        place = torch.where(is_context, place, 0)
+        ranks, rank = self.needs.decode_context_parallel, self.needs.context_rank
+        token = torch.arange(rank, max(max(lengths), rank + 1), ranks).expand(
+            len(lengths), -1
+        )  # those that are kept here
+        is_context = token < length
+        place = torch.where(is_context, token // ranks, 0)
         blocks = table.gather(1, place // size).long()
         slots = blocks * size + place % size
         position = length - num_tokens + torch.arange(num_tokens)  # [R, T]
-        is_seen = is_context[:, None] & (place[:, None] <= position[:, :, None])
+        is_seen = is_context[:, None] & (token[:, None] <= position[:, :, None])
         return Gather(slice(first_token, first_token + num_tokens * len(lengths)), slots, is_seen)
 
     def bind(self, layer: LatentParams) -> BoundAttention:
@@ -86,6 +89,9 @@ class SDPAMLAAttention(BoundAttention):
 
     def __call__(self, query: Tensor, metadata: SDPAMLAMetadata, output: Tensor) -> None:
         """query [tokens, H, D] -> output [tokens, H, latent_dim]"""
+        self.attend_part(query, metadata, output, None)
+
+    def attend_part(self, query: Tensor, metadata: SDPAMLAMetadata, output: Tensor, lse: Tensor | None) -> None:
         layer = self.layer
         latents = layer.cache.view(-1, layer.head_dim)
         for call in metadata.calls:
@@ -95,6 +101,14 @@ class SDPAMLAAttention(BoundAttention):
             )  # [R, L, D]
             own = query[call.tokens].view(rows, -1, layer.num_heads, layer.head_dim)  # [R, T, H, D]
             scores = torch.einsum("rthd,rld->rthl", own, context).float() * layer.scale
-            weights = scores.masked_fill(~call.is_seen[:, :, None], -torch.inf).softmax(dim=-1).to(query.dtype)
+            scores = scores.masked_fill(~call.is_seen[:, :, None], -torch.inf)
+            if lse is None:
+                weights = scores.softmax(dim=-1).to(query.dtype)
+            else:  # a row may see nothing of what is kept here
+                logs = scores.logsumexp(dim=-1, keepdim=True)
+                lse[call.tokens] = logs.view(-1, layer.num_heads)
+                weights = (scores - logs).exp().to(query.dtype)
             attended = torch.einsum("rthl,rld->rthd", weights, context[..., : layer.latent_dim])
+            if lse is not None:
+                attended = attended.masked_fill(logs == -torch.inf, 0.0)
             output[call.tokens] = attended.reshape(-1, layer.num_heads, layer.latent_dim)

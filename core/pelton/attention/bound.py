@@ -62,6 +62,12 @@ class BoundAttention(ABC):
         Rows of padding tokens may hold anything afterwards but must not be read.
         """
 
+    def attend_part(self, query: Tensor, metadata: Any, output: Tensor, lse: Tensor) -> object:
+        """Attend to this rank's part of each row's tokens (`AttentionNeeds.decode_context_parallel`): as a call does, and fill `lse`
+        [T, num_heads] float32 with the natural logarithm of each query's sum of exp(score). A query that sees nothing of the part
+        gets zeros and -inf. Backends define it whose `handles` name that need."""
+        raise NotImplementedError(f"{type(self).__qualname__} attends to whole rows.")
+
     def write_and_attend(
         self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, metadata: Any, output: Tensor
     ) -> object:

@@ -53,6 +53,10 @@ class AttentionNeeds:
     is_sparse: bool = False
     has_mm_prefix: bool = False
     decode_context_parallel: int = 1
+    """N: ranks that each keep a part of every row's tokens, rank r those numbered r, r + N, ... Then `num_heads` are those of all of
+    them, blocks of a table have `block_size` tokens in this rank's cache, and steps are described by whole rows' lengths. The layer
+    calls `BoundAttention.attend_part`."""
+    context_rank: int = 0  # r
     latent_dim: int = 0  # with is_mla
 
     def optional(self) -> list[str]:

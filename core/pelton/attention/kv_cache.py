@@ -86,7 +86,7 @@ class _Binder:
         for group_id, group in enumerate(plan.groups):
             for name in group.layer_names:
                 spec = group.spec_of(name)
-                views = _views(name, spec, memory[name], plan.num_blocks, _layout(layers[name], spec.block_size))
+                views = _views(name, spec, memory[name], plan.num_blocks, _layout(layers[name], spec.page_tokens))
                 bound[name] = BoundLayer(name, group_id, spec, views)
                 self._bind_layer(layers[name], bound[name])
         for layer in layers.values():
@@ -102,7 +102,7 @@ class _Binder:
         layer.bind_backend(index, self._backends[index])
 
     def _bind_layer(self, layer: CacheLayer, bound: BoundLayer) -> None:
-        needs = replace(layer.needs, block_size=self._plan.groups[bound.group_id].spec.block_size)
+        needs = replace(layer.needs, block_size=self._plan.groups[bound.group_id].spec.page_tokens)
         index = self._backend(bound.group_id, layer.selection.backend, needs)
         layer.bind_cache(bound.views, index, self._backends[index])
 
@@ -127,9 +127,10 @@ class _Binder:
         """A step's block table counts in kernel blocks of one size, for the whole group."""
         group, layers = self._plan.groups[group_id], self._build.cache_layers
         sizes: dict[int, str] = {}
+        page_tokens, num_ranks = group.spec.page_tokens, group.spec.num_ranks
         for name in group.layer_names:
-            layout = _layout(layers[name], group.spec.block_size)
-            sizes.setdefault(layout.kernel_block_size or group.spec.block_size, name)
+            layout = _layout(layers[name], page_tokens)
+            sizes.setdefault(layout.kernel_block_size or page_tokens, name)
         if len(sizes) > 1:
             (one, first), (other, second), *_ = sizes.items()
             raise ConfigError(
@@ -137,7 +138,7 @@ class _Binder:
                 f"{layers[second].selection.name}) want kernel blocks of {one} and of {other} tokens. Name one backend for "
                 "both with --attention-backend, or set block_size to the smaller number."
             )
-        return next(iter(sizes), group.spec.block_size)  # none of its layers may be in this stage
+        return next(iter(sizes), page_tokens) * num_ranks  # none of its layers may be in this stage
 
 
 def _layout(layer: CacheLayer, block_size: int) -> KVLayout:

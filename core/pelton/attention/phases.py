@@ -124,6 +124,13 @@ class PhasedAttention(BoundAttention):
         if metadata.prefill is not None:
             self._prefill(query[count:], metadata.prefill, output[count:])
 
+    def attend_part(self, query: Tensor, metadata: PhasedMetadata, output: Tensor, lse: Tensor) -> None:
+        count = metadata.num_decode_tokens
+        if metadata.decode is not None:
+            self._decode.attend_part(query[:count], metadata.decode, output[:count], lse[:count])
+        if metadata.prefill is not None:
+            self._prefill.attend_part(query[count:], metadata.prefill, output[count:], lse[count:])
+
     def write_and_attend(
         self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, metadata: PhasedMetadata, output: Tensor
     ) -> object:

@@ -6,12 +6,16 @@ import msgspec
 
 from pelton.errors import ConfigError
 
+_SIZES = ("tensor_parallel_size", "decode_context_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of the parallel groups."""
 
     tensor_parallel_size: int = 1
     """Devices that share every layer: each holds a part of its heads and columns."""
+    decode_context_parallel_size: int = 1
+    """Ranks of tensor parallelism with the same KV heads that share their cache: each keeps some of the tokens."""
     pipeline_parallel_size: int = 1
     """Devices that follow each other, each with some of the layers."""
     pipeline_layer_partition: list[int] | None = None
@@ -40,9 +44,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Device type (cpu, cuda, or a plugin's); the best platform that is present when unset."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ConfigError(
+                f"decode_context_parallel_size is {self.decode_context_parallel_size}, which does not divide tensor_parallel_size "
+                f"{self.tensor_parallel_size}. Use a size that divides it."
+            )
         if not 1 <= self.data_parallel_rpc_port <= 65535 - self.data_parallel_size:
             raise ConfigError(
                 f"data_parallel_rpc_port is {self.data_parallel_rpc_port}; use a port from 1 on, such as 29550."

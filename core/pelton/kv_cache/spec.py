@@ -28,6 +28,12 @@ class KVCacheSpec(ABC):
     one block table whatever their pages hold. A class says so for itself, not for its subclasses."""
 
     block_size: int  # tokens a block
+    num_ranks: int = 1  # that share a block's tokens, each with a page of its own (decode context parallelism)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a block that one rank keeps."""
+        return self.block_size // self.num_ranks
 
     @property
     @abstractmethod
@@ -79,12 +85,12 @@ class FullAttentionSpec(KVCacheSpec):
     def views(self, memory: Tensor, num_blocks: int, layout: KVLayout) -> tuple[Tensor, ...]:
         """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]."""
         return keys_and_values(
-            memory, num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.dtype, layout
+            memory, num_blocks, self.page_tokens, self.num_kv_heads, self.head_dim, self.dtype, layout
         )
 
     @property
     def page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.page_tokens * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +134,11 @@ class MLASpec(KVCacheSpec):
 
     def views(self, memory: Tensor, num_blocks: int, layout: KVLayout) -> tuple[Tensor, ...]:
         """The latents, [num_blocks, block_size, latent_dim]."""
-        return (token_rows(memory, num_blocks, self.block_size, [self.latent_dim], self.dtype, layout),)
+        return (token_rows(memory, num_blocks, self.page_tokens, [self.latent_dim], self.dtype, layout),)
 
     @property
     def page_size_bytes(self) -> int:
-        return self.block_size * self.latent_dim * DTYPE_BYTES[self.dtype]
+        return self.page_tokens * self.latent_dim * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

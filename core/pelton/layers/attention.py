@@ -13,6 +13,7 @@ from torch import nn
 
 from pelton.attention.cache_layer import register
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
+from pelton.attention.parts import bind_layer, spread_needs
 from pelton.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
@@ -80,6 +81,8 @@ class AttentionLayer(nn.Module):
             has_sinks=sinks is not None,
             has_alibi=alibi_slopes is not None,
         )
+        self.parallel = config.parallel
+        self.needs = spread_needs(self.needs, prefix, config.parallel)
         self.selection = config.attention.select(self.needs)
         self._write = self._bind_write(config, rope, q_norm, k_norm)
         register(self, config)
@@ -115,9 +118,11 @@ class AttentionLayer(nn.Module):
                 dtype=self.kv_dtype,
                 sliding_window=self.sliding_window,
             )
+        num_ranks = self.needs.decode_context_parallel
         return FullAttentionSpec(
-            block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.kv_dtype
-        )
+            block_size=self.block_size * num_ranks, num_ranks=num_ranks, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, dtype=self.kv_dtype,
+        )  # fmt: skip
 
     def kv_spec(self) -> KVCacheSpec:
         """The old name of `cache_spec`."""
@@ -126,7 +131,7 @@ class AttentionLayer(nn.Module):
     def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
         self.k_cache, self.v_cache = views
         self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
-        self.attend = backend.bind(self)
+        self.attend = bind_layer(self, backend, self.parallel)
 
     def qk_norm_rope_write_kv(self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
         """The fused op on this layer's cache: [T, num_heads, head_dim]."""

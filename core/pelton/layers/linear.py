@@ -132,6 +132,7 @@ class QKVLinear(LinearModule):
         parallel = config.parallel
         parallel.share(num_heads, "num_attention_heads")
         heads = split_heads(num_heads, parallel.rank, parallel.size, "num_attention_heads")
+        parallel.check_copies(num_kv_heads)
         kv_heads = split_heads(num_kv_heads, parallel.rank, parallel.size, "num_key_value_heads")
         parts = [
             (name, total * head_dim, (first * head_dim, last * head_dim))

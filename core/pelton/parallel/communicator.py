@@ -67,6 +67,11 @@ class Communicator(ABC):
         """Send `send_counts[r]` rows of `tensor` [sum(send_counts), ...] to rank r, one part after another; returns the
         `recv_counts[r]` rows that came from each rank r, in order of rank. A count may be 0."""
 
+    def swap(self, tensor: Tensor) -> Tensor:
+        """Send `tensor[r]` of [size, ...] to each rank r; returns what came from each, in order of rank."""
+        counts = [1] * self.size
+        return self.all_to_all(tensor, counts, counts)
+
     @abstractmethod
     def send(self, tensor: Tensor, to: int) -> None:
         """Send to another rank. May return before it was taken; `tensor` may be written afterwards."""

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 class ParallelContext:
     """Tensor parallelism: `size` ranks, each with a slice of every layer. stages: the ranks of pipeline parallelism that this one belongs
-    to, each with some of the layers, in their order; None where one has them all."""
+    to, each with some of the layers, in their order; None where one has them all. context: the ranks of decode context parallelism
+    that this one belongs to, which share the KV cache of the same heads token by token; None where each keeps all tokens."""
+
+    context: Communicator | None = None
 
     def __init__(self, rank: int = 0, size: int = 1, stages: Communicator | None = None) -> None:
         if not 0 <= rank < size:
@@ -44,6 +47,15 @@ class ParallelContext:
                 f"{what} is {total}, which does not divide by tensor_parallel_size {self.size}. Use a size that divides it."
             )
         return total // self.size
+
+    def check_copies(self, num_kv_heads: int) -> None:
+        """Raises `ConfigError` where the ranks of `context` do not hold the same key heads, of `num_kv_heads` in all."""
+        copies = self.size // num_kv_heads
+        if self.context is not None and (copies == 0 or copies % self.context.size):
+            raise ConfigError(
+                f"decode_context_parallel_size is {self.context.size}; of {num_kv_heads} key heads tensor_parallel_size {self.size} "
+                f"keeps {copies or 1} {'copies' if copies > 1 else 'copy'} each. Use a size that divides the number of copies."
+            )
 
     def _needs_group(self, name: str) -> None:
         if self.size > 1:

@@ -24,7 +24,7 @@ from pelton.attention.selector import AttentionSelector, Selection, refusals
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.layers.attention import AttentionLayer
 from pelton.testing.model_driver import make_test_build
-from pelton.testing.paged_rows import scattered_tables, slots_of, step_metadata
+from pelton.testing.paged_rows import own_slots, put_together, scattered_tables, slots_of, step_metadata
 from pelton.testing.plugins import plugins_of
 
 if TYPE_CHECKING:
@@ -49,12 +49,15 @@ class AttentionCase:
     has_alibi: bool = False
     dtype: str = "float32"
     num_padding: int = 0
+    num_ranks: int = 1  # that share the cache, of which this is number `rank`
+    rank: int = 0
 
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
             head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, dtype=self.dtype,
             block_size=self.block_size, sliding_window=self.sliding_window, logit_soft_cap=self.soft_cap,
-            has_sinks=self.has_sinks, has_alibi=self.has_alibi,
+            has_sinks=self.has_sinks, has_alibi=self.has_alibi, decode_context_parallel=self.num_ranks,
+            context_rank=self.rank,
         )  # fmt: skip
 
 
@@ -90,6 +93,12 @@ CASES: dict[str, AttentionCase] = {
     "bfloat16-heads-of-64": AttentionCase(rows=MIXED, dtype="bfloat16", head_dim=64, sliding_window=9),
     "bfloat16-heads-of-128": AttentionCase(rows=MIXED, dtype="bfloat16", head_dim=128, num_padding=1),
 }
+PART_CASES = {
+    name: CASES[name]
+    for name in ("first-token", "decodes-of-odd-lengths", "prefill", "chunk-after-context", "mixed-padded", "multi-query",
+                 "odd-head-dim", "blocks-of-seven", "soft-cap", "bfloat16-heads-of-128")
+} | {"long-rows": AttentionCase(rows=((1, 2600), (1, 4500), (2, 900), (70, 300)), num_heads=8)}  # fmt: skip
+"""Those that are also asked of a rank that keeps a part of each row's tokens."""
 JUNK = {"nan": float("nan"), "infinity": float("inf"), "largest": 3e38}
 """What is left where nothing of a row's lies; the last one as near to it as the dtype goes."""
 JUNK_CASES = (
@@ -118,7 +127,7 @@ class AttentionStep:
         self.sinks = self._random(case.num_heads) if case.has_sinks else None
         self.alibi_slopes = self._random(case.num_heads).abs() * 0.1 if case.has_alibi else None
         self.layer = self._layer(backend)
-        self.tables = scattered_tables(self.lengths, case.block_size, self.generator)
+        self.tables = scattered_tables(self.lengths, case.block_size * case.num_ranks, self.generator)
         num_blocks = 2 + sum(map(len, self.tables))
         self._bind(backend, num_blocks)
         shape = (case.num_kv_heads, case.head_dim)
@@ -136,17 +145,20 @@ class AttentionStep:
             {}, plugins_of(), dtype=self.dtype, attention=_OneBackend(backend), block_size=case.block_size
         )
         build.device = self.device
-        return AttentionLayer(
+        layer = AttentionLayer(
             case.num_heads, case.num_kv_heads, case.head_dim, config=build, prefix="layer", rope=None,
             sliding_window=case.sliding_window, soft_cap=case.soft_cap, sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
         )  # fmt: skip
+        layer.needs = case.needs()
+        return layer
 
     def _bind(self, backend: BackendChoice, num_blocks: int) -> None:
         case = self.case
         spec = FullAttentionSpec(
-            block_size=case.block_size, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, dtype=case.dtype
-        )
+            block_size=case.block_size * case.num_ranks, num_ranks=case.num_ranks, num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim, dtype=case.dtype,
+        )  # fmt: skip
         memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8, device=self.device)
         k_cache, v_cache = page_views(memory, num_blocks, spec, backend.kv_layout(self.layer.needs))
         # Nothing that a request has not written may matter: blocks are handed on with what the last one left, and tables name
@@ -166,7 +178,10 @@ class AttentionStep:
     def slots(self, row: int) -> Tensor:
         """[length] of every position; negative in blocks that a window has left: they were handed back and may be another's by
         now, while the table still names them."""
-        case, slots = self.case, slots_of(self.tables[row], self.lengths[row], self.case.block_size)
+        case = self.case
+        slots = slots_of(self.tables[row], self.lengths[row], case.block_size * case.num_ranks)
+        if case.num_ranks > 1:
+            slots = own_slots(slots, case.num_ranks, case.rank)
         if case.sliding_window is not None:
             passed = max(case.rows[row][1] - case.sliding_window + 1, 0) // case.block_size
             slots[: passed * case.block_size] = -1
@@ -200,8 +215,8 @@ class AttentionStep:
     def metadata_of(self, rows: tuple[tuple[int, int], ...], first: int = 0) -> CommonMetadata:
         """Make the metadata of a step of as many tokens, over the tables from `first` on."""
         return step_metadata(
-            rows, self.tables[first : first + len(rows)], self.case.block_size,
-            kernel_block_size=self.layer.k_cache.shape[1],
+            rows, self.tables[first : first + len(rows)], self.case.block_size * self.case.num_ranks,
+            kernel_block_size=self.layer.k_cache.shape[1] * self.case.num_ranks,
             num_padding=self.num_tokens + self.case.num_padding - sum(tokens for tokens, _ in rows),
             beyond=self.num_blocks - 1, device=self.device,
         )  # fmt: skip
@@ -213,6 +228,13 @@ class AttentionStep:
         output = torch.full_like(self.query, float("nan"))
         self.layer.attend(self.query, self.backend.build(self.common, key), output)
         return output[: self.num_tokens]
+
+    def run_part(self) -> tuple[Tensor, Tensor]:
+        """What this rank finds with its keys, and its log-sum-exp."""
+        output = torch.full_like(self.query, float("nan"))
+        lse = torch.full(self.query.shape[:2], float("nan"), device=self.device)
+        self.layer.attend.attend_part(self.query, self.backend.build(self.common), output, lse)
+        return output[: self.num_tokens], lse[: self.num_tokens]
 
     def expected(self) -> Tensor:
         """The oracle: float64, one token at a time."""
@@ -357,6 +379,15 @@ class AttentionBackendConformance:
             output.fill_(float("nan"))
             step.layer.attend(step.query, metadata, output)
             self.assert_close(output[:count], wanted[kind], step.case)
+
+    @pytest.mark.parametrize("num_ranks", [2, 3])
+    @pytest.mark.parametrize("name", PART_CASES)
+    def test_parts_of_ranks_are_the_whole(self, name: str, num_ranks: int) -> None:
+        """With the same seed each rank has the same keys, and keeps its own."""
+        steps = [self.make_step(replace(PART_CASES[name], num_ranks=num_ranks, rank=rank)) for rank in range(num_ranks)]
+        for step in steps:
+            step.write()
+        self.assert_close(put_together([step.run_part() for step in steps]), steps[0].expected(), steps[0].case)
 
     @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "blocks-of-seven", "window", "bfloat16", "multi-query"])
     def test_it_writes_all_rows_then_attends(self, name: str) -> None:

@@ -29,6 +29,7 @@ from pelton.parallel.communicator import Communicator, CommunicatorContext
 
 Report = dict[str, list[str]]
 """Of one rank: what was wrong, by check."""
+CHECKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "send_and_recv")
 _START_S = 120.0
 _GONE_AFTER_S = 3.0
 """Time limit of the ranks that lose one."""
@@ -49,7 +50,7 @@ class CommunicatorConformance:
             cls._reports = [json.loads(text) for text in self._run()]
         return cls._reports
 
-    @pytest.mark.parametrize("check", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_and_recv"])
+    @pytest.mark.parametrize("check", CHECKS)
     def test_collectives_give_what_is_written_of_them(self, reports: list[Report], check: str) -> None:
         for rank, report in enumerate(reports):
             assert check in report, f"rank {rank} ended before {check}"
@@ -162,6 +163,13 @@ class _Checks:
             found = self.group.all_to_all(parts[self.rank], counts[self.rank], received)
             yield from _differs(f"all_to_all with {counts}", found, exact, exact=True)
 
+    def swap(self) -> Iterator[str]:
+        for shape in ((1,), (3, 5), (170_001,)):
+            for dtype in (torch.float32, torch.bfloat16):
+                parts = self.everywhere((self.size, *shape), dtype)
+                exact = torch.stack([part[self.rank] for part in parts])
+                yield from _differs(f"swap {dtype} {shape}", self.group.swap(parts[self.rank]), exact, exact=True)
+
     def send_and_recv(self) -> Iterator[str]:
         """Around the ring: even ranks send first, so that nobody waits for somebody who waits."""
         if self.size < 2:
@@ -216,7 +224,7 @@ def main() -> int:
     rank, load, size, store, device = sys.argv[1:]
     checks = _Checks(_make(load, int(rank), int(size), store, device, "check", 60.0), device)
     report = {}
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_and_recv"):
+    for name in CHECKS:
         report[name] = list(getattr(checks, name)())
     checks.group.all_reduce(torch.ones(1, device=device))  # nobody leaves before all are done
     checks.group.shutdown()

@@ -6,7 +6,7 @@ of a row's latents is junk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar
@@ -19,7 +19,7 @@ from pelton.attention.metadata import BatchDescriptor
 from pelton.attention.selector import refusals
 from pelton.kv_cache.spec import MLASpec
 from pelton.testing.attention import JUNK, MIXED, TOLERANCES, junk_of
-from pelton.testing.paged_rows import scattered_tables, slots_of, step_metadata
+from pelton.testing.paged_rows import own_slots, put_together, scattered_tables, slots_of, step_metadata
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +36,14 @@ class LatentCase:
     block_size: int = 16
     dtype: str = "float32"
     num_padding: int = 0
+    num_ranks: int = 1  # that share the cache, of which this is number `rank`
+    rank: int = 0
 
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
             head_dim=self.latent_dim + self.rope_dim, num_heads=self.num_heads, num_kv_heads=1, is_mla=True,
             latent_dim=self.latent_dim, block_size=self.block_size, dtype=self.dtype,
+            decode_context_parallel=self.num_ranks, context_rank=self.rank,
         )  # fmt: skip
 
 
@@ -76,7 +79,7 @@ class LatentStep:
         generator, needs = torch.Generator().manual_seed(0), case.needs()
         dtype: torch.dtype = getattr(torch, case.dtype)
         lengths = [sum(row) for row in case.rows]
-        self.tables = scattered_tables(lengths, case.block_size, generator)
+        self.tables = scattered_tables(lengths, case.block_size * case.num_ranks, generator)
         num_blocks = 2 + sum(map(len, self.tables))
 
         def random(*shape: int) -> Tensor:
@@ -85,12 +88,16 @@ class LatentStep:
         self.latents = [random(length, needs.head_dim) for length in lengths]
         self.num_tokens = sum(tokens for tokens, _ in case.rows)
         self.query = random(self.num_tokens + case.num_padding, case.num_heads, needs.head_dim)
-        spec = MLASpec(block_size=case.block_size, latent_dim=needs.head_dim, dtype=case.dtype)
+        spec = MLASpec(
+            block_size=case.block_size * case.num_ranks, num_ranks=case.num_ranks, latent_dim=needs.head_dim,
+            dtype=case.dtype,
+        )  # fmt: skip
         memory = torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8, device=self.device)
         (self.cache,) = spec.views(memory, num_blocks, backend.kv_layout(needs))
         self.cache.fill_(junk_of(junk, dtype))
         for row, latents in enumerate(self.latents):
-            self.cache.view(-1, needs.head_dim)[self.slots(row)] = latents
+            slots = own_slots(self.slots(row), case.num_ranks, case.rank)
+            self.cache.view(-1, needs.head_dim)[slots[slots >= 0]] = latents[slots >= 0]
         self.backend = backend(
             needs, self.device, max_num_seqs=64, max_num_tokens=4096, max_model_len=max(lengths)
         )  # fmt: skip
@@ -99,12 +106,13 @@ class LatentStep:
             latent_dim=case.latent_dim, scale=needs.head_dim**-0.5, cache=self.cache,
         )  # fmt: skip
         self.common = step_metadata(
-            case.rows, self.tables, case.block_size, num_padding=case.num_padding, beyond=num_blocks - 1,
+            case.rows, self.tables, case.block_size * case.num_ranks, num_padding=case.num_padding, beyond=num_blocks - 1,
             device=self.device,
         )  # fmt: skip
 
     def slots(self, row: int) -> Tensor:
-        return slots_of(self.tables[row], sum(self.case.rows[row]), self.case.block_size).to(self.device)
+        block_size = self.case.block_size * self.case.num_ranks
+        return slots_of(self.tables[row], sum(self.case.rows[row]), block_size).to(self.device)
 
     def run(self, key: BatchDescriptor | None = None) -> Tensor:
         if key is not None:
@@ -112,6 +120,13 @@ class LatentStep:
         output = self.query[..., : self.case.latent_dim].contiguous().fill_(float("nan"))
         self.backend.bind(self.layer)(self.query, self.backend.build(self.common, key), output)
         return output[: self.num_tokens]
+
+    def run_part(self) -> tuple[Tensor, Tensor]:
+        """What this rank finds, and its log-sum-exp."""
+        output = self.query[..., : self.case.latent_dim].contiguous().fill_(float("nan"))
+        lse = torch.full(self.query.shape[:2], float("nan"), device=self.device)
+        self.backend.bind(self.layer).attend_part(self.query, self.backend.build(self.common), output, lse)
+        return output[: self.num_tokens], lse[: self.num_tokens]
 
     def expected(self) -> Tensor:
         """The oracle: float64, one token at a time."""
@@ -152,6 +167,14 @@ class LatentAttentionConformance:
         """As it is where NaN lies, in every other case of this suite."""
         step = self.make_step(CASES[name], junk)
         self.assert_close(step.run(), step.expected(), step.case)
+
+    @pytest.mark.parametrize("num_ranks", [2, 3])
+    @pytest.mark.parametrize(
+        "name", ["decodes-of-odd-lengths", "mixed-padded", "blocks-of-seven", "long-row", "bfloat16"]
+    )
+    def test_parts_of_ranks_are_the_whole(self, name: str, num_ranks: int) -> None:
+        steps = [self.make_step(replace(CASES[name], num_ranks=num_ranks, rank=rank)) for rank in range(num_ranks)]
+        self.assert_close(put_together([step.run_part() for step in steps]), steps[0].expected(), steps[0].case)
 
     @pytest.mark.parametrize("spoilt", [3, 4, 6])
     def test_nan_of_a_row_reaches_that_row_alone(self, spoilt: int) -> None:

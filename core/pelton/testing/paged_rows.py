@@ -25,6 +25,19 @@ def slots_of(table: Sequence[int], num_tokens: int, block_size: int) -> Tensor:
     return torch.where(blocks > 0, blocks * block_size + positions % block_size, -1)
 
 
+def own_slots(slots: Tensor, num_ranks: int, rank: int) -> Tensor:
+    """From slots in blocks whose tokens go round the ranks to those in this rank's pages, -1 for others'."""
+    return torch.where((slots >= 0) & (slots % num_ranks == rank), slots // num_ranks, -1)
+
+
+def put_together(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Each rank's (output [T, heads, D], log-sum-exp [T, heads]) to the output over all keys, in float64."""
+    for output, lse in parts:
+        assert not output[lse == -torch.inf].any(), "what a query that sees nothing gets is not zero"
+    weights = torch.stack([lse for _, lse in parts]).double().softmax(0)
+    return (torch.stack([output for output, _ in parts]).double() * weights.unsqueeze(-1)).sum(0).cpu()
+
+
 def step_metadata(
     rows: Sequence[tuple[int, int]],
     tables: Sequence[Sequence[int]],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -95,10 +96,19 @@ class GlooCommunicator(Communicator):
         return mine.to(_WIDE.get(tensor.dtype, tensor.dtype)).sum(0).to(tensor.dtype)
 
     def all_to_all(self, tensor: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        found = tensor.new_empty(sum(recv_counts), *tensor.shape[1:])
-        sent, received = list(send_counts), list(recv_counts)
-        self._wait("all_to_all", lambda: self._group.alltoall_base(found, tensor.contiguous(), received, sent))
+        tensor, row = tensor.contiguous(), math.prod(tensor.shape[1:])
+        found = torch.empty(sum(recv_counts), *tensor.shape[1:], dtype=tensor.dtype)
+        sent, received = ([row * count for count in counts] for counts in (send_counts, recv_counts))
+        if row:
+            launch(self._swap_at, found.data_ptr(), tensor.data_ptr(), received, sent, tensor.dtype)
         return found
+
+    def _swap_at(
+        self, target: int, source: int, received: Sequence[int], sent: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """received, sent: numbers from and to each rank."""
+        found, mine = tensor_at(target, sum(received), dtype), tensor_at(source, sum(sent), dtype)
+        self._wait("all_to_all", lambda: self._group.alltoall_base(found, mine, list(received), list(sent)))
 
     def _send_at(self, address: int, count: int, dtype: torch.dtype, to: int) -> None:
         self._wait(f"send to {to}", lambda: self._group.send([tensor_at(address, count, dtype)], to, 0))

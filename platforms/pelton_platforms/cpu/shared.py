@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pelton.errors import EngineError
+from pelton.graphs.recordable import launch
 from pelton.parallel.communicator import CommunicatorContext
 from pelton_platforms.cpu.gloo import GlooCommunicator, tensor_at, unseen
 
@@ -89,6 +90,18 @@ class SharedMemoryCommunicator(GlooCommunicator):
         with unseen():
             parts = self._exchange(tensor_at(source, count, dtype), "all_gather")
             torch.cat(parts, out=tensor_at(target, count * self.size, dtype))
+
+    def swap(self, tensor: Tensor) -> Tensor:
+        if not self._is_open or tensor.nbytes > PLACE_BYTES:
+            return super().swap(tensor)
+        found, tensor = torch.empty(tensor.shape, dtype=tensor.dtype), tensor.contiguous()
+        launch(self._swap_parts_at, found.data_ptr(), tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        return found
+
+    def _swap_parts_at(self, target: int, source: int, count: int, dtype: torch.dtype) -> None:
+        with unseen():
+            parts = self._exchange(tensor_at(source, count, dtype), "swap")
+            torch.cat([part.chunk(self.size)[self.rank] for part in parts], out=tensor_at(target, count, dtype))
 
     def _exchange(self, mine: Tensor, what: str) -> list[Tensor]:
         """Return what each rank brings, in order: to be read before the next call."""

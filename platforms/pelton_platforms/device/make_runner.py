@@ -38,6 +38,7 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     state.host.processors = make_processors(loaded)
     buffers = InputBuffers(state, max_num_tokens=loaded.max_num_tokens, kernel_block_sizes=bound.kernel_block_sizes)
     step_ops = StepOps(ops, state, buffers)
+    step_ops.context = loaded.build.parallel.context
     _use_drafts(loaded, step_ops)
     if loaded.adapters is not None:
         loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters

@@ -21,6 +21,7 @@ SHORT_FLAGS = {
     "-O": "--optimization-level",
     "-tp": "--tensor-parallel-size",
     "-ep": "--enable-expert-parallel",
+    "-dcp": "--decode-context-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
     "-q": "--quantization",

@@ -17,6 +17,7 @@ from torch import nn
 
 from pelton.attention.cache_layer import register
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
+from pelton.attention.parts import bind_layer, spread_needs
 from pelton.kv_cache.spec import KVCacheSpec, MLASpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
@@ -71,17 +72,22 @@ class MLALayer(nn.Module):
             head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=1, block_size=config.block_size,
             dtype=config.dtype_name, kv_dtype=config.kv_dtype, is_mla=True, latent_dim=latent_dim,
         )  # fmt: skip
+        self.parallel = config.parallel
+        self.needs = spread_needs(self.needs, prefix, config.parallel)
         self.selection = config.attention.select(self.needs)
         register(self, config)
 
     def cache_spec(self) -> KVCacheSpec:
         """A latent of every token, with the rotated part of its key."""
-        return MLASpec(block_size=self.block_size, latent_dim=self.head_dim, dtype=self.kv_dtype)
+        num_ranks = self.needs.decode_context_parallel
+        return MLASpec(
+            block_size=self.block_size * num_ranks, num_ranks=num_ranks, latent_dim=self.head_dim, dtype=self.kv_dtype
+        )
 
     def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
         (self.cache,) = views
         self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
-        self.attend = backend.bind(self)
+        self.attend = bind_layer(self, backend, self.parallel)
 
     def forward(self, query: Tensor, latents: Tensor, batch: ForwardBatch) -> Tensor:
         """query [T, H (N + rope_dim)], latents [T, latent_dim + rope_dim] -> [T, H V]"""

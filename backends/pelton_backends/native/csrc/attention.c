@@ -35,6 +35,7 @@ struct plan {
     const char *query;
     int64_t query_stride;
     char *output;
+    float *lse; /* [tokens, num_heads]; NULL: not asked for */
     attend_fn one_token, more_tokens;
     int64_t threads, prefix; /* tokens that all rows share and that are read once */
     int64_t tokens, heads;   /* of a row that one task takes; key heads of a task with one token */
@@ -63,7 +64,7 @@ static void choose_paths(struct plan *plan) {
         plan->one_token = pelton_decode_avx512;
 #endif
     int64_t num_tokens = step->query_start[step->num_rows] - step->query_start[0];
-    plan->prefix = step->common_prefix == NULL ? 0 : *step->common_prefix;
+    plan->prefix = step->common_prefix == NULL ? 0 : kept_of(step, *step->common_prefix);
     plan->heads = step->num_rows >= 2 * plan->threads ? op->num_kv_heads : 1;
     plan->tokens = most(TILE_QUERIES / op->group, 1);
     while (plan->tokens > 16 && num_tokens * op->num_kv_heads < 4 * plan->threads * plan->tokens)
@@ -75,7 +76,7 @@ static void set_keys(const struct plan *plan, struct place *place, int64_t num) 
     const struct step *step = plan->step;
     int64_t length = step->seq_lens[place->row], position = length - tokens_of(step, place->row) + place->token;
     place->first_key = plan->op->window > 0 ? most(position - plan->op->window + 1, 0) : plan->prefix;
-    place->last_key = step->is_causal ? position + num : length;
+    place->last_key = kept_of(step, step->is_causal ? position + num : length);
 }
 
 /* A row's length decides, whatever else is in the step: a row's result does not depend on how many rows there are. */
@@ -170,6 +171,8 @@ static struct task make_task(const struct plan *plan, int64_t row, int64_t token
         .rope = plan->rope,
         .positions = plan->rope == NULL ? NULL : plan->written->positions + token,
         .output = plan->output + (size_t)(token * op->num_heads * op->head_dim + number) * item,
+        .lse = plan->lse == NULL ? NULL : plan->lse + token * op->num_heads + head * op->group,
+        .step = plan->step,
     };
 }
 
@@ -194,7 +197,7 @@ static void attend_place(void *context, int64_t index, struct turn *turn) {
     struct task task = make_task(plan, place->row, step->query_start[place->row] + place->token, place->head);
     task.num_heads = place->num_heads;
     task.num_tokens = least(plan->tokens, row_tokens - place->token);
-    task.position = length - row_tokens + place->token, task.length = length, task.is_causal = step->is_causal;
+    task.position = length - row_tokens + place->token, task.length = kept_of(step, length), task.is_causal = step->is_causal;
     task.first_key = place->first_key, task.last_key = place->last_key;
     if (plan->prefix > 0 && place->first_key == plan->prefix)
         task.given = state_at(plan, place->row * op->num_heads + place->head * op->group);
@@ -229,9 +232,11 @@ static void join_spans(void *context, int64_t index, struct turn *turn) {
                 line[i] += state[STATE(i)] * factor;
         }
         float whole = with_sink(op, head, base, total);
-        int64_t at = (plan->step->query_start[row.row] * op->num_heads + head) * op->head_dim;
+        int64_t at = plan->step->query_start[row.row] * op->num_heads + head;
+        if (plan->lse != NULL)
+            plan->lse[at] = log_of(base, whole);
         for (int64_t i = 0; i < op->head_dim; i++)
-            store(plan->output, at + i, line[i] / whole, op->dtype);
+            store(plan->output, at * op->head_dim + i, line[i] / whole, op->dtype);
     }
 }
 
@@ -264,6 +269,13 @@ static int attend(struct plan *plan) {
 /* 0, or 1 when memory ran out. query and output point at token 0; query_stride: numbers between tokens of the query. */
 EXPORT int pelton_attend(const struct attention *op, const struct step *step, const void *query, int64_t query_stride, void *output) {
     struct plan plan = {.op = op, .step = step, .query = query, .query_stride = query_stride, .output = output};
+    return attend(&plan);
+}
+
+/* The same for a part of the keys, with what outputs of all parts are put together by. */
+EXPORT int pelton_attend_part(const struct attention *op, const struct step *step, const void *query, int64_t query_stride, void *output,
+                              float *lse) {
+    struct plan plan = {.op = op, .step = step, .query = query, .query_stride = query_stride, .output = output, .lse = lse};
     return attend(&plan);
 }
 

@@ -26,6 +26,7 @@ struct step {
     int32_t is_causal;
     const int32_t *common_prefix; /* tokens that all rows share, in the blocks that row 0's table starts with: rows have one
                                      token each and no window; NULL: not looked at */
+    int32_t ranks, rank; /* above 1: the cache has tokens rank, rank + ranks, ... of each row, and no window is asked for */
 };
 
 struct rope {
@@ -57,6 +58,8 @@ struct task {
     int64_t next_key, next_length;
     const float *given; /* states [queries] of keys before first_key; NULL: there are none */
     float *states;      /* where states are left instead of output; NULL: nowhere */
+    float *lse;         /* where the logarithm of each query's sum of weights is left, -INFINITY without a key; NULL: nowhere */
+    const struct step *step;
 };
 
 /* What a query has summed up over some keys: the power of 2 that weights stand above, their sum, and that of weighted values from
@@ -66,6 +69,22 @@ struct task {
 /* The sum of all of a head's weights. */
 INLINE float with_sink(const struct attention *op, int64_t head, float base, float total) {
     return op->sinks == NULL ? total : total + exp2f(op->sinks[head] - base);
+}
+
+/* How many of a row's first `tokens` the cache has. */
+INLINE int64_t kept_of(const struct step *step, int64_t tokens) {
+    return step->ranks > 1 ? (tokens + step->ranks - 1 - step->rank) / step->ranks : tokens;
+}
+
+/* The logarithm of a sum of weights, powers of 2 above `base`. */
+INLINE float log_of(float base, float total) { return total == 0.0f ? -INFINITY : (base + log2f(total)) * 0.69314718f; }
+
+/* What a query's sums are multiplied by, in the end: 0 where there was no key. place: of its log-sum-exp from the task's on. */
+INLINE float finish_query(const struct attention *op, const struct task *task, int64_t head, int64_t place, float base, float total) {
+    float whole = with_sink(op, head, base, total);
+    if (task->lse != NULL)
+        task->lse[place] = log_of(base, whole);
+    return whole == 0.0f ? 0.0f : 1.0f / whole;
 }
 
 /* Where a row's keys lie, in numbers from the start of either cache. */

@@ -329,8 +329,8 @@ int pelton_decode_avx512(const struct attention *op, const struct task *task, st
     for (int64_t i = 0; i < queries; i++) {
         float total = total_of(rows + i), *state = task->states + i * STATE(dim);
         if (task->states == NULL) {
-            total = with_sink(op, task->head * op->group + i, rows[i].base, total);
-            put_line(sums + i * dim, dim, 1.0f / total, (bf16 *)task->output + i * dim);
+            float factor = finish_query(op, task, task->head * op->group + i, i, rows[i].base, total);
+            put_line(sums + i * dim, dim, factor, (bf16 *)task->output + i * dim);
             continue;
         }
         state[0] = rows[i].base, state[1] = total;
@@ -348,7 +348,7 @@ INLINE int64_t seen_from(const struct attention *op, const struct task *task, in
 }
 
 INLINE int64_t seen_to(const struct attention *op, const struct task *task, int64_t row, int64_t first, int64_t count) {
-    int64_t upper = task->is_causal ? task->position + row / op->group + 1 : task->length;
+    int64_t upper = task->is_causal ? kept_of(task->step, task->position + row / op->group + 1) : task->length;
     return most(least(upper - first, count), 0);
 }
 
@@ -382,10 +382,10 @@ static void finish_rows(const struct attention *op, const struct task *task, con
             memcpy(state + STATE(0), sums, (size_t)dim * sizeof(float));
             continue;
         }
-        total = with_sink(op, task->head * op->group + row % op->group, rows[row].base, total);
+        float factor = finish_query(op, task, task->head * op->group + row % op->group, place, rows[row].base, total);
         for (int64_t i = 0; i < dim; i += 16) {
             __mmask16 mask = (__mmask16)((1u << least(dim - i, 16)) - 1u);
-            __m512 line = _mm512_mul_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(1.0f / total));
+            __m512 line = _mm512_mul_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(factor));
             _mm256_mask_storeu_epi16((bf16 *)task->output + place * dim + i, mask, (__m256i)_mm512_cvtneps_pbh(line));
         }
     }

@@ -326,7 +326,7 @@ static void finish_rows(const struct attention *op, const struct task *task, con
         if (task->states != NULL)
             leave_state(op, task->states + i * STATE(op->head_dim), decode->rows[i].base, total, line);
         else
-            put_line(op, line, 1.0f / with_sink(op, task->head * op->group + i, decode->rows[i].base, total),
+            put_line(op, line, finish_query(op, task, task->head * op->group + i, i, decode->rows[i].base, total),
                      (char *)task->output + (size_t)(i * op->head_dim) * size_of(op->dtype));
     }
 }

@@ -206,7 +206,7 @@ static void start_rows(const struct attention *op, const struct task *task, cons
         else
             memset(line, 0, (size_t)tile->padded * sizeof(float));
         strip->base[at] = LOWEST_SCORE, strip->total[at] = 0.0f;
-        strip->position[at] = (int32_t)(task->position + row / op->group);
+        strip->position[at] = (int32_t)(kept_of(task->step, task->position + row / op->group + 1) - 1);
         if (lane == LANES - 1)
             turn_lines(lines, tile->queries + row / STRIP * tile->padded * STRIP + at - lane, tile->padded, 0);
     }
@@ -223,7 +223,7 @@ static void finish_rows(const struct attention *op, const struct task *task, con
         if (task->states != NULL)
             leave_state(op, task->states + place * STATE(op->head_dim), strip->base[at], strip->total[at], line);
         else
-            put_line(op, line, 1.0f / with_sink(op, task->head * op->group + row % op->group, strip->base[at], strip->total[at]),
+            put_line(op, line, finish_query(op, task, task->head * op->group + row % op->group, place, strip->base[at], strip->total[at]),
                      (char *)task->output + (size_t)(place * op->head_dim) * size_of(op->dtype));
     }
 }

@@ -32,6 +32,7 @@ from pelton_platforms.device.steps.step_adapters import StepAdapters
 from pelton_platforms.device.steps.step_shapes import uncached_metadata
 
 if TYPE_CHECKING:
+    from pelton.parallel.communicator import Communicator
     from pelton_platforms.device.steps.step_drafts import StepDrafts
 
 NUM_LOGPROBS = 20
@@ -51,6 +52,7 @@ class StepOps:
         self._prompt_logprobs: Logprobs | None = None
         self._mask: tuple[Tensor, Tensor] | None = None
         self.drafts: StepDrafts | None = None
+        self.context: Communicator | None = None  # ranks that share the KV cache, token by token; None: each keeps all
         self._adapters: StepAdapters | None = None
         needs = PrepareInputsNeeds(
             max_num_tokens=buffers.max_num_tokens,
@@ -95,6 +97,9 @@ class StepOps:
         """Prepare a step's inputs and describe it to `backends`, one a set of metadata. slots, num_scheduled [R] int64; key: of the
         step when it is captured; prefix_lens [groups] int32: where such a step finds its common prefixes, in tokens."""
         groups = self.prepare_inputs(slots, num_scheduled, shape)
+        if self.context is not None:
+            for common in groups:
+                keep_own(common.slot_mapping, self.context)
         if prefix_lens is not None:
             for group, common in enumerate(groups):
                 common.common_prefix = prefix_lens[group : group + 1]
@@ -172,3 +177,13 @@ class StepOps:
                 torch.zeros(rows, dtype=torch.bool, device=device),
             )
         return self._mask
+
+
+def keep_own(slots: Tensor, context: Communicator) -> None:
+    """From slots in blocks that the ranks of `context` share, token by token, to those in this rank's part of each.
+
+    slots [T] int64, in place. A block's tokens go round the ranks, so that slot s of N ranks is slot s // N of rank s % N. Others'
+    tokens go to the null block, which nobody reads: padding alone has -1, and layers of experts look for that.
+    """
+    is_own = slots % context.size == context.rank
+    slots.copy_(torch.where(is_own, slots // context.size, slots.clamp(max=0)))

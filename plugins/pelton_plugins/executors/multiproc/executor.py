@@ -89,7 +89,7 @@ class MultiProcExecutor(Executor):
         parallel = context.config.parallel
         check_sizes(context)
         self.size = parallel.num_ranks
-        self._tp_size = parallel.tensor_parallel_size
+        self._tp_size, self._num_parts = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
         self._stage_specs: list[dict[str, KVCacheSpec]] = []
         self._error: EngineDeadError | None = None
         self._steps: dict[int, Future[ModelOutput]] = {}
@@ -145,7 +145,9 @@ class MultiProcExecutor(Executor):
         """Return those of all stages, each from its first rank: the others hold as many heads."""
         found = self._all("kv_cache_specs")[:: self._tp_size]
         self._stage_specs = [{name: messages.spec_from_data(spec) for name, spec in stage.items()} for stage in found]
-        return {name: spec for stage in self._stage_specs for name, spec in stage.items()}
+        specs = {name: spec for stage in self._stage_specs for name, spec in stage.items()}
+        check_spread(specs, self._num_parts)
+        return specs
 
     def available_kv_cache_bytes(self) -> int:
         """Return what all stages have together, for the plan that is over all their layers."""
@@ -347,12 +349,27 @@ def check_sizes(context: ExecutorContext) -> None:
                     f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, which does not go with {name}. "
                     "Use tensor_parallel_size."
                 )
+    if parallel.decode_context_parallel_size > 1 and context.config.kv_transfer.kv_connector is not None:
+        raise ConfigError(
+            f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, which does not go with kv_transfer_config: "
+            "connectors take a rank's blocks for whole ones. Set it to 1."
+        )
     hf = context.model.hf_config
     if parallel.enable_expert_parallel and not any(hf.get(name) for name in _EXPERT_COUNTS):
         raise ConfigError(
             f"enable_expert_parallel is set, and {context.model.name} ({context.model.architecture}) has no experts: config.json has "
             f"none of {', '.join(_EXPERT_COUNTS)}. Leave it off."
         )
+
+
+def check_spread(specs: Mapping[str, KVCacheSpec], num_ranks: int) -> None:
+    """Refuse layers whose tokens are not spread over the ranks of decode context parallelism."""
+    for name, spec in specs.items():
+        if spec.num_ranks != num_ranks:
+            raise ConfigError(
+                f"decode_context_parallel_size is {num_ranks}, and {name} keeps a {type(spec).__name__}, which has no parts for ranks. "
+                "Set it to 1."
+            )
 
 
 def usable_bytes(stages: Sequence[int], specs: Sequence[Mapping[str, KVCacheSpec]]) -> int:

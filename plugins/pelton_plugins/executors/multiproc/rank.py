@@ -173,10 +173,17 @@ class RankExecutor(InProcessExecutor):
         stages = None
         if parallel.pipeline_parallel_size > 1:
             stages = self._communicator(context, platform, stage, parallel.pipeline_parallel_size, f"pp{rank}")
-        if parallel.tensor_parallel_size == 1:
+        size, num_parts = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+        if size == 1:
             return local_rank, GroupContext(OneRank(), stages)
-        group = self._communicator(context, platform, rank, parallel.tensor_parallel_size, f"tp{stage}")
-        return local_rank, GroupContext(group, stages)
+        group = self._communicator(context, platform, rank, size, f"tp{stage}")
+        found = GroupContext(group, stages)
+        if num_parts > 1:  # ranks with the same KV heads follow each other
+            number, part = divmod(rank, num_parts)
+            found.context = group
+            if num_parts < size:
+                found.context = self._communicator(context, platform, part, num_parts, f"dcp{stage}.{number}")
+        return local_rank, found
 
     def local_rank(self, parallel: ParallelConfig) -> int:
         """Return the number of this rank's device on its host."""
