@@ -230,7 +230,7 @@ class AttentionStep:
         return output[: self.num_tokens]
 
     def run_part(self) -> tuple[Tensor, Tensor]:
-        """What this rank finds with its keys, and its log-sum-exp."""
+        """Return what this rank finds with its keys, and its log-sum-exp."""
         output = torch.full_like(self.query, float("nan"))
         lse = torch.full(self.query.shape[:2], float("nan"), device=self.device)
         self.layer.attend.attend_part(self.query, self.backend.build(self.common), output, lse)

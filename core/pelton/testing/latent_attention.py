@@ -122,7 +122,7 @@ class LatentStep:
         return output[: self.num_tokens]
 
     def run_part(self) -> tuple[Tensor, Tensor]:
-        """What this rank finds, and its log-sum-exp."""
+        """Return what this rank finds, and its log-sum-exp."""
         output = self.query[..., : self.case.latent_dim].contiguous().fill_(float("nan"))
         lse = torch.full(self.query.shape[:2], float("nan"), device=self.device)
         self.backend.bind(self.layer).attend_part(self.query, self.backend.build(self.common), output, lse)
