@@ -54,13 +54,13 @@ class TritonMLAAttention(BoundAttention):
         super().__init__(layer)
         self._hopper: HopperLatent | None = None
         dtype: torch.dtype = getattr(torch, layer.needs.dtype)
-        if HopperLatent.serves(layer.cache, num_heads=layer.num_heads, latent_dim=layer.latent_dim, dtype=dtype):
-            self._hopper = HopperLatent(layer.cache, scale=layer.scale)
+        if HopperLatent.serves(layer.cache, latent_dim=layer.latent_dim, dtype=dtype):
+            self._hopper = HopperLatent(layer.cache, num_heads=layer.num_heads, scale=layer.scale)
 
     def __call__(self, query: Tensor, metadata: CommonMetadata, output: Tensor) -> None:
         """query [T, H, latent + rope] -> output [T, H, latent]"""
         layer = self.layer
-        if self._hopper is not None:
+        if self._hopper is not None and self._hopper.takes(query):
             self._hopper(
                 query, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
                 max_seq_len=metadata.max_seq_len,
