@@ -149,6 +149,7 @@ class SparseMoe(nn.Module):
             has_bias=has_bias, weight_format=weight_format, group_size=group_size, first_expert=first, num_held=num_held,
         )  # fmt: skip
         self.routing, self.norm, self.shared = routing, norm, shared
+        self.has_all = num_held is None
         self.router = _parameter(config, routing.num_experts, hidden_size)
         config.weights.expect(f"{prefix}.{names.router}.weight", tuple(self.router.shape), self.router)
         self.router_bias: nn.Parameter | None = None
@@ -184,9 +185,13 @@ class SparseMoe(nn.Module):
             AddNormMoeTensors(norm.weight, tensors, None, config.all_reduce(hidden_size)),
         )  # fmt: skip
 
-    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """-> (the layer's bare output [T, H], residual [T, H])"""
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """-> (the layer's bare output [T, H], residual [T, H]). tokens [T] int64: which of the step's tokens the rows are; None: all."""
         slots = batch.slot_mappings[0] if batch.slot_mappings else batch.positions  # the memory profile has no slots
+        if tokens is not None:
+            slots = slots.index_select(0, tokens)
         result, x, residual = self.add_norm_moe(hidden, residual, slots)
         if self.expert_load is not None and not batch.slot_mappings:
             self.expert_load.zero_()  # nobody's tokens

@@ -35,6 +35,18 @@ class MoeDecoderLayer(LlamaDecoderLayer):
         result: tuple[Tensor, Tensor] = self.experts(hidden, residual, batch)
         return result
 
+    def forward_tokens(
+        self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.experts is None:
+            return super().forward_tokens(hidden, residual, batch, tokens)
+        qkv, residual = self.qkv_proj(hidden, residual)
+        attended, residual = self.attn(qkv, batch).index_select(0, tokens), residual.index_select(0, tokens)
+        if not len(tokens):
+            return residual, residual
+        result: tuple[Tensor, Tensor] = self.experts(self.o_proj(attended), residual, batch, tokens)
+        return result
+
     def has_experts(self, index: int, hf: HFConfig) -> bool:
         return True
 
@@ -46,6 +58,16 @@ class MoeForCausalLM(LlamaForCausalLM):
     """`layer_class` is all that a model of this shape replaces."""
 
     layer_class = MoeDecoderLayer
+
+    @property
+    def can_forward_tokens(self) -> bool:
+        """Not where experts count all of their tokens, nor where ranks that have others wait for each other."""
+        layer = self.layers[-1]
+        experts = getattr(layer, "experts", None)
+        if experts is None:
+            return False
+        is_own = type(self).forward is LlamaForCausalLM.forward and type(layer).forward is MoeDecoderLayer.forward
+        return is_own and experts.has_all and experts.expert_load is None
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(one_for_each_expert(weights, self.weights.expected()))

@@ -86,7 +86,7 @@ def test_greedy_tokens_of_a_batch_equal_each_alone(checkpoint, reference, make_d
     assert list(outputs.values()) == want
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "seed_oss"], indirect=True)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "seed_oss", "qwen3_moe", "mixtral"], indirect=True)
 def test_wanted_tokens_alone(checkpoint, reference, make_driver, token_ids, monkeypatch):
     """The last layer leaves out what nobody reads, and writes every token's keys and values all the same."""
     driver = make_driver(checkpoint)
@@ -107,7 +107,7 @@ def test_wanted_tokens_alone(checkpoint, reference, make_driver, token_ids, monk
     assert_same_logits(driver.step({"a": [token_ids[90]]})["a"], want[90:])
 
 
-@pytest.mark.parametrize("family", ["granite", "qwen3_moe", "olmo2"], indirect=True)
+@pytest.mark.parametrize("family", ["granite", "deepseek_v2", "olmo2"], indirect=True)
 def test_layers_with_a_forward_of_their_own_compute_all_tokens(checkpoint, make_driver):
     assert not make_driver(checkpoint).model.can_forward_tokens
 
