@@ -118,6 +118,7 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
         x: torch.Tensor,
         weight: torch.Tensor,
         experts: torch.Tensor,
+        tile_rows: torch.Tensor,
         num_tiles: torch.Tensor,
         activation: str | None = None,
     ) -> torch.Tensor:
@@ -125,6 +126,7 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
         out = []
         for tile in range(int(num_tiles)):
             rows = x[tile * hopper.ROWS : (tile + 1) * hopper.ROWS] @ weight[experts[tile]].T
+            rows[max(int(tile_rows[tile]), 0) :] = torch.nan  # what no pair has may be left out
             gate, up = rows.chunk(2, dim=-1)
             out.append(rows if activation is None else torch.nn.functional.silu(gate) * up)
         return torch.cat([*out, out[0].new_full((x.shape[0] - len(out) * hopper.ROWS, out[0].shape[1]), torch.nan)])

@@ -306,7 +306,7 @@ class BoundMoe:
         experts, shares = self.choose(x, slots, self._logits(x), ranks, counts)
         most_tiles = triton.cdiv(num_pairs, rows) + num_held
         arranged = torch.empty((most_tiles * rows, hidden), dtype=x.dtype, device=x.device)
-        tile_expert = torch.empty(most_tiles, dtype=torch.int32, device=x.device)
+        tile_expert, tile_rows = torch.empty((2, most_tiles), dtype=torch.int32, device=x.device).unbind()
         num_tiles = torch.empty(1, dtype=torch.int32, device=x.device)
         constants = {
             "H": hidden, "HB": triton.next_power_of_2(hidden), "E": num_held,
@@ -314,12 +314,13 @@ class BoundMoe:
         }  # fmt: skip
         _place(
             self._key(x, *constants.values()), (num_tokens,),
-            (x, experts, ranks, counts, places, arranged, tile_expert, num_tiles, x.stride(0)),
+            (x, experts, ranks, counts, places, arranged, tile_expert, tile_rows, num_tiles, x.stride(0)),
             constants, num_warps=4, **self._options,
         )  # fmt: skip
         activation = str(self._activation["ACTIVATION"])
-        inner = hopper.experts_matmul(arranged, self._decoded("gate_up", x), tile_expert, num_tiles, activation)
-        pairs = hopper.experts_matmul(inner, self._decoded("down", x), tile_expert, num_tiles)
+        tiles = tile_expert, tile_rows, num_tiles
+        inner = hopper.experts_matmul(arranged, self._decoded("gate_up", x), *tiles, activation)
+        pairs = hopper.experts_matmul(inner, self._decoded("down", x), *tiles)
         return self._combined(x, pairs, experts, places, shares)
 
     def _decoded(self, name: str, like: Tensor) -> Tensor:

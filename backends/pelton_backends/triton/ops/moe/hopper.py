@@ -73,6 +73,7 @@ def _copy(
 def _multiply(
     INDEX: gl.constexpr,
     out,
+    tile_rows,
     left,
     right,
     buffer,
@@ -83,14 +84,21 @@ def _multiply(
     num_steps,
     ACTIVATION: gl.constexpr,
 ):
-    """A warp group: its 64 rows of every tile."""
+    """A warp group: its 64 rows of every tile, unless no pair has one of them."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
     dtype: gl.constexpr = out.dtype
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, column = tile // num_columns * _ROWS + INDEX * _GROUP_ROWS, tile % num_columns
         total = warpgroup_mma_init(gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, LAYOUT))
-        for k in range(num_steps):
+        is_any = gl.load(tile_rows + tile // num_columns) > INDEX * _GROUP_ROWS
+        steps = gl.where(is_any, num_steps, 0)
+        for _ in range(steps, num_steps):
+            mbarrier.wait(ready.index(step % _STAGES), (step // _STAGES) & 1)
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(step % _STAGES), count=1)
+            step += 1
+        for k in range(steps):
             stage = step % _STAGES
             mbarrier.wait(ready.index(stage), (step // _STAGES) & 1)
             rows = left.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
@@ -102,20 +110,21 @@ def _multiply(
             step += 1
         total = warpgroup_mma_wait(0, deps=(total,))
         gl.thread_barrier()
-        mbarrier.arrive(free.index((step + _STAGES - 1) % _STAGES), count=1)
-        first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
-        if ACTIVATION is None:
-            store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
-            store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
-        else:
-            gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
-            store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
+        mbarrier.arrive(free.index((step + _STAGES - 1) % _STAGES), count=1, pred=is_any)
+        if is_any:
+            first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
+            if ACTIVATION is None:
+                store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
+                store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
+            else:
+                gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
+                store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["size", "in_features", "weight_rows"])
 def experts_matmul_kernel(
-    x, weight, out, tile_expert, num_tiles_ptr, size, in_features, weight_rows, ACTIVATION: gl.constexpr
+    x, weight, out, tile_expert, tile_rows, num_tiles_ptr, size, in_features, weight_rows, ACTIVATION: gl.constexpr
 ):
     """Persistent: programs take tiles in turn, columns first. `size` columns of the result, `weight_rows` of the weight an expert."""
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
@@ -135,10 +144,10 @@ def experts_matmul_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                gl.constexpr(0), out, left, right, buffers.index(0), ready, free, num_tiles, num_columns, num_steps, ACTIVATION,
+                gl.constexpr(0), out, tile_rows, left, right, buffers.index(0), ready, free, num_tiles, num_columns, num_steps, ACTIVATION,
             )),
             (_multiply, (
-                gl.constexpr(1), out, left, right, buffers.index(1), ready, free, num_tiles, num_columns, num_steps, ACTIVATION,
+                gl.constexpr(1), out, tile_rows, left, right, buffers.index(1), ready, free, num_tiles, num_columns, num_steps, ACTIVATION,
             )),
             (_copy, (
                 x, weight, tile_expert, left, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
@@ -154,13 +163,14 @@ _launch = Launcher(experts_matmul_kernel)
 
 
 def experts_matmul(
-    x: Tensor, weight: Tensor, tile_expert: Tensor, num_tiles: Tensor, activation: str | None = None
+    x: Tensor, weight: Tensor, tile_expert: Tensor, tile_rows: Tensor, num_tiles: Tensor, activation: str | None = None
 ) -> Tensor:
     """Each tile of ROWS rows of x by its expert's weight: x @ weight[e].T, or activation(x @ gate.T) * (x @ up.T).
 
     x            [P, K]     fp16 or bf16, contiguous, P a multiple of ROWS; rows of no pair may hold anything
     weight       [E, N, K]  dtype of x, contiguous, K and N multiples of 8; with an activation gate's rows, then up's, N = 2 I
-    tile_expert  [P / ROWS] int32, and num_tiles [1] int32, how many of them there are; the others are not computed
+    tile_expert  [P / ROWS] int32, tile_rows as many: how many rows from a tile's first on are pairs', or more than ROWS; halves
+                 without any are not computed. num_tiles [1] int32: how many tiles there are; the others are not computed
     -> [P, N] or [P, I]
 
     Sums in float32; products (gate, up), the activation and its product with up are rounded as in `pelton.ops.reference`.
@@ -179,7 +189,7 @@ def experts_matmul(
             TensorDescriptor.from_tensor(x, [ROWS, STEP], tile),
             TensorDescriptor.from_tensor(flat, [columns, STEP], tile),
             TensorDescriptor.from_tensor(out, [GROUP_ROWS, COLUMNS // 2], tile),
-            tile_expert, num_tiles, size, in_features, weight_rows,
+            tile_expert, tile_rows, num_tiles, size, in_features, weight_rows,
         ),
         {"ACTIVATION": activation},
         num_warps=4,

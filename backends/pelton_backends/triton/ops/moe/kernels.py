@@ -176,12 +176,12 @@ def combine_kernel(
 
 @triton.jit
 def place_kernel(
-    x_ptr, expert_ptr, rank_ptr, count_ptr, place_ptr, sorted_ptr, tile_expert_ptr, num_tiles_ptr, x_stride,
+    x_ptr, expert_ptr, rank_ptr, count_ptr, place_ptr, sorted_ptr, tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, x_stride,
     H: tl.constexpr, HB: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its row to its pairs' places, where each expert's begin at a multiple of BM. The first E programs say
-    which tiles of BM places are their expert's."""
+    which tiles of BM places are their expert's, and how many places from each tile's first on it has."""
     row = tl.program_id(0)
     bins = tl.arange(0, EB)
     lane = tl.arange(0, HB)
@@ -201,8 +201,10 @@ def place_kernel(
         tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
     if row < E:
         first = tl.sum(tl.where(bins == row, before, 0), axis=0)
-        for tile in range(0, tl.sum(tl.where(bins == row, tiles, 0), axis=0)):
+        count = tl.sum(tl.where(bins == row, counts, 0), axis=0)
+        for tile in range(0, (count + BM - 1) // BM):
             tl.store(tile_expert_ptr + first + tile, row)
+            tl.store(tile_rows_ptr + first + tile, count - tile * BM)
 
 
 # Few pairs: by output rows, with no order.
