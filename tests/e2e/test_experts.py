@@ -131,7 +131,13 @@ def test_experts_in_four_bits(
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}], ids=["one", "ranks"]
+    "parallel",
+    [
+        {},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"data_parallel_size": 2, "enable_expert_parallel": True},
+    ],
+    ids=["one", "ranks", "engines"],
 )
 def test_the_load_of_experts_is_counted(made: Callable[[str], Reference], parallel: dict[str, Any]) -> None:
     """Every token that is computed counts once for each of its experts, in every layer; padding, warm-up and the profile do not."""

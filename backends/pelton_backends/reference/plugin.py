@@ -32,9 +32,14 @@ _ENTRIES = (
 
 @hookimpl
 def pelton_ops() -> Sequence[OpEntry]:
-    return [
+    exchanged = OpEntry(
+        name="exchanged.moe", op="moe", load="pelton_backends.reference.exchanged_moe:ExchangedMoe", priority=10,
+        doc="experts that several engines share, around the op of one",
+    )  # fmt: skip
+    references = [
         OpEntry(
             name=f"reference.{op}", op=op, load=f"pelton_backends.reference.{target}", priority=10, doc="plain torch"
         )
         for op, target in _ENTRIES
     ]
+    return [*references, exchanged]

@@ -34,10 +34,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """File with a secret that all hosts share, at least 32 random bytes: who does not have it is refused."""
     data_parallel_rank: int = 0
     """Number of one engine; its client sets it."""
+    data_parallel_store: str | None = None
+    """Folder where the ranks of engines that share their experts meet; their client sets it."""
     data_parallel_routing: str = "load"
     """How an engine is picked for each request: load, prefix, or a plugin's name."""
     enable_expert_parallel: bool = False
-    """Ranks of tensor parallelism hold whole experts, each some of them, in place of a part of each."""
+    """Ranks hold whole experts, each some of them, in place of a part of each; those of several engines share them."""
     distributed_executor_backend: str | None = None
     """Name of an executor that a plugin offers; when unset, the best that is offered for one device or for several."""
     device: str | None = None
@@ -61,6 +63,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"data_parallel_start_rank is {own.start} and data_parallel_size_local {len(own)}; use engines of 0 to {size - 1}."
             )
+
+    @property
+    def shares_experts(self) -> bool:
+        """Several engines have the experts together: they step in lock-step."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def num_ranks(self) -> int:

@@ -115,7 +115,7 @@ class BuildConfig:
     @property
     def has_whole_experts(self) -> bool:
         """Expert parallelism: each rank holds some experts, all of each."""
-        return (
+        return self.parallel.experts is not None or (
             self.parallel.size > 1
             and self.engine_config is not None
             and self.engine_config.parallel.enable_expert_parallel

@@ -6,6 +6,7 @@ Transformers (arXiv:2101.03961), section 2; groups and correction: DeepSeek-V3 (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,6 +65,27 @@ class MoeNeeds:
     max_num_tokens: int  # T is never more
     has_router_bias: bool = optional(False)
     counts_load: bool = optional(False)  # `MoeTensors.load` is there
+    num_engines: int = optional(1)  # that share the experts: `MoeTensors.exchange` is there where there are several
+
+
+class TokenExchange(Protocol):
+    """Between engines that share the experts of their layers. All enter the same layers in the same order, each with its own tokens."""
+
+    rank: int
+    size: int
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """[T, W] of this engine -> [size x M, W] of all, in order of engine. M >= T is the same for all; each one's rows are followed by
+        zeros."""
+        ...
+
+    def scatter(self, rows: Tensor, num_rows: int) -> Tensor:
+        """[size x M, H], partial -> [num_rows, H], the sums of this engine's own."""
+        ...
+
+    def add_layer(self, join: Callable[[], object]) -> None:
+        """Say how a layer is entered without tokens, in the order of layers."""
+        ...
 
 
 @dataclass(slots=True)
@@ -73,6 +95,7 @@ class MoeTensors:
     router_bias: Tensor | None = None  # [E]
     correction: Tensor | None = None  # [E] float32
     load: Tensor | None = None  # [E] int64: how many tokens each expert that this rank has was given; added to
+    exchange: TokenExchange | None = None
 
 
 class Moe(Protocol):

@@ -6,7 +6,7 @@ worker a subclass over its process group; layers ask only for `rank`, `size` and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pelton.errors import ConfigError
 
@@ -22,6 +22,9 @@ class ParallelContext:
     that this one belongs to, which share the KV cache of the same heads token by token; None where each keeps all tokens."""
 
     context: Communicator | None = None
+
+    experts: Any = None
+    """Between the engines that share their experts, a `TokenExchange`; None where each has all of them."""
 
     def __init__(self, rank: int = 0, size: int = 1, stages: Communicator | None = None) -> None:
         if not 0 <= rank < size:

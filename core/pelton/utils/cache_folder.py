@@ -41,6 +41,11 @@ def cache_folder(owner: str) -> Path:
     return folder
 
 
+def remove_at_end(folder: Path) -> None:
+    """Remove it, too, when this process ends."""
+    _private.append(folder)
+
+
 @atexit.register
 def remove_private_folders() -> None:
     """Remove what `cache_folder` made for this process alone; a process that ends by `os._exit` calls it before."""

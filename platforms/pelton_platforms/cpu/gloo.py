@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TCP = "tcp://"
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of a dtype are computed in, where not in itself."""
 
 
@@ -57,7 +57,7 @@ class GlooCommunicator(Communicator):
     # Those that models call: where a step is recorded, so are they, as calls on the addresses of their memory.
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        wide = tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
+        wide = tensor.to(WIDE.get(tensor.dtype, tensor.dtype))
         if wide.numel():
             launch(self._reduce_at, wide.data_ptr(), wide.numel(), wide.dtype)
         return wide.to(tensor.dtype)
@@ -93,7 +93,7 @@ class GlooCommunicator(Communicator):
         # Added up in order of rank by whom the part is for: every rank computes each number once.
         parts = torch.stack(tensor.chunk(self.size, dim))
         mine = self.all_to_all(parts, [1] * self.size, [1] * self.size)
-        return mine.to(_WIDE.get(tensor.dtype, tensor.dtype)).sum(0).to(tensor.dtype)
+        return mine.to(WIDE.get(tensor.dtype, tensor.dtype)).sum(0).to(tensor.dtype)
 
     def all_to_all(self, tensor: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         tensor, row = tensor.contiguous(), math.prod(tensor.shape[1:])

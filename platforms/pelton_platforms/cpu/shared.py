@@ -19,7 +19,7 @@ from torch import Tensor
 from pelton.errors import EngineError
 from pelton.graphs.recordable import launch
 from pelton.parallel.communicator import CommunicatorContext
-from pelton_platforms.cpu.gloo import GlooCommunicator, tensor_at, unseen
+from pelton_platforms.cpu.gloo import WIDE, GlooCommunicator, tensor_at, unseen
 
 FOLDER = "/dev/shm"
 PLACE_BYTES = 1 << 20
@@ -102,6 +102,18 @@ class SharedMemoryCommunicator(GlooCommunicator):
         with unseen():
             parts = self._exchange(tensor_at(source, count, dtype), "swap")
             torch.cat([part.chunk(self.size)[self.rank] for part in parts], out=tensor_at(target, count, dtype))
+
+    def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        is_small = tensor.numel() * tensor.element_size() <= PLACE_BYTES
+        if not (self._is_open and is_small and dim == 0 and tensor.numel()) or len(tensor) % self.size:
+            return super().reduce_scatter(tensor, dim)
+        rows = len(tensor) // self.size
+        own = slice(self.rank * tensor.numel() // self.size, (self.rank + 1) * tensor.numel() // self.size)
+        parts = self._exchange(tensor.reshape(-1), "reduce_scatter")
+        total = parts[0][own].to(WIDE.get(tensor.dtype, tensor.dtype), copy=True)
+        for part in parts[1:]:
+            total += part[own]
+        return total.to(tensor.dtype).view(rows, *tensor.shape[1:])
 
     def _exchange(self, mine: Tensor, what: str) -> list[Tensor]:
         """Return what each rank brings, in order: to be read before the next call."""

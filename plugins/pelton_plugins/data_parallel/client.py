@@ -30,6 +30,7 @@ from pelton.metrics.stats import SchedulerStats
 from pelton.model.resolved import ResolvedModel
 from pelton.plugins import Plugins
 from pelton.sdk.supervisor import MAX_RESTARTS, Supervisor
+from pelton_plugins.data_parallel.expert_group import ExpertGroup
 from pelton_plugins.data_parallel.far import FarConnection
 from pelton_plugins.data_parallel.router import EngineLoad, LoadRouter, RequestRouter
 from pelton_plugins.data_parallel.secure import read_secret
@@ -76,7 +77,8 @@ class SeveralEngines(EngineClient):
     load_class: ClassVar[type[EngineLoad]] = EngineLoad
 
     def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, start: EngineStarter) -> None:
-        parallel = config.parallel
+        self._group = ExpertGroup(config.parallel) if config.parallel.shares_experts else None
+        parallel = config.parallel if self._group is None else self._group.parallel
         indexes = list(parallel.served_indexes)
         self._router = self.router_class(config, len(indexes))
         self._max_step_s = config.scheduler.max_step_s
@@ -225,6 +227,8 @@ class SeveralEngines(EngineClient):
             if self._max_step_s and is_ours:
                 self._tasks.append(loop.create_task(supervisor.watch(self._max_step_s)))
             self._tell_state(engine)
+        if self._group is not None:
+            self._tasks.append(loop.create_task(self._group.watch(self._engines)))
 
     def _hand_on(self, engine: _Engine, outputs: EngineOutputs) -> None:
         outputs.engine_index = engine.index
@@ -263,6 +267,8 @@ class SeveralEngines(EngineClient):
             self._router.forget(engine.place)
         info = error_info(reason)
         ended = [EngineOutput(name, finish_reason=FinishReason.ERROR, error=info) for name in lost]
+        if self._group is not None:
+            self._group.end_others(engine, self._engines)
         self._tell_state(engine, ended)
 
     def _restarted(self, engine: _Engine, took_s: float) -> None:
@@ -331,6 +337,8 @@ class SeveralEngines(EngineClient):
         for future in _run_all(stops):
             with contextlib.suppress(EngineDeadError):
                 future.result()
+        if self._group is not None:
+            self._group.close()
         with self._news:
             self._news.notify_all()
 
@@ -346,6 +354,10 @@ def joined(method: str, results: Sequence[Any]) -> Any:
         return any(results)
     if method == "adapter.list":
         return list(dict.fromkeys(one for result in results for one in result))
+    if method == "worker.expert_load":  # each has counted what its own ranks' experts were given
+        return {
+            name: [sum(loads) for loads in zip(*(one[name] for one in results), strict=True)] for name in results[0]
+        }
     if all(isinstance(result, bool) for result in results):
         return all(results)
     if all(isinstance(result, float) for result in results):

@@ -33,6 +33,7 @@ from pelton_plugins.executors.one_rank import OneRank
 
 if TYPE_CHECKING:
     from pelton.platform.interface import Platform
+    from pelton_plugins.executors.shared_experts.lock_step import LockStep
 
 _SHUTDOWN_WAIT_S = 5.0
 _POLL_S = 20e-6  # of a device that is waited for with a time limit
@@ -201,6 +202,7 @@ class InProcessExecutor(Executor):
         self.launches_past_masks = platform.stream_wait() is not None
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None
+        self._lock_step: LockStep | None = None
         _live.add(self)
         try:
             self._worker = self._run(lambda: self._start_worker(context, platform))
@@ -213,6 +215,10 @@ class InProcessExecutor(Executor):
     def check_sizes(self, context: ExecutorContext) -> None:
         """Raise `ConfigError` for settings that ask for more than one device."""
         check_one_device(context.config)
+        if context.config.parallel.shares_experts:
+            from pelton_plugins.executors.shared_experts.share import check_experts
+
+            check_experts(context)
 
     def prepare(self, context: ExecutorContext, platform: Platform) -> None:
         """Prepare the process for its platform, before anything is made on the device. Engines of one host share its cores."""
@@ -228,6 +234,10 @@ class InProcessExecutor(Executor):
 
     def _start_worker(self, context: ExecutorContext, platform: Platform) -> Worker:
         rank, parallel = self.place(context, platform)
+        if context.config.parallel.shares_experts:
+            from pelton_plugins.executors.shared_experts.share import share_experts
+
+            self._lock_step = share_experts(context, platform, parallel, platform.device(rank), self._thread.submit)
         return start_worker(
             WorkerContext(
                 config=context.config, model=context.model, platform=platform, plugins=context.plugins, rank=rank,
@@ -255,10 +265,16 @@ class InProcessExecutor(Executor):
         take_short_turns()
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
-        worker, thread = self._alive(), self._thread
+        worker, thread, lock_step = self._alive(), self._thread, self._lock_step
+        if lock_step is not None:
+            lock_step.add()
 
         def step() -> ModelOutput | PendingOutput:
-            result = worker.execute(output)
+            if lock_step is None:
+                result = worker.execute(output)
+            else:
+                num_tokens = output.total_num_scheduled_tokens
+                result = lock_step.run(output.step_id, num_tokens, lambda: worker.execute(output))
             if result is None:
                 return worker.sample(thread.wait_for_masks(output.step_id))
             if output.grammar_rows:
@@ -292,6 +308,8 @@ class InProcessExecutor(Executor):
         return future
 
     def _method(self, name: str) -> Callable[..., Any]:
+        if name == "lock_step_counts" and self._lock_step is not None:
+            return self._lock_step.counts
         target = None if name.startswith("_") else getattr(self._alive(), name, None)
         if not callable(target):
             raise NotSupportedError(
@@ -318,6 +336,8 @@ class InProcessExecutor(Executor):
 
     def shutdown(self) -> None:
         _live.discard(self)
+        if self._lock_step is not None:
+            self._lock_step.close()
         worker, self._worker = self._worker, None
         if worker is not None and self._thread.is_alive:
             self._thread.close(_SHUTDOWN_WAIT_S)

@@ -175,11 +175,14 @@ class SparseMoe(nn.Module):
         moe = MoeNeeds(
             dtype=config.dtype_name, routing=routing, experts=spec, max_num_tokens=config.max_num_batched_tokens,
             has_router_bias=has_bias, counts_load=config.plugin_settings(NAME, ModelSettings).count_expert_load,
+            num_engines=1 if parallel.experts is None else parallel.experts.size,
         )  # fmt: skip
         if moe.counts_load:
             self.expert_load = config.empty(routing.num_experts, dtype=torch.int64).zero_()
         experts = dict(self.experts.items())
-        tensors = MoeTensors(self.router, experts, self.router_bias, self.correction, self.expert_load)
+        tensors = MoeTensors(
+            self.router, experts, self.router_bias, self.correction, self.expert_load, parallel.experts
+        )
         self.add_norm_moe: AddNormMoe = config.ops.bind(
             "add_norm_moe", AddNormMoeNeeds(dtype=config.dtype_name, norm=norm.spec, tp_size=parallel.size, moe=moe),
             AddNormMoeTensors(norm.weight, tensors, None, config.all_reduce(hidden_size)),
@@ -279,14 +282,17 @@ def experts_here(spec: ExpertsSpec, num_experts: int) -> range:
 
 
 def _held(parallel: ParallelContext, num_experts: int, prefix: str) -> tuple[int, int]:
-    """The first expert that this rank holds and how many: ranks differ by one at most."""
-    if num_experts < parallel.size:
+    """The first expert that this rank holds and how many: ranks differ by one at most. Ranks of all engines count."""
+    rank, size, engines = parallel.rank, parallel.size, parallel.experts
+    if engines is not None:
+        rank, size = engines.rank * size + rank, engines.size * size
+    if num_experts < size:
         raise ConfigError(
-            f"tensor_parallel_size is {parallel.size}, and {prefix} has {num_experts} experts, of which each rank holds some "
+            f"tensor_parallel_size x data_parallel_size is {size}, and {prefix} has {num_experts} experts, of which each rank holds some "
             f"(enable_expert_parallel). Use at most {num_experts} ranks."
         )
-    first = num_experts * parallel.rank // parallel.size
-    return first, num_experts * (parallel.rank + 1) // parallel.size - first
+    first = num_experts * rank // size
+    return first, num_experts * (rank + 1) // size - first
 
 
 def _parameter(config: BuildConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -30,6 +30,7 @@ from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.processes import RankProcess
 from pelton_plugins.executors.multiproc.ring import RingWriter, make_ring_file, make_shared_file
+from pelton_plugins.executors.shared_experts.share import check_experts
 
 logger = get_logger(__name__)
 
@@ -40,7 +41,6 @@ _OTHERS_S = 1.0
 """How long the first rank may take to say of a step what another has said: that it failed."""
 _FULL_S = 50e-6  # between two looks at a ring without room
 _STOP_S = 5.0
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what config.json calls them
 
 
 class RankStep(StepHandle):
@@ -354,12 +354,7 @@ def check_sizes(context: ExecutorContext) -> None:
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, which does not go with kv_transfer_config: "
             "connectors take a rank's blocks for whole ones. Set it to 1."
         )
-    hf = context.model.hf_config
-    if parallel.enable_expert_parallel and not any(hf.get(name) for name in _EXPERT_COUNTS):
-        raise ConfigError(
-            f"enable_expert_parallel is set, and {context.model.name} ({context.model.architecture}) has no experts: config.json has "
-            f"none of {', '.join(_EXPERT_COUNTS)}. Leave it off."
-        )
+    check_experts(context)
 
 
 def check_spread(specs: Mapping[str, KVCacheSpec], num_ranks: int) -> None:

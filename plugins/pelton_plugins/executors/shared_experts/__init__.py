@@ -1,0 +1,1 @@
+"""Engines that share their experts: how their ranks meet, step together, and exchange tokens."""
