@@ -12,14 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from pelton.errors import EngineDeadError, EngineError
 from pelton_plugins.executors.shared_experts.bells import Bells
 from pelton_plugins.executors.shared_experts.exchange import EngineExchange
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
     from pelton.parallel.communicator import Communicator
 
@@ -115,6 +115,8 @@ class LockStep:
 
     def _round(self, step_id: int | None, num_tokens: int, step: Callable[[], None] | None) -> bool:
         """Return whether this rank's step ran."""
+        import torch
+
         mine = torch.tensor([-1 if step_id is None else step_id, num_tokens], device=self._device)
         try:
             told = self._everyone.all_gather(mine, 0).view(self.exchange.size, self._engine_size, 2).tolist()
