@@ -24,6 +24,7 @@ from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
 from pelton.worker.batch_state import NO_LOGPROBS
 from pelton.worker.pending import PendingOutput
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.packed_logprobs import on_host
 from pelton_platforms.device.steps.step_plan import Ints
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class StepOutput(PendingOutput):
         if logprobs:
             assert self.num_logprobs is not None
             wanting = np.flatnonzero(good & (self.num_logprobs != NO_LOGPROBS))
-            found = HostLogprobs(*logprobs).by_position(wanting, self.num_logprobs[wanting])
+            found = on_host(logprobs).by_position(wanting, self.num_logprobs[wanting])
             output.logprobs = dict(zip(rows[wanting].tolist(), found, strict=True))
 
     def _take_verified(self, columns: np.ndarray) -> None:
@@ -246,7 +247,7 @@ class Readback:
         elif isinstance(tail, Sample | Verify):
             tensors.append(given)
             if has_logprobs:
-                tensors += self._ops.logprobs.part(0, len(rows)).tensors()
+                tensors += self._ops.logprobs_to_read(len(rows))
         elif tail is not None:
             tensors, has_logprobs = given.tensors(), given.logprobs is not None
         if prompt_logprobs is not None and prompt_logprobs.tensors is not None:

@@ -27,6 +27,7 @@ from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import FULL, GREEDY, Variant
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.packed_logprobs import rows_of_logprobs
 from pelton_platforms.device.steps.reference_step import ReferencePrepareInputs
 from pelton_platforms.device.steps.step_adapters import StepAdapters
 from pelton_platforms.device.steps.step_shapes import uncached_metadata
@@ -49,6 +50,7 @@ class StepOps:
         self._ops, self._state, self._buffers = ops, state, buffers
         self._sample: dict[Variant, SampleOp] = {}
         self._logprobs: LogprobTensors | None = None
+        self._logprob_words: Tensor | None = None
         self._prompt_logprobs: Logprobs | None = None
         self._mask: tuple[Tensor, Tensor] | None = None
         self.drafts: StepDrafts | None = None
@@ -154,8 +156,16 @@ class StepOps:
     def logprobs(self) -> LogprobTensors:
         """Filled by variants with logprobs, by row of the step."""
         if self._logprobs is None:
-            self._logprobs = LogprobTensors.make(self._state.max_num_seqs, self.num_logprobs, self._state.device)
+            self._logprobs, self._logprob_words = rows_of_logprobs(
+                self._state.max_num_seqs, self.num_logprobs, self._state.device
+            )
         return self._logprobs
+
+    def logprobs_to_read(self, num_rows: int) -> list[Tensor]:
+        """Of the first rows: one tensor, so one copy, where the device is not the host."""
+        if self._logprob_words is None:
+            return self.logprobs.part(0, num_rows).tensors()
+        return [self._logprob_words[:num_rows]]
 
     @property
     def prompt_logprobs(self) -> Logprobs:

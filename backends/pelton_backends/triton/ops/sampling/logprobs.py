@@ -7,7 +7,7 @@ n rows, V tokens, C chunks of `CHUNK_GROUPS` groups of 32 tokens, N groups a row
   logits  [n, V]  float32, raw
   raw_best [n, C] int32 keys, raw_sum [n, C] float64: of each chunk the best logit and the sum of exp(l - best); raw_group_best
   [n, N] int32 keys: written by `sampling_rows.scan_kernel`, or for prompts by `logprob_scan_kernel`
-  logprob_ids, logprobs [>= n, 1 + NUM] int64, float32; ranks [>= n] int64: contiguous
+  logprob_ids, logprobs [>= n, 1 + NUM] int64, float32; ranks [>= n] int64: rows at any stride
 
 Ids and ranks are exact; logprobs within 1e-5 (sums of float32 exponentials, in float64). One program a row: only groups with a
 logit above the token's are read for its rank, and the best of the group bests is taken once for each alternative that the
@@ -104,6 +104,49 @@ def _num_above(
 
 
 @triton.jit
+def list_alternatives(
+    row, wanted, logits, raw_logits, is_kept, is_changed, raw_best, raw_sum, raw_group_best, logprob_ids, logprobs,
+    row_stride, ids_stride, values_stride,
+    V: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
+    NUM: tl.constexpr, MAY_CHANGE: tl.constexpr,
+):  # fmt: skip
+    """Write a row's `wanted` likeliest tokens, behind the place of its own."""
+    row_logits = logits + row.to(tl.int64) * row_stride
+    row_raw, row_is_kept = raw_logits + row.to(tl.int64) * row_stride, is_kept + row.to(tl.int64) * GROUPS
+    is_other = tl.full([], 0, tl.int1)
+    if MAY_CHANGE:
+        is_other = tl.load(is_changed + row) != 0
+    groups, lane = tl.arange(0, GROUPS_BLOCK), tl.arange(0, GROUP)
+    keys = tl.load(raw_group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)
+    normalizer = _normalizer(row, raw_best, raw_sum, CHUNKS, CHUNKS_BLOCK)
+    last_key = tl.full([], 0x7FFFFFFF, tl.int32)
+    last = tl.full([], -1, tl.int32)
+    for index in range(0, tl.minimum(wanted, NUM).to(tl.int32)):
+        best = tl.max(keys, 0)
+        group = tl.min(tl.where(keys == best, groups, GROUPS_BLOCK), 0)
+        place = group * GROUP + lane
+        source = _raw(row_logits, row_raw, row_is_kept, is_other, group, GROUPS, MAY_CHANGE)
+        own = order_key(tl.load(source + place, mask=place < V, other=-float("inf")))
+        after = tl.where(best == last_key, last, -1)  # equal ones were taken from the left
+        last = tl.min(tl.where((own == best) & (place > after), place, V - 1), 0)
+        last_key = best
+        left = tl.where((own < best) | ((own == best) & (place > last)), own, LOWEST_KEY)
+        keys = tl.where(groups == group, tl.max(left, 0), keys)
+        tl.store(logprob_ids + row * ids_stride + 1 + index, last.to(tl.int64))
+        tl.store(logprobs + row * values_stride + 1 + index, key_value(best) - normalizer)
+
+
+@triton.jit
+def _normalizer(row, raw_best, raw_sum, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr):
+    chunks = tl.arange(0, CHUNKS_BLOCK)
+    at = row * CHUNKS + chunks
+    bests = key_value(tl.load(raw_best + at, mask=chunks < CHUNKS, other=MINUS_INF_KEY))
+    sums = tl.load(raw_sum + at, mask=chunks < CHUNKS, other=0.0)
+    top = tl.max(bests, 0)
+    return (top.to(tl.float64) + tl.log(tl.sum(sums * tl.exp(bests - top), 0))).to(tl.float32)
+
+
+@triton.jit
 def logprob_pick_kernel(
     logits,
     raw_logits,
@@ -121,6 +164,9 @@ def logprob_pick_kernel(
     ranks,
     row_stride,
     token_stride,
+    ids_stride,
+    values_stride,
+    ranks_stride,
     padding_slot,
     V: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -134,11 +180,19 @@ def logprob_pick_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (n). Token of row r: tokens[r * token_stride]. BY_SLOT: num_logprobs [S + 1] int64 says by slot how many a row wants,
-    negative for none; else every row wants `NUM`. MAY_CHANGE: of rows with is_changed [n] int32 the groups with is_kept [n, GROUPS]
-    int8 are in `raw_logits`."""
+    negative for none, and `sampling_rows.pick_kernel` has listed the alternatives; else every row wants `NUM`.
+    MAY_CHANGE: of rows with is_changed [n] int32 the groups with is_kept [n, GROUPS] int8 are in `raw_logits`."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)
+    # What needs neither the slot nor the token is fetched beside them.
+    groups = tl.arange(0, GROUPS_BLOCK)
+    keys = tl.load(raw_group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)
+    normalizer = _normalizer(row, raw_best, raw_sum, CHUNKS, CHUNKS_BLOCK)
+    token = tl.load(tokens + row.to(tl.int64) * token_stride).to(tl.int32)
+    is_other = tl.full([], 0, tl.int1)
+    if MAY_CHANGE:
+        is_other = tl.load(is_changed + row) != 0
     wanted = tl.full([], NUM, tl.int64)
     if BY_SLOT:
         slot = tl.load(slots + row)
@@ -146,46 +200,28 @@ def logprob_pick_kernel(
     if wanted >= 0:
         row_logits = logits + row.to(tl.int64) * row_stride
         row_raw, row_is_kept = raw_logits + row.to(tl.int64) * row_stride, is_kept + row.to(tl.int64) * GROUPS
-        is_other = tl.full([], 0, tl.int1)
-        if MAY_CHANGE:
-            is_other = tl.load(is_changed + row) != 0
-        chunks = tl.arange(0, CHUNKS_BLOCK)
-        at = row * CHUNKS + chunks
-        groups, lane = tl.arange(0, GROUPS_BLOCK), tl.arange(0, GROUP)
-        keys = tl.load(raw_group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)
-        bests = key_value(tl.load(raw_best + at, mask=chunks < CHUNKS, other=MINUS_INF_KEY))
-        sums = tl.load(raw_sum + at, mask=chunks < CHUNKS, other=0.0)
-        token = tl.load(tokens + row.to(tl.int64) * token_stride).to(tl.int32)
         own_value = tl.load(
             _raw(row_logits, row_raw, row_is_kept, is_other, token // GROUP, GROUPS, MAY_CHANGE) + token
         )
-        top = tl.max(bests, 0)
-        normalizer = (top.to(tl.float64) + tl.log(tl.sum(sums * tl.exp(bests - top), 0))).to(tl.float32)
         own_ids = group_ids + row.to(tl.int64) * GROUPS
         above = _num_above(
             row_logits, row_raw, row_is_kept, is_other, order_key(own_value), keys, groups, own_ids, V, GROUPS, READ,
             MAY_CHANGE,
         )  # fmt: skip
-        first = row * (1 + NUM)
-        tl.store(ranks + row, (above + 1).to(tl.int64))
-        tl.store(logprob_ids + first, token.to(tl.int64))
-        tl.store(logprobs + first, own_value - normalizer)
+        tl.store(ranks + row * ranks_stride, (above + 1).to(tl.int64))
+        tl.store(logprob_ids + row * ids_stride, token.to(tl.int64))
+        tl.store(logprobs + row * values_stride, own_value - normalizer)
+        if not BY_SLOT:
+            list_alternatives(
+                row, wanted, logits, raw_logits, is_kept, is_changed, raw_best, raw_sum, raw_group_best, logprob_ids,
+                logprobs, row_stride, ids_stride, values_stride, V, GROUPS, GROUPS_BLOCK, CHUNKS, CHUNKS_BLOCK, NUM,
+                MAY_CHANGE,
+            )  # fmt: skip
 
-        last_key = tl.full([], 0x7FFFFFFF, tl.int32)
-        last = tl.full([], -1, tl.int32)
-        for index in range(0, tl.minimum(wanted, NUM).to(tl.int32)):
-            best = tl.max(keys, 0)
-            group = tl.min(tl.where(keys == best, groups, GROUPS_BLOCK), 0)
-            place = group * GROUP + lane
-            source = _raw(row_logits, row_raw, row_is_kept, is_other, group, GROUPS, MAY_CHANGE)
-            own = order_key(tl.load(source + place, mask=place < V, other=-float("inf")))
-            after = tl.where(best == last_key, last, -1)  # equal ones were taken from the left
-            last = tl.min(tl.where((own == best) & (place > after), place, V - 1), 0)
-            last_key = best
-            left = tl.where((own < best) | ((own == best) & (place > last)), own, LOWEST_KEY)
-            keys = tl.where(groups == group, tl.max(left, 0), keys)
-            tl.store(logprob_ids + first + 1 + index, last.to(tl.int64))
-            tl.store(logprobs + first + 1 + index, key_value(best) - normalizer)
+
+def target_strides(target: LogprobTensors) -> tuple[int, int, int]:
+    """From row to row."""
+    return target.token_ids.stride(0), target.logprobs.stride(0), target.ranks.stride(0)
 
 
 class RawStatistics:
@@ -213,7 +249,7 @@ class RawStatistics:
             logits, logits if raw_logits is None else raw_logits, self.is_kept, self.is_changed,
             tokens if slots is None else slots, tokens if num_logprobs is None else num_logprobs, tokens, self.best,
             self.sum, self.group_best, self.group_ids, target.token_ids, target.logprobs, target.ranks,
-            logits.stride(0), tokens.stride(0), padding_slot,
+            logits.stride(0), tokens.stride(0), *target_strides(target), padding_slot,
             V=vocab_size, GROUPS=self.groups, GROUPS_BLOCK=triton.next_power_of_2(self.groups), CHUNKS=self.chunks,
             CHUNKS_BLOCK=triton.next_power_of_2(self.chunks), NUM=num, READ=min(128, triton.next_power_of_2(self.groups)),
             BY_SLOT=slots is not None, MAY_CHANGE=raw_logits is not None, **options,

@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pelton_backends.triton.ops.sampling.logprobs import list_alternatives
 from pelton_backends.triton.ops.sampling.pieces import (
     GROUP,
     INF_KEY,
@@ -341,8 +342,18 @@ def pick_kernel(
     side_slots,
     counts,
     touched,
+    num_logprobs,
+    raw_logits,
+    is_raw_group,
+    is_changed,
+    raw_sum,
+    raw_group_best,
+    logprob_ids,
+    logprobs,
     row_stride,
     token_stride,
+    ids_stride,
+    values_stride,
     padding_slot,
     V: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -352,15 +363,30 @@ def pick_kernel(
     CHUNKS_BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
     CUTS: tl.constexpr,
+    NUM_LOGPROBS: tl.constexpr,
     MAY_CHANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """group_ids [n, ROOM] int32: scratch. is_wide [n] int32: 1 for a row with a nucleus and no other filter that is left to
+    """With NUM_LOGPROBS, not negative, n programs more: each lists the alternatives of a row, beside the one that picks its token.
+    group_ids [n, ROOM] int32: scratch. is_wide [n] int32: 1 for a row with a nucleus and no other filter that is left to
     `sampling_nucleus`, 2 for a row left to `wide_kernel`. Of rows with 1: facts [n, 4] float64: the best logit over the
     temperature, what weights have to sum to, the logarithm of the least weight, the temperature; totals [n, 2, CUTS] zeros."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)
+    if NUM_LOGPROBS >= 0:
+        num_rows = tl.num_programs(0) // 2
+        if row >= num_rows:
+            other = row - num_rows
+            listed_slot = tl.load(slots + other)
+            wanted = tl.where(listed_slot == padding_slot, 0, tl.load(num_logprobs + listed_slot))
+            if wanted > 0:
+                list_alternatives(
+                    other, wanted, logits, raw_logits, is_raw_group, is_changed, raw_best, raw_sum, raw_group_best,
+                    logprob_ids, logprobs, row_stride, ids_stride, values_stride, V, GROUPS, GROUPS_BLOCK, CHUNKS,
+                    CHUNKS_BLOCK, NUM_LOGPROBS, MAY_CHANGE,
+                )  # fmt: skip
+            return
     # What does not need the slot is fetched beside it, what does in one go after it: the loads are most of a row's time.
     groups = tl.arange(0, GROUPS_BLOCK)
     keys = tl.load(group_best + row.to(tl.int64) * GROUPS + groups, mask=groups < GROUPS, other=LOWEST_KEY)

@@ -37,7 +37,7 @@ from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
 from pelton.sampling.side_tables import GROUP
 from pelton.worker.batch_state import BatchTensors
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.ops.sampling.logprobs import MOST_LOGPROBS, RawStatistics
+from pelton_backends.triton.ops.sampling.logprobs import MOST_LOGPROBS, RawStatistics, target_strides
 from pelton_backends.triton.ops.sampling.nucleus import CUTS, finish_kernel, gather_kernel, measure_kernel
 from pelton_backends.triton.ops.sampling.rows import greedy_kernel, pick_kernel, scan_kernel
 from pelton_backends.triton.ops.sampling.wide import wide_kernel
@@ -171,7 +171,7 @@ class _Full:
         is_kept = self._may_change and self._logprobs is not None
         raw_logits = logits.new_empty_strided(logits.shape, logits.stride()) if is_kept else logits
         self._scan(logits, raw_logits, slots)
-        self._pick(logits, slots, result)
+        self._pick(logits, raw_logits, slots, result)
         if self._scratch.groups > _ROOM:
             self._pick_of_many(logits, slots, result)
         if self._logprobs is not None:
@@ -199,15 +199,19 @@ class _Full:
             WORDS=words, LENGTH=length, num_warps=_SCAN_WARPS, maxnreg=_SCAN_REGISTERS, enable_fp_fusion=False, **self._options,
         )  # fmt: skip
 
-    def _pick(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
-        state, scratch = self._state, self._scratch
+    def _pick(self, logits: Tensor, raw_logits: Tensor, slots: Tensor, result: Tensor) -> None:
+        state, scratch, raw, target = self._state, self._scratch, self._raw, self._logprobs
+        lists, (ids, values) = (slots, slots), (0, 0)
+        if target is not None:
+            lists, (ids, values, _) = (target.token_ids, target.logprobs), target_strides(target)
         launch(
-            pick_kernel, (len(slots),),
+            pick_kernel, (len(slots) * (1 if target is None else 2),),
             logits, slots, result, *state.sampling.values(),
             state.seeds, scratch.chunk_best, scratch.chunk_least, self._raw.best, scratch.chunk_sum, scratch.group_best,
             scratch.group_ids, scratch.is_wide, scratch.facts, scratch.totals, state.token_ids, state.num_computed_tokens,
-            state.side_slots, state.side.counts, state.side.touched, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
-            GROUPS=scratch.groups, GROUPS_BLOCK=triton.next_power_of_2(scratch.groups), ROOM=_ROOM, CUTS=CUTS,
+            state.side_slots, state.side.counts, state.side.touched, state.num_logprobs, raw_logits, raw.is_kept, raw.is_changed,
+            raw.sum, raw.group_best, *lists, logits.stride(0), state.token_ids.stride(0), ids, values, state.padding_slot,
+            NUM_LOGPROBS=-1 if target is None else self._num_logprobs, GROUPS=scratch.groups, GROUPS_BLOCK=triton.next_power_of_2(scratch.groups), ROOM=_ROOM, CUTS=CUTS,
             MAY_CHANGE=self._may_change, num_warps=_PICK_WARPS, maxnreg=_PICK_REGISTERS, **self._sizes,
         )  # fmt: skip
 
