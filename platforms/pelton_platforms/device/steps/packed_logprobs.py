@@ -12,21 +12,16 @@ from torch import Tensor
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors
 
 
-def rows_of_logprobs(num_rows: int, most: int, device: torch.device) -> tuple[LogprobTensors, Tensor | None]:
-    """Return the columns and the words that they are views of, [num_rows, W] int64; on a CPU tensors of their own and None."""
-    if device.type == "cpu":
-        return LogprobTensors.make(num_rows, most, device), None
+def rows_of_logprobs(num_rows: int, most: int, device: torch.device) -> tuple[LogprobTensors, Tensor]:
+    """Return the columns and the words that they are views of, [num_rows, W] int64."""
     width = 1 + most
     words = torch.zeros(num_rows, width + 1 + (width + 1) // 2, dtype=torch.int64, device=device)
     values = words.view(torch.float32)[:, 2 * (width + 1) :][:, :width]
     return LogprobTensors(words[:, :width], values, words[:, width]), words
 
 
-def on_host(arrays: tuple[np.ndarray, ...]) -> HostLogprobs:
-    """Return what was read of `rows_of_logprobs`: one array of words, or three columns."""
-    if len(arrays) == 3:
-        return HostLogprobs(*arrays)
-    (words,) = arrays
+def on_host(words: np.ndarray) -> HostLogprobs:
+    """Return what was read of `rows_of_logprobs`."""
     width = _width(words.shape[1])
     values = words.view(np.float32)[:, 2 * (width + 1) :][:, :width]
     return HostLogprobs(words[:, :width], values, words[:, width])

@@ -172,7 +172,8 @@ class StepOutput(PendingOutput):
         if logprobs:
             assert self.num_logprobs is not None
             wanting = np.flatnonzero(good & (self.num_logprobs != NO_LOGPROBS))
-            found = on_host(logprobs).by_position(wanting, self.num_logprobs[wanting])
+            host = HostLogprobs(*logprobs) if len(logprobs) == 3 else on_host(*logprobs)
+            found = host.by_position(wanting, self.num_logprobs[wanting])
             output.logprobs = dict(zip(rows[wanting].tolist(), found, strict=True))
 
     def _take_verified(self, columns: np.ndarray) -> None:

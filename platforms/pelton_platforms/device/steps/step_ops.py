@@ -156,13 +156,15 @@ class StepOps:
     def logprobs(self) -> LogprobTensors:
         """Filled by variants with logprobs, by row of the step."""
         if self._logprobs is None:
-            self._logprobs, self._logprob_words = rows_of_logprobs(
-                self._state.max_num_seqs, self.num_logprobs, self._state.device
-            )
+            size = self._state.max_num_seqs, self.num_logprobs, self._state.device
+            if self._state.device.type == "cpu":  # where nothing is copied
+                self._logprobs = LogprobTensors.make(*size)
+            else:
+                self._logprobs, self._logprob_words = rows_of_logprobs(*size)
         return self._logprobs
 
     def logprobs_to_read(self, num_rows: int) -> list[Tensor]:
-        """Of the first rows: one tensor, so one copy, where the device is not the host."""
+        """Of the first rows: words of `packed_logprobs`, or the columns."""
         if self._logprob_words is None:
             return self.logprobs.part(0, num_rows).tensors()
         return [self._logprob_words[:num_rows]]

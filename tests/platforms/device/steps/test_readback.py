@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from pelton.sampling.logprobs import HostLogprobs
+from pelton_platforms.device.steps import packed_logprobs
 from pelton_platforms.device.steps.readback import HostCopies, HostPool
 
 
@@ -79,3 +81,18 @@ def test_copies_of_many_results_in_flight_do_not_mix():
                 assert np.array_equal(tokens, pair[0].cpu().numpy()) and np.array_equal(halves, pair[1].cpu().numpy())
             assert copies[1].arrays() is arrays[1]
     assert len(pool._all) == 4
+
+
+@pytest.mark.parametrize("most", [0, 1, 4, 5, 20])
+def test_logprobs_of_a_row_lie_side_by_side(most):
+    """So that those of some rows are one copy, without a pass that gathers them."""
+    columns, words = packed_logprobs.rows_of_logprobs(6, most, torch.device("cpu"))
+    assert words.is_contiguous() and words[:3].is_contiguous()
+    parts = torch.arange(6 * (1 + most)).view(6, -1), torch.randn(6, 1 + most), torch.arange(6) - 3
+    for column, part in zip(columns.tensors(), parts, strict=True):
+        assert column.shape == part.shape and column.dtype == part.dtype
+        column.copy_(part)
+    found = packed_logprobs.on_host(words[:3].numpy())
+    for column, part in zip((found.token_ids, found.logprobs, found.ranks), parts, strict=True):
+        assert column.tolist() == part[:3].tolist()
+    assert found.packed([2, 0], -1) == HostLogprobs(*(part.numpy() for part in parts)).packed([2, 0], -1)

@@ -211,7 +211,8 @@ class _Full:
             scratch.group_ids, scratch.is_wide, scratch.facts, scratch.totals, state.token_ids, state.num_computed_tokens,
             state.side_slots, state.side.counts, state.side.touched, state.num_logprobs, raw_logits, raw.is_kept, raw.is_changed,
             raw.sum, raw.group_best, *lists, logits.stride(0), state.token_ids.stride(0), ids, values, state.padding_slot,
-            NUM_LOGPROBS=-1 if target is None else self._num_logprobs, GROUPS=scratch.groups, GROUPS_BLOCK=triton.next_power_of_2(scratch.groups), ROOM=_ROOM, CUTS=CUTS,
+            NUM_LOGPROBS=-1 if target is None else self._num_logprobs, GROUPS=scratch.groups,
+            GROUPS_BLOCK=triton.next_power_of_2(scratch.groups), ROOM=_ROOM, CUTS=CUTS,
             MAY_CHANGE=self._may_change, num_warps=_PICK_WARPS, maxnreg=_PICK_REGISTERS, **self._sizes,
         )  # fmt: skip
 
