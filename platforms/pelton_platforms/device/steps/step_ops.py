@@ -164,7 +164,7 @@ class StepOps:
         return self._logprobs
 
     def logprobs_to_read(self, num_rows: int) -> list[Tensor]:
-        """Of the first rows: words of `packed_logprobs`, or the columns."""
+        """Return those of the first rows: words of `packed_logprobs`, or the columns."""
         if self._logprob_words is None:
             return self.logprobs.part(0, num_rows).tensors()
         return [self._logprob_words[:num_rows]]
