@@ -77,7 +77,7 @@ class HttpTarget(Target):
             }
         )  # fmt: skip
         times.num_prompt_tokens = len(prompt)
-        began = time.perf_counter()
+        began = times.sent_s = time.perf_counter()
         try:
             async with self._connection("POST", "/v1/completions", body) as lines:
                 async for line in lines:

@@ -24,6 +24,8 @@ class RequestTimes:
     num_prompt_tokens: int = 0
     error: str | None = None
     was_aborted: bool = False
+    sent_s: float = 0.0
+    """When it was sent, by the monotonic clock."""
 
     @property
     def ttft_s(self) -> float:

@@ -21,7 +21,8 @@ def recorded(context: ExecutorContext) -> Executor:
     settings = read_settings(config, SETTINGS, RecordedSettings)
     if settings.path is None:
         raise ConfigError("recorded.path is not set; give a file for the steps in plugin_config.")
-    path = settings.path
+    rank = config.parallel.data_parallel_rank
+    path = f"{settings.path}.{rank}" if rank else settings.path
     inner = replace(config, parallel=replace(config.parallel, distributed_executor_backend=None))
     executor = make_executor(inner, context.model, context.plugins, context.metrics)
     recorder = StepRecorder(executor)

@@ -13,7 +13,7 @@ class RecordedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Settings of the executor that writes down its steps."""
 
     path: str | None = None
-    """The file for `pelton simulate --step-times`, written when the engine ends."""
+    """The file for `pelton simulate --step-times`, written when the engine ends; engine r of several, from 1 on, adds ".r" to it."""
     after_s: float = 0.0
     """Steps of the first seconds are left out: of the warm-up."""
 

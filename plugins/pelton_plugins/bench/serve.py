@@ -172,7 +172,9 @@ def figures(
 
 
 def _times_record(times: RequestTimes) -> dict[str, Any]:
-    return {"num_prompt_tokens": times.num_prompt_tokens, "token_times_s": times.tokens, "error": times.error}
+    return {
+        "num_prompt_tokens": times.num_prompt_tokens, "sent_s": times.sent_s, "token_times_s": times.tokens, "error": times.error,
+    }  # fmt: skip
 
 
 LATENCIES = {

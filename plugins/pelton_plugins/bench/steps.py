@@ -34,9 +34,12 @@ from pelton_plugins.flags import parse_flags
 if TYPE_CHECKING:
     from pelton.engine.core import EngineCore
 
-COLUMNS = ("num_decode_rows", "decode_context", "num_prompt_rows", "num_prompt_tokens", "prompt_pairs", "seconds")
-"""Rows of one token and the tokens before them in all; rows of several, their tokens, and token pairs that these attend to."""
-KIND = "pelton step times 1"
+COLUMNS = (
+    "num_decode_rows", "decode_context", "num_prompt_rows", "num_prompt_tokens", "prompt_pairs", "seconds", "launched_s", "ended_s",
+)  # fmt: skip
+"""Rows of one token and the tokens before them in all; rows of several, their tokens, and token pairs that these attend to. When the
+step was launched and its result taken are by the monotonic clock, which all processes of a host share."""
+KIND = "pelton step times 2"
 DOC = """Time of steps by what they compute: a file for `pelton simulate --step-times`.
 
   pelton bench steps smollm2 --output-json steps.json
@@ -108,6 +111,7 @@ def record(config: EngineConfig, model: ResolvedModel, executor: Executor, recor
         "engine": facts(config, model, executor, recorder),
         "columns": COLUMNS,
         "steps": recorder.rows,
+        "prompts": recorder.prompts,
     }
 
 
@@ -119,6 +123,7 @@ class StepRecorder:
 
     def __init__(self, executor: Executor) -> None:
         self.rows: list[list[float]] = []
+        self.prompts: list[tuple[float, int]] = []  # of each request: when its first step was launched, its tokens
         self.is_on = False
         self.begins_at = math.inf  # by the monotonic clock, where it is not switched on by hand
         self._context: dict[int, int] = {}  # computed tokens by slot
@@ -136,7 +141,10 @@ class StepRecorder:
             return self.fit
 
         def execute(output: SchedulerOutput) -> StepHandle:
-            return _Timed(launch(output), self, self._describe(output), time.perf_counter())
+            now = time.perf_counter()
+            self.prompts += [(now, new.num_prompt_tokens) for new in output.new if len(new.token_ids) == new.num_prompt_tokens]
+            described = self._describe(output)
+            return _Timed(launch(output), self, described, now)
 
         executor.execute, executor.fit_step = execute, fit  # type: ignore[method-assign]
         executor.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
@@ -163,7 +171,7 @@ class StepRecorder:
         now = time.perf_counter()
         seconds, self._last_end = now - max(self._last_end, launched), now
         if self.is_on or time.monotonic() >= self.begins_at:
-            self.rows.append([*described, round(seconds, 8)])
+            self.rows.append([*described, round(seconds, 8), launched, now])
 
 
 class _Timed(StepHandle):
@@ -241,7 +249,7 @@ class _Requests:
 def render(result: dict[str, Any]) -> str:
     """Medians of steps without prompt tokens, by their number of rows."""
     by_rows: dict[int, list[float]] = {}
-    for decode_rows, _, prompt_rows, *_, seconds in result["steps"]:
+    for decode_rows, _, prompt_rows, _, _, seconds, *_ in result["steps"]:
         if not prompt_rows and decode_rows:
             by_rows.setdefault(2 ** math.ceil(math.log2(decode_rows)), []).append(seconds * 1e3)
     rows = [

@@ -86,7 +86,7 @@ def fit(steps: Sequence[Sequence[float]], max_tokens: int, rng: random.Random | 
     table = np.asarray(steps, dtype=np.float64)
     if len(table) < LEAST_STEPS:
         raise ConfigError(f"step_times has {len(table)} steps; at least {LEAST_STEPS} are needed to fit a curve.")
-    rows, context, prompts, tokens, pairs, seconds = table.T
+    rows, context, prompts, tokens, pairs, seconds = table[:, :6].T
     is_mixed = prompts > 0
     if is_mixed.sum() < LEAST_STEPS or (~is_mixed).sum() < LEAST_STEPS:
         raise ConfigError(
