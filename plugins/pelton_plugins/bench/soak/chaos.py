@@ -41,6 +41,7 @@ DOC = """Kill and stop the processes of a server while clients use it, and see t
   pelton chaos                                  ten minutes
   pelton chaos --with-disk                      an engine that computes, KV blocks in files, a disk that fills up
   pelton chaos --num-ranks 2                    an engine that computes on two ranks, which are killed and stopped too
+  pelton chaos --num-ranks 2 --num-engines 2    two such engines
   pelton chaos --duration-s 20 --clients 8"""
 
 
@@ -57,6 +58,8 @@ class ChaosArguments(msgspec.Struct, frozen=True, kw_only=True):
     """A tiny model on a CPU, which keeps the KV blocks of prompts in files; at times its engine cannot write any."""
     num_ranks: int = 1
     """Ranks of the engine: more than one compute a tiny model on a CPU, and are killed and stopped like the others."""
+    num_engines: int = 1
+    """Engines behind the server (`-dp`), with so many ranks each."""
     mean_fault_s: float = 4.0
     """Seconds between two faults, on average."""
     seed: int = 0
@@ -65,7 +68,7 @@ class ChaosArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, duration_s=1.0, clients=1, api_server_count=2, mean_fault_s=0.1, num_ranks=1)
+        check_at_least(self, duration_s=1.0, clients=1, api_server_count=2, mean_fault_s=0.1, num_ranks=1, num_engines=1)
 
 
 def run(argv: list[str]) -> int:
@@ -87,6 +90,8 @@ def torment(arguments: ChaosArguments) -> dict[str, Any]:
             storage = {"shared_storage_path": blocks}
             transfer = {"kv_connector": "shared_storage", "kv_role": "kv_both", "kv_connector_extra_config": storage}
             flags += ["--kv-transfer-config", json.dumps(transfer)]
+        if arguments.num_engines > 1:
+            flags += ["--data-parallel-size", str(arguments.num_engines)]
         sizes = {"num_seqs": 64, "max_model_len": 512}
         step_s = None if arguments.with_disk or arguments.num_ranks > 1 else STEP_S
         with own_server(
@@ -198,27 +203,33 @@ class _Chaos:
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, ValueError, TimeoutError):
                 state = await self._state()
-                if state == {"health": 200, "load": 0, "running": 0, "blocks": 0}:
-                    break
+                is_idle = state == {"health": 200, "load": 0, "running": 0, "blocks": 0}
+                if is_idle and self._num_engines_alive() == self.arguments.num_engines:  # one alone is healthy too
+                    if self._num_ranks_alive() == self._num_ranks_wanted:
+                        break
             await asyncio.sleep(0.2)
         self.checks += [
             check("health is not 200", state.get("health") != 200, 0),
             check("open requests left", state.get("load", -1) != 0, 0),
             check("requests left in the engine", state.get("running", -1) != 0, 0),
             check("KV blocks left", state.get("blocks", -1) != 0, 0),
-            check("engines more than one", abs(len(_children(self.process.pid, ENGINE)) - 1), 0),
+            check("engines beyond those wanted, or missing", abs(self._num_engines_alive() - self.arguments.num_engines), 0),
             check(
                 "API processes missing",
                 self.arguments.api_server_count - len(_children(self.process.pid, API)), 0,
             ),
-            check("ranks beyond the engine's, or missing", abs(self._num_ranks_alive() - self._num_ranks_wanted), 0),
+            check("ranks beyond the engines', or missing", abs(self._num_ranks_alive() - self._num_ranks_wanted), 0),
         ]  # fmt: skip
         answer = await ask(self.host, self.port, random.Random(1), plain=True)
         self.checks.append(check("a request after all that fails", answer.kind != "whole", 0))
 
     @property
     def _num_ranks_wanted(self) -> int:
-        return self.arguments.num_ranks if self.arguments.num_ranks > 1 else 0
+        arguments = self.arguments
+        return arguments.num_engines * arguments.num_ranks if arguments.num_ranks > 1 else 0
+
+    def _num_engines_alive(self) -> int:
+        return len(_children(self.process.pid, ENGINE))
 
     def _num_ranks_alive(self) -> int:
         """Count the ranks of all engines that this server has had, by the folder for sockets in their environment."""
