@@ -142,7 +142,9 @@ class StepRecorder:
 
         def execute(output: SchedulerOutput) -> StepHandle:
             now = time.perf_counter()
-            self.prompts += [(now, new.num_prompt_tokens) for new in output.new if len(new.token_ids) == new.num_prompt_tokens]
+            self.prompts += [
+                (now, new.num_prompt_tokens) for new in output.new if len(new.token_ids) == new.num_prompt_tokens
+            ]
             described = self._describe(output)
             return _Timed(launch(output), self, described, now)
 

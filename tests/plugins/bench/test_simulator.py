@@ -11,10 +11,13 @@ import pytest
 
 from pelton.cli.main import main
 from pelton.config import EngineConfig
+from pelton.errors import ConfigError
 from pelton.plugins import load_plugins
 from pelton_plugins.bench.simulator.command import to_plain
 from pelton_plugins.bench.simulator.engine import Figures, engine_maker
 from pelton_plugins.bench.simulator.fleet import Clock, SimulatedServer
+from pelton_plugins.bench.simulator.paths import Paths, calibrate
+from pelton_plugins.bench.simulator.plot import main as draw
 from pelton_plugins.bench.simulator.step_times import fit, least_squares
 from pelton_plugins.bench.steps import COLUMNS, KIND
 from pelton_plugins.bench.trace import TraceRequest, read_trace
@@ -32,11 +35,12 @@ def seconds(rows, context, prompts, tokens, pairs):
 
 
 def recorded(scatter: float = 0.0) -> list[list[float]]:
-    rng, steps = random.Random(0), []
+    rng, steps, now = random.Random(0), [], 100.0
     for _ in range(1200):
         rows, tokens = rng.randrange(1, 17), rng.choice([0, 0, rng.randrange(2, 500)])
         described = [rows, rows * rng.randrange(1000), int(tokens > 0), tokens, tokens * rng.randrange(1, 800)]
-        steps.append([*described, seconds(*described) * rng.uniform(1 - scatter, 1 + scatter)])
+        now += (taken := seconds(*described) * rng.uniform(1 - scatter, 1 + scatter))
+        steps.append([*described, taken, now - taken - 1e-4, now])
     return steps
 
 
@@ -45,17 +49,24 @@ def read(path):
 
 
 def write_steps(path, **facts) -> str:
-    told = {"kind": KIND, "engine": {**FACTS, **facts}, "columns": COLUMNS, "steps": recorded(), "device": "made up"}
+    told = {
+        "kind": KIND,
+        "engine": {**FACTS, **facts},
+        "columns": COLUMNS,
+        "steps": recorded(),
+        "prompts": [],
+        "device": "made up",
+    }
     path.write_text(json.dumps(told))
     return str(path)
 
 
-def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, **flat):
+def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=None, **flat):
     config = EngineConfig.from_flat(
         **{"max_num_seqs": 16, "max_num_batched_tokens": 512, "data_parallel_size": size, **flat}
     )
-    clock, figures, plugins = Clock(), Figures(), load_plugins()
-    make = engine_maker(config, FACTS, plugins, times or fit(recorded(), 600), clock)
+    clock, figures, plugins, paths = Clock(), Figures(), load_plugins(), paths or Paths()
+    make = engine_maker(config, FACTS, plugins, times or fit(recorded(), 600), clock, paths)
 
     def make_one(told):
         engine = make(told)
@@ -63,7 +74,7 @@ def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, **flat
             engine._skipper = None
         return engine
 
-    SimulatedServer(config, plugins, make_one, figures, clock).run(requests, FACTS["vocab_size"], overhead_s)
+    SimulatedServer(config, plugins, make_one, figures, clock, paths).run(requests, FACTS["vocab_size"], overhead_s)
     return figures
 
 
@@ -86,8 +97,77 @@ def test_fitted_times_are_those_of_the_device_and_scatter_as_it_does():
     for described in ([3, 900, 0, 0, 0], [16, 8000, 0, 0, 0], [4, 1000, 1, 300, 90_000]):
         mean = times.decode(*described[:2]) if not described[2] else times.mixed(*described)
         assert mean == pytest.approx(seconds(*described), rel=0.03)
-    drawn = [times.draw(1.0, is_decode=True) for _ in range(3000)]
+    drawn = [times.draw(1.0, 3, is_decode=True)[0] for _ in range(3000)]
     assert sum(drawn) / len(drawn) == pytest.approx(1, abs=0.02) and max(drawn) > 1.15 and min(drawn) < 0.85
+
+
+def test_a_step_after_a_rest_takes_longer_by_as_much_as_measured():
+    steps = recorded()
+    for place in range(50, 1200, 3):  # the device waited 1 ms, and began 2 ms late
+        steps[place][5] += 0.002
+        steps[place][6] = steps[place - 1][7] + 0.001
+    times = fit(steps, 600)
+    plain, late = (times.draw(0.01, 3, is_decode=True, is_first=is_first)[0] for is_first in (False, True))
+    assert late - plain == pytest.approx(0.002, rel=0.1)
+
+
+def serve_record(path, requests) -> str:
+    """What `bench serve` writes of (sent, tokens of the prompt, times of tokens by the same clock)."""
+    told = [
+        {"num_prompt_tokens": size, "sent_s": sent, "token_times_s": [time - sent for time in times], "error": None}
+        for sent, size, times in requests
+    ]
+    path.write_text(json.dumps({"output_throughput": 1.0, "ttft_ms": {"p50": 1.0}, "requests": told}))
+    return str(path)
+
+
+def server_at_work(path, *, to_engine=0.003, back=0.002, num=60):
+    """Steps of 10 ms without end, requests that come at any time, and what their clients see. Gives (steps, prompts, record)."""
+    rng = random.Random(2)
+    steps = [[2, 100, 1, 50 + k % 7, 1000, 0.01, 100 + 0.01 * k - 0.001, 100.01 + 0.01 * k] for k in range(40 * num)]
+    for step in steps[::2]:
+        step[2:5] = 0, 0, 0
+    prompts, requests = [], []
+    for number in range(num):
+        sent = 101 + 0.3 * number + rng.random() * 0.1
+        step = next(k for k, row in enumerate(steps) if row[6] >= sent + to_engine)
+        prompts.append((steps[step][6], 40 + number))
+        requests.append(
+            (sent, 40 + number, [steps[step + later][7] + back + 0.001 * (later == 0) for later in range(12)])
+        )
+    return steps, prompts, serve_record(path, requests)
+
+
+def test_ways_between_client_and_engine_are_found(tmp_path):
+    steps, prompts, record = server_at_work(tmp_path / "serve.json")
+    found = calibrate({"steps": steps, "prompts": prompts}, [record], random.Random(0))
+    drawn = [found.paths.to_engine(3) for _ in range(50)]
+    assert sum(drawn) / 50 == pytest.approx(0.003, abs=0.0005)
+    assert found.paths.first_token(3) == pytest.approx(0.003, abs=1e-6)
+    assert np.nanmedian(found.outs) == pytest.approx(0.002, abs=1e-6)
+    assert 1000 < len(found.used) < len(steps)  # those of the run alone
+    figures = simulate([TraceRequest(5.0, 100, 11)], paths=found.paths)
+    first = seconds(0, 0, 1, 100, 100 * 50)
+    assert figures.ttft.histogram().percentile(50) == pytest.approx(first + 0.006, rel=0.05)
+
+
+def test_a_run_at_another_server_is_refused(tmp_path):
+    steps, prompts, _ = server_at_work(tmp_path / "serve.json")
+    record = serve_record(tmp_path / "other.json", [(500.0, 40, [500.1, 500.2])])
+    with pytest.raises(ConfigError, match=r"other\.json, whose requests are not among those"):
+        calibrate({"steps": steps, "prompts": prompts}, [record], random.Random(0))
+
+
+def test_a_picture_of_several_loads(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows = [["request throughput", 9.0, 10.0], ["time to first token p50", 20.0, 10.0]]
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps([["low", rows], ["high", rows]]))
+    assert draw([str(tmp_path / "out.png"), str(path)]) == 0
+    assert 1000 < (tmp_path / "out.png").stat().st_size < 100_000
+    path.write_text("{}")
+    assert draw([str(tmp_path / "out.png"), str(path)]) == 1
+    assert "has no comparison" in capsys.readouterr().err
 
 
 def test_one_request_takes_its_prompt_and_its_tokens():
@@ -110,7 +190,7 @@ def busy_trace(num=150, rate=8.0):
 
 def test_skipped_steps_change_no_figure():
     # Equal steps, whatever is in them: to the bin of a histogram nothing may differ.
-    steps = [[*row[:-1], 0.005 if not row[2] else 0.011] for row in recorded()]
+    steps = [[*row[:5], 0.005 if not row[2] else 0.011, *row[6:]] for row in recorded()]
     found = [to_plain(simulate(busy_trace(), size=2, times=fit(steps, 600), skips=skips)) for skips in (False, True)]
     assert found[1]["counts"].pop("events") < 0.7 * found[0]["counts"].pop("events")
     assert found[0]["counts"] == found[1]["counts"] and found[0]["counts"]["completed"] == 150

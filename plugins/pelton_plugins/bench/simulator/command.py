@@ -30,6 +30,7 @@ from pelton_plugins.bench.record import flat_settings, number, today, versions, 
 from pelton_plugins.bench.serve import LATENCIES
 from pelton_plugins.bench.simulator.engine import Figures, engine_maker
 from pelton_plugins.bench.simulator.fleet import Clock, SimulatedServer
+from pelton_plugins.bench.simulator.paths import Paths, calibrate, read_record
 from pelton_plugins.bench.simulator.step_times import fit, read_steps
 from pelton_plugins.bench.trace import TraceRequest, chat_requests, read_trace, takes
 from pelton_plugins.flags import parse_flags
@@ -71,12 +72,15 @@ class SimulateArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Time between a client's sending and the engine's receipt of a request, and for a token on its way back, together."""
     num_processes: int | None = None
     """Processes that simulate; one for each core when unset."""
+    calibrate: list[str] = msgspec.field(default_factory=list)
+    """What `pelton bench serve --output-json` measured while these steps were recorded: the ways between clients and engine are taken
+    from it, and only steps of these runs."""
     compare: str | None = None
     """Show beside it what `pelton bench serve --output-json` has measured."""
     output_json: str | None = None
     """Write the result here."""
     plot: str | None = None
-    """Write a picture of the comparison here (PNG); needs matplotlib."""
+    """Write a picture of the comparison here (PNG); needs matplotlib. `python -m pelton_plugins.bench.simulator.plot` draws several."""
 
     def __post_init__(self) -> None:
         check_at_least(self, num_prompts=1, input_len=1, output_len=1, num_servers=1, num_processes=1, overhead_ms=0)
@@ -107,13 +111,16 @@ def run(argv: list[str]) -> int:
         "took_s": time.perf_counter() - began, "measured_on": job.device, "date": today(), "versions": versions(),
         "settings": flat_settings(parsed), "arguments": msgspec.to_builtins(arguments),
     }  # fmt: skip
-    measured = _read_measured(arguments.compare) if arguments.compare else None
+    measured = read_record(arguments.compare, "compare") if arguments.compare else None
+    if measured is not None:
+        result["compared"] = compared(result, measured)
     print(render(result, measured))
     write_json(arguments.output_json, result)
     if arguments.plot and measured is not None:
         from pelton_plugins.bench.simulator.plot import plot
 
-        plot(arguments.plot, result, measured)
+        label = f"{number(measured['request_throughput'])} requests/s"
+        plot(arguments.plot, f"{result['model']} on {result['measured_on']}", [(label, result["compared"])])
     return 0
 
 
@@ -133,17 +140,20 @@ class Job:
         most = self.config.scheduler.max_num_batched_tokens or 1
         self._seed = parsed.config.model.seed  # of arrivals, lengths and the scatter of step times
         self._rng = random.Random(self._seed)
-        self._times = fit(recorded["steps"], most + (self.config.scheduler.max_num_seqs or 1), self._rng)
+        calibration = calibrate(recorded, self.arguments.calibrate, self._rng) if self.arguments.calibrate else None
+        self._paths = calibration.paths if calibration is not None else Paths()
+        self._times = fit(recorded["steps"], most + (self.config.scheduler.max_num_seqs or 1), self._rng, calibration)
 
     def simulate(self, servers: range) -> Figures:
         clock, figures = Clock(), Figures()
-        make_engine = engine_maker(self.config, self.facts, self._plugins, self._times, clock)
+        make_engine = engine_maker(self.config, self.facts, self._plugins, self._times, clock, self._paths)
         overhead_s = self.arguments.overhead_ms / 1e3
         gc.disable()  # it would look through all requests again and again, and free none
         try:
             for place in servers:
                 self._rng.seed(f"{self._seed} {place}")
-                server = SimulatedServer(self.config, self._plugins, make_engine, figures, clock)
+                self._times.restart()
+                server = SimulatedServer(self.config, self._plugins, make_engine, figures, clock, self._paths)
                 server.run(self._requests(place), self.facts["vocab_size"], overhead_s)
                 del server
                 gc.collect()  # its engines, whose parts know each other
@@ -227,18 +237,6 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
             histogram.merge(LogHistogram.from_dict(part["times"][name]))
         result[label] = {f"p{percent}": histogram.percentile(percent) * 1e3 for percent in PERCENTS}
     return result
-
-
-def _read_measured(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        float(found["output_throughput"]), float(found["ttft_ms"]["p50"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"compare is {path}; use a file that `pelton bench serve --output-json` wrote: {error!r}."
-        ) from error
-    return dict(found)
 
 
 def compared(result: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, float, float]]:

@@ -30,11 +30,13 @@ from pelton.sampling_params import SamplingParams
 from pelton.scheduler.interface import Scheduler, SchedulerContext
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton_plugins.bench.metrics import LogHistogram
-from pelton_plugins.bench.simulator.step_times import StepTimes
+from pelton_plugins.bench.simulator.paths import Paths
+from pelton_plugins.bench.simulator.step_times import Scatter, StepTimes
 from pelton_plugins.bench.trace import TraceRequest
 
 TOKEN = 5
 MOST_KEPT = 1 << 18
+MOST_DRAWN, NUM_SPREAD = 24, 24  # steps whose times are drawn one by one; drawn for more than that
 MOST_SKIPPED = 256  # the time of a step is taken as equal within so many
 
 
@@ -77,16 +79,18 @@ class _Request:
     __slots__ = ("arrival", "first", "last", "num_tokens")
 
     def __init__(self, arrival: float) -> None:
-        self.arrival, self.first, self.last, self.num_tokens = arrival, -1.0, -1.0, 0
+        self.arrival, self.first, self.last, self.num_tokens = arrival, -1.0, -1.0, 0  # as its client sees them
 
 
 class _Run:
-    """Steps that are skipped unless a request comes: the open ones end at `ends`, later ones every `step_s`."""
+    """Steps that are skipped unless a request comes: the open ones end at `ends`, later ones every `step_s`.
 
-    __slots__ = ("ends", "most", "step_s")
+    outs: of the open ones, seconds from there to the clients."""
 
-    def __init__(self, ends: list[float], step_s: float, most: int) -> None:
-        self.ends, self.step_s, self.most = ends, step_s, most
+    __slots__ = ("ends", "most", "outs", "step_s")
+
+    def __init__(self, ends: list[float], outs: list[float], step_s: float, most: int) -> None:
+        self.ends, self.outs, self.step_s, self.most = ends, outs, step_s, most
 
     def end(self, index: int) -> float:
         """When the step of this number ends, from 0."""
@@ -103,11 +107,14 @@ class _Run:
 class SimulatedEngine:
     """clock: of the scheduler's events. All times are seconds of the simulation."""
 
-    def __init__(self, scheduler: Scheduler, times: StepTimes, figures: Figures, max_steps_in_flight: int) -> None:
-        self._scheduler, self._times, self._figures = scheduler, times, figures
+    def __init__(
+        self, scheduler: Scheduler, times: StepTimes, paths: Paths, figures: Figures, max_steps_in_flight: int
+    ) -> None:
+        self._scheduler, self._times, self._paths, self._figures = scheduler, times, paths, figures
         self._max_open = max_steps_in_flight
         self._skipper: Any = getattr(scheduler, "skipper", None)
-        self._open: deque[tuple[SchedulerOutput, float, bool]] = deque()  # with its end, and whether it only decodes
+        self._open: deque[tuple[SchedulerOutput, float, bool, float]] = deque()
+        """With its end, whether it only decodes, and how long it takes from there to the clients."""
         self._busy_until = 0.0
         self._run: _Run | None = None
         self._context: dict[int, int] = {}  # computed tokens by slot
@@ -139,15 +146,16 @@ class SimulatedEngine:
         """Let happen what happens at `next_event`."""
         if self._run is not None:
             self._leave_run(self._run.most)
-        output, now, _ = self._open.popleft()
+        output, now, _, out_s = self._open.popleft()
         self._figures.counts["events"] += 1
         result = ModelOutput(
             step_id=output.step_id, token_ids=[[TOKEN] if samples else [] for samples in output.samples]
         )
+        num_rows = len(output.slots)
         for told in self._scheduler.update(output, result):
-            self._tell(told, now)
+            self._tell(told, now, out_s, num_rows)
         for told in self._scheduler.take_outputs():
-            self._tell(told, now)
+            self._tell(told, now, out_s, num_rows)
         self._launch(now)
         stats = self._scheduler.take_stats()
         self.num_waiting, self.num_running = stats.num_waiting_reqs, stats.num_running_reqs
@@ -159,17 +167,18 @@ class SimulatedEngine:
         self._figures.last_s = max(self._figures.last_s, now)
         self._try_run()
 
-    def _tell(self, told: Any, now: float) -> None:
+    def _tell(self, told: Any, ended: float, out_s: float, num_rows: int) -> None:
         times = self._requests.get(told.request_id)
         if times is None:
             return
         figures, count = self._figures, len(told.new_token_ids)
         if count:
             if times.first < 0:
-                times.first = now
+                times.first = now = ended + self._paths.first_token(num_rows)
                 self._num_fresh -= 1
                 figures.ttft.add(now - times.arrival)
             else:
+                now = max(ended + out_s, times.last)
                 figures.itl.add(now - times.last)
             times.last = now
             times.num_tokens += count
@@ -181,7 +190,7 @@ class SimulatedEngine:
                 return
             figures.counts["completed"] += 1
             figures.counts["output_tokens"] += times.num_tokens
-            figures.e2e.add(now - times.arrival)
+            figures.e2e.add(times.last - times.arrival)
             if times.num_tokens > 1:
                 figures.tpot.add((times.last - times.first) / (times.num_tokens - 1))
 
@@ -190,13 +199,13 @@ class SimulatedEngine:
             output = self._scheduler.schedule()
             if output is None:
                 return
-            seconds, is_decode = self._seconds(output)
+            seconds, is_decode, out_s = self._seconds(output, now >= self._busy_until)
             start = max(now, self._busy_until)
             self._busy_until = start + seconds
             self._figures.busy_s += seconds
-            self._open.append((output, self._busy_until, is_decode))
+            self._open.append((output, self._busy_until, is_decode, out_s))
 
-    def _seconds(self, output: SchedulerOutput) -> tuple[float, bool]:
+    def _seconds(self, output: SchedulerOutput, is_first: bool) -> tuple[float, bool, float]:
         context = self._context
         for new in output.new:
             context[new.slot] = new.num_computed_tokens
@@ -212,17 +221,20 @@ class SimulatedEngine:
                 prompt_rows += 1
                 prompt_tokens += count
                 pairs += count * (start + count / 2)
-        if not prompt_rows:
-            return self._times.draw(self._times.decode(decode_rows, decode_context), is_decode=True), True
-        mean = self._times.mixed(decode_rows, decode_context, prompt_rows, prompt_tokens, pairs)
-        return self._times.draw(mean, is_decode=False), False
+        times, is_decode = self._times, not prompt_rows
+        if is_decode:
+            mean = times.decode(decode_rows, decode_context)
+        else:
+            mean = times.mixed(decode_rows, decode_context, prompt_rows, prompt_tokens, pairs)
+        seconds, out_s = times.draw(mean, decode_rows + prompt_tokens, is_decode=is_decode, is_first=is_first)
+        return seconds, is_decode, out_s
 
     # Runs of steps that only decode.
 
     def _try_run(self) -> None:
         if self._skipper is None or self._num_fresh or len(self._open) < self._max_open:
             return
-        if not all(is_decode for *_, is_decode in self._open):
+        if not all(is_decode for _, _, is_decode, _ in self._open):
             return
         most = self._skipper.most(MOST_SKIPPED)
         if most < 2:
@@ -230,7 +242,7 @@ class SimulatedEngine:
         slots = self._open[-1][0].slots
         context = sum(map(self._context.__getitem__, slots)) + len(slots) * most / 2
         step_s = self._times.decode(len(slots), context)
-        self._run = _Run([end for _, end, _ in self._open], step_s, most)
+        self._run = _Run([end for _, end, _, _ in self._open], [out_s for *_, out_s in self._open], step_s, most)
 
     def _leave_run(self, count: int) -> None:
         """Take the run's first `count` steps as done; those that are open then go on."""
@@ -239,41 +251,56 @@ class SimulatedEngine:
         if not count:
             return
         self._skipper.skip(count, TOKEN)
-        first, last = run.end(0), run.end(count - 1)
+        last = run.end(count - 1)
         num_later = max(count - len(run.ends), 0)  # whose ends were not drawn
+        scatter = self._times.decode_scatter(len(self._open[-1][0].slots))
+        known = [end + out_s for end, out_s in zip(run.ends, run.outs, strict=True)][:count]
+        last_out = run.outs[count - 1] if count <= len(run.ends) else scatter.next(self._times.rng)[1]
         add = self._figures.itl.add
         for times in self._requests.values():
-            add(first - times.last)
-            times.last = last
+            add(max(known[0] - times.last, 0.0))
+            times.last = last + last_out
             times.num_tokens += count
-        num_rows, known = len(self._requests), run.ends[:count]
+        num_rows = len(self._requests)
         for early, late in pairwise(known):
-            add(late - early, num_rows)
-        self._add_scattered(run.step_s, num_later, num_rows)
+            add(max(late - early, 0.0), num_rows)
+        self._add_scattered(scatter, run.step_s, num_later, num_rows)
         for slot in self._open[-1][0].slots:
             self._context[slot] += count
         outputs = [output for output, *_ in self._open]
-        self._open = deque((output, run.end(count + place), True) for place, output in enumerate(outputs))
+        self._open = deque(
+            (output, run.end(count + place), True, scatter.next(self._times.rng)[1])
+            for place, output in enumerate(outputs)
+        )
         self._busy_until = self._open[-1][1]
         self._figures.busy_s += count * run.step_s
         self._figures.last_s = max(self._figures.last_s, last)
 
-    def _add_scattered(self, step_s: float, num_steps: int, num_rows: int) -> None:
+    def _add_scattered(self, scatter: Scatter, step_s: float, num_steps: int, num_rows: int) -> None:
         """Times between tokens of skipped steps, as they are scattered: one for each where they are few."""
-        scatter = self._times.decode_scatter
-        if num_steps <= len(scatter) // 16:
+        add, rng = self._figures.itl.add, self._times.rng
+        if num_steps <= MOST_DRAWN:
+            out_s = scatter.next(rng)[1]
             for _ in range(num_steps):
-                self._figures.itl.add(self._times.draw(step_s, is_decode=True), num_rows)
+                ratio, next_out = scatter.next(rng)
+                add(max(step_s * ratio + next_out - out_s, 0.0), num_rows)
+                out_s = next_out
             return
-        stride = 8
-        share, extra = divmod(num_steps * stride, len(scatter))
-        for place in range(stride // 2, len(scatter), stride):
-            self._figures.itl.add(step_s * scatter[place], num_rows * share)
-        self._figures.itl.add(step_s, num_rows * extra // stride)
+        share, extra = divmod(num_steps, NUM_SPREAD)
+        out_s = scatter.next(rng)[1]
+        for place in range(NUM_SPREAD):
+            ratio, next_out = scatter.next(rng)
+            add(max(step_s * ratio + next_out - out_s, 0.0), num_rows * (share + (place < extra)))
+            out_s = next_out
 
 
 def engine_maker(
-    config: EngineConfig, facts: dict[str, Any], plugins: Plugins, times: StepTimes, clock: Callable[[], float]
+    config: EngineConfig,
+    facts: dict[str, Any],
+    plugins: Plugins,
+    times: StepTimes,
+    clock: Callable[[], float],
+    paths: Paths,
 ) -> Callable[[Figures], SimulatedEngine]:
     """Return what makes one engine after the other. facts: `engine` of what `pelton bench steps` wrote; settings of `config` that were
     given win over them. Raises `ConfigError`."""
@@ -308,7 +335,7 @@ def engine_maker(
             block_sizes=[group.spec.block_size for group in plan.groups], vocab_size=model.vocab_size, hasher=hasher, policy=policy,
             max_steps_in_flight=max_open, context_tokens=facts["context_tokens"], engine_config=config, clock=clock, metrics=metrics,
         )  # fmt: skip
-        return SimulatedEngine(make(entry, Scheduler, context), times, figures, max_open)  # type: ignore[type-abstract]
+        return SimulatedEngine(make(entry, Scheduler, context), times, paths, figures, max_open)  # type: ignore[type-abstract]
 
     return make_one
 

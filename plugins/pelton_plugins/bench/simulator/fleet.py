@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError, RequestError
 from pelton.plugins import Plugins
 from pelton_plugins.bench.simulator.engine import Figures, SimulatedEngine, engine_request
+from pelton_plugins.bench.simulator.paths import Paths
 from pelton_plugins.bench.trace import TraceRequest
 
 
@@ -27,10 +29,16 @@ class SimulatedServer:
     """Engines that share the requests of one trace."""
 
     def __init__(
-        self, config: EngineConfig, plugins: Plugins, make_engine: Callable[[Figures], SimulatedEngine], figures: Figures, clock: Clock
-    ) -> None:  # fmt: skip
+        self,
+        config: EngineConfig,
+        plugins: Plugins,
+        make_engine: Callable[[Figures], SimulatedEngine],
+        figures: Figures,
+        clock: Clock,
+        paths: Paths,
+    ) -> None:
         size = config.parallel.data_parallel_size
-        self._figures, self._clock = figures, clock
+        self._figures, self._clock, self._paths = figures, clock, paths
         self._engines = [make_engine(figures) for _ in range(size)]
         self._num_sent = [0] * size  # to each engine since it told of itself
         self._events: list[tuple[float, int]] = []  # an engine's next event, or an older one of it
@@ -46,13 +54,24 @@ class SimulatedServer:
                 ) from error
 
     def run(self, requests: Iterable[TraceRequest], vocab_size: int, overhead_s: float = 0.0) -> None:
-        """Serve them to the end. overhead_s: between the client's sending and the engine's receipt."""
+        """Serve them to the end. overhead_s: between the client's sending and the engine's receipt, besides what the paths say."""
+        coming: list[tuple[float, int, TraceRequest]] = []  # that are on their way to an engine
         for number, request in enumerate(requests):
-            arrival = request.arrival_s + overhead_s
+            self._deliver(coming, request.arrival_s, vocab_size)
+            self._advance(request.arrival_s)
+            most = max(engine.num_in_flight for engine in self._engines)
+            arrival = request.arrival_s + overhead_s + self._paths.to_engine(most)
+            heapq.heappush(coming, (arrival, number, request))
+        self._deliver(coming, math.inf, vocab_size)
+        self._advance(None)
+
+    def _deliver(self, coming: list[tuple[float, int, TraceRequest]], until: float, vocab_size: int) -> None:
+        """Give the engines what comes before `until`, each at its time."""
+        while coming and coming[0][0] <= until:
+            arrival, number, request = heapq.heappop(coming)
             self._advance(arrival)
             self._clock.now = arrival
             self._add(request, number, arrival, vocab_size)
-        self._advance(None)
 
     def _add(self, request: TraceRequest, number: int, now: float, vocab_size: int) -> None:
         made = engine_request(request, number, vocab_size)

@@ -68,7 +68,9 @@ class ChaosArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, duration_s=1.0, clients=1, api_server_count=2, mean_fault_s=0.1, num_ranks=1, num_engines=1)
+        check_at_least(
+            self, duration_s=1.0, clients=1, api_server_count=2, mean_fault_s=0.1, num_ranks=1, num_engines=1
+        )
 
 
 def run(argv: list[str]) -> int:
@@ -204,9 +206,8 @@ class _Chaos:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, ValueError, TimeoutError):
                 state = await self._state()
                 is_idle = state == {"health": 200, "load": 0, "running": 0, "blocks": 0}
-                if is_idle and self._num_engines_alive() == self.arguments.num_engines:  # one alone is healthy too
-                    if self._num_ranks_alive() == self._num_ranks_wanted:
-                        break
+                if is_idle and self._all_are_back():
+                    break
             await asyncio.sleep(0.2)
         self.checks += [
             check("health is not 200", state.get("health") != 200, 0),
@@ -227,6 +228,11 @@ class _Chaos:
     def _num_ranks_wanted(self) -> int:
         arguments = self.arguments
         return arguments.num_engines * arguments.num_ranks if arguments.num_ranks > 1 else 0
+
+    def _all_are_back(self) -> bool:
+        """With one engine of several the server is healthy too."""
+        wanted = self.arguments.num_engines, self._num_ranks_wanted
+        return (self._num_engines_alive(), self._num_ranks_alive()) == wanted
 
     def _num_engines_alive(self) -> int:
         return len(_children(self.process.pid, ENGINE))
