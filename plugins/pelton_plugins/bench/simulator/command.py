@@ -140,7 +140,11 @@ class Job:
         most = self.config.scheduler.max_num_batched_tokens or 1
         self._seed = parsed.config.model.seed  # of arrivals, lengths and the scatter of step times
         self._rng = random.Random(self._seed)
-        calibration = calibrate(recorded, self.arguments.calibrate, self._rng) if self.arguments.calibrate else None
+        calibration = None
+        if self.arguments.calibrate:
+            calibration = calibrate(
+                recorded, self.arguments.calibrate, self._rng, self.config.parallel.data_parallel_size
+            )
         self._paths = calibration.paths if calibration is not None else Paths()
         self._times = fit(recorded["steps"], most + (self.config.scheduler.max_num_seqs or 1), self._rng, calibration)
 

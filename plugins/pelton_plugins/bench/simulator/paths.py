@@ -1,4 +1,4 @@
-"""What lies between a client and the engine's steps, taken from a server at work.
+"""Ways between clients and the engine's steps, taken from a server at work.
 
 The steps that the executor `recorded` wrote and what `pelton bench serve --output-json` saw at the same time are by one clock. Laid
 beside each other they say when a request came to the engine, and how long after its step each token was with the client.
@@ -80,8 +80,11 @@ def read_record(path: str, setting: str) -> dict[str, Any]:
     return dict(found)
 
 
-def calibrate(recorded: dict[str, Any], files: Sequence[str], rng: random.Random) -> Calibration:
-    """files: of `bench serve`, from the server and the time of the recorded steps. Raises `ConfigError` where they are of others."""
+def calibrate(recorded: dict[str, Any], files: Sequence[str], rng: random.Random, num_engines: int = 1) -> Calibration:
+    """Lay the steps of one of `num_engines` beside what clients saw.
+
+    files: of `bench serve`, from the server and the time of the recorded steps. Raises `ConfigError` where they are of others.
+    """
     table = np.asarray(recorded["steps"], dtype=np.float64)
     launches, ends, rows = table[:, 6], table[:, 7], table[:, 0] + table[:, 2]
     is_used, later = np.zeros(len(table), dtype=bool), [[] for _ in table]  # type: list[list[float]]
@@ -128,7 +131,7 @@ def calibrate(recorded: dict[str, Any], files: Sequence[str], rng: random.Random
             first.append((float(rows[place]), float(outs[0])))
             for index, out in enumerate(outs[1:], place + 1):
                 later[index].append(float(out))
-        if num_found < len(requests) / 2:
+        if num_found < len(requests) / (2 * num_engines):
             raise ConfigError(f"calibrate is {file}, whose requests are not among those whose steps were recorded.")
         begins, over = (
             min(one["sent_s"] for one in requests),

@@ -37,7 +37,7 @@ STAYS = 31 / 32
 
 
 class Scatter:
-    """What was measured of steps of one size: ratios to the fitted mean, and seconds from their ends to the clients."""
+    """Measured steps of one size: ratios to the fitted mean, and seconds from their ends to the clients."""
 
     __slots__ = ("factor", "outs", "place", "ratios")
 
