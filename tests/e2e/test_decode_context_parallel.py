@@ -4,12 +4,14 @@ spread over ranks token by token."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pelton_e2e import Reference, generate, greedy, make_llm, references_in
+from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, references_in
+from pelton_lora import merged_checkpoint
 
-from pelton import SamplingParams
+from pelton import LoRARequest, SamplingParams
 from pelton.errors import ConfigError
 
 NUM_TOKENS = 16
@@ -46,36 +48,36 @@ def test_four_ranks_in_pairs_with_preemption_and_drafts(made: Callable[[str], Re
 
 
 def test_it_samples_what_one_device_samples(made: Callable[[str], Reference]) -> None:
-    """With seeds, filters, penalties and `n`."""
+    """With seeds, filters, penalties and `n`; in as much memory a rank there is room for twice the tokens."""
     prompts = [{"prompt_token_ids": prompt} for prompt in made("qwen3").prompts]
     params = SamplingParams(temperature=0.9, seed=7, top_k=20, top_p=0.9, presence_penalty=0.4, n=2, max_tokens=20)
 
-    def answers(**settings: Any) -> list[list[list[int]]]:
-        with make_llm(made("qwen3").path, **settings) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+    def answers(**settings: Any) -> tuple[list[list[list[int]]], int]:
+        with make_llm(made("qwen3").path, kv_cache_memory_bytes=2**22, **settings) as llm:
+            outputs, info = llm.generate(prompts, params, use_tqdm=False), llm.llm_engine.info
+            sampled = [[list(one.token_ids) for one in output.outputs] for output in outputs]
+            return sampled, info.num_blocks * info.block_size
 
-    assert answers(**SPREAD) == answers()
+    (alone, room), (spread, spread_room) = answers(), answers(**SPREAD)
+    assert spread == alone and spread_room == 2 * room
 
 
-def test_the_cache_has_room_for_as_many_times_the_tokens(made: Callable[[str], Reference]) -> None:
-    """Of the same memory, where tensor parallelism alone keeps one head twice."""
-
-    def capacity(**settings: Any) -> tuple[int, int]:
-        with make_llm(made("qwen3").path, kv_cache_memory_bytes=2**20, enforce_eager=True, **settings) as llm:
-            info = llm.llm_engine.info
-            assert info.num_blocks == 2**20 // (4 * 16 * 2 * 32 * 4)  # layers, tokens, keys and values, numbers, bytes
-            return info.num_blocks, info.block_size
-
-    alone, spread = capacity(tensor_parallel_size=2), capacity(**SPREAD)
-    assert alone[0] == spread[0] and (alone[1], spread[1]) == (16, 32)
+def test_adapters_and_sleep(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference = made("qwen3")
+    adapter, merged = merged_checkpoint(tmp_path, reference.path, seed=3, rank=8, strength=0.05)
+    expected, _ = greedy_reference(merged, reference.prompts, NUM_TOKENS)
+    with make_llm(reference.path, enable_lora=True, **SPREAD) as llm:
+        llm.sleep(1)
+        llm.wake_up()
+        prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
+        outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False, lora_request=LoRARequest("own", 1, adapter))
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected != reference.outputs
 
 
 @pytest.mark.parametrize(
     "family, settings, said",
     [
         ("llama", SPREAD, "of 2 key heads tensor_parallel_size 2 keeps 1 copy each"),
-        ("gemma3", SPREAD | {"tensor_parallel_size": 4}, "attends to a window of 32 tokens"),
         ("qwen3", {"tensor_parallel_size": 3, "decode_context_parallel_size": 2}, "does not divide tensor_parallel_size 3"),
         ("qwen3", SPREAD | {"kv_transfer_config": {"kv_connector": "shared_storage"}}, "does not go with kv_transfer_config"),
     ],

@@ -16,10 +16,15 @@ import torch
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention, GraphSupport, LatentParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.latents import latent_refusals
-from pelton_backends.sdpa.backend import DTYPES
+from pelton_backends.sdpa.backend import DTYPES, log_sum_exp
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_SCORES, _LEAST_TOKENS = 1 << 20, 16
+"""A call's scores stay in the processor's cache where it has so few, and tokens of a long prompt read no more context than they see; below
+so many tokens it is the context that is read too often."""
 
 
 @dataclass(slots=True)
@@ -58,9 +63,11 @@ class SDPAMLABackend(AttentionBackend):
             calls.append(self._gather(common.block_table[:count], [max(length, 1) for length in lengths[:count]], 1, 0))
         for row in range(count, common.num_reqs):
             num_tokens = starts[row + 1] - starts[row]
-            if num_tokens:  # others are padding
-                table = common.block_table[row : row + 1]
-                calls.append(self._gather(table, [lengths[row]], num_tokens, starts[row]))
+            first, table = lengths[row] - num_tokens, common.block_table[row : row + 1]
+            most = max(_SCORES // (self.needs.num_heads * max(lengths[row], 1)), _LEAST_TOKENS)
+            for start in range(0, num_tokens, most):  # none of padding
+                count = min(most, num_tokens - start)
+                calls.append(self._gather(table, [first + start + count], count, starts[row] + start))
         return SDPAMLAMetadata(common, calls)
 
     def _gather(self, table: Tensor, lengths: list[int], num_tokens: int, first_token: int) -> Gather:
@@ -102,13 +109,11 @@ class SDPAMLAAttention(BoundAttention):
             own = query[call.tokens].view(rows, -1, layer.num_heads, layer.head_dim)  # [R, T, H, D]
             scores = torch.einsum("rthd,rld->rthl", own, context).float() * layer.scale
             scores = scores.masked_fill(~call.is_seen[:, :, None], -torch.inf)
-            if lse is None:
-                weights = scores.softmax(dim=-1).to(query.dtype)
-            else:  # a row may see nothing of what is kept here
-                logs = scores.logsumexp(dim=-1, keepdim=True)
-                lse[call.tokens] = logs.view(-1, layer.num_heads)
-                weights = (scores - logs).exp().to(query.dtype)
+            softmax = scores.softmax(dim=-1)
+            weights = softmax.to(query.dtype)
             attended = torch.einsum("rthl,rld->rthd", weights, context[..., : layer.latent_dim])
-            if lse is not None:
-                attended = attended.masked_fill(logs == -torch.inf, 0.0)
+            if lse is not None:  # of what is kept here a row may see nothing
+                logs = log_sum_exp(scores, softmax)
+                lse[call.tokens] = logs.view(-1, layer.num_heads)
+                attended = attended.masked_fill((logs == -torch.inf).unsqueeze(-1), 0.0)
             output[call.tokens] = attended.reshape(-1, layer.num_heads, layer.latent_dim)
