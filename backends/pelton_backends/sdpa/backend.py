@@ -256,7 +256,7 @@ def attend_some(
 
 
 def log_sum_exp(scores: Tensor, softmax: Tensor) -> Tensor:
-    """Of the last axis, in a fifth of the time of torch's: the highest score less the logarithm of its weight. -inf of no scores at all."""
+    """Return it of the last axis, from a softmax that is there: the highest score less the logarithm of its weight; -inf of no scores."""
     if scores.shape[-1] == 0:
         return scores.new_full(scores.shape[:-1], -torch.inf)
     highest, place = scores.max(dim=-1)
