@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pelton.errors import PluginError
+from pelton.utils.printing import to_stderr
 
 GENERATE, POOL = "generate", "pool"
 """Of `ModelEntry.kind`."""
@@ -39,7 +40,8 @@ class Entry:
         if not (module_name and colon and attribute):
             raise PluginError(f"{self}: load is {self.load!r}; write 'module:attribute'.")
         try:
-            target: Any = importlib.import_module(module_name)
+            with to_stderr():
+                target: Any = importlib.import_module(module_name)
             for part in attribute.split("."):
                 target = getattr(target, part)
         except (ImportError, AttributeError) as error:

@@ -6,7 +6,6 @@ raises one `PluginError` with one clear line. Hooks are called at start-up; the 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
 import functools
@@ -16,6 +15,7 @@ import inspect
 import re
 import reprlib
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,13 +30,14 @@ from pelton import env, hookspecs
 from pelton.entries import Entry
 from pelton.errors import ConfigError, PeltonError, PluginError
 from pelton.logging import get_logger
+from pelton.utils.printing import to_stderr
 
 GROUP = "pelton"
 DISTRIBUTION = "pelton"
 ENV_FILTER = env.PLUGINS.name
 HOOK_PREFIX = "pelton_"
 FIX_IT = f"Fix the plugin, or leave it out with {ENV_FILTER}."
-SLOW_LOAD_S = 0.5
+SLOW_LOAD_S, HANGING_LOAD_S = 0.5, 5.0
 
 T = TypeVar("T")
 
@@ -83,13 +84,16 @@ class Plugins:
         """Installed, but not named in PELTON_PLUGINS."""
         self._said: set[tuple[str, str]] = set()
         self._traces = env.traces_plugins()
+        # Top-level packages: of built-in plugins, of the others, and of what these offer.
+        self._packages = {plugin.module.partition(".")[0]: plugin for plugin in self.loaded}
 
     def call_each(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """(plugin name, what its implementation returned), by plugin name. Raises `PluginError` naming who failed."""
         caller = getattr(self.manager.hook, hook)
         for implementation in sorted(caller.get_hookimpls(), key=lambda i: i.plugin_name):
             try:
-                result = implementation.function(*[arguments[name] for name in implementation.argnames])
+                with to_stderr():
+                    result = implementation.function(*[arguments[name] for name in implementation.argnames])
             except ConfigError:
                 raise  # the operator's, not the plugin's
             except Exception as error:
@@ -111,6 +115,7 @@ class Plugins:
         for plugin_name, result in self.call_each(hook, **arguments):
             plugin = by_name.get(plugin_name) or LoadedPlugin(plugin_name, "?", "?", "?")
             for entry in self._checked(hook, plugin, result):
+                self._packages.setdefault(re.split("[.:]", entry.load)[0], plugin)
                 entry = replace(entry, plugin=str(plugin), hook=hook)
                 offers.setdefault(entry.name, []).append(Offer(hook, entry, plugin))
         found: list[Offer] = []
@@ -197,7 +202,7 @@ class Plugins:
         for entry in result:
             if not isinstance(entry, wanted):
                 raise PluginError(
-                    f"Plugin {plugin} offers {entry.name!r} as a {type(entry).__name__} from {hook}; make it a "
+                    f"Plugin {plugin} offers {entry.name!r} from {hook}, of class {type(entry).__name__}; the class has to be "
                     f"{wanted.__name__} (pelton.entries)."
                 )
         return result
@@ -205,15 +210,14 @@ class Plugins:
     def culprit(self, error: BaseException) -> tuple[LoadedPlugin, str] | None:
         """The third-party plugin whose code raised, and where: the innermost frame of the error, or of a cause of it, that is in
         a package of one. None when none is."""
-        packages = {plugin.module.partition(".")[0]: plugin for plugin in self.loaded if not plugin.is_builtin}
         seen: set[int] = set()
         current: BaseException | None = error
         while current is not None and id(current) not in seen:
             seen.add(id(current))
             for frame, line in reversed(list(traceback.walk_tb(current.__traceback__))):
                 module = str(frame.f_globals.get("__name__", ""))
-                plugin = packages.get(module.partition(".")[0])
-                if plugin is not None:
+                plugin = self._packages.get(module.partition(".")[0])
+                if plugin is not None and not plugin.is_builtin:
                     return plugin, f"{module}:{frame.f_code.co_qualname}, line {line}"
             current = current.__cause__ or current.__context__
         return None
@@ -316,7 +320,7 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
             continue
         began = time.perf_counter()
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # what a command prints stays readable
+            with to_stderr(), _telling_of_a_hang(plugin):
                 module = point.load()
         except (Exception, SystemExit) as error:
             raise PluginError(
@@ -333,6 +337,25 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
         plugin.hooks = register(manager, module, name, plugin.distribution)
         loaded.append(plugin)
     return Plugins(manager, loaded, left_out)
+
+
+@contextmanager
+def _telling_of_a_hang(plugin: LoadedPlugin) -> Iterator[None]:
+    """Around an import: say which one it is when it does not come to its end."""
+    if plugin.is_builtin:
+        yield
+        return
+    message = (
+        "Plugin %s is being imported (%s), for more than %.1f s by now. Should it never end: leave it out with %s."
+    )
+    arguments = (message, plugin, plugin.module, HANGING_LOAD_S, ENV_FILTER)
+    timer = threading.Timer(HANGING_LOAD_S, get_logger(__name__).warning, arguments)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def register(manager: pluggy.PluginManager, module: ModuleType | object, name: str, owner: str) -> list[str]:

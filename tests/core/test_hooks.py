@@ -261,13 +261,17 @@ def test_a_plugin_takes_its_own_settings_where_the_worker_runs(plugins, checkpoi
         make("infrared")
 
 
-def test_a_kv_cache_manager_is_named_by_the_settings(plugins, checkpoint):
+def test_a_kv_cache_manager_is_named_by_the_settings(plugins, checkpoint, caplog):
+    """One that is not built in is named in the log of the start."""
+    caplog.set_level("INFO", "pelton")
     with LLM(model=str(checkpoint), plugins=plugins, kv_cache_manager="default", **SMALL) as llm:
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     assert "manager" not in used
+    assert "KV-cache manager: " not in caplog.text
     with LLM(model=str(checkpoint), plugins=plugins, kv_cache_manager="mine", **SMALL) as llm:
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     assert "manager" in used
+    assert "KV-cache manager: pelton_kv_cache_managers 'mine' (" in caplog.text
 
 
 def test_a_kv_cache_manager_of_the_old_form_is_made_with_a_warning(plugins, checkpoint, monkeypatch, caplog):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
 from pelton import LLM
+from pelton.cli.main import main
 from pelton.entries import Entry, ModelEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.model.registry import find_model
@@ -72,6 +74,16 @@ def start(checkpoint: str, **settings) -> str:
     return message
 
 
+HANGING = """
+import logging, threading
+told, logger = threading.Event(), logging.getLogger("pelton.plugins")
+class Handler(logging.Handler):
+    def emit(self, record):
+        told.set()
+logger.addHandler(handler := Handler())
+assert told.wait(30)
+logger.removeHandler(handler)
+"""
 NAMED = "of acme_plugin (acme_plugin 0.3)"
 
 
@@ -168,6 +180,14 @@ def test_a_model_that_raises_in_the_warm_up(install, checkpoint, method, body):
     )
 
 
+def test_logits_of_another_width_are_told(install, checkpoint):
+    """A model whose head leaves tokens out would serve, with other tokens."""
+    entry = "ModelEntry(name='mine', load='acme_plugin:Model', architectures=('LlamaForCausalLM',), priority=99)"
+    body = MODEL.format(method="compute_logits", body="return super().compute_logits(*args)[:, :7]")
+    install(body + hook("pelton_models", entry))
+    assert "Model.compute_logits gives [1, 7] for one row; it has to be [1, 320]" in start(checkpoint)
+
+
 def test_an_error_of_our_own_stays_what_it_is(checkpoint, monkeypatch):
     monkeypatch.setattr("pelton.engine.core.make_plan", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -206,7 +226,7 @@ def test_a_platform_whose_memory_is_not_a_number_of_bytes(install, checkpoint, s
         ),
         (
             hook("pelton_models", "Entry(name='mine', load='x:y')"),
-            "offers 'mine' as a Entry from pelton_models; make it a ModelEntry",
+            "offers 'mine' from pelton_models, of class Entry; the class has to be ModelEntry",
         ),
         ("\nimport sys\nsys.exit(3)\n", "fails to import acme_plugin: SystemExit: 3"),
     ],
@@ -219,11 +239,43 @@ def test_what_a_hook_returns_is_checked(install, body, message):
     assert message in str(caught.value) and "acme_plugin" in str(caught.value)
 
 
-def test_a_plugins_print_does_not_spoil_what_a_command_prints(install, capsys):
-    install("\nprint('hello from acme')\n" + hook("pelton_models", ""))
-    load_plugins()
+def test_a_plugins_print_does_not_spoil_what_a_command_prints(install, capsys, tmp_path):
+    """Not when it is imported, in its hooks, nor in what they name."""
+    body = "@hookimpl\ndef pelton_models():\n    print('hello from the hook')\n    return []\n"
+    install(
+        f"\nprint('hello from acme')\n{body}" + hook("pelton_schedulers", "Entry(name='mine', load='acme_parts:boom')")
+    )
+    (tmp_path / "acme_parts.py").write_text(
+        "print('hello from the parts')\ndef boom(*args):\n    raise ValueError('bang')\n"
+    )
+    assert main(["plugins", "--json"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "" and "hello from acme" in captured.err
+    assert "acme_plugin" in {plugin["name"] for plugin in json.loads(captured.out)}
+    assert "hello from acme" in captured.err and "hello from the hook" in captured.err
+    plugins = load_plugins()
+    (entry,) = (entry for entry in plugins.entries("pelton_schedulers") if entry.name == "mine")
+    parts = entry.resolve()
+    captured = capsys.readouterr()
+    assert captured.out == "" and "hello from the parts" in captured.err
+    with (
+        pytest.raises(
+            PluginError, match=r"Plugin acme_plugin .* fails in a test: ValueError: bang \(in acme_parts:boom"
+        ),
+        plugins.blaming("in a test"),
+    ):  # a package that the plugin's entries name is the plugin's
+        parts()
+    sys.modules.pop("acme_parts")
+
+
+def test_an_import_that_hangs_is_named(install, caplog, monkeypatch):
+    """While it hangs: the plugin's import ends once it has seen the line."""
+    monkeypatch.setattr("pelton.plugins.HANGING_LOAD_S", 0.01)
+    install(HANGING + hook("pelton_models", ""))
+    load_plugins()
+    assert (
+        "Plugin acme_plugin (acme_plugin 0.3) is being imported (acme_plugin), for more than 0.0 s by now"
+        in caplog.text
+    )
 
 
 def test_a_slow_import_is_told(install, caplog, monkeypatch):

@@ -536,7 +536,7 @@ def make_kv_manager(
     """The KV-cache manager that the settings name, or the best that is offered, with the managers of plugins' specs."""
     name, entries = config.kv_cache.kv_cache_manager, plugins.entries("pelton_kv_cache_managers")
     entry = entries[0] if name is None else plugins.find("pelton_kv_cache_managers", name, setting="kv_cache_manager")
-    logger.debug("KV-cache manager: %s", entry)
+    _say_whose("KV-cache manager", entry, plugins)
     context = KVManagerContext(
         plan=plan,
         config=config.kv_cache,
@@ -567,6 +567,12 @@ def _parameters(entry: Entry) -> Collection[str]:
         return inspect.signature(entry.resolve()).parameters
 
 
+def _say_whose(what: str, entry: Entry, plugins: Plugins) -> None:
+    """Log what is taken, for all to see where it is not built in."""
+    is_built_in = entry.plugin in {str(plugin) for plugin in plugins.loaded if plugin.is_builtin}
+    (logger.debug if is_built_in else logger.info)("%s: %s", what, entry)
+
+
 def make_grammar_manager(
     config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics
 ) -> GrammarManager | None:
@@ -575,6 +581,7 @@ def make_grammar_manager(
     found = [plugins.find(hook, name, setting="structured_outputs_backend")] if name else plugins.entries(hook)
     if not found or model.tokenizer_path is None:
         return None
+    _say_whose("Structured-output backend", found[0], plugins)
     context = StructuredOutputContext(
         tokenizer_path=model.tokenizer_path,
         vocab_size=model.vocab_size,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,15 +27,12 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
     """Routes come from the `pelton_http_routes` hook, the built-in ones too."""
     state.parsers = Parsers(state.config, plugins, state.http_metrics)
     handlers: list[Any] = []
+    owners: list[tuple[Any, Entry]] = []
     for entry in plugins.entries("pelton_http_routes"):
-        make_routes = entry.resolve()
-        try:
-            handlers += make_routes(state)
-        except Exception as error:
-            raise PluginError(
-                f"HTTP routes {entry.name!r} of {entry.load} fail: {type(error).__name__}: {error}. "
-                "Fix its plugin, or leave it out with PELTON_PLUGINS."
-            ) from error
+        with calling(entry):
+            found = list(entry.resolve()(state))
+        owners += [(handler, entry) for handler in found]
+        handlers += found
     state.openapi = describe_api(handlers, with_key=bool(state.config.api_key))
 
     methods: dict[str, set[str]] = {}
@@ -62,7 +60,7 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
             debug=False,
         )
     except ImproperlyConfiguredException as error:
-        raise PluginError(f"The plugins' HTTP routes do not fit together: {error}.") from error
+        raise PluginError(f"The plugins' HTTP routes do not fit together: {error}.{_rivals(owners)}") from error
     public = {
         path for handler in handlers if getattr(handler, "opt", {}).get("pelton_public") for path in handler.paths
     }
@@ -85,6 +83,17 @@ def _allowed(methods: Mapping[str, Collection[str]], path: str) -> list[str]:
         if re.fullmatch(_VARIABLE.sub(_matches, re.escape(route)), path):
             return sorted(found)
     return []
+
+
+def _rivals(owners: Sequence[tuple[Any, Entry]]) -> str:
+    """Say whose routes have one path and method."""
+    taken: dict[tuple[str, str], Entry] = {}
+    for handler, entry in owners:
+        for place in itertools.product(getattr(handler, "paths", ()), map(str, getattr(handler, "http_methods", ()))):
+            other = taken.setdefault(place, entry)
+            if other is not entry:
+                return f" Both {other} and {entry} offer {place[1]} {place[0]}."
+    return ""
 
 
 def _wrap(entry: Entry, state: ServerState) -> Callable[[ASGIApp], ASGIApp]:

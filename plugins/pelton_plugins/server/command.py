@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 from pelton.config import EngineConfig
-from pelton.errors import ConfigError, PeltonError
+from pelton.errors import ConfigError, PeltonError, PluginError
 from pelton.logging import setup
 from pelton.plugins import Plugins, load_plugins
 from pelton_plugins.flags import parse_flags
@@ -26,7 +26,7 @@ def run_node(config: EngineConfig, plugins: Plugins) -> int:
 
 
 def run(argv: list[str]) -> int:
-    """The `serve` command: 0 after a signal, 2 for a wrong setting, 1 when the engine did not start."""
+    """The `serve` command: 0 after a signal, 2 for a wrong setting or plugin, 1 when the engine did not start."""
     try:
         parsed = parse_flags(argv, [ServerConfig], positional="model", program="pelton serve", doc=HELP)
         config: ServerConfig = parsed.structs["ServerConfig"]
@@ -44,4 +44,4 @@ def run(argv: list[str]) -> int:
             return run_server(config, parsed.config, plugins, explicit=parsed.explicit, ahead=ahead)
     except PeltonError as error:
         print(f"pelton serve: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, (ConfigError, PluginError)) else 1

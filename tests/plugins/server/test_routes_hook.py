@@ -20,6 +20,9 @@ class Offer:
     def __init__(self, name, routes):
         self.name, self.load, self.resolve = name, f"x:{name}", lambda: routes
 
+    def __str__(self):
+        return f"pelton_http_routes {self.name!r} (x:{self.name} of acme (acme 0.3))"
+
 
 class Offers:
     def __init__(self, *routes):
@@ -78,7 +81,14 @@ def test_an_exception_in_a_plugins_route_is_a_scrubbed_500(start):
 
 
 @pytest.mark.parametrize(
-    "routes, message", [(clashes, "do not fit together"), (broken, "'extra0' of x:extra0 fail: KeyError")]
+    "routes, message",
+    [
+        (
+            clashes,
+            r"do not fit together: .* Both .* and pelton_http_routes 'extra0' \(.* of acme .* offer GET /version\.",
+        ),
+        (broken, r"'extra0' \(x:extra0 of acme \(acme 0\.3\)\) fails: KeyError"),
+    ],
 )
 def test_routes_that_cannot_be_served_stop_the_start(routes, message):
     with pytest.raises(PluginError, match=message):

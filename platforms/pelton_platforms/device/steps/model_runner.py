@@ -23,9 +23,10 @@ from torch import Tensor
 from pelton.attention.interface import AttentionBackend
 from pelton.attention.metadata import BatchDescriptor
 from pelton.config.compilation import CUDAGraphMode
-from pelton.errors import EngineError
+from pelton.errors import EngineError, PluginError
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.interface import CausalLM, PooledRows
+from pelton.plugins import FIX_IT
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import Logits, Pool, Sample, Tail, Variant, Verify
 from pelton.worker.inputs import InputBuffers, StepShape
@@ -133,6 +134,11 @@ class ModelRunner:
         if not hasattr(self.model, "compute_logits"):
             return
         logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
+        if logits.shape != (1, self.state.vocab_size):
+            raise PluginError(
+                f"{type(self.model).__name__}.compute_logits gives {list(logits.shape)} for one row; it has to be [1, "
+                f"{self.state.vocab_size}], a number for each token of the vocabulary. {FIX_IT}"
+            )
         result = torch.zeros(1, 2, dtype=torch.int32, device=self.state.device)
         for variant in variants:
             self.ops.sample(variant)(logits, slots[:1], result)
