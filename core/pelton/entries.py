@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pelton.errors import PluginError
-from pelton.utils.printing import to_stderr
+from pelton.logging import to_stderr
 
 GENERATE, POOL = "generate", "pool"
 """Of `ModelEntry.kind`."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 ROOT = "pelton"
 _PROGRESS_INTERVAL_TTY_S = 0.1
@@ -128,3 +129,26 @@ def _amount(value: float, unit: str) -> str:
             if value >= size:
                 return f"{value / size:.1f} {prefix}"
     return f"{value:g} {unit}".rstrip()
+
+
+_print_lock = threading.Lock()
+_print_depth = 0
+_stdout: Any = None
+
+
+@contextmanager
+def to_stderr() -> Iterator[None]:
+    """Send what plugins print while they are loaded to stderr: what a command prints stays readable. Any number of threads, the
+    last of which puts stdout back."""
+    global _print_depth, _stdout
+    with _print_lock:
+        if not _print_depth:
+            _stdout, sys.stdout = sys.stdout, sys.stderr
+        _print_depth += 1
+    try:
+        yield
+    finally:
+        with _print_lock:
+            _print_depth -= 1
+            if not _print_depth:
+                sys.stdout = _stdout

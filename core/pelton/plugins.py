@@ -29,8 +29,7 @@ import pluggy
 from pelton import env, hookspecs
 from pelton.entries import Entry
 from pelton.errors import ConfigError, PeltonError, PluginError
-from pelton.logging import get_logger
-from pelton.utils.printing import to_stderr
+from pelton.logging import get_logger, to_stderr
 
 GROUP = "pelton"
 DISTRIBUTION = "pelton"
