@@ -8,13 +8,14 @@ as a library keeps its own logging.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 ROOT = "pelton"
 _PROGRESS_INTERVAL_TTY_S = 0.1
@@ -133,17 +134,17 @@ def _amount(value: float, unit: str) -> str:
 
 _print_lock = threading.Lock()
 _print_depth = 0
-_stdout: Any = None
+_redirection = contextlib.ExitStack()
 
 
 @contextmanager
 def to_stderr() -> Iterator[None]:
     """Send what plugins print while they are loaded to stderr: what a command prints stays readable. Any number of threads, the
     last of which puts stdout back."""
-    global _print_depth, _stdout
+    global _print_depth
     with _print_lock:
         if not _print_depth:
-            _stdout, sys.stdout = sys.stdout, sys.stderr
+            _redirection.enter_context(contextlib.redirect_stdout(sys.stderr))
         _print_depth += 1
     try:
         yield
@@ -151,4 +152,4 @@ def to_stderr() -> Iterator[None]:
         with _print_lock:
             _print_depth -= 1
             if not _print_depth:
-                sys.stdout = _stdout
+                _redirection.close()
