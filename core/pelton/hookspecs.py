@@ -8,7 +8,8 @@ plugins are joined, and nothing rests on their order. A hook names only the argu
 major version hooks and arguments are added, never renamed or taken away; one that will go is `deprecated` first.
 
 API version history: 1.0, first; 1.1, `pelton_http_middleware`; 1.2, `pelton_logits_processors`,
-`pelton_communicators`, `pelton_engine_clients`, `pelton_step_kernels`, `pelton_tool_parsers`, `pelton_reasoning_parsers`.
+`pelton_communicators`, `pelton_engine_clients`, `pelton_step_kernels`, `pelton_expert_placements`, `pelton_tool_parsers`,
+`pelton_reasoning_parsers`.
 """
 
 from __future__ import annotations
@@ -168,6 +169,12 @@ def pelton_communicators(device_type: str) -> Sequence[Entry]:
     """Offer communicators between the ranks that share a model, for devices of `device_type`: `load` gives a
     `pelton.parallel.communicator.Communicator` class, made from one `CommunicatorContext`. An executor that runs several workers makes
     the best by priority, or the one that its settings name, in each of them."""
+
+
+@hookspec(since="1.2")
+def pelton_expert_placements() -> Sequence[Entry]:
+    """Offer policies that say which rank has which experts: what `eplb_config.policy` may name. `load` gives a
+    `pelton.parallel.expert_placement.ExpertPlacement` class."""
 
 
 @hookspec(since="1.2")

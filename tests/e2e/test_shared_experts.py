@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pelton_e2e import Reference, generate, greedy, make_llm, references_in
+from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, references_in
+from safetensors.torch import load_file, save_file
 
 from pelton import LLM
 from pelton.errors import ConfigError
@@ -30,6 +32,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 def counts(llm: LLM) -> list[dict[str, int]]:
     """Of the first rank of each engine."""
     return [engine.client.call("worker.lock_step_counts") for engine in llm.llm_engine.client._engines]
+
+
+def balance_of(llm: LLM) -> dict[str, Any]:
+    """Of the first rank."""
+    found: dict[str, Any] = llm.llm_engine.client.call("worker.expert_balance")
+    return found
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3_moe"])
@@ -97,15 +105,57 @@ def test_ranks_of_engines(made: Callable[[str], Reference]) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
+        ({"data_parallel_size": 1, "enable_eplb": True}, "no rank has some of the experts whole"),
+        ({"enable_eplb": True, "eplb_policy": "none"}, "eplb_config.policy is 'none'; available: default"),
+        ({"eplb_config": {"num_redundant_experts": 2}}, "num_redundant_experts is 2; this version moves experts"),
+        ({"eplb_config": {"step_interval": 0}}, "step_interval is 0; use at least 1"),
         ({"pipeline_parallel_size": 2}, "does not go with engines that share their experts"),
         ({"data_parallel_size_local": 1}, "are all on one host"),
     ],
 )
 def test_what_does_not_go(made: Callable[[str], Reference], settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        make_llm(made("qwen3_moe").path, **TWO, **settings)
+        make_llm(made("qwen3_moe").path, **(TWO | settings))
 
 
 def test_a_model_without_experts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no experts"):
         make_llm(str(make_tiny_checkpoint(tmp_path / "llama", "llama")), **TWO)
+
+
+SIZES = {"engines": TWO, "ranks": {"tensor_parallel_size": 2, "enable_expert_parallel": True}}
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", "engines"), ("deepseek_v3_moe", "ranks")])
+def test_experts_move_until_ranks_have_as_much_to_do(
+    made: Callable[[str], Reference], family: str, sizes: str, tmp_path: Path
+) -> None:
+    """The router gives the first half of the experts, which one rank has, nearly all tokens. Ids stay, before, while and after moves."""
+    folder, path = shutil.copytree(made(family).path, tmp_path / family), tmp_path / family / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        half = len(tensors[name]) // 2
+        if name.endswith("e_score_correction_bias"):
+            tensors[name][:half] += 1
+        elif name.endswith("mlp.gate.weight") and family == "qwen3_moe":
+            tensors[name][1:half:2] = -tensors[name][:half:2]  # of each pair one is above 0
+            tensors[name][half:] *= 0.05
+    save_file(tensors, path)
+    prompts = made(family).prompts
+    expected, gap = greedy_reference(str(folder), prompts, 32)
+    assert gap > 1e-4
+    eplb = {"enable_eplb": True, "step_interval": 12, "window_size": 8}
+    with make_llm(str(folder), **SIZES[sizes], eplb_config=eplb, max_num_batched_tokens=64) as llm:
+        call = llm.llm_engine.client.call
+        assert generate(llm, prompts, greedy(32)) == expected
+        call("worker.expert_load", True)
+        for _ in range(2):
+            assert generate(llm, prompts, greedy(32)) == expected
+        loads = call("worker.expert_load")
+        halves = [[sum(load[: len(load) // 2]), sum(load[len(load) // 2 :])] for load in loads.values()]
+        first, second = map(sum, zip(*halves, strict=True))
+        assert first > 1.5 * second, "the load is skewed"
+        found = balance_of(llm)
+        assert found["moves"] > 0
+        first, *later = found["balance"]
+        assert first < 0.85 and sum(later) / len(later) > first + 0.04, found

@@ -16,6 +16,7 @@ import msgspec
 
 from pelton.config.attention import AttentionConfig
 from pelton.config.compilation import CompilationConfig
+from pelton.config.eplb import EPLBConfig
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.config.kv_transfer import KVTransferConfig
 from pelton.config.lora import LoRAConfig
@@ -37,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache: KVCacheConfig = msgspec.field(default_factory=KVCacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
+    eplb: EPLBConfig = msgspec.field(default_factory=EPLBConfig)
     attention: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     compilation: CompilationConfig = msgspec.field(default_factory=CompilationConfig)
     speculative: SpeculativeConfig = msgspec.field(default_factory=SpeculativeConfig)
@@ -61,6 +63,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 }
 FLAT_ALIASES = {
     "attention_backend": ("attention", "backend"),
+    **{f"eplb_{name}": ("eplb", name) for name in EPLBConfig.__struct_fields__[1:]},
     "optimization_level": ("compilation", "level"),
     "speculative_method": ("speculative", "method"),
     "structured_outputs_backend": ("structured_outputs", "backend"),

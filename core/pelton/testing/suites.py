@@ -91,6 +91,9 @@ SUITES: Mapping[str, Suite] = {
     "pelton_communicators": Suite(
         "pelton.testing.communicator:CommunicatorConformance", lambda entry, loaded: {"load": entry.load}
     ),
+    "pelton_expert_placements": Suite(
+        "pelton.testing.expert_placement:ExpertPlacementConformance", _set("policy_class")
+    ),
     "pelton_engine_clients": Suite(
         "pelton.testing.engine_client:EngineClientConformance", lambda entry, loaded: {"load": entry.load}
     ),

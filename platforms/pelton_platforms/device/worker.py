@@ -206,7 +206,11 @@ class DeviceWorker(Worker):
                 counter.zero_()
         if self.build.has_whole_experts:  # else every rank counts all tokens
             total = self.parallel.all_reduce(total)
-        return dict(zip(counters, total.tolist(), strict=True))
+        found = dict(zip(counters, total.tolist(), strict=True))
+        for name, load in found.items():  # experts may have changed places
+            placement = getattr(model.get_submodule(name), "placement", range(len(load)))
+            found[name] = [count for _, count in sorted(zip(placement, load, strict=True))]
+        return found
 
     @torch.inference_mode()
     def sleep(self, level: int) -> None:

@@ -203,6 +203,8 @@ class InProcessExecutor(Executor):
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None
         self._lock_step: LockStep | None = None
+        self._after_step: Callable[[], None] | None = None
+        self._calls: dict[str, Callable[..., Any]] = {}  # that are not the worker's
         _live.add(self)
         try:
             self._worker = self._run(lambda: self._start_worker(context, platform))
@@ -238,12 +240,27 @@ class InProcessExecutor(Executor):
             from pelton_plugins.executors.shared_experts.share import share_experts
 
             self._lock_step = share_experts(context, platform, parallel, platform.device(rank), self._thread.submit)
-        return start_worker(
+            self._calls["lock_step_counts"] = self._lock_step.counts
+        worker = start_worker(
             WorkerContext(
                 config=context.config, model=context.model, platform=platform, plugins=context.plugins, rank=rank,
                 parallel=parallel,
             )
         )  # fmt: skip
+        if context.config.eplb.enable_eplb:
+            self._balance(context, worker, parallel)
+        return worker
+
+    def _balance(self, context: ExecutorContext, worker: Worker, parallel: GroupContext) -> None:
+        from pelton_plugins.executors.shared_experts.balancer import ExpertBalancer
+
+        ranks = parallel.communicator if self._lock_step is None else self._lock_step.everyone
+        balancer = ExpertBalancer(context, worker, ranks)
+        self._calls["expert_balance"] = balancer.told
+        if self._lock_step is not None:
+            self._lock_step.after_round = balancer.after_step
+        else:
+            self._after_step = balancer.after_step
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         return self._run(self._alive().kv_cache_specs)
@@ -265,7 +282,7 @@ class InProcessExecutor(Executor):
         take_short_turns()
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
-        worker, thread, lock_step = self._alive(), self._thread, self._lock_step
+        worker, thread, lock_step, after_step = self._alive(), self._thread, self._lock_step, self._after_step
         if lock_step is not None:
             lock_step.add()
 
@@ -275,6 +292,8 @@ class InProcessExecutor(Executor):
             else:
                 num_tokens = output.total_num_scheduled_tokens
                 result = lock_step.run(output.step_id, num_tokens, lambda: worker.execute(output))
+            if after_step is not None:
+                after_step()
             if result is None:
                 return worker.sample(thread.wait_for_masks(output.step_id))
             if output.grammar_rows:
@@ -308,8 +327,8 @@ class InProcessExecutor(Executor):
         return future
 
     def _method(self, name: str) -> Callable[..., Any]:
-        if name == "lock_step_counts" and self._lock_step is not None:
-            return self._lock_step.counts
+        if name in self._calls:
+            return self._calls[name]
         target = None if name.startswith("_") else getattr(self._alive(), name, None)
         if not callable(target):
             raise NotSupportedError(

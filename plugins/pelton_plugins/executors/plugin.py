@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import ExecutorEntry, SettingsEntry
+from pelton.entries import Entry, ExecutorEntry, SettingsEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
@@ -19,6 +19,16 @@ def pelton_settings() -> Sequence[SettingsEntry]:
             doc="where ranks run in a Ray cluster",
         )
     ]
+
+
+@hookimpl
+def pelton_expert_placements() -> Sequence[Entry]:
+    return [
+        Entry(
+            name="default", load="pelton_plugins.executors.shared_experts.even_load:EvenLoad", priority=10,
+            doc="the most loaded expert first, to the rank with the least",
+        )
+    ]  # fmt: skip
 
 
 @hookimpl

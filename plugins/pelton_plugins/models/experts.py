@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from pelton.attention.metadata import ForwardBatch
     from pelton.model.build import BuildConfig
+    from pelton.parallel.communicator import Communicator
     from pelton.parallel.context import ParallelContext
 
 
@@ -109,7 +110,9 @@ class SparseMoe(nn.Module):
     """The norm, the router and its experts (`add_norm_moe`), and what every token takes beside them."""
 
     expert_load: Tensor | None = None
-    """[E] int64, with `count_expert_load`: the tokens that each expert of this rank was given so far."""
+    """[E] int64, with `count_expert_load`: the tokens that the expert at each place was given so far, of this rank's places."""
+    group_size: int
+    """Experts among which a router chooses groups first; all, where it does not."""
 
     def __init__(
         self,
@@ -149,6 +152,9 @@ class SparseMoe(nn.Module):
             has_bias=has_bias, weight_format=weight_format, group_size=group_size, first_expert=first, num_held=num_held,
         )  # fmt: skip
         self.routing, self.norm, self.shared = routing, norm, shared
+        self.placement = list(range(routing.num_experts))
+        self.group_size = routing.num_experts // routing.num_groups
+        self.places = places_of_ranks(parallel, routing.num_experts) if config.has_whole_experts else []
         self.has_all = num_held is None
         self.router = _parameter(config, routing.num_experts, hidden_size)
         config.weights.expect(f"{prefix}.{names.router}.weight", tuple(self.router.shape), self.router)
@@ -174,7 +180,7 @@ class SparseMoe(nn.Module):
         self.experts = nn.ParameterDict(made)
         moe = MoeNeeds(
             dtype=config.dtype_name, routing=routing, experts=spec, max_num_tokens=config.max_num_batched_tokens,
-            has_router_bias=has_bias, counts_load=config.plugin_settings(NAME, ModelSettings).count_expert_load,
+            has_router_bias=has_bias, counts_load=_counts_load(config),
             num_engines=1 if parallel.experts is None else parallel.experts.size,
         )  # fmt: skip
         if moe.counts_load:
@@ -204,6 +210,35 @@ class SparseMoe(nn.Module):
                 always = torch.sigmoid(nn.functional.linear(x, self.shared_gate)) * always
             result = result + always
         return result, residual
+
+    def place_experts(self, placement: list[int], ranks: Communicator) -> None:
+        """Bring experts to other places, on all ranks at once, between two steps: `placement[i]` is the expert that place i gets. Rows of
+        the router follow, so that the op knows nothing of it."""
+        old = {expert: place for place, expert in enumerate(self.placement)}
+        source = [old[expert] for expert in placement]
+        owner = [rank for rank, places in enumerate(self.places) for _ in places]
+        mine, here = ranks.rank, self.places[ranks.rank]
+        sent = [[source[p] - here.start for p in places if owner[source[p]] == mine] for places in self.places]
+        got = [[p - here.start for p in here if owner[source[p]] == rank] for rank in range(ranks.size)]
+        rows, targets = ([place for part in parts for place in part] for parts in (sent, got))
+        for tensor in self.experts.values():
+            part = (
+                tensor.data[rows].reshape(len(rows), -1).view(torch.uint8)
+            )  # as bytes: kernels have an order of their own
+            found = ranks.all_to_all(part, [len(one) for one in sent], [len(one) for one in got])
+            tensor.data[targets] = found.view(tensor.dtype).view(len(targets), *tensor.shape[1:])
+        for moved in (self.router, self.router_bias, self.correction):
+            if moved is not None:
+                moved.data.copy_(moved.data[source])
+        if self.expert_load is not None:
+            load = ranks.all_reduce(self.expert_load.clone())[source]
+            self.expert_load.zero_()[here.start : here.stop] = load[here.start : here.stop]
+        self.placement = placement
+
+
+def _counts_load(config: BuildConfig) -> bool:
+    is_balanced = config.engine_config is not None and config.engine_config.eplb.enable_eplb
+    return is_balanced or config.plugin_settings(NAME, ModelSettings).count_expert_load
 
 
 def _check_method(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> None:
@@ -281,18 +316,23 @@ def experts_here(spec: ExpertsSpec, num_experts: int) -> range:
     return range(spec.first_expert, spec.first_expert + count)
 
 
+def places_of_ranks(parallel: ParallelContext, num_experts: int) -> list[range]:
+    """Return the places that each rank has whole experts at; those of all engines that share them count. Ranks differ by one at most."""
+    size = parallel.size * (1 if parallel.experts is None else parallel.experts.size)
+    return [range(num_experts * rank // size, num_experts * (rank + 1) // size) for rank in range(size)]
+
+
 def _held(parallel: ParallelContext, num_experts: int, prefix: str) -> tuple[int, int]:
-    """The first expert that this rank holds and how many: ranks differ by one at most. Ranks of all engines count."""
-    rank, size, engines = parallel.rank, parallel.size, parallel.experts
-    if engines is not None:
-        rank, size = engines.rank * size + rank, engines.size * size
-    if num_experts < size:
+    """The first expert that this rank holds and how many."""
+    places, rank = places_of_ranks(parallel, num_experts), parallel.rank
+    if num_experts < len(places):
         raise ConfigError(
-            f"tensor_parallel_size x data_parallel_size is {size}, and {prefix} has {num_experts} experts, of which each rank holds some "
-            f"(enable_expert_parallel). Use at most {num_experts} ranks."
+            f"tensor_parallel_size x data_parallel_size is {len(places)}, and {prefix} has {num_experts} experts, of which each rank holds "
+            f"some (enable_expert_parallel). Use at most {num_experts} ranks."
         )
-    first = num_experts * rank // size
-    return first, num_experts * (rank + 1) // size - first
+    if parallel.experts is not None:
+        rank += parallel.experts.rank * parallel.size
+    return places[rank].start, len(places[rank])
 
 
 def _parameter(config: BuildConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -42,7 +42,9 @@ class LockStep:
         folder: Path,
         device: torch.device,
     ) -> None:
-        self.exchange = exchange
+        self.exchange, self.everyone = exchange, everyone
+        self.after_round: Callable[[], None] = lambda: None
+        """Called on all ranks, between the rounds in which a step ran."""
         self._everyone, self._submit, self._device = everyone, submit, device
         self._engine_size = everyone.size // exchange.size
         self._news = threading.Condition()  # of what follows
@@ -140,4 +142,5 @@ class LockStep:
                 step()
         finally:
             self.exchange.close()
+            self.after_round()
         return is_ours
