@@ -36,7 +36,7 @@ class Plugin:
 
     @hookimpl
     def pelton_expert_placements(self) -> list[Entry]:
-        return [Entry(name="wrong", load=Wrong, doc="loses an expert")]
+        return [Entry(name="wrong", load=f"{__name__}:Wrong", doc="loses an expert")]
 
 
 class Layer:
