@@ -28,7 +28,8 @@ class Wrong(EvenLoad):
     """A plugin's, that loses an expert."""
 
     def place(self, load: Sequence[int], placement: Sequence[int], sizes: Sequence[int], group_size: int) -> list[int]:
-        return [0, *super().place(load, placement, sizes, group_size)[1:]]
+        new = super().place(load, placement, sizes, group_size)
+        return [new[1], *new[1:]]
 
 
 class Plugin:
