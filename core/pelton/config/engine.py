@@ -55,6 +55,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Build from flat names. Raises `ConfigError` naming the field, its value and what would be right."""
         return build_from_flat(flat)
 
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Open steps with overlap on."""
+        return self.scheduler.max_steps_in_flight + self.parallel.pipeline_parallel_size - 1
+
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     name: hint

@@ -17,7 +17,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     decode_context_parallel_size: int = 1
     """Ranks of tensor parallelism with the same KV heads that share their cache: each keeps some of the tokens."""
     pipeline_parallel_size: int = 1
-    """Devices that follow each other, each with some of the layers."""
+    """Devices that follow each other, each with some of the layers and with another step at work."""
     pipeline_layer_partition: list[int] | None = None
     """How many layers each of them has; as equal as can be when unset."""
     data_parallel_size: int = 1
@@ -73,6 +73,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def num_ranks(self) -> int:
         """Devices of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def telling_rank(self) -> int:
+        """The rank whose results of steps count: the first of the last stage."""
+        return self.num_ranks - self.tensor_parallel_size
 
     @property
     def served_indexes(self) -> range:

@@ -33,7 +33,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     async_scheduling: bool = True
     """Overlap: schedule the next step while this one runs."""
     max_steps_in_flight: int = 2
-    """Open steps with overlap on (1 with it off)."""
+    """Open steps with overlap on (1 with it off); with pipeline stages one more for each behind the first."""
     max_num_queued_reqs: int | None = None
     """Most requests that wait; one more is refused with status 503."""
     max_num_queued_tokens: int | None = None

@@ -610,5 +610,5 @@ def adapter_loads(config: EngineConfig, executor: Executor) -> AdapterLoads | No
 
 
 def max_steps_in_flight(config: EngineConfig, executor: Executor) -> int:
-    most = min(config.scheduler.max_steps_in_flight, executor.max_concurrent_steps)
+    most = min(config.max_steps_in_flight, executor.max_concurrent_steps)
     return most if config.scheduler.async_scheduling else 1

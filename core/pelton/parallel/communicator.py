@@ -74,7 +74,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send to another rank. May return before it was taken; `tensor` may be written afterwards."""
+        """Send to another rank. Returns before it was taken, of a few at least; `tensor` may be written afterwards."""
 
     @abstractmethod
     def recv(self, tensor: Tensor, source: int) -> Tensor:

@@ -11,6 +11,7 @@ import ctypes
 import math
 import socket
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 TCP = "tcp://"
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of a dtype are computed in, where not in itself."""
+_MOST_SENT = 4
+"""Tensors on their way to one rank, for each rank of the group: with more the sender waits until the oldest was taken."""
 
 
 def _shut_down(reference: weakref.ref[GlooCommunicator]) -> None:
@@ -43,6 +46,7 @@ class GlooCommunicator(Communicator):
         super().__init__(context)
         self._group_name, self._timeout = context.group, timedelta(seconds=context.timeout_s)
         self._group: Any = None
+        self._sent: defaultdict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by who has to take it
         with self._naming("the meeting of all ranks"):
             meeting = _meeting(context.store, context.size)
             store = self._store = dist.PrefixStore(context.group, meeting)
@@ -111,7 +115,13 @@ class GlooCommunicator(Communicator):
         self._wait("all_to_all", lambda: self._group.alltoall_base(found, mine, list(received), list(sent)))
 
     def _send_at(self, address: int, count: int, dtype: torch.dtype, to: int) -> None:
-        self._wait(f"send to {to}", lambda: self._group.send([tensor_at(address, count, dtype)], to, 0))
+        """gloo's send ends when the other side has taken it: a copy goes, and nobody waits, so that two ranks may send to each other."""
+        sent = self._sent[to]
+        with self._naming(f"send to {to}"), unseen():
+            copy = tensor_at(address, count, dtype).clone()
+            sent.append((self._group.send([copy], to, 0), copy))
+            if len(sent) > _MOST_SENT * self.size:
+                sent.popleft()[0].wait(self._timeout)
 
     def _recv_at(self, address: int, count: int, dtype: torch.dtype, source: int) -> None:
         self._wait(f"recv from {source}", lambda: self._group.recv([tensor_at(address, count, dtype)], source, 0))

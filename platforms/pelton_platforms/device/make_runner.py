@@ -10,19 +10,20 @@ from pelton.worker.inputs import InputBuffers
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.logits_processors import make_processors
-from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.prompt_embeds import make_prompt_embeds
+from pelton_platforms.device.steps.stage_runners import stage_runner
 from pelton_platforms.device.steps.step_ops import StepOps
 
 if TYPE_CHECKING:
     from pelton.kv_cache.spec import KVCachePlan
     from pelton.ops.selector import OpSelector
     from pelton_platforms.device.loaded import LoadedModel
+    from pelton_platforms.device.steps.model_runner import ModelRunner
 
 
 def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> ModelRunner:
     """Allocate all of it. Raises `MemoryError` where the pool does not fit, torch's own error where the state does not."""
-    config, num_parts = loaded.config, loaded.config.scheduler.max_steps_in_flight + 1
+    config, num_parts = loaded.config, loaded.config.max_steps_in_flight + 1
     bound = bind_caches(plan, loaded.build)
     caches = [LayerCache(one.name, one.group_id, one.views, type(one.spec).__name__) for one in bound.layers]
     pool = KVPool(plan.num_blocks, caches)
@@ -42,7 +43,7 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     _use_drafts(loaded, step_ops)
     if loaded.adapters is not None:
         loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters
-    runner = ModelRunner(
+    runner = stage_runner(loaded.build.parallel.stages, num_parts)(
         loaded.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * num_parts,
         stream_wait=loaded.platform.stream_wait() if config.parallel.num_ranks == 1 else None,
     )  # fmt: skip

@@ -20,7 +20,7 @@ def make_step_kernel(worker: DeviceWorker) -> StepKernel | None:
     platform, build, info = worker.platform, worker.build, worker.model_info
     entries = worker.plugins.entries("pelton_step_kernels", device_type=platform.device_type)
     named = worker.config.compilation.step_kernel
-    if info.pooling is not None or not (entries or named):
+    if info.pooling is not None or worker.parallel.stages is not None or not (entries or named):
         return None
     needs = StepNeeds(
         architecture=info.architecture,

@@ -198,7 +198,7 @@ class InProcessExecutor(Executor):
         platform = select_platform(config, plugins)
         self.prepare(context, platform)
         self._platform = platform
-        self.max_concurrent_steps = max(config.scheduler.max_steps_in_flight, 1)
+        self.max_concurrent_steps = config.max_steps_in_flight
         self.launches_past_masks = platform.stream_wait() is not None
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 class StagedDecoder(Decoder):
     """A stage gives the next one hidden states and residual, each [T, H] in the model's dtype (over ranks of tensor parallelism as partial
-    as they are). The last one's logits go to all, so that every stage samples the same tokens. Where a layer's
+    as they are). The last one has the head: it samples, and tells the others (the worker does that). Where a layer's
     output has a norm that the next layer applies, the next stage has that norm's weight too. A subclass makes its parts by the methods
     below: only those of this stage are there.
     """
@@ -119,15 +118,10 @@ class StagedDecoder(Decoder):
         return hidden, residual
 
     def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
-        if self._stages is None:
-            return super().compute_logits(hidden, rows)
+        """The last stage's; before it, where warm-ups alone ask, nothing but zeros."""
         if self._stage < self._last:
-            made = torch.empty(len(rows), self._made_of[2], dtype=torch.float32, device=rows.device)
-            return self._stages.recv(made, self._last)
-        logits = super().compute_logits(hidden, rows).contiguous()
-        for stage in range(self._last):
-            self._stages.send(logits, stage)
-        return logits
+            return torch.zeros(len(rows), self._made_of[2], device=rows.device)
+        return super().compute_logits(hidden, rows)
 
     def _received(self, batch: ForwardBatch) -> Tensor:
         assert self._stages is not None
@@ -137,11 +131,12 @@ class StagedDecoder(Decoder):
 
 
 def _counts(config: BuildConfig, total: int, num_stages: int) -> Sequence[int]:
-    """Layers of each stage: as the setting says; else as equal as can be, the later ones one more (the head is the last one's)."""
+    """Layers of each stage: as the setting says; else as equal as can be, stages in front of the last, which has the head too, with
+    one more."""
     given = None if config.engine_config is None else config.engine_config.parallel.pipeline_layer_partition
     if given is None:
-        ends = [total * stage // num_stages for stage in range(num_stages + 1)]
-        given = [end - start for start, end in pairwise(ends)]
+        each, more = divmod(total, num_stages)
+        given = [each + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages)]
         if min(given) < 1 and num_stages > 1:
             raise ConfigError(
                 f"pipeline_parallel_size is {num_stages}, and the model has {total} layers. Use at most {total}."

@@ -11,6 +11,7 @@ from pelton_plugins.scheduler.allocations import is_cached_later
 from pelton_plugins.scheduler.drafts import Drafts
 from pelton_plugins.scheduler.request import RequestState
 from pelton_plugins.scheduler.row_parts import RowParts
+from pelton_plugins.scheduler.stages import StageShares
 from pelton_plugins.scheduler.step import StepBuilder
 
 _BURST_STEPS, _FEW_WAITING = 32, 2
@@ -20,9 +21,10 @@ load that lasts there is always a next prompt, and large steps would be most of 
 
 
 class RunningRows:
-    def __init__(self, parts: RowParts, drafts: Drafts) -> None:
+    def __init__(self, parts: RowParts, drafts: Drafts, shares: StageShares | None = None) -> None:
+        """shares: of a pipeline's steps; None: each running request has a row in each step."""
         self._parts, self._kv, self._table, self._allocations = parts, parts.kv, parts.table, parts.allocations
-        self._drafts = drafts
+        self._drafts, self._shares = drafts, shares
         self._burst_end = 0  # the step from which on no burst is left
         block_sizes = parts.allocations.block_sizes
         self._block_size = block_sizes[0] if block_sizes else 0  # asked with one group only
@@ -48,12 +50,15 @@ class RunningRows:
             step.bound_prefill(num_mixed, step.budget if self._is_burst(step) else num_mixed // 2)
         self._drafts.begin(step.step_id, running)
         is_plain = step.is_ordered and not self._drafts.is_on
+        shares = self._shares
+        if shares is not None:
+            shares.begin(step)
         step_id, ones, max_seq_len = step.step_id, step.ones, 0
         index = 0
         while index < len(running) and step.budget > 0:
             first, num_ones = index, len(ones)
             # A token whose block has room: nearly all rows of nearly all steps.
-            for request in islice(running, first, first + step.budget) if is_plain else ():
+            for request in islice(running, first, first + step.budget) if is_plain and shares is None else ():
                 reach = request.num_tokens_with_pending
                 if reach >= request.fast_decode_until:
                     break
@@ -71,6 +76,11 @@ class RunningRows:
                 break
             request = running[index]
             if request.num_tokens_with_pending >= request.max_total_tokens:  # its last token is in flight
+                index += 1
+                continue
+            if shares is not None and (
+                shares.holds_back(request) or (is_plain and self._serve_in_block(request, step))
+            ):
                 index += 1
                 continue
             num_appends = len(step.appends)
@@ -95,6 +105,21 @@ class RunningRows:
         self._kv.evict(block for ids in self._kv.block_ids(request.request_id) for block in ids)
         self._table.fail(request, error, "scheduling")
         self._table.drop_finished_rows()
+
+    @staticmethod
+    def _serve_in_block(request: RequestState, step: StepBuilder) -> bool:
+        """The fast path of `serve` for one row. False, and nothing done, where its block has no room."""
+        reach = request.num_tokens_with_pending
+        if reach >= request.fast_decode_until:
+            return False
+        request.num_computed_tokens = reach
+        request.num_tokens_with_pending = reach + 1
+        request.last_step_id = step.step_id
+        step.ones.append(request)
+        step.ones_samples.append(True)
+        step.budget -= 1
+        step.max_seq_len = max(step.max_seq_len, reach)
+        return True
 
     def _serve_with_new_block(self, request: RequestState, step: StepBuilder) -> bool:
         """Fast path of `_serve` for a decode row that needs one new block. False, and nothing done, when there is none."""

@@ -48,6 +48,7 @@ from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.running import RunningRows
 from pelton_plugins.scheduler.skipping import StepSkipper
 from pelton_plugins.scheduler.sleeping import Rest
+from pelton_plugins.scheduler.stages import make_stage_shares
 from pelton_plugins.scheduler.step import OpenStep, OpenSteps, StepBuilder
 from pelton_plugins.scheduler.step_results import StepResults
 
@@ -113,7 +114,8 @@ class DefaultScheduler(Scheduler):
             allocations=self._allocations,
             preemption=preemption,
         )
-        self._running = RunningRows(parts, drafts)
+        shares = make_stage_shares(context, self._steps, self._table)
+        self._running = RunningRows(parts, drafts, shares)
         self._admission = Admission(
             parts,
             self._transfers,
@@ -132,7 +134,7 @@ class DefaultScheduler(Scheduler):
             steps_are_ordered=context.steps_are_ordered,
         )
         specials = (context.proposer, context.num_draft_tokens, context.connector, context.adapters)
-        is_plain = context.steps_are_ordered and not any(specials)
+        is_plain = context.steps_are_ordered and shares is None and not any(specials)
         self.skipper = StepSkipper(  # for simulators
             kv_manager, self._table, self._allocations, self._steps, self._results, is_plain=is_plain
         )

@@ -37,7 +37,7 @@ def make(
 
 @pytest.mark.parametrize(
     "num_stages, settings, counts",
-    [(2, {}, [2, 3]), (3, {}, [1, 2, 2]), (5, {}, [1] * 5), (2, {"pipeline_layer_partition": (4, 1)}, [4, 1])],
+    [(2, {}, [3, 2]), (3, {}, [2, 2, 1]), (5, {}, [1] * 5), (2, {"pipeline_layer_partition": (4, 1)}, [4, 1])],
 )
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_each_part_is_in_one_stage(num_stages: int, settings: dict[str, Any], counts: list[int], is_tied: bool) -> None:

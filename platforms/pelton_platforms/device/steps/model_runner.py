@@ -175,12 +175,7 @@ class ModelRunner:
         step: StepOutput | LeftLogits | Step = self._decode(output) or self._run(output)
         for connector in self.connectors.values():
             connector.wait_for_save()
-        if isinstance(step, StepOutput):
-            return self._given(step)
-        if output.grammar_rows:
-            self._pending = step
-            return None
-        return self._finish(self._planned(step) if isinstance(step, LeftLogits) else step, None)
+        return self._end(output, step)
 
     def sample(self, masks: GrammarMasks) -> ModelOutput | PendingOutput:
         """Finish the step that waits for its masks."""
@@ -407,6 +402,14 @@ class ModelRunner:
         state.token_ids[rows, place] = values.to(torch.int32)
 
     # From the tail to the result.
+
+    def _end(self, output: SchedulerOutput, step: StepOutput | LeftLogits | Step) -> ModelOutput | PendingOutput | None:
+        if isinstance(step, StepOutput):
+            return self._given(step)
+        if output.grammar_rows:
+            self._pending = step
+            return None
+        return self._finish(self._planned(step) if isinstance(step, LeftLogits) else step, None)
 
     def _finish(self, step: Step, masks: GrammarMasks | None) -> ModelOutput | PendingOutput:
         output, plan, inputs, tail, given = step.output, step.plan, step.inputs, step.tail, step.given

@@ -1,8 +1,8 @@
 """`MultiProcExecutor`: a process for each rank of a model that is spread over the devices of one host.
 
 Jobs go to all ranks at once through a ring in shared memory (`ring.py`); every rank runs the same steps in the same order, with
-collectives between them. The first rank's answers count. A rank that ends or is stopped takes the others with it: whoever waits
-gets an error that names it, within a second.
+collectives between them; each stage of a pipeline has another step at work. The answers of the last stage's first rank count. A rank
+that ends or is stopped takes the others with it: whoever waits gets an error that names it, within a second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RING_BYTES = 1 << 24
 _CHECK_S = 0.25
 """How often ranks that a signal may hold are looked at; one that is held at two looks counts as hung."""
 _OTHERS_S = 1.0
-"""How long the first rank may take to say of a step what another has said: that it failed."""
+"""How long others may take to say of a step what one rank has said: that it failed."""
 _FULL_S = 50e-6  # between two looks at a ring without room
 _STOP_S = 5.0
 
@@ -92,7 +92,10 @@ class MultiProcExecutor(Executor):
         self._tp_size, self._num_parts = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
         self._stage_specs: list[dict[str, KVCacheSpec]] = []
         self._error: EngineDeadError | None = None
+        self._telling_rank = parallel.telling_rank
+        self.launches_past_masks = parallel.pipeline_parallel_size > 1  # the last stage alone waits with them
         self._steps: dict[int, Future[ModelOutput]] = {}
+        self._failed: dict[int, set[int]] = {}  # by step, ranks of several stages that say so
         self._calls: dict[int, _Gathered] = {}
         self._call_ids = itertools.count()
         self._lock = threading.Lock()  # of the two tables, and of the error
@@ -294,13 +297,23 @@ class MultiProcExecutor(Executor):
                 self._finish_step(rank, answer)
 
     def _finish_step(self, rank: RankProcess, answer: messages.StepDone) -> None:
+        tells = rank.rank == self._telling_rank
         if answer.error is not None and answer.is_fatal:
             self._fail(f"{rank.name}: {answer.error.message}")
-        elif rank.rank > 0:
-            # All fail alike where the step was at fault: then the first says so too. One alone leaves the others in the middle.
-            assert answer.error is not None
-            threading.Timer(_OTHERS_S, self._fail_unless_done, (rank, answer)).start()
-        elif (future := self._steps.pop(answer.step_id, None)) is None:
+        elif answer.error is not None and not answer.others_go_on and (not tells or self._telling_rank):
+            # All fail alike where the step was at fault. Some alone leave the others in the middle.
+            failed = self._failed.setdefault(answer.step_id, set())
+            if not failed:
+                threading.Timer(_OTHERS_S, self._fail_unless_done, (rank, answer)).start()
+            failed.add(rank.rank)
+            if len(failed) == self.size:
+                self._settle(answer)
+        else:
+            self._settle(answer)
+
+    def _settle(self, answer: messages.StepDone) -> None:
+        self._failed.pop(answer.step_id, None)
+        if (future := self._steps.pop(answer.step_id, None)) is None:
             pass  # it was told meanwhile that a rank is gone
         elif answer.error is not None:
             future.set_exception(error_from_info(answer.error))
@@ -309,6 +322,7 @@ class MultiProcExecutor(Executor):
             future.set_result(answer.output)
 
     def _fail_unless_done(self, rank: RankProcess, answer: messages.StepDone) -> None:
+        self._failed.pop(answer.step_id, None)
         if answer.step_id in self._steps and answer.error is not None:
             self._fail(f"{rank.name} failed in step {answer.step_id}: {answer.error.message}")
 

@@ -52,13 +52,15 @@ Job = Start | Execute | Sample | Call | Stop
 
 
 class StepDone(_Message):
-    """The first rank's answer for a step; another's when the step failed there."""
+    """The answer for a step, of the first rank of the last stage; another's when the step failed there."""
 
     step_id: int
     output: ModelOutput | None = None
     error: ErrorInfo | None = None
     is_fatal: bool = False
     """The error says that the engine can do no more."""
+    others_go_on: bool = False
+    """The other ranks have done their part of the step: it failed behind that."""
 
 
 class CallDone(_Message):

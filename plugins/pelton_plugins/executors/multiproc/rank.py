@@ -1,8 +1,8 @@
 """The process of one rank: `python -m pelton_plugins.executors.multiproc.rank`, started by the executor and by nobody else.
 
 Inside is the executor of one worker, which knows its place among the ranks. Three threads: the main one takes jobs from the ring
-and notices the end of the engine; the worker's runs them in order; one answers. The first rank alone answers for steps, unless
-another's fails.
+and notices the end of the engine; the worker's runs them in order; one answers. For steps one rank alone answers, the first of the last
+stage, unless another's fails.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Rank:
         self._steps: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[messages.Call | None] = queue.SimpleQueue()
         self._executor: InProcessExecutor | None = None
+        self._tells_results = False
 
     def run(self) -> None:
         """Take jobs until told to stop. Ends the process when the engine is gone."""
@@ -76,6 +77,7 @@ class Rank:
             self._answer(messages.CallDone(0, None, error_info(error)))
             return
         self._answer(messages.CallDone(0, executor.max_concurrent_steps))
+        self._tells_results = self.rank == start.config.parallel.telling_rank
         threading.Thread(target=self._answer_steps, name="pelton-steps", daemon=True).start()
         threading.Thread(target=self._answer_calls, name="pelton-calls", daemon=True).start()
         while not isinstance(job := self._next_job(), messages.Stop):
@@ -111,9 +113,10 @@ class Rank:
                 output = handle.result()
             except BaseException as error:
                 is_fatal = isinstance(error, EngineDeadError)
-                self._answer(messages.StepDone(step_id, None, error_info(error), is_fatal))
+                others_go_on = getattr(error, "others_go_on", False)
+                self._answer(messages.StepDone(step_id, None, error_info(error), is_fatal, others_go_on))
             else:
-                if self.rank == 0:
+                if self._tells_results:
                     self._answer(messages.StepDone(step_id, output))
 
     def _answer_calls(self) -> None:
