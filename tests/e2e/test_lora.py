@@ -90,6 +90,7 @@ def test_alone(case: Case, llm: LLM, name: str) -> None:
         ),
         pytest.param({"speculative_method": "ngram", "prompt_lookup_min": 1}, id="drafts"),
         pytest.param({"tensor_parallel_size": 2}, id="two-ranks"),
+        pytest.param({"pipeline_parallel_size": 2, "max_num_batched_tokens": 64, "max_loras": 2}, id="two-stages"),
     ],
 )
 def test_any_mix_with_base_requests(case: Case, settings: dict[str, Any]) -> None:

@@ -67,6 +67,8 @@ class PoolingDecoder(nn.Module):
         return self.weights.load(self._renamed(weights))
 
     def _renamed(self, weights: Iterable[tuple[str, LazyWeight]]) -> Iterator[tuple[str, LazyWeight]]:
-        expected = self.weights.expected()
+        expected, ignores = self.weights.expected(), self.weights.ignores
         for name, weight in weights:
-            yield (name if name in expected or _INNER + name not in expected else _INNER + name), weight
+            inner = _INNER + name
+            is_known = name in expected or not (inner in expected or ignores(inner))
+            yield (name if is_known else inner), weight

@@ -77,6 +77,9 @@ class WeightMap:
         """Checkpoint names that match (a regular expression) are skipped without an error, unless `check` of name and weight raises one."""
         self._ignored[re.compile(pattern)] = check
 
+    def ignores(self, name: str) -> bool:
+        return any(pattern.fullmatch(name) for pattern in self._ignored)
+
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Every checkpoint name with the shape it must have; () where it may have any."""
         return {name: targets[0].shape or () for name, targets in self._targets.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 class AdapterStore:
     """Adapters of one worker; what the steps ask of it is `pelton_platforms.device.steps.step_adapters.StepAdapters`."""
 
-    def __init__(self, layers: AdapterMemory) -> None:
+    def __init__(self, layers: AdapterMemory, is_elsewhere: Callable[[str], bool] | None = None) -> None:
+        """is_elsewhere: whether a layer, by its name in the checkpoint, is another stage's; None: all are here."""
         self.layers = layers
+        self._is_elsewhere = is_elsewhere
         self._host: dict[int, Tensor] = {}  # by the number of the load
         self._slot_of: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -43,8 +45,10 @@ class AdapterStore:
         """Read an adapter into host memory. Raises `RequestError` for one that cannot be served."""
         assert self.layers.slots is not None
         config = read_config(path, max_rank=self.layers.max_rank, name=name)
-        check_targets(config, self.layers.target_modules, name)
-        memory = pack(read_tensors(path, name), config, self.layers, name, self.layers.slots.dtype)
+        tensors = read_tensors(path, name)
+        if self._is_elsewhere is None:
+            check_targets(config, self.layers.target_modules, name)
+        memory = pack(tensors, config, self.layers, name, self.layers.slots.dtype, self._is_elsewhere)
         if self.layers.slots.device.type == "cuda":
             memory = memory.pin_memory()
         with self._lock:
@@ -96,13 +100,21 @@ def make_adapters(build: BuildConfig, memory: AdapterMemory | None) -> AdapterSt
     if memory is None:
         return None
     memory.allocate(build)
-    return AdapterStore(memory)
+    if build.parallel.stages is None:
+        return AdapterStore(memory)
+    return AdapterStore(memory, lambda name: build.weights.ignores(f"{name}.weight"))
 
 
 def pack(
-    tensors: dict[str, Tensor], config: PeftConfig, layers: AdapterMemory, shown: str, dtype: torch.dtype
+    tensors: dict[str, Tensor],
+    config: PeftConfig,
+    layers: AdapterMemory,
+    shown: str,
+    dtype: torch.dtype,
+    is_elsewhere: Callable[[str], bool] | None = None,
 ) -> Tensor:
-    """An adapter as it lies in a slot: each matrix at its place, filled up with zeros, and zeros where it has none.
+    """An adapter as it lies in a slot: each matrix at its place, filled up with zeros, and zeros where it has none. Matrices of layers that
+    are elsewhere are left out.
 
     Raises `InvalidAdapterError` for a tensor that has no place, or another shape than its place.
     """
@@ -114,6 +126,8 @@ def pack(
         raise InvalidAdapterError(f"Invalid adapter configuration: adapter {shown!r} has no tensors.", param="model")
     memory = torch.zeros(layers.size, dtype=dtype)
     for name, pair in pairs.items():
+        if is_elsewhere is not None and name not in layers.parts and is_elsewhere(name):
+            continue
         part = _part_of(name, layers, shown)
         _check_pair(name, pair, part, config, shown)
         rank, shard = config.rank_of(name), part.shard

@@ -160,8 +160,8 @@ def test_a_model_that_does_not_divide_is_refused_with_its_reason():
 
 
 def test_what_does_not_run_in_stages_is_refused():
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, which does not go with enable_lora"):
-        make_executor(pipeline_parallel_size=2, enable_lora=True)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, which does not go with kv_transfer_config"):
+        make_executor(pipeline_parallel_size=2, kv_connector="shared_storage")
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,21 @@ def test_decoders_equal_transformers_whole_and_in_chunks(tmp_path, pooling_type,
         np.testing.assert_allclose(output.outputs.data, states, atol=5e-3)
 
 
+def test_two_stages_pool_as_one_device_does(tmp_path):
+    """In chunks, from a checkpoint without a head: its names have no "model." before them, those of the other stage's layers neither."""
+    path = make_tiny_checkpoint(tmp_path / "causal", "qwen3")
+    reference = load_pooling_reference(path)
+    reference.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved/tokenizer.json").write_bytes((path / "tokenizer.json").read_bytes())
+    settings = SMALL | {"max_num_batched_tokens": 16, "pipeline_parallel_size": 2}
+    with LLM(
+        model=str(tmp_path / "saved"), runner="pooling", pooling_type="mean", max_model_len=128, **settings
+    ) as llm:
+        found = embeddings(llm)
+    for ids, vector in zip(PROMPTS, found, strict=True):
+        np.testing.assert_allclose(vector, unit(pooled(hidden_states(reference, ids), "mean")), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v2"])
 def test_other_causal_models_pool_too(tmp_path, family):
     path = make_tiny_checkpoint(tmp_path, family)

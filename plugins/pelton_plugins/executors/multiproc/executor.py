@@ -352,17 +352,11 @@ class MultiProcExecutor(Executor):
 
 def check_sizes(context: ExecutorContext) -> None:
     parallel = context.config.parallel
-    if parallel.pipeline_parallel_size > 1:
-        config = context.config
-        for name, is_set in (
-            ("enable_lora", config.lora.enable_lora), ("kv_transfer_config", config.kv_transfer.kv_connector is not None),
-            ("runner pooling", context.model.pooling is not None),
-        ):  # fmt: skip
-            if is_set:
-                raise ConfigError(
-                    f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, which does not go with {name}. "
-                    "Use tensor_parallel_size."
-                )
+    if parallel.pipeline_parallel_size > 1 and context.config.kv_transfer.kv_connector is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, which does not go with kv_transfer_config: connectors take "
+            "the layers of one stage for all. Use tensor_parallel_size."
+        )
     if parallel.decode_context_parallel_size > 1 and context.config.kv_transfer.kv_connector is not None:
         raise ConfigError(
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, which does not go with kv_transfer_config: "
