@@ -45,7 +45,7 @@ def stage_runner(stages: Communicator | None, max_awaited: int) -> Callable[...,
 
 
 def _message(num_rows: int, device: torch.device) -> Tensor:
-    """What the last stage sends of a step that samples: [1 + S, 2] int32, the step's number and 0 or `_FAILED`, then for each row that
+    """Make room for what the last stage sends of a step that samples: [1 + S, 2] int32, the step's number and 0 or `_FAILED`, then for each row that
     samples its last token and how many drafts were accepted before it."""
     return torch.zeros(1 + num_rows, 2, dtype=torch.int32, device=device)
 
