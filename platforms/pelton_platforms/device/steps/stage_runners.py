@@ -45,8 +45,8 @@ def stage_runner(stages: Communicator | None, max_awaited: int) -> Callable[...,
 
 
 def _message(num_rows: int, device: torch.device) -> Tensor:
-    """Make room for what the last stage sends of a step that samples: [1 + S, 2] int32, the step's number and 0 or `_FAILED`, then for each row that
-    samples its last token and how many drafts were accepted before it."""
+    """Make room for what the last stage sends of a step that samples: [1 + S, 2] int32. Row 0: the step's number and 0 or `_FAILED`, each
+    other one a sampling row's last token and how many drafts were accepted before it."""
     return torch.zeros(1 + num_rows, 2, dtype=torch.int32, device=device)
 
 
@@ -134,7 +134,7 @@ class _Awaited:
 
 
 class StageRunner(ModelRunner):
-    """Of a stage before the last: nothing is sampled, and a step's result is empty."""
+    """The runner of a stage before the last: nothing is sampled, and a step's result is empty."""
 
     def __init__(self, stages: Communicator, max_awaited: int, *args: Any, **named: Any) -> None:
         """max_awaited: steps whose tokens may stay with the last stage while no request needs them."""
