@@ -16,14 +16,14 @@ from pelton_plugins.bench.steps import StepRecorder, record
 
 
 def recorded(context: ExecutorContext) -> Executor:
-    """Make the best executor for the engine's sizes. Raises `ConfigError` without a path for its steps."""
+    """Make the executor that is named, or the best for the engine's sizes. Raises `ConfigError` without a path for its steps."""
     config, replace = context.config, msgspec.structs.replace
     settings = read_settings(config, SETTINGS, RecordedSettings)
     if settings.path is None:
         raise ConfigError("recorded.path is not set; give a file for the steps in plugin_config.")
     rank = config.parallel.data_parallel_rank
     path = f"{settings.path}.{rank}" if rank else settings.path
-    inner = replace(config, parallel=replace(config.parallel, distributed_executor_backend=None))
+    inner = replace(config, parallel=replace(config.parallel, distributed_executor_backend=settings.executor))
     executor = make_executor(inner, context.model, context.plugins, context.metrics)
     recorder = StepRecorder(executor)
     shutdown, began = executor.shutdown, time.monotonic() + settings.after_s

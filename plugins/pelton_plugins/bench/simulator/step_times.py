@@ -62,7 +62,7 @@ class Curve:
     of_tokens: list[float]
     weights: list[float]
     after_rest: float
-    """Seconds that a step takes besides when the device had nothing to do before it."""
+    """Seconds that a step takes besides, or less, when the device had nothing to do before it."""
     scatters: list[Scatter]
     """[tokens]"""
 
@@ -91,7 +91,7 @@ class StepTimes:
         """Draw (seconds of a step of that mean, seconds from its end to the clients). is_first: after a rest."""
         curve = self.decode_curve if is_decode else self.mixed_curve
         ratio, out = curve.scatters[num_tokens].next(self.rng)
-        return mean * ratio + (curve.after_rest if is_first else 0.0), out
+        return max(mean * ratio + (curve.after_rest if is_first else 0.0), 0.0), out
 
     def restart(self) -> None:
         """Begin the scatter anew, for a server that knows nothing of those before."""
@@ -155,27 +155,30 @@ def _basis(tokens: np.ndarray) -> np.ndarray:
 def _fit(
     tokens: np.ndarray, features: np.ndarray, is_first: np.ndarray, seconds: np.ndarray, outs: np.ndarray, max_tokens: int
 ) -> Curve:  # fmt: skip
-    terms = np.concatenate([_basis(tokens), features, is_first[:, None]], axis=1)
+    terms = np.concatenate([_basis(tokens), features, is_first[:, None], -1.0 * is_first[:, None]], axis=1)
     bends = (
         2
         + len(DOWN)
         + np.array([place for place, knot in enumerate(UP) if (tokens > knot).sum() < LEAST_SCATTER], dtype=int)
     )
     terms[:, bends] = 0  # of few steps a line would be drawn to many tokens
-    num_basis = terms.shape[1] - features.shape[1] - 1
-    expected = seconds  # of errors relative to what was measured the mean would come out too small
+    num_basis = terms.shape[1] - features.shape[1] - 2
+    # A step that took next to nothing does not decide alone.
+    expected = np.maximum(
+        seconds, 0.25 * np.median(seconds)
+    )  # of errors relative to what was measured the mean would come out too small
     is_kept = np.ones(len(seconds), dtype=bool)
     for _ in range(NUM_ROUNDS):
         scale = 1 / expected[is_kept]
         weights = least_squares(terms[is_kept] * scale[:, None], seconds[is_kept] * scale)
         expected = np.maximum(terms @ weights, 1e-9)
         is_kept = seconds < MOST_RATIO * expected
-    after_rest = float(weights[-1])
+    after_rest = float(weights[-2] - weights[-1])
     plain = np.maximum(expected - after_rest * is_first, 1e-9)
     ratios = np.maximum(seconds - after_rest * is_first, 0.1 * plain) / plain
     curve = _basis(np.arange(max_tokens + 1, dtype=np.float64)) @ weights[:num_basis]
     scatters = _scatters(tokens[is_kept], ratios[is_kept], outs[is_kept], max_tokens)
-    return Curve(curve.tolist(), weights[num_basis:-1].tolist(), after_rest, scatters)
+    return Curve(curve.tolist(), weights[num_basis:-2].tolist(), after_rest, scatters)
 
 
 def _scatters(tokens: np.ndarray, ratios: np.ndarray, outs: np.ndarray, max_tokens: int) -> list[Scatter]:
