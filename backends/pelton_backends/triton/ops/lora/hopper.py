@@ -7,6 +7,7 @@ More rows, other devices and matrices: composed, of the base product and `lora`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -292,10 +293,10 @@ class LoraHopperAddNormLinear:
         product = (_PlainProduct if needs.adapter.activation is None else _GatedProduct)(needs, tensors)
         assert not isinstance(needs.base, LinearNeeds)
         linear = small_batch.product_of(parts.linear)  # gate and up without their activation, which `lora` applies
-        adapter = TritonLora.bind(needs.adapter, tensors.adapter)
+        adapter = TritonLora.bind(replace(needs.adapter, norm=None), replace(tensors.adapter, norm=None))
 
         def lora_add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual, rows = add_norm(hidden, residual, parts.norm, base.norm, parts.post_norm, base.post_norm)
-            return (product(rows) if product.takes(rows) else adapter(residual, linear(rows))), residual
+            return (product(rows) if product.takes(rows) else adapter(rows, linear(rows))), residual
 
         return lora_add_norm_linear
