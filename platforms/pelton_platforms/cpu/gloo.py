@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pelton.errors import EngineError
 from pelton.graphs.recordable import launch, recording
 from pelton.parallel.communicator import Communicator, CommunicatorContext
+from pelton_platforms.device.meeting import TCP, meeting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TCP = "tcp://"
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of a dtype are computed in, where not in itself."""
 _MOST_SENT = 4
@@ -48,8 +48,7 @@ class GlooCommunicator(Communicator):
         self._group: Any = None
         self._sent: defaultdict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by who has to take it
         with self._naming("the meeting of all ranks"):
-            meeting = _meeting(context.store, context.size)
-            store = self._store = dist.PrefixStore(context.group, meeting)
+            store = self._store = dist.PrefixStore(context.group, meeting(context.store, context.size))
             store.set_timeout(self._timeout)
             options = dist.ProcessGroupGloo._Options()
             options._devices = [_device(context.store)]
@@ -135,14 +134,6 @@ class GlooCommunicator(Communicator):
 
     def _naming(self, what: str) -> _Naming:
         return _Naming(f"rank {self.rank} of {self.size} in group {self._group_name!r}: {what}")
-
-
-def _meeting(store: str, size: int) -> dist.Store:
-    """A file, or a store of the executor's at tcp://host:port."""
-    if not store.startswith(TCP):
-        return dist.FileStore(store, size)
-    host, _, port = store.removeprefix(TCP).rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
 
 
 def _device(store: str) -> Any:

@@ -25,6 +25,7 @@ from pelton.errors import EngineError
 from pelton.graphs.recordable import launch
 from pelton.parallel.communicator import CommunicatorContext
 from pelton_platforms.cpu.gloo import WIDE, GlooCommunicator, tensor_at, unseen
+from pelton_platforms.device.meeting import all_told, this_host
 
 FOLDER = "/dev/shm"
 PLACE_BYTES = 1 << 20
@@ -60,10 +61,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     def _is_one_host(self) -> bool:
         """Return whether all ranks see the same memory."""
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            here = f"{file.read().strip()} {os.stat(FOLDER).st_dev}"
-        self._store.set(f"host {self.rank}", here)
-        return all(self._store.get(f"host {rank}").decode() == here for rank in range(self.size))
+        here = this_host(FOLDER)
+        return all(there == here for there in all_told(self._store, self.rank, self.size, "host", here))
 
     def _open(self, context: CommunicatorContext) -> mmap.mmap:
         """The first rank makes the file and tells its name; nobody finds it once all have it."""

@@ -59,7 +59,7 @@ class CUDAPlatform(GPUPlatform):
         if server is not None:
             from pelton_platforms.cuda.compiler import FirstStart
 
-            self._first_start = FirstStart(server, local_rank)
+            self._first_start = FirstStart(server, self._index)
 
     def prepare(self, config: EngineConfig) -> None:
         """At a first start processes that compile come up, beside the imports and the driver's start of this one."""
@@ -72,7 +72,7 @@ class CUDAPlatform(GPUPlatform):
     def describe(self, local_rank: int = 0) -> str:
         import torch
 
-        properties = torch.cuda.get_device_properties(local_rank)
+        properties = torch.cuda.get_device_properties(self.device(local_rank))
         memory = properties.total_memory / 2**30
         return f"cuda: {properties.name}, {memory:.1f} GiB, capability {properties.major}.{properties.minor}"
 
@@ -82,7 +82,7 @@ class CUDAPlatform(GPUPlatform):
     def capability(self, local_rank: int = 0) -> tuple[int, int] | None:
         import torch
 
-        major, minor = torch.cuda.get_device_capability(local_rank)
+        major, minor = torch.cuda.get_device_capability(self.device(local_rank))
         return major, minor
 
     def compile_ahead(self, run: Callable[[], None]) -> int:
@@ -92,7 +92,7 @@ class CUDAPlatform(GPUPlatform):
             return 0
         import torch
 
-        num_compiled = compile_ahead(run, self._local_rank, self._first_start)
+        num_compiled = compile_ahead(run, self._index, self._first_start)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # of the largest steps: the KV cache was planned without what they leave
         return num_compiled
@@ -116,7 +116,7 @@ class CUDAPlatform(GPUPlatform):
 
     def total_memory(self) -> int:
         """Asked before a start's `prepare`, which shall not wait for torch."""
-        total = None if "torch" in sys.modules else total_memory(self._local_rank)
+        total = None if "torch" in sys.modules else total_memory(self._index)
         return super().total_memory() if total is None else total
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import PlatformEntry
+from pelton.entries import Entry, PlatformEntry
 from pelton.hookspecs import hookimpl
 from pelton_platforms.cuda.driver import why_not_here
 
@@ -21,4 +21,21 @@ def pelton_platforms() -> Sequence[PlatformEntry]:
             probe=why_not_here,
             doc="NVIDIA GPUs",
         )
+    ]
+
+
+@hookimpl
+def pelton_communicators(device_type: str) -> Sequence[Entry]:
+    if device_type != "cuda":
+        return []
+    return [
+        Entry(
+            name="peers",
+            load="pelton_platforms.gpu.peers.communicator:PeerCommunicator",
+            priority=60,
+            doc="GPUs of this host through memory that they map from each other, NCCL for large tensors",
+        ),
+        Entry(
+            name="nccl", load="pelton_platforms.gpu.nccl:NcclCommunicator", doc="GPUs of one or several hosts, by NCCL"
+        ),
     ]

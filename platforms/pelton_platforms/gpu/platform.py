@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pelton.config import CUDAGraphMode, EngineConfig
@@ -22,6 +23,14 @@ GRAPHS_BYTES = 2**30
 MOST_GRAPH_POOL_BYTES = 2 * 2**30
 """Of what captured steps compute in: a step of 1,024 rows with logits over 150,000 ids, in float32 and in the model's dtype."""
 LEAST_KV_CACHE_BYTES = 16 * 2**20
+
+
+def ranks_per_device(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks share a device: PELTON_RANKS_PER_DEVICE, 1 where unset. More than one tests what several devices do, slowly."""
+    given = environ.get("PELTON_RANKS_PER_DEVICE", "1")
+    if not given.isdecimal() or not 1 <= int(given) <= 64:
+        raise ConfigError(f"PELTON_RANKS_PER_DEVICE is {given!r}; use a number of ranks, 1 to 64.")
+    return int(given)
 
 
 class GPUPlatform(Platform):
@@ -48,7 +57,7 @@ class GPUPlatform(Platform):
     def __init__(self, gpu: Any = None) -> None:
         """gpu: in place of `torch.cuda`."""
         self._given_gpu = gpu
-        self._local_rank = 0
+        self._index = 0
         self._stream: Any = None
         self._debug_dump_path: str | None = None
 
@@ -77,7 +86,7 @@ class GPUPlatform(Platform):
     def device(self, local_rank: int) -> torch.device:
         import torch
 
-        return torch.device("cuda", local_rank)
+        return torch.device("cuda", local_rank // ranks_per_device())
 
     def init_device(self, config: EngineConfig, local_rank: int) -> None:
         """Selects the device and makes the worker's stream current, in the calling thread. float32 products stay float32
@@ -93,17 +102,17 @@ class GPUPlatform(Platform):
                 f"{self.driver_name} cannot be used here: {error}. This torch was built for {self.driver_name} {self.built_for()}; "
                 f"check the driver with {self.checker}, or choose --device cpu."
             ) from error
-        count = gpu.device_count()
-        if local_rank >= count:
+        count, index = gpu.device_count(), self.device(local_rank).index
+        if index >= count:
             raise ConfigError(
-                f"Worker {local_rank} needs {self.driver_name} device {local_rank}; {count} {'is' if count == 1 else 'are'} visible. "
+                f"Worker {local_rank} needs {self.driver_name} device {index}; {count} {'is' if count == 1 else 'are'} visible. "
                 f"Lower the parallel sizes, or show more with {self.visible_devices}."
             )
-        gpu.set_device(local_rank)
+        gpu.set_device(index)
         torch.set_float32_matmul_precision("highest")
-        if self._stream is None or self._local_rank != local_rank:
-            self._local_rank = local_rank
-            self._stream = gpu.Stream(local_rank)
+        if self._stream is None or self._index != index:
+            self._index = index
+            self._stream = gpu.Stream(index)
         gpu.set_stream(self._stream)
 
     def measure_peak_bytes(self, run: Callable[[], None]) -> int | None:
@@ -132,7 +141,7 @@ class GPUPlatform(Platform):
     def available_kv_cache_bytes(self, config: EngineConfig, *, weights_bytes: int, peak_activation_bytes: int) -> int:
         """The size that was set, or what `gpu_memory_utilization` of the device leaves beside all that is on it now (of
         other processes too), the largest step, and captured graphs."""
-        free, total = self.gpu.mem_get_info(self._local_rank)
+        free, total = self.gpu.mem_get_info(self._index)
         reserve = peak_activation_bytes + graph_bytes(config, peak_activation_bytes)
         kv_cache = config.kv_cache
         if kv_cache.kv_cache_memory_bytes is not None:
@@ -158,11 +167,11 @@ class GPUPlatform(Platform):
         return CUDAGraphRecorder(self._debug_dump_path)
 
     def synchronize(self) -> None:
-        self.gpu.synchronize(self._local_rank)
+        self.gpu.synchronize(self._index)
 
     def total_memory(self) -> int:
         """Bytes of the device's memory."""
-        total: int = self.gpu.get_device_properties(self._local_rank).total_memory
+        total: int = self.gpu.get_device_properties(self._index).total_memory
         return total
 
     def _is_large(self) -> bool:

@@ -34,6 +34,6 @@ class RocmPlatform(GPUPlatform):
         return str(self._hip_version)
 
     def describe(self, local_rank: int = 0) -> str:
-        properties = self.gpu.get_device_properties(local_rank)
+        properties = self.gpu.get_device_properties(self.device(local_rank))
         memory = properties.total_memory / 2**30
         return f"rocm: {properties.name}, {memory:.1f} GiB, {properties.gcnArchName}"

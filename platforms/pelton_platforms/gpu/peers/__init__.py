@@ -1,0 +1,1 @@
+"""Collectives of GPUs through memory that the ranks of one host map from each other."""
