@@ -133,9 +133,9 @@ def _value_of(key):
     return (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def route_kernel(
-    logits_ptr, bias_ptr, correction_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr,
+    logits_ptr, bias_ptr, correction_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr, order_ptr, capacity,
     E: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, SIZE: tl.constexpr,
     SB: tl.constexpr, TOP_GROUPS: tl.constexpr, IS_TOP2: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
     SCALE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
@@ -144,7 +144,7 @@ def route_kernel(
     Of E experts those from FIRST on are kept, HELD of them, and numbered from 0; a pair of any other has number HELD.
 
     load [E]: tokens given to each of those so far, by its number among all, added to; count [HELD]: an expert's pairs so far, added
-    to; rank [T, K]: a pair's place among its expert's, in whatever order they come."""
+    to; rank [T, K]: a pair's place among its expert's, in whatever order they come; order [HELD, capacity]: the pairs there."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GB)[:, None]
     inside = tl.arange(0, SB)[None, :]
@@ -191,4 +191,9 @@ def route_kernel(
         tl.atomic_add(load_ptr + FIRST + experts, is_pair.to(tl.int64), mask=is_pair, sem="relaxed")
     if count_ptr is not None:
         ranks = tl.atomic_add(count_ptr + experts, is_pair.to(tl.int32), mask=is_pair, sem="relaxed")
-        tl.store(rank_ptr + pairs, ranks, mask=is_pair)
+        if rank_ptr is not None:
+            tl.store(rank_ptr + pairs, ranks, mask=is_pair)
+        if order_ptr is not None:
+            # Counts that an interrupted call left would lead out of bounds.
+            target = order_ptr + experts.to(tl.int64) * capacity + ranks
+            tl.store(target, pairs.to(tl.int32), mask=is_pair & (ranks < capacity))

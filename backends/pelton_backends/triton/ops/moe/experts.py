@@ -1,9 +1,9 @@
 """The op of experts.
 
-Few tokens are organised by output rows: each program reads rows of the experts that one token chose. More are ordered by expert, so
-that each expert's weights are read once for all its tokens, in tiles of its pairs; of many tokens the rows are sorted by expert, and
-both matrices are one product each (`hopper`). Packed weights are decoded as they are read (`packed`), or, for a product over sorted
-rows, all at once into memory of that call. All sizes of memory and of grids follow from the number of tokens, so that a captured
+Few tokens are organised by output rows: each program reads rows of the experts that one token chose. Of more, the choice itself lists
+each expert's pairs, so that its weights are read once for all its tokens, in tiles of its pairs; of many tokens the rows are sorted by
+expert, and both matrices are one product each (`hopper`). Packed weights are decoded as they are read (`packed`), or, for a product over
+sorted rows, all at once into memory of that call. All sizes of memory and of grids follow from the number of tokens, so that a captured
 step serves whatever is chosen; a tile that no expert has ends at once.
 """
 
@@ -36,7 +36,6 @@ _WIDE_SUMS = 256  # tokens up to which pairs' sums are float32 between the kerne
 
 _few_logits = Launcher(choose.few_logits_kernel)
 _route = Launcher(choose.route_kernel)
-_order = Launcher(kernels.order_kernel)
 _gate_up = Launcher(kernels.gate_up_kernel)
 _down = Launcher(kernels.down_kernel)
 _combine = Launcher(kernels.combine_kernel)
@@ -133,6 +132,7 @@ class BoundMoe:
         self._options = launch_options(self._pdl)
         self._is_wide = tensors.router.dtype == torch.float32
         device = tensors.router.device
+        self._counts = torch.zeros(self._num_held, dtype=torch.int32, device=device)  # zeros whenever no kernel runs
         self._is_sorted = (
             is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
             and not experts.has_bias and experts.activation in ACTIVATIONS
@@ -147,11 +147,15 @@ class BoundMoe:
         x = inner_contiguous(x)
         if num_tokens > BANDS[-1] and self._is_sorted:
             return self._sorted(x, slot_mapping)
-        return self.chosen(x, *self.choose(x, slot_mapping, self._logits(x)))
+        return self.routed(x, slot_mapping, self._logits(x))
 
-    def chosen(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
-        """Return what experts [T, k] with weights [T, k] make of x."""
-        return (self._few if experts.numel() <= FEW_PAIRS else self._many)(x, experts, shares)
+    def routed(self, x: Tensor, slots: Tensor, logits: Tensor) -> Tensor:
+        """Return what the experts chosen by logits [T, E] make of x."""
+        num_tokens = x.shape[0]
+        if num_tokens * self._top_k <= FEW_PAIRS:
+            return self._few(x, *self.choose(x, slots, logits))
+        order = torch.empty((self._num_held, num_tokens), dtype=torch.int32, device=x.device)
+        return self._many(x, *self.choose(x, slots, logits, counts=self._counts, order=order), order)
 
     def _key(self, x: Tensor, *more: Any) -> tuple[Any, ...]:
         bias = self._weights.get("down_bias")
@@ -193,21 +197,22 @@ class BoundMoe:
         return logits
 
     def choose(
-        self, x: Tensor, slots: Tensor, logits: Tensor, ranks: Tensor | None = None, counts: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, slots: Tensor, logits: Tensor, *, ranks: Tensor | None = None, counts: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Experts [T, k] int32 and their weights [T, k] float32, by logits [T, E] float32.
 
         ranks [T, k] int32: is given each pair's place among its expert's; counts [experts held] int32, zeros: is given how many
-        there are."""
+        there are; order [experts held, T] int32: is given each expert's pairs, in any order."""
         num_tokens, tensors = x.shape[0], self._tensors
         experts = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         shares = torch.empty((num_tokens, self._top_k), dtype=torch.float32, device=x.device)
         _route(
             (x.device, tuple(self._routing.values()), tensors.router_bias is None or tensors.router_bias.dtype,
-             tensors.correction is None, tensors.load is None, ranks is None),
+             tensors.correction is None, tensors.load is None, ranks is None, order is None),
             (num_tokens,),
             (logits, tensors.router_bias, tensors.correction, slots, experts, shares, tensors.load,
-             counts, ranks),
+             counts, ranks, order, num_tokens),
             self._routing, num_warps=1 if self._num_experts <= 128 else 4, **self._options,
         )  # fmt: skip
         return experts, shares
@@ -245,54 +250,56 @@ class BoundMoe:
             return _FewTile(4, 1024, 2), _FewTile(4, 1024, 2)
         return _FewTile(2, 2048, 4), _FewTile(1, 1024, 1)
 
-    def _many(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+    def _many(self, x: Tensor, experts: Tensor, shares: Tensor, order: Tensor) -> Tensor:
         hidden, size, top_k = self._hidden, self._size, self._top_k
         num_tokens, num_pairs = x.shape[0], experts.numel()
         block_rows = self._tile_rows(num_tokens)
-        num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_rows) + self._num_held)
-        order, tiles = self._ordered(experts, block_rows, num_tiles)
+        num_tiles = self._num_held + num_pairs // block_rows  # each expert's first, and further ones
+        pairs_of = order, self._counts, num_tokens
+        sizes = {"E": self._num_held, "EB": triton.next_power_of_2(self._num_held), "H": hidden, "SIZE": size}
         inner = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
         # A product of many tokens would decode each weight once a tile.
         is_decoded = not self._is_plain and num_tokens > BANDS[-1]
         is_plain = self._is_plain or is_decoded
         tile = self._tile(block_rows, x.element_size()) if is_plain else self._packed_tile(block_rows, x)
-        form = {} if is_plain else self._packed
+        packing = {} if is_plain else self._packed
         gate = {
-            "H": hidden, "SIZE": size, "K": top_k, "BM": block_rows, "BN": tile.gate_columns, "BK": tile.inner,
-            **form, **self._activation, **self._common,
+            **sizes, "K": top_k, "BM": block_rows, "BN": tile.gate_columns, "BK": tile.inner,
+            **packing, **self._activation, **self._common,
         }  # fmt: skip
         (_gate_up if is_plain else _packed_gate_up)(
             self._key(x, *gate.values()), (triton.cdiv(size, tile.gate_columns), num_tiles),
-            (x, *self._read_matrix("gate_up", x, is_decoded=is_decoded), shares, inner, order, *tiles, x.stride(0)),
+            (x, *self._read_matrix("gate_up", x, is_decoded=is_decoded), shares, inner, *pairs_of, x.stride(0)),
             gate, num_warps=tile.warps, num_stages=tile.stages, **self._options,
         )  # fmt: skip
         # Few sums stay as they are computed; of many, two bytes each are enough to write and to read.
         dtype = torch.float32 if num_tokens <= _WIDE_SUMS else x.dtype
         pairs = torch.empty((num_pairs, hidden), dtype=dtype, device=x.device)
         down = {
-            "H": hidden, "SIZE": size, "BM": block_rows, "BN": tile.down_columns, "BK": tile.inner, **form,
+            **sizes, "BM": block_rows, "BN": tile.down_columns, "BK": tile.inner, **packing,
             **self._common,
         }  # fmt: skip
         (_down if is_plain else _packed_down)(
             self._key(x, dtype, *down.values()), (triton.cdiv(hidden, tile.down_columns), num_tiles),
-            (inner, *self._read_matrix("down", x, is_decoded=is_decoded), shares, pairs, order, *tiles),
+            (inner, *self._read_matrix("down", x, is_decoded=is_decoded), shares, pairs, *pairs_of),
             down, num_warps=tile.warps, num_stages=tile.stages, **self._options,
         )  # fmt: skip
-        return self._combined(x, pairs, experts)
+        return self._combined(x, pairs, experts, counts=self._counts)
 
     def _combined(
-        self, x: Tensor, pairs: Tensor, experts: Tensor, places: Tensor | None = None, shares: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, pairs: Tensor, experts: Tensor, places: Tensor | None = None, shares: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         num_tokens, hidden = x.shape[0], self._hidden
         out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {
-            "H": hidden, "E": self._num_held, "K": self._top_k, "BLOCK": block,
+            "H": hidden, "E": self._num_held, "EB": triton.next_power_of_2(self._num_held), "K": self._top_k, "BLOCK": block,
             "IS_WHOLE": self._num_held == self._num_experts, "PDL": self._pdl,
         }  # fmt: skip
         _combine(
             self._key(x, pairs.dtype, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),
-            (pairs, experts, shares, places, out),
+            (pairs, experts, shares, places, counts, out),
             constants, num_warps=4, **self._options,
         )  # fmt: skip
         return out
@@ -303,7 +310,7 @@ class BoundMoe:
         ranks = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         places = torch.empty_like(ranks)
         counts = torch.zeros(num_held, dtype=torch.int32, device=x.device)
-        experts, shares = self.choose(x, slots, self._logits(x), ranks, counts)
+        experts, shares = self.choose(x, slots, self._logits(x), ranks=ranks, counts=counts)
         most_tiles = triton.cdiv(num_pairs, rows) + num_held
         arranged = torch.empty((most_tiles * rows, hidden), dtype=x.dtype, device=x.device)
         tile_expert, tile_rows = torch.empty((2, most_tiles), dtype=torch.int32, device=x.device).unbind()
@@ -369,21 +376,3 @@ class BoundMoe:
         tiles of 16 rows and 327 in tiles of 32; 128 tokens 301 and 319; 512 tokens 472 in tiles of 32 and 344 in tiles of 64."""
         last = next((band for band in BANDS if num_tokens <= band), 8 * BANDS[-1])
         return min(max(triton.next_power_of_2(2 * last * self._top_k // self._num_experts), 16), 128)
-
-    def _ordered(
-        self, experts: Tensor, block_rows: int, num_tiles: int
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Pairs by expert [P] int32; of each tile its expert, and its places [start, stop) in them, int32."""
-        num_pairs = experts.numel()
-        order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
-        # Rows of whole 16 bytes, and one of two lengths: the kernel is compiled for few kinds of arguments.
-        tiles = torch.empty((3, triton.cdiv(num_tiles, 4) * 4), dtype=torch.int32, device=experts.device).unbind()
-        constants = {
-            "E": self._num_held, "EB": triton.next_power_of_2(self._num_held + 1), "BM": block_rows,
-            "BLOCK": 256 if num_pairs <= 256 else 4096, "PDL": self._pdl,
-        }  # fmt: skip
-        _order(
-            (experts.device, *constants.values()), (self._num_held,),
-            (experts, order, *tiles, num_pairs, num_tiles), constants, num_warps=1 if num_pairs <= 256 else 8, **self._options,
-        )  # fmt: skip
-        return order, (tiles[0], tiles[1], tiles[2])

@@ -1,4 +1,4 @@
-"""Kernels of the op of experts: order by expert, multiply, and sum. The op itself is in `experts.py`, choosing in `choose.py`.
+"""Kernels of the op of experts: multiply, and sum. The op itself is in `experts.py`, choosing in `choose.py`.
 
 T tokens, H hidden size, E experts that this rank holds, k experts a token, I intermediate size; a pair is a token and one of its
 experts, of which there are P = T k, number t k + j. A pair of padding, or of an expert of another rank, has expert E, which no kernel
@@ -12,43 +12,6 @@ import triton.language as tl
 
 from pelton_backends.triton.ops.pieces import activated
 from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
-def order_kernel(
-    expert_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, num_pairs, num_tiles,
-    E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One expert a program: its pairs, in their order, into its part of `order`, and its tiles of BM pairs. Of tiles that nobody has,
-    the last program makes empty ones."""
-    own = tl.program_id(0)
-    bins = tl.arange(0, EB)
-    lane = tl.arange(0, BLOCK)
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    counts = tl.zeros((EB,), tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        experts = tl.load(expert_ptr + start + lane, mask=start + lane < num_pairs, other=E)
-        counts += tl.histogram(experts, EB)
-    tiles = (counts + BM - 1) // BM
-    first = tl.sum(tl.where(bins < own, counts, 0), axis=0)
-    tile = tl.sum(tl.where(bins < own, tiles, 0), axis=0)
-    count = tl.sum(tl.where(bins == own, counts, 0), axis=0)
-    place = first
-    for start in range(0, num_pairs, BLOCK):
-        experts = tl.load(expert_ptr + start + lane, mask=start + lane < num_pairs, other=E)
-        is_own = experts == own
-        tl.store(order_ptr + place + tl.cumsum(is_own.to(tl.int32), axis=0) - 1, start + lane, mask=is_own)
-        place += tl.sum(is_own.to(tl.int32), axis=0)
-    for start in range(0, count, BM):
-        tl.store(tile_expert_ptr + tile, own)
-        tl.store(tile_start_ptr + tile, first + start)
-        tl.store(tile_stop_ptr + tile, first + count)
-        tile += 1
-    if own == E - 1:
-        for empty in range(tile, num_tiles):
-            tl.store(tile_start_ptr + empty, 0)
-            tl.store(tile_stop_ptr + empty, 0)
 
 
 @triton.jit
@@ -65,28 +28,37 @@ def gated(gate, up, LIMIT: tl.constexpr, ACTIVATION: tl.constexpr, dtype: tl.con
 
 
 @triton.jit
-def tile_of(order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM: tl.constexpr):
-    """Expert, places [BM], which there are, and their pairs of a tile; and whether it has any."""
-    start, stop = tl.load(tile_start_ptr + tile), tl.load(tile_stop_ptr + tile)
-    expert = tl.load(tile_expert_ptr + tile, mask=start < stop, other=0).to(tl.int64)
+def tile_of(order_ptr, count_ptr, capacity, tile, E: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr):
+    """Expert, pairs [BM], which of them there are, and whether any is, of a tile: the E experts' first BM pairs are the first E tiles,
+    further pairs of any expert the tiles behind those. An expert's pairs lie at `capacity` times its number in order [E, capacity]."""
+    expert, start = tile, tile * 0
+    if tile >= E:
+        bins = tl.arange(0, EB)
+        counts = tl.load(count_ptr + bins, mask=bins < E, other=0)
+        further = tl.maximum((counts + BM - 1) // BM - 1, 0)
+        ends = tl.cumsum(further, axis=0)
+        expert = tl.sum((ends <= tile - E).to(tl.int32), axis=0)
+        begin = tl.sum(tl.where(bins == expert, ends - further, 0), axis=0)
+        start = (tile - E - begin + 1) * BM
+    count = tl.minimum(tl.load(count_ptr + expert, mask=expert < E, other=0), capacity)
     places = start + tl.arange(0, BM)
-    is_row = places < stop
-    return expert, places, is_row, tl.load(order_ptr + places, mask=is_row, other=0), start < stop
+    is_row = places < count
+    pairs = tl.load(order_ptr + expert.to(tl.int64) * capacity + places, mask=is_row, other=0)
+    return expert.to(tl.int64), pairs, is_row, start < count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def gate_up_kernel(
-    x_ptr, weight_ptr, bias_ptr, share_ptr, inner_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, x_stride,
-    H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, share_ptr, inner_ptr, order_ptr, count_ptr, capacity, x_stride,
+    E: tl.constexpr, EB: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of pairs and BN columns of gate and of up a program: their activation, by place in the order."""
+    """One tile of pairs and BN columns of gate and of up a program: their activation, by pair."""
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    expert, places, is_row, pairs, is_tile = tile_of(
-        order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM
-    )
+    expert, pairs, is_row, is_tile = tile_of(order_ptr, count_ptr, capacity, tile, E, EB, BM)
     if not is_tile:
         return
     rows = (pairs // K).to(tl.int64)
@@ -111,29 +83,28 @@ def gate_up_kernel(
         gate += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[None, :]
         up += tl.load(biases + SIZE, mask=is_column, other=0.0).to(tl.float32)[None, :]
     result = gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
-    target = inner_ptr + places.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    target = inner_ptr + pairs.to(tl.int64)[:, None] * SIZE + columns[None, :]
     tl.store(target, result, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def down_kernel(
-    inner_ptr, weight_ptr, bias_ptr, share_ptr, out_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr,
-    H: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+    inner_ptr, weight_ptr, bias_ptr, share_ptr, out_ptr, order_ptr, count_ptr, capacity,
+    E: tl.constexpr, EB: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of pairs and BN columns a program: weighted outputs, by pair."""
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    expert, places, is_row, pairs, is_tile = tile_of(
-        order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM
-    )
+    expert, pairs, is_row, is_tile = tile_of(order_ptr, count_ptr, capacity, tile, E, EB, BM)
     if not is_tile:
         return
     is_column = columns < H
     lane = tl.arange(0, BK)
     weights = weight_ptr + (expert * H + columns[None, :]) * SIZE + lane[:, None]
-    inputs = inner_ptr + places.to(tl.int64)[:, None] * SIZE + lane[None, :]
+    inputs = inner_ptr + pairs.to(tl.int64)[:, None] * SIZE + lane[None, :]
     result = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
         is_in = k + lane < SIZE
@@ -149,12 +120,12 @@ def down_kernel(
 
 @triton.jit
 def combine_kernel(
-    pair_ptr, expert_ptr, share_ptr, place_ptr, out_ptr,
-    H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr, PDL: tl.constexpr,
+    pair_ptr, expert_ptr, share_ptr, place_ptr, count_ptr, out_ptr,
+    H: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding. place: where each
     pair's row is, and share its weight; without them pairs lie by their number, weighted already. IS_WHOLE: this rank has all
-    experts, so that all pairs of a token are here or none."""
+    experts, so that all pairs of a token are here or none. count [E], if there: is zeros again for the next call."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < H
     let_next_start(PDL)
@@ -172,6 +143,10 @@ def combine_kernel(
             share = tl.load(share_ptr + pair)
             result += share * tl.load(pair_ptr + place * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * H + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
+    if count_ptr is not None:
+        bins = tl.arange(0, EB)
+        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.store(count_ptr + bins, tl.zeros((EB,), tl.int32), mask=(bins < E) & is_first)
 
 
 @triton.jit

@@ -93,5 +93,5 @@ class _BoundAddNormMoe:
         else:
             grid = triton.cdiv(self._num_experts, _TILE_ROWS), triton.cdiv(num_tokens, _TILE_TOKENS)
             _normed_logits(key, grid, (*arguments, num_tokens, *strides), self._tile, **self._tile_options)
-        out = self._moe.chosen(x, *self._moe.choose(x, slot_mapping, logits))
+        out = self._moe.routed(x, slot_mapping, logits)
         return out, x, hidden if total is None else total

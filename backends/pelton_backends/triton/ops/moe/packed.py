@@ -143,10 +143,11 @@ def _product(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def packed_gate_up_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, inner_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, x_stride,
-    H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, inner_ptr, order_ptr, count_ptr, capacity, x_stride,
+    E: tl.constexpr, EB: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, G: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -154,9 +155,7 @@ def packed_gate_up_kernel(
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    expert, places, is_row, pairs, is_tile = tile_of(
-        order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM
-    )
+    expert, pairs, is_row, is_tile = tile_of(order_ptr, count_ptr, capacity, tile, E, EB, BM)
     if not is_tile:
         return
     share = tl.zeros((BM,), tl.float32)
@@ -175,27 +174,25 @@ def packed_gate_up_kernel(
         gate += tl.load(bias_ptr + row + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     result = gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
-    target = inner_ptr + places.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    target = inner_ptr + pairs.to(tl.int64)[:, None] * SIZE + columns[None, :]
     tl.store(target, result, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def packed_down_kernel(
-    inner_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, out_ptr, order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr,
-    H: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    inner_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, out_ptr, order_ptr, count_ptr, capacity,
+    E: tl.constexpr, EB: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, G: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `down_kernel`."""
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    expert, places, is_row, pairs, is_tile = tile_of(
-        order_ptr, tile_expert_ptr, tile_start_ptr, tile_stop_ptr, tile, BM
-    )
+    expert, pairs, is_row, is_tile = tile_of(order_ptr, count_ptr, capacity, tile, E, EB, BM)
     if not is_tile:
         return
     is_column = columns < H
-    inputs = inner_ptr + places.to(tl.int64) * SIZE
+    inputs = inner_ptr + pairs.to(tl.int64) * SIZE
     share = tl.load(share_ptr + pairs, mask=is_row, other=0.0)
     row = expert * H
     result = _product(
