@@ -159,9 +159,10 @@ def test_a_model_that_does_not_divide_is_refused_with_its_reason():
         make_executor(tensor_parallel_size=3)
 
 
-def test_what_does_not_run_in_stages_is_refused():
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, which does not go with kv_transfer_config"):
-        make_executor(pipeline_parallel_size=2, kv_connector="shared_storage")
+def test_a_connector_is_refused_where_ranks_share_a_block():
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(ConfigError, match=f"{name} is 2, which does not go with kv_transfer_config"):
+            make_executor(**{name: 2}, kv_connector="shared_storage")
 
 
 @pytest.mark.parametrize(

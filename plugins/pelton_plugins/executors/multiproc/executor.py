@@ -352,15 +352,12 @@ class MultiProcExecutor(Executor):
 
 def check_sizes(context: ExecutorContext) -> None:
     parallel = context.config.parallel
-    if parallel.pipeline_parallel_size > 1 and context.config.kv_transfer.kv_connector is not None:
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    shared = next((name for name in sizes if getattr(parallel, name) > 1), None)
+    if shared is not None and context.config.kv_transfer.kv_connector is not None:
         raise ConfigError(
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, which does not go with kv_transfer_config: connectors take "
-            "the layers of one stage for all. Use tensor_parallel_size."
-        )
-    if parallel.decode_context_parallel_size > 1 and context.config.kv_transfer.kv_connector is not None:
-        raise ConfigError(
-            f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, which does not go with kv_transfer_config: "
-            "connectors take a rank's blocks for whole ones. Set it to 1."
+            f"{shared} is {getattr(parallel, shared)}, which does not go with kv_transfer_config: connectors take one rank's part of a "
+            "block for all of it. Set it to 1; data_parallel_size goes with them."
         )
     check_experts(context)
 
