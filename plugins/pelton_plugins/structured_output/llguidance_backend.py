@@ -173,8 +173,8 @@ class Compiled:
 
 
 def num_threads(num_cores: int) -> int:
-    """Half of a few cores, which the model computes on; of many as many as are awake sooner than the others have done their work."""
-    return max(num_cores // 2, 1) if num_cores < 8 else 4
+    """Half of the cores, of which a few compute the model and many wait for a device; more than eight have no work for long enough."""
+    return min(max(num_cores // 2, 1), 8)
 
 
 class BatchFiller:
