@@ -49,7 +49,7 @@ _SCAN_WARPS = 4
 # A thread's: six programs an SM, though some values go through local memory. H200, 256 rows, top_k and top_p, and the same with
 # penalties and logprobs: 60 and 123 us of the scan; with 64 63 and 116, with 96 64 and 128, with 128 71 and 145.
 _SCAN_REGISTERS = 80
-_LISTED = 16  # groups that side tables change at a time; with 32: 67 and 150 us
+_LISTED = 8  # groups that side tables change at a time; with 32: 67 and 150 us
 # Six programs an SM. Penalties and a nucleus of many, 256 rows: 80 us a pass and 120 for gathering; with 4 warps 70 and 150.
 _MEASURE_WARPS, _MEASURE_REGISTERS = 8, 40
 _GATHER_WARPS, _GATHER_REGISTERS = 8, 40
