@@ -146,6 +146,12 @@ def _normalizer(row, raw_best, raw_sum, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.c
     return (top.to(tl.float64) + tl.log(tl.sum(sums * tl.exp(bests - top), 0))).to(tl.float32)
 
 
+for _shared in (_raw, _normalizer, list_alternatives):
+    # Their keys, now: Triton's key of a kernel depends on whether what it calls had one before. Two kernels call these, in either
+    # order, and a second start would compile both again. The interpreter's functions have none.
+    getattr(_shared, "cache_key", None)
+
+
 @triton.jit
 def logprob_pick_kernel(
     logits,
