@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from pelton_plugins.models import gpt_oss
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4")
 NUM_TOKENS = 32
 LENGTHS = (1, 5, 16, 33, 129, 200)
 
@@ -78,7 +78,9 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
 
 
 def test_preemption_changes_nothing(reference: Reference) -> None:
-    num_blocks = 1 + (28 if reference.family == "gpt_oss" else 20)  # windows have blocks of their own
+    num_blocks = 1 + {"gpt_oss": 28, "llama4": 48}.get(
+        reference.family, 20
+    )  # windows and chunks have blocks of their own
     with make_llm(
         reference.path, max_model_len=256, max_num_batched_tokens=64, num_gpu_blocks_override=num_blocks
     ) as llm:
@@ -178,3 +180,24 @@ def test_experts_may_be_one_tensor_a_matrix(made: Callable[[str], Reference], fa
     save_file(tensors, folder / "model.safetensors")
     with make_llm(str(folder)) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_llama4_with_a_part_for_images_gives_its_text(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    """A checkpoint as it is released: the text's configuration within the whole's, its tensors behind a prefix, others beside them."""
+    reference, folder = made("llama4"), tmp_path / "whole"
+    shutil.copytree(reference.path, folder)
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["vision_model.class_embedding"] = tensors["multi_modal_projector.linear_1.weight"] = torch.zeros(4)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole | {"vision_config": {"hidden_size": 16}}))
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_blocks_behind_a_chunk_are_given_back(made: Callable[[str], Reference]) -> None:
+    """A request of 232 tokens holds blocks of one chunk in the groups of local layers: three of chunks, one of all tokens."""
+    reference = made("llama4")
+    with make_llm(reference.path, max_num_batched_tokens=32, num_gpu_blocks_override=40, max_model_len=256) as llm:
+        assert generate(llm, reference.prompts[-1:], greedy(NUM_TOKENS)) == reference.outputs[-1:]

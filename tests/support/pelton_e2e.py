@@ -129,9 +129,10 @@ def gap_reference(family: str, path: str, prompts: list[list[int]], num_tokens: 
         model.to(device)
         _take_limit(model)
         with _soft_capped(model):
-            return _greedy_with_gaps(model, prompts, num_tokens)
+            return _greedy_with_gaps(model, prompts, num_tokens, is_alone=is_alone)
 
-    outputs, gaps = cached(path, [prompts, num_tokens, device], compute)
+    is_alone = "attention_chunk_size" in (Path(path) / "config.json").read_text()
+    outputs, gaps = cached(path, [prompts, num_tokens, device, *(["alone"] if is_alone else [])], compute)
     return GapReference(family, path, prompts, outputs, gaps)
 
 
@@ -158,11 +159,12 @@ def _soft_capped(model: Any) -> Iterator[None]:
 
 
 def _greedy_with_gaps(
-    model: Any, prompts: list[list[int]], num_tokens: int
+    model: Any, prompts: list[list[int]], num_tokens: int, *, is_alone: bool
 ) -> tuple[list[list[int]], list[list[float]]]:
+    """is_alone: without padding, which transformers' Llama 4 counts as positions (chunks, scales of queries)."""
     outputs: list[list[int]] = [[] for _ in prompts]
     gaps: list[list[float]] = [[] for _ in prompts]
-    for rows in _of_similar_length(prompts):
+    for rows in [[i] for i in range(len(prompts))] if is_alone else _of_similar_length(prompts):
         tokens, differences = _greedy_batch(model, [prompts[i] for i in rows], num_tokens)
         for i, own_tokens, own_gaps in zip(rows, tokens, differences, strict=True):
             outputs[i], gaps[i] = own_tokens, own_gaps

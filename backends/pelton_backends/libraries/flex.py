@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.sdpa.backend import Sight, first_seen, sight_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,14 +46,16 @@ class FlexMetadata:
     """One step of one group; rows are gathered once for each window."""
 
     common: CommonMetadata
-    calls: dict[int | None, list[Rows]] = field(default_factory=dict)
+    calls: dict[Sight, list[Rows]] = field(default_factory=dict)
 
 
 class FlexAttentionBackend(AttentionBackend):
-    """Handles decoder attention in float32, bfloat16 and float16, any block size, windows, soft caps, sinks and ALiBi."""
+    """Handles decoder attention in float32, bfloat16 and float16, any block size, windows, chunks, soft caps, sinks and ALiBi."""
 
     name: ClassVar[str] = "flex_attention"
-    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks", "has_alibi"})
+    handles: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "attention_chunk_size", "logit_soft_cap", "has_sinks", "has_alibi"}
+    )
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
 
     @classmethod
@@ -84,10 +87,10 @@ class FlexAttention(BoundAttention):
     layer: AttentionParams
 
     def __call__(self, query: Tensor, metadata: FlexMetadata, output: Tensor) -> None:
-        layer, window = self.layer, self.layer.sliding_window
-        if window not in metadata.calls:
-            metadata.calls[window] = plan(metadata.common, window, layer.k_cache.shape[1])
-        for rows in metadata.calls[window]:
+        layer, sight = self.layer, sight_of(self.layer)
+        if sight not in metadata.calls:
+            metadata.calls[sight] = plan(metadata.common, sight, layer.k_cache.shape[1])
+        for rows in metadata.calls[sight]:
             shape = rows.slots.shape
             keys, values = (
                 _gather(cache, rows.slots)
@@ -146,17 +149,17 @@ def _score_mod(layer: AttentionParams, rows: Rows) -> Callable[..., Tensor] | No
     return changed
 
 
-def plan(common: CommonMetadata, window: int | None, block_size: int) -> list[Rows]:
+def plan(common: CommonMetadata, sight: Sight, block_size: int) -> list[Rows]:
     """Rows with one token, then the others; those of padding are left out."""
     starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()
     rows = [row for row in range(common.num_reqs) if starts[row + 1] > starts[row]]
     decodes = [row for row in rows if row < common.num_decode_rows]
     others = [row for row in rows if row >= common.num_decode_rows]
-    return [_rows(common, window, block_size, starts, lengths, part) for part in (decodes, others) if part]
+    return [_rows(common, sight, block_size, starts, lengths, part) for part in (decodes, others) if part]
 
 
 def _rows(
-    common: CommonMetadata, window: int | None, block_size: int, starts: list[int], lengths: list[int], rows: list[int]
+    common: CommonMetadata, sight: Sight, block_size: int, starts: list[int], lengths: list[int], rows: list[int]
 ) -> Rows:
     device = common.block_table.device
     start, count, length = (
@@ -165,7 +168,7 @@ def _rows(
             [starts[row] for row in rows], [starts[row + 1] - starts[row] for row in rows], [lengths[row] for row in rows],
         )
     )  # fmt: skip
-    first_key = torch.zeros_like(length) if window is None else (length - count - window + 1).clamp(min=0)
+    first_key = first_seen(length - count, sight)
     most, longest = int(count.max()), int((length - first_key).max())
     place = torch.arange(most, device=device)
     tokens = start[:, None] + place.minimum(count[:, None] - 1)
@@ -182,7 +185,7 @@ def _rows(
         is_seen = own <= last[row]
         if causal:
             is_seen = is_seen & (own <= asked)
-        return is_seen if window is None else is_seen & (asked - own < window)
+        return is_seen if sight == (None, None) else is_seen & (own >= first_seen(asked, sight))
 
     mask = create_block_mask(seen, len(rows), None, most, longest, device=str(device))
     return Rows(tokens, targets, starts[rows[0]], slots, last, first_key, count, mask)

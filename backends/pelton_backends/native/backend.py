@@ -41,11 +41,11 @@ class NativeMetadata:
 
 
 class NativeBackend(AttentionBackend):
-    """Handles decoder attention in float32 and bfloat16, any block and head size, windows, soft caps and sinks."""
+    """Handles decoder attention in float32 and bfloat16, any block and head size, windows, chunks, soft caps and sinks."""
 
     name: ClassVar[str] = "native"
     handles: ClassVar[frozenset[str]] = frozenset(
-        {"sliding_window", "logit_soft_cap", "has_sinks", "decode_context_parallel"}
+        {"sliding_window", "attention_chunk_size", "logit_soft_cap", "has_sinks", "decode_context_parallel"}
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM_BATCH
 
@@ -79,12 +79,12 @@ class NativeBackend(AttentionBackend):
         return NativeMetadata(common, step, prefix)
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
-        return not self.needs.sliding_window and num_rows >= LEAST_PREFIX_ROWS and prefix_len >= LEAST_PREFIX
+        return not self.needs.is_local and num_rows >= LEAST_PREFIX_ROWS and prefix_len >= LEAST_PREFIX
 
     def _common_prefix(self, common: CommonMetadata, key: BatchDescriptor | None) -> Tensor | None:
         """[1] int32, for a step of one token a row that is served better by reading its common prefix once."""
         if key is not None:
-            return common.common_prefix if key.has_common_prefix and not self.needs.sliding_window else None
+            return common.common_prefix if key.has_common_prefix and not self.needs.is_local else None
         if common.max_query_len != 1 or not self.uses_common_prefix(common.num_reqs, common.common_prefix_len):
             return None
         return torch.tensor([common.common_prefix_len], dtype=torch.int32)
@@ -107,7 +107,7 @@ class NativeAttention(BoundAttention):
         self._attention = library.Attention(
             k_cache.data_ptr(), layer.v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
             k_cache.shape[1], layer.num_heads, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads,
-            layer.head_dim, layer.sliding_window or 0, layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
+            layer.head_dim, _window(layer.needs), layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
             None if self._sinks is None else self._sinks.data_ptr(),
         )  # fmt: skip
         fits = fits_kernel(layer.write_needs)
@@ -139,6 +139,10 @@ class NativeAttention(BoundAttention):
             byref(metadata.step), qkv.data_ptr(), output.data_ptr(),
         )  # fmt: skip
         _check(failed)
+
+
+def _window(needs: AttentionNeeds) -> int:
+    return -needs.attention_chunk_size if needs.attention_chunk_size else needs.sliding_window or 0
 
 
 def _check(failed: int) -> None:

@@ -26,9 +26,25 @@ DTYPES = ("float32", "bfloat16", "float16")
 FP8_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
+Sight = tuple[int | None, int | None]
+"""A layer's window and chunk size: see `AttentionNeeds`."""
+
+
+def sight_of(layer: AttentionParams) -> Sight:
+    return layer.needs.sliding_window, layer.needs.attention_chunk_size
+
+
+def first_seen(position: Tensor, sight: Sight) -> Tensor:
+    """The first token that a token at each position attends to."""
+    window, size = sight
+    if size is not None:
+        return position // size * size
+    return torch.zeros_like(position) if window is None else (position - window + 1).clamp(min=0)
+
+
 @dataclass(slots=True)
 class DecodePlan:
-    """Where each decode row's context lies, under one window."""
+    """Where each decode row's context lies, of one `Sight`."""
 
     rows: Tensor  # [R L] int64 of the cache (see `cache_rows`), the row's first key where masked
     mask: Tensor  # [R, 1, 1, L] bool, True attends
@@ -36,7 +52,7 @@ class DecodePlan:
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """One row with several tokens, under one window."""
+    """One row with several tokens, of one `Sight`."""
 
     tokens: slice  # of the step
     rows: Tensor  # [L] int64 of the cache, from the first key that a token of the row attends to
@@ -45,19 +61,19 @@ class PrefillPlan:
 
 @dataclass(slots=True)
 class SDPAMetadata:
-    """One step of one group; plans are made once per window and shared by the layers that have it."""
+    """One step of one group; plans are made once per window or chunk size and shared by the layers that have it."""
 
     common: CommonMetadata
-    decodes: dict[int | None, DecodePlan] = field(default_factory=dict)
-    prefills: dict[int | None, list[PrefillPlan]] = field(default_factory=dict)
+    decodes: dict[Sight, DecodePlan] = field(default_factory=dict)
+    prefills: dict[Sight, list[PrefillPlan]] = field(default_factory=dict)
 
 
 class SDPABackend(AttentionBackend):
-    """Handles decoder attention in float32, bfloat16 and float16, any block and head size, windows, soft caps and sinks."""
+    """Handles decoder attention in float32, bfloat16 and float16, any block and head size, windows, chunks, soft caps and sinks."""
 
     name: ClassVar[str] = "sdpa"
     handles: ClassVar[frozenset[str]] = frozenset(
-        {"sliding_window", "logit_soft_cap", "has_sinks", "decode_context_parallel"}
+        {"sliding_window", "attention_chunk_size", "logit_soft_cap", "has_sinks", "decode_context_parallel"}
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
 
@@ -88,16 +104,16 @@ class SDPAAttention(BoundAttention):
         self.attend_part(query, metadata, output, None)
 
     def attend_part(self, query: Tensor, metadata: SDPAMetadata, output: Tensor, lse: Tensor | None) -> None:
-        layer, common, window = self.layer, metadata.common, self.layer.sliding_window
+        layer, common, sight = self.layer, metadata.common, sight_of(self.layer)
         num_decodes = common.num_decode_rows
         if num_decodes:
-            if window not in metadata.decodes:
-                metadata.decodes[window] = plan_decode(common, layer)
-            output[:num_decodes] = attend_decode(layer, query[:num_decodes], metadata.decodes[window], lse)
+            if sight not in metadata.decodes:
+                metadata.decodes[sight] = plan_decode(common, layer)
+            output[:num_decodes] = attend_decode(layer, query[:num_decodes], metadata.decodes[sight], lse)
         if num_decodes < common.num_reqs:
-            if window not in metadata.prefills:
-                metadata.prefills[window] = plan_prefill(common, layer)
-            for plan in metadata.prefills[window]:
+            if sight not in metadata.prefills:
+                metadata.prefills[sight] = plan_prefill(common, layer)
+            for plan in metadata.prefills[sight]:
                 output[plan.tokens] = attend_prefill(layer, query[plan.tokens], plan, lse)
 
 
@@ -125,9 +141,9 @@ def block_stride(cache: Tensor) -> int:
 
 def plan_decode(common: CommonMetadata, layer: AttentionParams) -> DecodePlan:
     """Contexts are aligned at their start (first key that is attended to), padded to the longest."""
-    window, block_size = layer.sliding_window, layer.k_cache.shape[1]
+    block_size = layer.k_cache.shape[1]
     lengths = kept_of(layer.needs, common.seq_lens[: common.num_decode_rows].long())
-    starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+    starts = first_seen((lengths - 1).clamp(min=0), sight_of(layer))
     longest = max(int((lengths - starts).max()), 1)
     position = starts[:, None] + torch.arange(longest, device=starts.device)
     is_context = position < lengths[:, None]
@@ -159,7 +175,7 @@ def attend_decode(layer: AttentionParams, query: Tensor, plan: DecodePlan, lse: 
 
 
 def plan_prefill(common: CommonMetadata, layer: AttentionParams) -> list[PrefillPlan]:
-    window, block_size, stride = layer.sliding_window, layer.k_cache.shape[1], block_stride(layer.k_cache)
+    sight, block_size, stride = sight_of(layer), layer.k_cache.shape[1], block_stride(layer.k_cache)
     starts = common.query_start_loc.tolist()
     lengths = common.seq_lens.tolist()
     plans = []
@@ -168,26 +184,26 @@ def plan_prefill(common: CommonMetadata, layer: AttentionParams) -> list[Prefill
         if num_tokens == 0:
             continue  # padding
         first_query = length - num_tokens
-        first_key = 0 if window is None else max(first_query - window + 1, 0)
+        first_key = int(first_seen(torch.tensor(first_query), sight))
         ranks, rank = layer.needs.decode_context_parallel, layer.needs.context_rank
         keys = torch.arange(first_key if ranks == 1 else rank, length, ranks)
         position = (keys if ranks == 1 else keys // ranks).to(common.block_table.device)
         rows = common.block_table[row][position // block_size].long() * stride + position % block_size
-        mask = _prefill_mask(first_query, keys, length, window, common.causal)
+        mask = _prefill_mask(first_query, keys, length, sight, common.causal)
         mask = None if mask is None else mask.to(position.device)
         plans.append(PrefillPlan(slice(starts[row], starts[row + 1]), rows, mask))
     return plans
 
 
-def _prefill_mask(first_query: int, keys: Tensor, length: int, window: int | None, causal: bool) -> Tensor | None:
+def _prefill_mask(first_query: int, keys: Tensor, length: int, sight: Sight, causal: bool) -> Tensor | None:
     """keys: their places in the row. [queries, keys] bool, or None when the plain causal triangle says it all."""
-    num_queries, num_keys = length - first_query, len(keys)
-    is_square = num_keys == num_queries and (not num_keys or int(keys[0]) == first_query)
-    if causal and is_square and (window is None or num_keys <= window):
+    queries = torch.arange(first_query, length)[:, None]
+    firsts = first_seen(queries, sight)
+    is_square = len(keys) == len(queries) and (not len(keys) or int(keys[0]) == first_query)
+    if causal and is_square and (not len(keys) or int(firsts[-1]) <= first_query):
         return None
-    distance = torch.arange(first_query, length)[:, None] - keys
-    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    return mask if window is None else mask & (distance < window)
+    mask = keys <= queries if causal else torch.ones(len(queries), len(keys), dtype=torch.bool)
+    return mask & (keys >= firsts)
 
 
 def attend_prefill(layer: AttentionParams, query: Tensor, plan: PrefillPlan, lse: Tensor | None = None) -> Tensor:

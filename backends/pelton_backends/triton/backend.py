@@ -65,7 +65,9 @@ class TritonBackend(AttentionBackend):
     """Any block size that is a multiple of 16, heads of 16 to 256 numbers (those that are not a power of two in padded tiles)."""
 
     name: ClassVar[str] = "triton"
-    handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap", "has_sinks", "has_alibi"})
+    handles: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "attention_chunk_size", "logit_soft_cap", "has_sinks", "has_alibi"}
+    )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     @classmethod
@@ -105,7 +107,7 @@ class TritonBackend(AttentionBackend):
         self._draft_parts: dict[int, DraftParts] = {}  # by tokens of a row
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
-        return self.needs.sliding_window is None and pays(num_rows, prefix_len)
+        return not self.needs.is_local and pays(num_rows, prefix_len)
 
     def reserve(self, max_key: BatchDescriptor) -> None:
         self.part_buffers(max_key.num_reqs)
@@ -148,7 +150,7 @@ class TritonBackend(AttentionBackend):
         if shape.is_dealt:
             deal_rows(
                 common.seq_lens, common.block_table, parts, shape, num_rows=rows, block_size=needs.block_size,
-                sliding_window=needs.sliding_window,
+                sliding_window=signed_window(needs),
                 query_start_loc=common.query_start_loc if metadata.is_mixed else None, pdl=self.pdl,
             )  # fmt: skip
         return shape
@@ -170,7 +172,7 @@ class TritonBackend(AttentionBackend):
 
     def _prefix_len(self, common: CommonMetadata, key: BatchDescriptor | None) -> int | Tensor | None:
         if key is not None:
-            return common.common_prefix if key.has_common_prefix and self.needs.sliding_window is None else None
+            return common.common_prefix if key.has_common_prefix and not self.needs.is_local else None
         is_used = self.uses_common_prefix(common.num_decode_rows, common.common_prefix_len)
         return common.common_prefix_len if is_used else None
 
@@ -198,6 +200,11 @@ class TritonBackend(AttentionBackend):
         return parts
 
 
+def signed_window(needs: AttentionNeeds) -> int | None:
+    """As the kernels read it: how many keys a token sees, or, below 0, the size of the aligned chunk that it sees of."""
+    return -needs.attention_chunk_size if needs.attention_chunk_size else needs.sliding_window
+
+
 class TritonAttention(BoundAttention):
     """A layer's kernels, each with what follows from the layer."""
 
@@ -206,7 +213,7 @@ class TritonAttention(BoundAttention):
     def __init__(self, layer: AttentionParams, backend: TritonBackend) -> None:
         super().__init__(layer)
         self._backend, self._pdl = backend, backend.pdl
-        self._takes_drafts = layer.sinks is None and layer.alibi_slopes is None
+        self._takes_drafts = layer.sinks is None and layer.alibi_slopes is None and not layer.needs.attention_chunk_size
         self._norm_rope: NormRope | None = None  # where the kernels that attend make queries and new keys too
         needs, tensors = layer.write_needs, layer.write_tensors
         self._decode = self._bind_decode(None)
@@ -216,7 +223,7 @@ class TritonAttention(BoundAttention):
             self._fused_decode = self._bind_decode(self._norm_rope)
         self._prefill = PrefillAttention(
             layer.k_cache, layer.v_cache, num_heads=layer.num_heads, dtype=getattr(torch, layer.needs.dtype),
-            scale=layer.scale, sliding_window=layer.sliding_window, soft_cap=layer.soft_cap, sinks=layer.sinks,
+            scale=layer.scale, sliding_window=signed_window(layer.needs), soft_cap=layer.soft_cap, sinks=layer.sinks,
             alibi_slopes=layer.alibi_slopes, pdl=self._pdl,
         )  # fmt: skip
 
@@ -224,7 +231,7 @@ class TritonAttention(BoundAttention):
         layer = self.layer
         return DecodeAttention(
             layer.k_cache, layer.v_cache, self._backend.part_buffers(), num_heads=layer.num_heads,
-            dtype=getattr(torch, layer.needs.dtype), scale=layer.scale, sliding_window=layer.sliding_window,
+            dtype=getattr(torch, layer.needs.dtype), scale=layer.scale, sliding_window=signed_window(layer.needs),
             soft_cap=layer.soft_cap, sinks=layer.sinks, alibi_slopes=layer.alibi_slopes, norm_rope=norm_rope,
             pdl=self._pdl,
         )  # fmt: skip

@@ -45,6 +45,7 @@ class AttentionNeeds:
     kv_dtype: str = "auto"  # "auto": as dtype
     # Optional: refused unless named in `handles`.
     sliding_window: int | None = None  # tokens; None attends to everything
+    attention_chunk_size: int | None = None  # tokens; a token attends to those before it in its own aligned chunk
     logit_soft_cap: float | None = None
     has_sinks: bool = False
     has_alibi: bool = False
@@ -59,6 +60,11 @@ class AttentionNeeds:
     context_rank: int = 0  # r
     latent_dim: int = 0  # with is_mla
 
+    @property
+    def is_local(self) -> bool:
+        """Tokens do not attend to all before them."""
+        return self.sliding_window is not None or self.attention_chunk_size is not None
+
     def optional(self) -> list[str]:
         """Names of the optional needs that differ from their defaults."""
         return [f.name for f in fields(self) if f.name in OPTIONAL_NEEDS and getattr(self, f.name) != f.default]
@@ -69,6 +75,7 @@ PHASES = frozenset(["decode", "prefill"])
 OPTIONAL_NEEDS = frozenset(
     [
         "sliding_window",
+        "attention_chunk_size",
         "logit_soft_cap",
         "has_sinks",
         "has_alibi",

@@ -27,13 +27,17 @@ _NOTHING = -1e30
 
 
 def spread_needs(needs: AttentionNeeds, name: str, parallel: ParallelContext) -> AttentionNeeds:
-    """Return what a layer asks of a backend where the ranks of `parallel.context` share its cache. Raises `ConfigError` for a window."""
+    """Return what a layer asks of a backend where the ranks of `parallel.context` share its cache. Raises `ConfigError` if it is local."""
     group = parallel.context
     if group is None:
         return needs
-    if needs.sliding_window is not None:
+    if needs.is_local:
+        size, kind = (
+            needs.sliding_window or needs.attention_chunk_size,
+            "a window" if needs.sliding_window else "chunks",
+        )
         raise ConfigError(
-            f"decode_context_parallel_size is {group.size}, and {name} attends to a window of {needs.sliding_window} tokens: what is "
+            f"decode_context_parallel_size is {group.size}, and {name} attends to {kind} of {size} tokens: what is "
             "kept does not grow with the context, so there is nothing to spread. Set it to 1."
         )
     return replace(

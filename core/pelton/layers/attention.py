@@ -14,7 +14,7 @@ from torch import nn
 from pelton.attention.cache_layer import register
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
 from pelton.attention.parts import bind_layer, spread_needs
-from pelton.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from pelton.kv_cache.spec import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
 from pelton.ops.interface import QkNormRopeWriteKv, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
@@ -47,6 +47,7 @@ class AttentionLayer(nn.Module):
         rope: Rope | None,
         scale: float | None = None,
         sliding_window: int | None = None,
+        attention_chunk_size: int | None = None,
         soft_cap: float | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -56,6 +57,7 @@ class AttentionLayer(nn.Module):
     ) -> None:
         """num_heads, num_kv_heads: of this rank (`QKVLinear` says). scale: 1 / sqrt(head_dim) when None.
 
+        attention_chunk_size: tokens attend to those before them in their own aligned chunk of so many; not with a window.
         shares: prefix of the layer whose keys and values it reads; it is called with the rows of its queries alone.
         sinks [num_heads]: logits of a key without a value. alibi_slopes [num_heads]: a logit gets slope * (key - query position).
         """
@@ -77,6 +79,7 @@ class AttentionLayer(nn.Module):
             dtype=config.dtype_name,
             kv_dtype=config.kv_dtype,
             sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size,
             logit_soft_cap=soft_cap,
             has_sinks=sinks is not None,
             has_alibi=alibi_slopes is not None,
@@ -109,19 +112,17 @@ class AttentionLayer(nn.Module):
         return bound
 
     def cache_spec(self) -> KVCacheSpec:
-        """Keys and values of every token, or of a window's."""
+        """Keys and values of every token, or of those that later ones attend to."""
+        kind: type[FullAttentionSpec] = FullAttentionSpec
+        own: dict[str, int] = {}
         if self.sliding_window is not None:
-            return SlidingWindowSpec(
-                block_size=self.block_size,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                dtype=self.kv_dtype,
-                sliding_window=self.sliding_window,
-            )
+            kind, own = SlidingWindowSpec, {"sliding_window": self.sliding_window}
+        elif (size := self.needs.attention_chunk_size) is not None:
+            kind, own = ChunkedLocalSpec, {"attention_chunk_size": size}
         num_ranks = self.needs.decode_context_parallel
-        return FullAttentionSpec(
+        return kind(
             block_size=self.block_size * num_ranks, num_ranks=num_ranks, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, dtype=self.kv_dtype,
+            head_dim=self.head_dim, dtype=self.kv_dtype, **own,
         )  # fmt: skip
 
     def kv_spec(self) -> KVCacheSpec:

@@ -44,6 +44,7 @@ class AttentionCase:
     head_dim: int = 16
     block_size: int = 16
     sliding_window: int | None = None
+    chunk_size: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
     has_alibi: bool = False
@@ -57,7 +58,7 @@ class AttentionCase:
             head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, dtype=self.dtype,
             block_size=self.block_size, sliding_window=self.sliding_window, logit_soft_cap=self.soft_cap,
             has_sinks=self.has_sinks, has_alibi=self.has_alibi, decode_context_parallel=self.num_ranks,
-            context_rank=self.rank,
+            context_rank=self.rank, attention_chunk_size=self.chunk_size,
         )  # fmt: skip
 
 
@@ -83,12 +84,16 @@ CASES: dict[str, AttentionCase] = {
     "window-of-a-block": AttentionCase(rows=MIXED, sliding_window=16, num_padding=1),
     "window-of-one": AttentionCase(rows=MIXED, sliding_window=1),
     "window-longer-than-all": AttentionCase(rows=MIXED, sliding_window=4096),
+    "chunks": AttentionCase(rows=(*MIXED, (70, 20)), chunk_size=24),
+    "chunks-of-a-block": AttentionCase(rows=MIXED, chunk_size=16, num_padding=1),
+    "chunks-of-seven-and-a-soft-cap": AttentionCase(rows=MIXED, chunk_size=7, soft_cap=2.0),
     "soft-cap": AttentionCase(rows=MIXED, soft_cap=2.0),
     "soft-cap-and-window": AttentionCase(rows=MIXED, soft_cap=2.0, sliding_window=9),
     "sinks": AttentionCase(rows=MIXED, has_sinks=True),
     "sinks-and-window": AttentionCase(rows=MIXED, has_sinks=True, sliding_window=9, num_padding=1),
     "alibi": AttentionCase(rows=MIXED, has_alibi=True, has_sinks=True),
     "bfloat16": AttentionCase(rows=MIXED, dtype="bfloat16"),
+    "bfloat16-chunks": AttentionCase(rows=(*MIXED, (90, 40)), dtype="bfloat16", chunk_size=32, head_dim=64),
     "float16": AttentionCase(rows=MIXED, dtype="float16", sliding_window=9),
     "bfloat16-heads-of-64": AttentionCase(rows=MIXED, dtype="bfloat16", head_dim=64, sliding_window=9),
     "bfloat16-heads-of-128": AttentionCase(rows=MIXED, dtype="bfloat16", head_dim=128, num_padding=1),
@@ -103,7 +108,7 @@ JUNK = {"nan": float("nan"), "infinity": float("inf"), "largest": 3e38}
 """What is left where nothing of a row's lies; the last one as near to it as the dtype goes."""
 JUNK_CASES = (
     "first-token", "decodes-of-odd-lengths", "chunk-after-context", "mixed-padded", "odd-head-dim", "blocks-of-seven",
-    "blocks-of-128", "window", "window-of-one", "soft-cap-and-window", "sinks-and-window", "alibi", "float16",
+    "blocks-of-128", "window", "window-of-one", "chunks", "soft-cap-and-window", "sinks-and-window", "alibi", "float16",
     "bfloat16-heads-of-64", "bfloat16-heads-of-128",
 )  # fmt: skip
 
@@ -148,7 +153,7 @@ class AttentionStep:
         layer = AttentionLayer(
             case.num_heads, case.num_kv_heads, case.head_dim, config=build, prefix="layer", rope=None,
             sliding_window=case.sliding_window, soft_cap=case.soft_cap, sinks=self.sinks,
-            alibi_slopes=self.alibi_slopes,
+            attention_chunk_size=case.chunk_size, alibi_slopes=self.alibi_slopes,
         )  # fmt: skip
         layer.needs = case.needs()
         return layer
@@ -184,6 +189,9 @@ class AttentionStep:
             slots = own_slots(slots, case.num_ranks, case.rank)
         if case.sliding_window is not None:
             passed = max(case.rows[row][1] - case.sliding_window + 1, 0) // case.block_size
+            slots[: passed * case.block_size] = -1
+        if case.chunk_size is not None:
+            passed = case.rows[row][1] // case.chunk_size * case.chunk_size // case.block_size
             slots[: passed * case.block_size] = -1
         return slots.to(self.device)
 
@@ -246,6 +254,8 @@ class AttentionStep:
             )
             for position in range(before, before + tokens):
                 first = 0 if case.sliding_window is None else max(position - case.sliding_window + 1, 0)
+                if case.chunk_size is not None:
+                    first = position // case.chunk_size * case.chunk_size
                 scores = keys[:, first : position + 1] @ self.query[token].double().cpu()[:, :, None] * self.layer.scale
                 if case.soft_cap is not None:
                     scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
@@ -389,7 +399,9 @@ class AttentionBackendConformance:
             step.write()
         self.assert_close(put_together([step.run_part() for step in steps]), steps[0].expected(), steps[0].case)
 
-    @pytest.mark.parametrize("name", ["mixed", "mixed-padded", "blocks-of-seven", "window", "bfloat16", "multi-query"])
+    @pytest.mark.parametrize(
+        "name", ["mixed", "mixed-padded", "blocks-of-seven", "window", "chunks", "bfloat16", "multi-query"]
+    )
     def test_it_writes_all_rows_then_attends(self, name: str) -> None:
         self.check_write_and_attend(self.make_step(CASES[name]))
 
@@ -452,7 +464,15 @@ class AttentionBackendConformance:
         self.assert_close(step.run(), want, step.case)
 
     @pytest.mark.parametrize(
-        "need", [{"has_sinks": True}, {"is_mla": True}, {"attention_type": "cross"}, {"has_alibi": True}], ids=str
+        "need",
+        [
+            {"has_sinks": True},
+            {"is_mla": True},
+            {"attention_type": "cross"},
+            {"has_alibi": True},
+            {"attention_chunk_size": 8},
+        ],
+        ids=str,
     )
     def test_needs_it_has_not_read_about_are_refused(self, need: dict[str, Any]) -> None:
         (name,) = need

@@ -122,6 +122,23 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeForCausalLM",
         {**_EXPERTS, **_SHARED, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 1, 0, 1],
+            "attention_chunk_size": 32,
+            "floor_scale": 16,
+            "attn_scale": 0.3,
+            "head_dim": 24,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",
@@ -220,7 +237,7 @@ def _randomize(model: Any) -> None:
     import torch
 
     is_gemma = "Gemma" in type(model).__name__  # norms multiply by 1 + w, embeddings by sqrt(hidden_size)
-    is_gpt_oss = "GptOss" in type(model).__name__
+    is_transposed = any(name in type(model).__name__ for name in ("GptOss", "Llama4"))
     embed_scale = model.config.hidden_size**0.5 if is_gemma else 1.0
     gains = {
         "o_proj.weight": 3.0,
@@ -242,8 +259,8 @@ def _randomize(model: Any) -> None:
             elif "embed_tokens" in name or "lm_head" in name:
                 weight.normal_(0.0, 0.5 / embed_scale)
             else:
-                # Stacked experts of gpt-oss have their inputs in the axis before the last.
-                fan_in = weight.shape[1] if weight.dim() == 3 and is_gpt_oss else weight.shape[-1]
+                # Stacked experts of gpt-oss and Llama 4 have their inputs in the axis before the last.
+                fan_in = weight.shape[1] if weight.dim() == 3 and is_transposed else weight.shape[-1]
                 gain = next((gain for suffix, gain in gains.items() if name.endswith(suffix)), 1.0)
                 weight.normal_(0.0, gain / fan_in**0.5)
         for name, buffer in model.named_buffers():

@@ -44,6 +44,7 @@ class LlamaDecoderLayer(nn.Module):
             self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim,
             rope=self.rope(index, head_dim, config), scale=self.attention_scale(config),
             sliding_window=self.sliding_window(index, config),
+            attention_chunk_size=self.attention_chunk_size(index, config),
             q_norm=self.q_norm, k_norm=self.k_norm, sinks=self.sinks(config, attention), config=config,
             prefix=f"{attention}.attn",
         )  # fmt: skip
@@ -88,6 +89,9 @@ class LlamaDecoderLayer(nn.Module):
         return bool(config.hf.get("mlp_bias"))
 
     def sliding_window(self, index: int, config: BuildConfig) -> int | None:
+        return None
+
+    def attention_chunk_size(self, index: int, config: BuildConfig) -> int | None:
         return None
 
     def rope(self, index: int, head_dim: int, config: BuildConfig) -> Rope | None:

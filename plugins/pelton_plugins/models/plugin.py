@@ -34,6 +34,13 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2's attention with experts, one of them taken by every token"),
         _entry("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3's attention with experts"),
         _entry("glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5: dense layers, then experts chosen by groups"),
+        _entry("llama4", "Llama4ForCausalLM", "Llama 4, text: attention in chunks, layers without rope, experts"),
+        ModelEntry(
+            name="llama4-text",
+            load="pelton_plugins.models.llama4:Llama4ForConditionalGeneration",
+            architectures=("Llama4ForConditionalGeneration",),
+            doc="Llama 4 with its part for images, of which the text is read",
+        ),
         ModelEntry(
             name="gpt_oss",
             load="pelton_plugins.models.gpt_oss:GptOssForCausalLM",

@@ -16,33 +16,34 @@ _ONE = re.compile(r"(.*\.experts)\.\d+\.down_proj\.weight")
 
 
 class _Part(LazyWeight):
-    """Rows [first, last) of one expert's matrix in a tensor [E, rows, columns]."""
+    """Rows [first, last) of one expert's matrix in a tensor [E, rows, columns], or [E, columns, rows] where it is transposed."""
 
-    def __init__(self, whole: LazyWeight, expert: int, first: int, last: int) -> None:
-        self._whole, self._expert, self._rows = whole, expert, (first, last)
-        self.shape = (last - first, whole.shape[2])
+    def __init__(self, whole: LazyWeight, expert: int, first: int, last: int, is_transposed: bool) -> None:
+        self._whole, self._expert, self._rows, self._is_transposed = whole, expert, (first, last), is_transposed
+        self.shape = (last - first, whole.shape[1 if is_transposed else 2])
 
     def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
         first, last = self._rows
-        rows = self._whole.read(0, self._expert, self._expert + 1)[0, first:last]
+        matrix = self._whole.read(0, self._expert, self._expert + 1)[0]
+        rows = (matrix.t() if self._is_transposed else matrix)[first:last]
         return rows if dim is None else rows.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
 
 
 def one_for_each_expert(
-    weights: Iterable[tuple[str, LazyWeight]], expected: Collection[str]
+    weights: Iterable[tuple[str, LazyWeight]], expected: Collection[str], *, is_transposed: bool = False
 ) -> Iterator[tuple[str, LazyWeight]]:
     """Yield `weights`, with `...experts.gate_up_proj` [E, 2 I, H], gate first, and `...experts.down_proj` [E, H, I] taken apart into
-    the names that the model expects. A name that the model expects as it is stays so."""
+    the names that the model expects. A name that the model expects as it is stays so. is_transposed: they are [E, H, 2 I] and [E, I, H]."""
     layers = {found[1] for name in expected if (found := _ONE.fullmatch(name))}
     for name, weight in weights:
         found = None if name in expected else _STACKED.fullmatch(name)
         if found is None or len(weight.shape) != 3 or found[1] not in layers:
             yield name, weight
             continue
-        num_rows = weight.shape[1]
+        num_rows = weight.shape[2 if is_transposed else 1]
         parts = {"down_proj": (0, num_rows)}
         if found[2] == "gate_up_proj":
             parts = {"gate_proj": (0, num_rows // 2), "up_proj": (num_rows // 2, num_rows)}
         for expert in range(weight.shape[0]):
             for matrix, rows in parts.items():
-                yield f"{found[1]}.{expert}.{matrix}.weight", _Part(weight, expert, *rows)
+                yield f"{found[1]}.{expert}.{matrix}.weight", _Part(weight, expert, *rows, is_transposed)

@@ -81,8 +81,8 @@ def test_decodes_of_a_windowed_layer_read_the_window_only(monkeypatch):
     step.write()
     metadata = step.backend.build(step.common)
     step.layer.attend(step.query, metadata, torch.empty_like(step.query))
-    assert metadata.decodes[9].rows.shape == (4 * 9,)
-    assert all(len(plan.rows) <= 8 + plan.tokens.stop - plan.tokens.start for plan in metadata.prefills[9])
+    assert metadata.decodes[9, None].rows.shape == (4 * 9,)
+    assert all(len(plan.rows) <= 8 + plan.tokens.stop - plan.tokens.start for plan in metadata.prefills[9, None])
 
 
 def test_layers_of_one_window_share_a_steps_plan():

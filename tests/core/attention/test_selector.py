@@ -88,7 +88,8 @@ def test_no_fit_lists_every_backend_with_its_reasons():
 
 
 NON_DEFAULT = {
-    "sliding_window": 128, "logit_soft_cap": 30.0, "has_sinks": True, "has_alibi": True, "attention_type": "encoder",
+    "sliding_window": 128, "attention_chunk_size": 64, "logit_soft_cap": 30.0, "has_sinks": True, "has_alibi": True,
+    "attention_type": "encoder",
     "is_mla": True, "is_sparse": True, "has_mm_prefix": True, "decode_context_parallel": 2,
 }  # fmt: skip
 

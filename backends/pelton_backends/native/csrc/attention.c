@@ -75,7 +75,7 @@ static void choose_paths(struct plan *plan) {
 static void set_keys(const struct plan *plan, struct place *place, int64_t num) {
     const struct step *step = plan->step;
     int64_t length = step->seq_lens[place->row], position = length - tokens_of(step, place->row) + place->token;
-    place->first_key = plan->op->window > 0 ? most(position - plan->op->window + 1, 0) : plan->prefix;
+    place->first_key = plan->op->window == 0 ? plan->prefix : first_seen(plan->op, position);
     place->last_key = kept_of(step, step->is_causal ? position + num : length);
 }
 

@@ -10,12 +10,19 @@ struct attention {
     void *k_cache, *v_cache;
     int64_t block_stride, token_stride, head_stride;
     int64_t block_size, num_heads, num_kv_heads, group, head_dim;
-    int64_t window; /* 0: attends to everything */
+    int64_t window; /* 0: attends to everything; below 0: to the tokens of its own aligned chunk of -window */
     float scale;
     float soft_cap; /* 0: none */
     int32_t dtype;
     const float *sinks; /* [num_heads], as powers of 2, of weights without values; NULL: none */
 };
+
+/* The first key that the token at a position attends to. */
+INLINE int64_t first_seen(const struct attention *op, int64_t position) {
+    if (op->window < 0)
+        return position - position % -op->window;
+    return op->window > 0 ? most(position - op->window + 1, 0) : 0;
+}
 
 /* A step of one group. */
 struct step {

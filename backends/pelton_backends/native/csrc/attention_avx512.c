@@ -344,7 +344,7 @@ int pelton_decode_avx512(const struct attention *op, const struct task *task, st
 /* Keys [lower, upper) of the chunk that starts at `first` which the token of query row `row` attends to. */
 INLINE int64_t seen_from(const struct attention *op, const struct task *task, int64_t row, int64_t first) {
     int64_t position = task->position + row / op->group;
-    return op->window > 0 ? least(most(position - op->window + 1 - first, 0), CHUNK) : 0;
+    return least(most(first_seen(op, position) - first, 0), CHUNK);
 }
 
 INLINE int64_t seen_to(const struct attention *op, const struct task *task, int64_t row, int64_t first, int64_t count) {

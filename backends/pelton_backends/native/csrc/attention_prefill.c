@@ -72,6 +72,8 @@ INLINE void add_values(const struct tile *tile, float *sums, struct seen seen, c
 /* Which of LANES queries see key number `key` of the row. */
 INLINE ivec sees(const struct attention *op, const struct task *task, ivec position, int32_t key) {
     ivec is_seen = task->is_causal ? position >= key : ivec_all(-1);
+    if (op->window < 0)
+        return is_seen & (position - position % (int32_t)least(-op->window, INT32_MAX) <= key);
     return op->window > 0 ? is_seen & (position - (int32_t)least(op->window, INT32_MAX) < key) : is_seen;
 }
 
@@ -130,10 +132,9 @@ static __attribute__((noinline)) void attend_strip_3(const struct attention *op,
 /* What the queries of a strip see of the chunk of `count` keys that starts at `first`. */
 static struct seen seen_by(const struct attention *op, const struct task *task, const struct tile *tile, int64_t index, int64_t first,
                            int64_t count) {
-    int64_t window = op->window > 0 ? op->window : INT32_MAX;
     int64_t low = tile->strips[index].position[0], high = tile->strips[index].position[least(STRIP, tile->m - index * STRIP) - 1];
-    int64_t lower = most(low - window + 1 - first, 0), upper = least((task->is_causal ? high + 1 : task->length) - first, count);
-    int is_whole = high - window + 1 <= first && (!task->is_causal || low + 1 >= first + upper);
+    int64_t lower = most(first_seen(op, low) - first, 0), upper = least((task->is_causal ? high + 1 : task->length) - first, count);
+    int is_whole = first_seen(op, high) <= first && (!task->is_causal || low + 1 >= first + upper);
     return (struct seen){lower, upper, is_whole};
 }
 

@@ -155,7 +155,7 @@ def decode_kernel(
     first_key, last_key, first_chunk, last_chunk = chunks_of_row(seq_len, FUSED, WINDOW, N)
     table = block_table + row.to(tl.int64) * stride_table
     token = (first_chunk + split) * N + local
-    if shares is None and WINDOW > 0:
+    if shares is None and WINDOW != 0:
         block = blocks_of(table, token, stride_table, BLOCK_SIZE)
     next_block = blocks_of(table, token + num_splits * N, stride_table, BLOCK_SIZE)
     if IS_EARLY and q_norm is not None:

@@ -25,14 +25,23 @@ SHARE = tl.constexpr(8)  # numbers that `deal_kernel` writes for a program
 
 
 @triton.jit
+def first_seen(seq_len, WINDOW: tl.constexpr):
+    """First key that the last token of a row sees: of its last WINDOW keys, or, below 0, of its own aligned chunk of -WINDOW."""
+    first = seq_len * 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - WINDOW, 0)
+    if WINDOW < 0:
+        first = tl.maximum(seq_len - 1, 0) // -WINDOW * -WINDOW
+    return first
+
+
+@triton.jit
 def chunks_of_row(seq_len, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
     """First key and the one past the last, the same of chunks."""
     last_key = seq_len
     if FUSED:
         last_key = seq_len - 1
-    first_key = seq_len * 0
-    if WINDOW > 0:
-        first_key = tl.maximum(seq_len - WINDOW, 0)
+    first_key = first_seen(seq_len, WINDOW)
     return first_key, last_key, first_key // N, (last_key + N - 1) // N
 
 

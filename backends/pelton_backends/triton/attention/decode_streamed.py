@@ -26,6 +26,7 @@ from pelton_backends.triton.attention.decode_pieces import (
     norm_weights,
     partner_of,
 )
+from pelton_backends.triton.attention.decode_shares import first_seen
 from pelton_backends.triton.runtime import let_next_start, wait_for_inputs
 
 
@@ -36,8 +37,8 @@ def chunks_of(length, FUSED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr
     if FUSED:
         last_key = length - 1
     chunks = (last_key + N - 1) // N
-    if WINDOW > 0:
-        chunks -= tl.maximum(length - WINDOW, 0) // N
+    if WINDOW != 0:
+        chunks -= first_seen(length, WINDOW) // N
     return tl.maximum(chunks, 1)
 
 
@@ -194,8 +195,8 @@ def streamed_decode_kernel(
         table = block_table + row.to(tl.int64) * stride_table
         first_key = 0
         first_chunk = begin
-        if WINDOW > 0:
-            first_key = tl.maximum(seq_len - WINDOW, 0)
+        if WINDOW != 0:
+            first_key = first_seen(seq_len, WINDOW)
             first_chunk += first_key // N
         block = blocks_of(table, first_chunk * N + local, stride_table, BLOCK_SIZE)
         x, other, new_value = load_heads(

@@ -77,7 +77,7 @@ def attend_keys(
     `acc` [M, BLOCK_D], `denominator` [M] and `highest` [M] (base-2 logarithm) are float32 and returned; `q` [M, BLOCK_D].
     `k_cache`, `v_cache` point at the head; `table` at the row's blocks. `factor` is scale, times log2(e) unless there is a
     soft cap. Without MASKED every key of every block is seen by every query; with it keys from `seq_len` on are not read, nor,
-    with WINDOW, those before `least`.
+    with WINDOW, those before `least`. WINDOW 2: a query sees its own aligned chunk of `window` keys.
     """
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     for start in range(first, last, BLOCK_N):
@@ -118,8 +118,10 @@ def attend_keys(
             is_seen = (position < seq_len)[None, :]
             if CAUSAL:
                 is_seen = is_seen & (position[None, :] <= q_position[:, None])
-            if WINDOW:
+            if WINDOW == 1:
                 is_seen = is_seen & (q_position[:, None] - position[None, :] < window)
+            if WINDOW == 2:
+                is_seen = is_seen & (position[None, :] >= (q_position // window * window)[:, None])
             scores = tl.where(is_seen, scores, -float("inf"))
 
         if SOFT_CAP or ALIBI:
@@ -246,9 +248,13 @@ def prefill_kernel(
     low = 0
     least = 0
     if WINDOW:
+        seen_by_last = tl.maximum(last_position - window + 1, 0)
         least = tl.maximum(first_position - window + 1, 0)
+        if WINDOW == 2:
+            seen_by_last = last_position // window * window
+            least = first_position // window * window
         begin = least // BLOCK_N * BLOCK_N
-        low = tl.maximum(last_position - window + BLOCK_N, 0) // BLOCK_N * BLOCK_N
+        low = (seen_by_last + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         low = tl.minimum(low, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         high = tl.maximum(high, low)
         acc, denominator, highest = attend_keys(
@@ -340,7 +346,8 @@ def bind_hopper(
     pdl: bool,
 ) -> HopperPrefill | None:
     """Return what serves all but short rows of such a layer better than the kernel of this file on the device; else None."""
-    module = _hopper(k_cache.device) if soft_cap is None and alibi_slopes is None else None
+    is_plain = soft_cap is None and alibi_slopes is None and (sliding_window is None or sliding_window > 0)
+    module = _hopper(k_cache.device) if is_plain else None
     if module is None or not module.serves(k_cache, v_cache, num_heads=num_heads, dtype=dtype):
         return None
     bound: HopperPrefill = module.HopperPrefill(
@@ -376,8 +383,8 @@ def prefill_attention(
 
     Math   output[t, h] = softmax(scores[t, h, :]) v[h // G],  scores = cap(scale q[t, h] k[h // G]) + slope_h (j - i) for the
            query at position i and the key at j, i = seq_len - query_len + (t - query_start_loc[r]); seen are j <= i (all
-           with causal=False) and i - j < sliding_window; cap(x) = soft_cap tanh(x / soft_cap); a sink adds exp(sink_h) to the
-           softmax's denominator.
+           with causal=False) and i - j < sliding_window (below 0: i // c = j // c with c = -sliding_window);
+           cap(x) = soft_cap tanh(x / soft_cap); a sink adds exp(sink_h) to the softmax's denominator.
     Paper  Dao, FlashAttention-2 (arXiv:2307.08691); Kwon et al., PagedAttention (arXiv:2309.06180); Press et al., ALiBi
            (arXiv:2108.12409); Xiao et al., attention sinks (arXiv:2309.17453).
 
@@ -433,10 +440,11 @@ class PrefillAttention:
         )  # fmt: skip
         self._caches, self._layer = (k_cache, v_cache), (sinks, alibi_slopes)
         self._cache_strides = (*k_cache.stride()[:3], *v_cache.stride()[:3])
-        self._numbers = scale, soft_cap or 0.0, sliding_window or 0
+        self._numbers = scale, soft_cap or 0.0, abs(sliding_window or 0)
         self._constants = {
             "G": self._group, "D": head_dim, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16), "BLOCK_SIZE": block_size,
-            "WINDOW": sliding_window is not None, "SOFT_CAP": soft_cap is not None, "SINKS": sinks is not None,
+            "WINDOW": 0 if sliding_window is None else 1 if sliding_window > 0 else 2,
+            "SOFT_CAP": soft_cap is not None, "SINKS": sinks is not None,
             "ALIBI": alibi_slopes is not None, "PDL": pdl,
         }  # fmt: skip
         self._key = (
