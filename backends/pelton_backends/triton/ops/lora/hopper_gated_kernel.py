@@ -69,7 +69,7 @@ def _fetch_adapters(
         for side in gl.static_range(2):
             place = gl.where(unit + u < count, side * (MOST * SLOTS) + (unit + u) * SLOTS, 2 * MOST * SLOTS)
             tma.async_copy_global_to_shared(
-                low, [place, token, 0], low_barrier, low_pieces.index(at + (side * UNITS + u))
+                low, [place, token // SLOTS, 0], low_barrier, low_pieces.index(at + (side * UNITS + u))
             )
 
 
@@ -155,9 +155,12 @@ def _low_program(
                     value += gl.load(cells + i * (R * M), cache_modifier=".cg")
         if is_last:
             kept = gl.where(slot_of[None, :] == slot[:, None], value, 0.0).to(low.dtype.element_ty)
+            # Copied in lines of 128 bytes, swizzled as such, which leaves rows where those of RANK numbers, swizzled as such, have others.
+            line = (r // RANK % SLOTS * M)[:, None] + (t - token)[None, :]
+            places = t[None, :] ^ ((line >> 3) & (SLOTS - 1))
             at = (
                 ((part * MOST + unit) * SLOTS + r // RANK)[:, None] * (MAX_TOKENS * RANK)
-                + t[None, :] * RANK
+                + places * RANK
                 + (r % RANK)[:, None]
             )
             gl.store(low + at, kept)
@@ -284,6 +287,15 @@ def adapted_gated_kernel(
                 phase = (step // STAGES) & 1
                 free = (step + STAGES - 1) % STAGES
                 later = step + STAGES - 1
+                mbarrier.wait(weight_barriers.index(stage), phase)
+                mbarrier.wait(row_barriers.index(stage), phase)
+                for g in gl.static_range(UNITS * SLOTS):
+                    left = b_slots.index(stage * G + g)
+                    sums = warpgroup_mma(left, low_slots.index(stage * G + g).permute((1, 0)), sums, is_async=True)
+                    right = low_slots.index(stage * G + UNITS * SLOTS + g).permute((1, 0))
+                    other = warpgroup_mma(left, right, other, is_async=True)
+                one, two = warpgroup_mma_wait(2 * UNITS * SLOTS, deps=(sums, other))
+                sums, other = warpgroup_mma_init(one), warpgroup_mma_init(two)
                 if later < end:
                     gl.thread_barrier()
                     mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
@@ -292,18 +304,9 @@ def adapted_gated_kernel(
                         b, low_rows, units, count, (later - NUM_STEPS) * UNITS, row, token, weight_barriers.index(free),
                         row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, SLOTS, MOST,
                     )  # fmt: skip
-                mbarrier.wait(weight_barriers.index(stage), phase)
-                mbarrier.wait(row_barriers.index(stage), phase)
-                for g in gl.static_range(UNITS * SLOTS):
-                    left = b_slots.index(stage * G + g)
-                    sums = warpgroup_mma(left, low_slots.index(stage * G + g).permute((1, 0)), sums, is_async=True)
-                    right = low_slots.index(stage * G + UNITS * SLOTS + g).permute((1, 0))
-                    other = warpgroup_mma(left, right, other, is_async=True)
-                one, two = warpgroup_mma_wait(0, deps=(sums, other))
-                sums, other = warpgroup_mma_init(one), warpgroup_mma_init(two)
-            total = warpgroup_mma_wait(0, deps=(sums,))
+            total, other = warpgroup_mma_wait(0, deps=(sums, other))
             is_up = (gl.arange(0, R, gl.SliceLayout(1, layout)) % 2 == 1)[:, None]
-            total = gl.where(is_up, warpgroup_mma_wait(0, deps=(other,)), total)
+            total = gl.where(is_up, other, total)
 
         if SPLIT > 1:
             slot = (tile * num_blocks + block) * SPLIT
