@@ -37,7 +37,7 @@ def generated(llm: LLM) -> dict[str, float]:
 
 
 def test_two_engines_answer_as_transformers_and_one_that_dies_comes_back(reference: Reference) -> None:
-    found = settings("parallelism.md", "-dp")
+    found = settings("parallelism.md", "smollm2", "-dp")
     with make_llm(reference.path, **found, max_num_batched_tokens=48, disable_log_stats=False) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         assert generated(llm) == {"0": 3 * NUM_TOKENS, "1": 3 * NUM_TOKENS}

@@ -44,7 +44,7 @@ class Backend(FakeGrammarBackend):
 
 
 class Offer:
-    name, load = "fake", ""
+    name, load, plugin = "fake", "", "the test"
 
     def resolve(self) -> type[Backend]:
         return Backend

@@ -306,7 +306,7 @@ def test_a_deadline_passes_while_the_engine_steps(make_core):
 class _Entry:
     """A structured-output backend that needs no plugin."""
 
-    name = "fake"
+    name, plugin = "fake", "the test"
 
     def resolve(self):
         return FakeGrammarBackend

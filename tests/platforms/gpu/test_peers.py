@@ -13,7 +13,6 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 class TestHostPeers(CommunicatorConformance):
     load = "pelton_host_peers:HostPeers"
-    size = 3
 
     @pytest.fixture(autouse=True)
     def interpreted(self, monkeypatch):

@@ -42,7 +42,7 @@ class SlowBackend(FakeGrammarBackend):
 
 
 class Offer:
-    name, load = "slow", ""
+    name, load, plugin = "slow", "", "the test"
 
     def resolve(self):
         return SlowBackend
