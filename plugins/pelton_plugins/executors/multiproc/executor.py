@@ -352,7 +352,7 @@ class MultiProcExecutor(Executor):
 
 def check_sizes(context: ExecutorContext) -> None:
     parallel = context.config.parallel
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    sizes = ("decode_context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     shared = next((name for name in sizes if getattr(parallel, name) > 1), None)
     if shared is not None and context.config.kv_transfer.kv_connector is not None:
         raise ConfigError(
