@@ -29,6 +29,7 @@ from pelton.sampling_params import SamplingParams
 from pelton_plugins.bench.bounds import check_at_least
 from pelton_plugins.bench.metrics import percentile
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
+from pelton_plugins.bench.step_rows import count_rows
 from pelton_plugins.flags import parse_flags
 
 if TYPE_CHECKING:
@@ -145,29 +146,11 @@ class StepRecorder:
             self.prompts += [
                 (now, new.num_prompt_tokens) for new in output.new if len(new.token_ids) == new.num_prompt_tokens
             ]
-            described = self._describe(output)
+            described = [*count_rows(output, self._context)]
             return _Timed(launch(output), self, described, now)
 
         executor.execute, executor.fit_step = execute, fit  # type: ignore[method-assign]
         executor.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
-
-    def _describe(self, output: SchedulerOutput) -> list[float]:
-        context = self._context
-        for new in output.new:
-            context[new.slot] = new.num_computed_tokens
-        decode_rows = decode_context = prompt_rows = prompt_tokens = 0
-        pairs = 0.0
-        for slot, count in zip(output.slots, output.num_scheduled, strict=True):
-            start = context[slot]
-            context[slot] = start + count
-            if count == 1:
-                decode_rows += 1
-                decode_context += start
-            else:
-                prompt_rows += 1
-                prompt_tokens += count
-                pairs += count * (start + count / 2)
-        return [decode_rows, decode_context, prompt_rows, prompt_tokens, pairs]
 
     def ended(self, described: list[float], launched: float) -> None:
         now = time.perf_counter()

@@ -32,6 +32,7 @@ from pelton.scheduler.policy import SchedulingPolicy
 from pelton_plugins.bench.metrics import LogHistogram
 from pelton_plugins.bench.simulator.paths import Paths
 from pelton_plugins.bench.simulator.step_times import Scatter, StepTimes
+from pelton_plugins.bench.step_rows import count_rows
 from pelton_plugins.bench.trace import TraceRequest
 
 TOKEN = 5
@@ -206,27 +207,11 @@ class SimulatedEngine:
             self._open.append((output, self._busy_until, is_decode, out_s))
 
     def _seconds(self, output: SchedulerOutput, is_first: bool) -> tuple[float, bool, float]:
-        context = self._context
-        for new in output.new:
-            context[new.slot] = new.num_computed_tokens
-        decode_rows = decode_context = prompt_rows = prompt_tokens = 0
-        pairs = 0.0
-        for slot, count in zip(output.slots, output.num_scheduled, strict=True):
-            start = context[slot]
-            context[slot] = start + count
-            if count == 1:
-                decode_rows += 1
-                decode_context += start
-            else:
-                prompt_rows += 1
-                prompt_tokens += count
-                pairs += count * (start + count / 2)
-        times, is_decode = self._times, not prompt_rows
-        if is_decode:
-            mean = times.decode(decode_rows, decode_context)
-        else:
-            mean = times.mixed(decode_rows, decode_context, prompt_rows, prompt_tokens, pairs)
-        seconds, out_s = times.draw(mean, decode_rows + prompt_tokens, is_decode=is_decode, is_first=is_first)
+        rows, times = count_rows(output, self._context), self._times
+        is_decode = not rows.num_prompt_rows
+        mean = times.decode(rows.num_decode_rows, rows.decode_context) if is_decode else times.mixed(*rows)
+        num_tokens = rows.num_decode_rows + rows.num_prompt_tokens
+        seconds, out_s = times.draw(mean, num_tokens, is_decode=is_decode, is_first=is_first)
         return seconds, is_decode, out_s
 
     # Runs of steps that only decode.
