@@ -243,12 +243,7 @@ def attend(
     sinks: logits that have no value, as they broadcast over scores [..., T, 1]."""
     if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=scale)
-    if mask is None:
-        mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
-    scores = (query.float() @ keys.float().transpose(-1, -2)) * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~mask, -torch.inf)
+    scores = _scores(query, keys, mask, scale, soft_cap)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[-2]]
@@ -259,16 +254,21 @@ def attend_some(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
     """The same, and the log-sum-exp of each row's scores [..., T]: zeros and -inf for a row that attends to nothing."""
+    scores = _scores(query, keys, mask, scale, soft_cap)
+    weights = scores.softmax(dim=-1)
+    logs = log_sum_exp(scores, weights)
+    result = (weights @ values.float()).masked_fill((logs == -torch.inf).unsqueeze(-1), 0.0)
+    return result.to(query.dtype), logs
+
+
+def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None) -> Tensor:
+    """Return what is attended to, in float32 [..., T, L], -inf where the mask forbids it."""
     if mask is None:
         mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
     scores = (query.float() @ keys.float().transpose(-1, -2)) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    weights = scores.softmax(dim=-1)
-    logs = log_sum_exp(scores, weights)
-    result = (weights @ values.float()).masked_fill((logs == -torch.inf).unsqueeze(-1), 0.0)
-    return result.to(query.dtype), logs
+    return scores.masked_fill(~mask, -torch.inf)
 
 
 def log_sum_exp(scores: Tensor, softmax: Tensor) -> Tensor:
