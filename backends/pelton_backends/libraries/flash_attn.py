@@ -82,7 +82,11 @@ class FlashAttention(BoundAttention):
         super().__init__(layer)
         self._version, self._module = version, module
         window = -1 if layer.sliding_window is None else layer.sliding_window - 1
-        self._constants = {"softmax_scale": layer.scale, "softcap": layer.soft_cap or 0.0, "window": window}
+        self._constants: dict[str, Any] = {
+            "softmax_scale": layer.scale,
+            "softcap": layer.soft_cap or 0.0,
+            "window": window,
+        }
 
     def __call__(self, query: Tensor, metadata: FlashMetadata, output: Tensor) -> None:
         common, layer, constants = metadata.common, self.layer, dict(self._constants)

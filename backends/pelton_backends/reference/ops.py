@@ -276,5 +276,4 @@ class ReferenceAllReduce:
 
     @staticmethod
     def bind(needs: AllReduceNeeds, tensors: AllReduceTensors) -> AllReduce:
-        all_reduce: Any = tensors.parallel.all_reduce
-        return all_reduce  # type: ignore[no-any-return]
+        return tensors.parallel.all_reduce

@@ -37,7 +37,7 @@ class FakeGraph:
                     old.copy_(new)
 
 
-class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Capture(TorchDispatchMode):
     """Runs each op once, for the shapes of its results, which a replay fills; `undo` takes back what it wrote."""
 
     def __init__(self, graph: FakeGraph) -> None:
@@ -53,7 +53,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Keep what is in its memory; `undo` puts it back."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._before:
-            self._before[storage.data_ptr()] = storage, storage.clone()  # type: ignore[no-untyped-call]
+            self._before[storage.data_ptr()] = storage, storage.clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if reads_on_host(func, args, kwargs):

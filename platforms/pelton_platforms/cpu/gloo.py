@@ -48,9 +48,11 @@ class GlooCommunicator(Communicator):
         self._group: Any = None
         self._sent: defaultdict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by who has to take it
         with self._naming("the meeting of all ranks"):
-            store = self._store = dist.PrefixStore(context.group, meeting(context.store, context.size))
+            store = self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+                context.group, meeting(context.store, context.size)
+            )
             store.set_timeout(self._timeout)
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [_device(context.store)]
             options._timeout = self._timeout
             self._group = dist.ProcessGroupGloo(store, context.rank, context.size, options)

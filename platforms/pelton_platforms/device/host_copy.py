@@ -67,4 +67,4 @@ class HostCopier:
 
 
 def cuda_copier() -> HostCopier:
-    return HostCopier((torch.cuda.Event(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+    return HostCopier((torch.cuda.Event(), torch.cuda.Event()))

@@ -108,7 +108,7 @@ class Gemma4DecoderLayer(nn.Module):
         attended, residual = self.self_attn(hidden, batch)
         activated, residual = self.gate_up_proj(attended, residual)
         hidden = residual + self.post_feedforward_layernorm(self.down_proj(activated))
-        if self.has_own_input:
+        if own_input is not None and self.has_own_input:
             gate = self.activation(self.per_layer_input_gate(hidden)) * own_input
             hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(gate))
         return hidden * self.layer_scalar

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,8 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
     if spec.weight_format == "plain":
         shapes |= matrices
     tensors = {name: _parameter(config.empty(*shape)) for name, shape in shapes.items()}
-    expect, pieces = config.weights.expect, {"first": first, "width": width, "held": held}
+    expect = config.weights.expect
+    pieces: dict[str, Any] = {"first": first, "width": width, "held": held}
     if spec.weight_format == "mxfp4":
         for name, (_, rows, columns) in matrices.items():
             for half, size in ((name, columns // 2), (f"{name}_scale", columns // _BLOCK)):
@@ -97,10 +98,10 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
             )  # fmt: skip
     elif _is_mxfp4(hf):
         gate_up, down = tensors["gate_up"].data, tensors["down"].data
-        for name, rows, columns, target, put in (
+        for name, rows, columns, target, put_rows in (
             ("gate_up_proj", 2 * whole, hidden, gate_up, _put_gate_up), ("down_proj", hidden, whole, down, _put_down),
         ):  # fmt: skip
-            halves = _Mxfp4Halves(partial(put, first=first, width=width), held)
+            halves = _Mxfp4Halves(partial(put_rows, first=first, width=width), held)
             blocks = columns // _BLOCK
             expect(f"{prefix}.{name}_blocks", (count, rows, blocks, _BLOCK // 2), target, fill=halves.take_blocks)
             expect(f"{prefix}.{name}_scales", (count, rows, blocks), target, fill=halves.take_scales)
@@ -112,8 +113,8 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
     expect(f"{prefix}.gate_up_proj_bias", (count, 2 * whole), bias, fill=partial(_fill_gate_up_bias, **pieces))
     holds_bias = len(held) < count or parallel.rank == 0  # sums over ranks have it once
     tensors["down_bias"].data.zero_()
-    bias = tensors["down_bias"].data if holds_bias else None
-    expect(f"{prefix}.down_proj_bias", (count, hidden), bias, dim=0, start=held.start, stop=held.stop)
+    down_bias = tensors["down_bias"].data if holds_bias else None
+    expect(f"{prefix}.down_proj_bias", (count, hidden), down_bias, dim=0, start=held.start, stop=held.stop)
     return tensors
 
 

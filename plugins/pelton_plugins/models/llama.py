@@ -128,7 +128,7 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaForCausalLM(StagedDecoder):
     """`layer_class` is all that a model of the same shape replaces."""
 
-    layer_class = LlamaDecoderLayer
+    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from pelton_plugins.models.bert import BertModel, TokenClassifier
 
 
 class RobertaModel(BertModel):
-    ignored = (r"pooler\..*", r"lm_head\..*")
+    ignored: ClassVar[tuple[str, ...]] = (r"pooler\..*", r"lm_head\..*")
 
     def first_position(self, config: BuildConfig) -> int:
         return int(config.hf.get("pad_token_id", 1)) + 1
@@ -21,14 +23,14 @@ class RobertaForMaskedLM(RobertaModel):
     """Saved with its pre-training head, which is left out."""
 
     inner = "roberta."
-    ignored = (r"roberta\.pooler\..*", r"lm_head\..*")
+    ignored: ClassVar[tuple[str, ...]] = (r"roberta\.pooler\..*", r"lm_head\..*")
 
 
 class RobertaForSequenceClassification(RobertaModel):
     """The head on the first token's hidden state. Rerankers are this."""
 
     inner = "roberta."
-    ignored = (r"roberta\.pooler\..*",)
+    ignored: ClassVar[tuple[str, ...]] = (r"roberta\.pooler\..*",)
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
@@ -43,4 +45,4 @@ class RobertaForSequenceClassification(RobertaModel):
 
 class RobertaForTokenClassification(TokenClassifier, RobertaModel):
     inner = "roberta."
-    ignored = (r"roberta\.pooler\..*",)
+    ignored: ClassVar[tuple[str, ...]] = (r"roberta\.pooler\..*",)

@@ -50,10 +50,8 @@ class StagedDecoder(Decoder):
         config.weights.ignore(rf"{re.escape(prefix)}\.({elsewhere})\..*")
         return own
 
-    def make_embedding(
-        self, config: BuildConfig, prefix: str, *, is_tied: bool, scale: float | None = None
-    ) -> VocabEmbedding | None:
-        """Make it in the first stage, and in the last one where the head has the same matrix."""
+    def make_embedding(self, config: BuildConfig, prefix: str, *, is_tied: bool, scale: float | None = None) -> Any:
+        """Make it in the first stage, and in the last one where the head has the same matrix: a `VocabEmbedding`, else None."""
         if self._stage == 0 or (is_tied and self._stage == self._last):
             return VocabEmbedding(
                 config.hf.vocab_size, config.hf.hidden_size, scale=scale, config=config, prefix=prefix
@@ -70,8 +68,8 @@ class StagedDecoder(Decoder):
         is_tied: bool,
         post_norm: RMSNorm | None = None,
         soft_cap: float | None = None,
-    ) -> LMHead | None:
-        """Make it in the last stage. post_norm, soft_cap: as in `LMHead`."""
+    ) -> Any:
+        """Make it, an `LMHead`, in the last stage; None elsewhere. post_norm, soft_cap: as in `LMHead`."""
         if self._stage == self._last:
             embedding = self.embed_tokens
             return LMHead(
@@ -100,7 +98,7 @@ class StagedDecoder(Decoder):
         return super().forward(batch) if self._stages is None else self._forward(batch, None)
 
     def _forward(self, batch: ForwardBatch, tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        residual: Tensor | None = None
+        residual: Any = None
         if self._stage == 0:
             hidden = self.embed_tokens(batch.input_ids)
         else:
@@ -112,7 +110,7 @@ class StagedDecoder(Decoder):
             hidden, residual = layer(hidden, residual, batch)
         if cut is not None:
             hidden, residual = cut.forward_tokens(hidden, residual, batch, tokens)
-        if self._stage < self._last:
+        if self._stages is not None and self._stage < self._last:
             for tensor in (hidden, residual) if self.carries_residual else (hidden,):
                 self._stages.send(tensor.contiguous(), self._stage + 1)
         return hidden, residual

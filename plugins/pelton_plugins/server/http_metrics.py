@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -186,7 +187,7 @@ class HttpMetrics:
         return found
 
 
-def _series(known: dict[object, BucketCounts], key: object, bounds: tuple[float, ...]) -> BucketCounts:
+def _series(known: dict[Any, BucketCounts], key: object, bounds: tuple[float, ...]) -> BucketCounts:
     found = known.get(key)
     if found is None:
         found = known[key] = BucketCounts(bounds)

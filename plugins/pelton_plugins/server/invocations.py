@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
-from litestar.types import Message, Receive, Scope, Send
+from litestar.types import Receive, Scope, Send
 
 from pelton_plugins.server.body import read_body
 from pelton_plugins.server.chat import create_chat_completion
@@ -39,7 +39,7 @@ class Invocation:
             failure = error
         unread = [body]
 
-        async def replay() -> Message:
+        async def replay() -> Any:
             if failure is not None:
                 raise failure
             if unread:

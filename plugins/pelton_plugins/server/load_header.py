@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -10,7 +11,7 @@ from pelton.metrics.snapshot import Gauge
 from pelton_plugins.server.state import ServerState
 
 ASKS, TELLS = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
-FIGURES = {"kv_cache_usage_perc": max, "num_requests_waiting": sum}
+FIGURES: dict[str, Callable[[list[float]], float]] = {"kv_cache_usage_perc": max, "num_requests_waiting": sum}
 """Gauge: what stands for all engines together."""
 
 

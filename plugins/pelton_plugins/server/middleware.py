@@ -72,7 +72,7 @@ class Middleware:
 
         async def watched() -> Any:
             nonlocal has_left, num_in
-            message = await receive()
+            message: Any = await receive()
             num_in += len(message.get("body", b""))
             has_left = has_left or message["type"] == "http.disconnect"
             return message

@@ -36,7 +36,7 @@ class Origins:
 
     def is_preflight(self, scope: Scope) -> bool:
         """A browser asks before the request itself, without the key."""
-        is_asked = scope["method"] == "OPTIONS" and _header(scope, b"access-control-request-method") is not None
+        is_asked = scope.get("method") == "OPTIONS" and _header(scope, b"access-control-request-method") is not None
         return is_asked and self._origin(scope) is not None
 
     async def answer(self, scope: Scope, send: Send) -> None:

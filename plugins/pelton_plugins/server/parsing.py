@@ -112,7 +112,7 @@ class Parsers:
         wanted = plan.markers
         if wanted in self._special:
             return self._special[wanted]
-        ids = getattr(tokenizer, "skipped_token_ids", frozenset())
+        ids: frozenset[int] = getattr(tokenizer, "skipped_token_ids", frozenset())
         texts = {tokenizer.token_text(token_id) for token_id in ids}
         shown = texts if wanted is None else texts & wanted
         pattern = None

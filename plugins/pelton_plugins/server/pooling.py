@@ -83,7 +83,8 @@ async def create_classification(exchange: Exchange, request: ClassifyRequest) ->
     llm = _engine(exchange, request)
     params = _params(llm, "classify", None, request.use_activation)
     outputs = await _run(llm, exchange, request, await _read(exchange, llm, request), params, "classify")
-    labels = llm.model.pooling.labels
+    pooling = llm.model.pooling
+    labels = (pooling and pooling.labels) or []
 
     def row(index: int, output: PoolingRequestOutput[PoolingOutput]) -> Classification:
         probs = output.outputs.numbers()
@@ -202,9 +203,7 @@ def _engine(exchange: Exchange, request: PooledRequest) -> AsyncLLM | Any:
     return llm
 
 
-def _params(
-    llm: AsyncLLM | Any, task: str | None, dimensions: int | None, use_activation: bool | None
-) -> PoolingParams:
+def _params(llm: Any, task: str | None, dimensions: int | None, use_activation: bool | None) -> PoolingParams:
     return PoolingParams(task=task or llm.model.pooling.tasks[0], dimensions=dimensions, use_activation=use_activation)
 
 
@@ -217,7 +216,7 @@ async def _read(exchange: Exchange, llm: AsyncLLM | Any, request: InputRequest) 
         prompt = await render(llm, request, with_specials=exchange.state.config.special_tokens_in_messages)  # type: ignore[arg-type]
         return [{"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}]
     given = request.input
-    items: list[Any]
+    items: Any
     if isinstance(given, str) or (given and all(isinstance(item, int) for item in given)):
         items = [given]
     elif given and (all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given)):

@@ -73,7 +73,7 @@ async def tokenize_all(
     return await asyncio.to_thread(work)
 
 
-def _bounded(llm: AsyncLLM | Any, text: str, request: GenerateRequest | None) -> str:
+def _bounded(llm: Any, text: str, request: GenerateRequest | None) -> str:
     """`text`, unless it is longer than any that fits: to tokenize megabytes takes a hundred times their memory."""
     most, longest = max_model_len(llm), llm.tokenizer.max_token_chars
     if longest is None or len(text) <= most * longest:
@@ -141,7 +141,7 @@ async def read_prompts(llm: AsyncLLM | Any, request: CompletionRequest, params: 
         return first
     if given is None or given == []:
         raise RequestError("prompt is empty; send text or token ids.", param="prompt")
-    items: list[Any]
+    items: Any
     if isinstance(given, str) or all(isinstance(item, int) for item in given):
         items = [given]
     elif all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):

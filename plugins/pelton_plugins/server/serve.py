@@ -151,7 +151,7 @@ class Server:
     def _start_engine(self, *arguments: Any, **options: Any) -> EngineClient:
         from pelton.engine.process_client import ProcessClient
 
-        connection = None if options else self.ahead and self.ahead.take()
+        connection = None if options or self.ahead is None else self.ahead.take()
         return ProcessClient(*arguments, connection=connection, **options)
 
     def _on_loaded(self, task: asyncio.Task[None]) -> None:

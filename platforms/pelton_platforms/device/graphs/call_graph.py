@@ -94,7 +94,7 @@ def _kind(func: Any) -> _Kind:
     return _Kind.WRITE if is_write else _Kind.OTHER
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):
     """Records torch's ops, and puts their results into the arena."""
 
     def __init__(self, graph: CallGraph, arena: _Arena) -> None:

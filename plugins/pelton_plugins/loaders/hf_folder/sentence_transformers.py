@@ -102,7 +102,7 @@ def _dense(folder: Path, path: str) -> DenseSpec:
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rsplit(".", 1)[-1].lower()
     if name not in ACTIVATIONS:
         raise ConfigError(f"{file} has the activation {name!r}; Pelton has {', '.join(ACTIVATIONS)}.")
-    sizes = [config.get(key) for key in ("in_features", "out_features")]
+    sizes: list[Any] = [config.get(key) for key in ("in_features", "out_features")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ConfigError(f"{file} has in_features and out_features {sizes}; expected positive numbers.")
     return DenseSpec(

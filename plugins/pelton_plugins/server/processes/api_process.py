@@ -236,7 +236,8 @@ class ApiServer(Server):
             error = RequestError(found.error.message)
             error.status, error.param = found.error.status, found.error.param
             raise error
-        return found.body
+        body: bytes = found.body
+        return body
 
     async def _answer_kept(self, asked: control.AskKept) -> None:
         error = None
@@ -261,7 +262,7 @@ async def serve(arguments: argparse.Namespace) -> int:
     listener.setblocking(False)
     try:
         server = ApiServer(configure, link, listener)
-        server.state.load_counts = LoadCounts(arguments.load_fd, configure.server.api_server_count)
+        server.state.load_counts = LoadCounts(arguments.load_fd, configure.server.api_server_count or 1)
         code = await server.run()
         server.finish()
     except PeltonError as error:

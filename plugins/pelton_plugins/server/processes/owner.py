@@ -186,7 +186,7 @@ class Owner:
 
     def _start_engine(self, loop: asyncio.AbstractEventLoop) -> Any:
         def start(config: EngineConfig, *arguments: Any, **options: Any) -> OwnedClient:
-            connection = None if options else self._ahead and self._ahead.take()
+            connection = None if options or self._ahead is None else self._ahead.take()
             client = OwnedClient(config, *arguments, connection=connection, **options)
             client.owner, client.loop, client.engine = self, loop, config.parallel.data_parallel_rank
             self._clients[client.engine] = client
