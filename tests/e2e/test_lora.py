@@ -12,7 +12,7 @@ from pelton_e2e import generate, greedy, make_llm, make_prompts
 from pelton_lora import LLAMA_TARGETS, greedy_with_gap, make_adapter
 
 from pelton import LLM, LoRARequest, SamplingParams
-from pelton.errors import ConfigError, NotSupportedError
+from pelton.errors import ConfigError, InvalidAdapterError, NotSupportedError
 from pelton_platforms.device import adapters
 from pelton_platforms.device.peft_tensors import read_tensors
 
@@ -106,6 +106,22 @@ def test_any_mix_with_base_requests(case: Case, settings: dict[str, Any]) -> Non
         assert run(llm, prompts, requests) == expected  # prefix hits, each adapter its own
         if "num_gpu_blocks_override" in settings:
             assert llm.num_preemptions() > 0
+
+
+def test_matrices_that_the_operator_leaves_out(case: Case) -> None:
+    """The others' adapters have merged weights' tokens, and an adapter of all linear layers is refused with the reason."""
+    requests = [None, case.requests["attention"]]
+    expected = [ids for pair in zip(case.base, case.outputs["attention"], strict=True) for ids in pair]
+    with lora_llm(case, lora_target_modules=["q_proj", "v_proj"]) as llm:
+        assert run(llm, [prompt for prompt in case.prompts for _ in requests], requests * len(case.prompts)) == expected
+        with pytest.raises(
+            InvalidAdapterError, match=r"target_modules has .* no layer of this engine takes; there are q_proj, v"
+        ):
+            llm.add_lora(case.requests["plain"])
+    with pytest.raises(
+        ConfigError, match="lora_target_modules has mlp, which no layer of this model is; there are down_proj, "
+    ):
+        lora_llm(case, lora_target_modules=["mlp"])
 
 
 @pytest.mark.parametrize("rank", [65, 128, 256])

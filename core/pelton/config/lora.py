@@ -19,6 +19,8 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Most different adapters in one batch: each has a place on the device."""
     max_lora_rank: int = 16
     """Largest rank of an adapter; memory and time grow with it."""
+    lora_target_modules: list[str] = msgspec.field(default_factory=list)
+    """Matrices that take adapters, such as q_proj v_proj; the others have neither memory nor time for them. All when empty."""
     max_cpu_loras: int | None = None
     """Adapters kept in host memory, those on the device among them; max_loras and at least 8 when unset."""
     lora_modules: list[str] = msgspec.field(default_factory=list)
@@ -34,10 +36,8 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
             raise ConfigError(f"max_lora_rank is {self.max_lora_rank}; use 1 to {MAX_LORA_RANK}, such as 16.")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ConfigError(
-                f"max_cpu_loras is {self.max_cpu_loras}; use at least max_loras, {self.max_loras}: adapters on the device "
-                "are kept on the host too."
-            )
+            most = f"use at least max_loras, {self.max_loras}: adapters on the device are kept on the host too."
+            raise ConfigError(f"max_cpu_loras is {self.max_cpu_loras}; {most}")
         for module in self.lora_modules:
             split_module(module)
         if self.lora_modules and not self.enable_lora:

@@ -65,9 +65,9 @@ class AdapterLayers(Protocol):
         norm: RMSNorm | None = None,
         activation: str | None = None,
         base: BaseProduct | None = None,
-    ) -> AdapterLayer:
-        """Register a product of `shards`, which lie below each other. Without `base` the layer calls it behind its own product
-        (`AdapterLayer.__call__`)."""
+    ) -> AdapterLayer | None:
+        """Register a product of `shards`, which lie below each other; None where none of them takes adapters. Without `base` the layer
+        calls it behind its own product (`AdapterLayer.__call__`)."""
         ...
 
     def refuse(self, name: str, why: str) -> None:

@@ -158,7 +158,8 @@ def check_targets(config: PeftConfig, known: Sequence[str], shown: str) -> None:
     for target in config.target_modules:
         if target.rpartition(".")[2] not in known:
             raise invalid_adapter(
-                shown, f"target_modules has {target!r}, which this model has no layer for; there are {', '.join(known)}"
+                shown,
+                f"target_modules has {target!r}, which no layer of this engine takes; there are {', '.join(known)}",
             )
 
 

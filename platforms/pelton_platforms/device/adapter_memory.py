@@ -59,6 +59,7 @@ class AdapterMemory:
         self.refused: dict[str, str] = {}
         """Matrices that take none, and why."""
         self.slots: Tensor | None = None  # [S, numbers of a slot]
+        self._targets = frozenset(config.lora_target_modules)
         self._layers: list[AdapterLayer] = []
         self._size = 0
 
@@ -70,8 +71,13 @@ class AdapterMemory:
         norm: RMSNorm | None = None,
         activation: str | None = None,
         base: BaseProduct | None = None,
-    ) -> AdapterLayer:
+    ) -> AdapterLayer | None:
         """See `AdapterLayers`."""
+        left_out = [shard.name for shard in shards if self._targets and _last(shard.name) not in self._targets]
+        for name in left_out:
+            self.refuse(name, "lora_target_modules, with which the engine was started, leaves it out")
+        if len(left_out) == len(shards):
+            return None
         num_cols = shards[0].cols[1] - shards[0].cols[0]
         sizes = tuple(shard.rows[1] - shard.rows[0] for shard in shards)
         needs = LoraNeeds(
@@ -84,7 +90,8 @@ class AdapterMemory:
         row, strides = 0, self._b_strides(build, sum(sizes))
         for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
             a_start = layer.a_start + index * self.rank * num_cols
-            self.parts[shard.name] = AdapterPart(shard, a_start, layer.b_start + row * strides[1], strides)
+            if shard.name not in left_out:
+                self.parts[shard.name] = AdapterPart(shard, a_start, layer.b_start + row * strides[1], strides)
             row += size
         self._layers.append(layer)
         return layer
@@ -105,10 +112,16 @@ class AdapterMemory:
     @property
     def target_modules(self) -> list[str]:
         """Last parts of the names, as adapter_config.json has them."""
-        return sorted({name.rpartition(".")[2] for name in self.parts})
+        return sorted({_last(name) for name in self.parts})
 
     def allocate(self, build: BuildConfig) -> None:
         """Once, when the model is built. Raises `ConfigError` where it has no layer that takes adapters, or no memory."""
+        unknown = self._targets - {_last(name) for name in self.parts}
+        if unknown and build.parallel.stages is None:  # a stage has some of the layers
+            known = sorted({_last(name) for name in [*self.parts, *self.refused]})
+            raise ConfigError(
+                f"lora_target_modules has {', '.join(sorted(unknown))}, which no layer of this model is; there are {', '.join(known)}."
+            )
         if not self._layers:
             raise ConfigError("enable_lora is set, and no layer of this model takes adapters. Leave it out.")
         shape = (self.num_slots, self._size)
@@ -144,6 +157,10 @@ class AdapterMemory:
         start = self._size
         self._size += math.ceil(count / _ALIGNMENT) * _ALIGNMENT
         return start
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def make_adapter_memory(config: EngineConfig, device: torch.device, max_num_tokens: int) -> AdapterMemory | None:

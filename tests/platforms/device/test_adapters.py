@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from pelton.config import LoRAConfig
-from pelton.errors import InvalidAdapterError
-from pelton.lora.peft import read_config
+from pelton.errors import ConfigError, InvalidAdapterError
+from pelton.lora.peft import check_config, read_config
 from pelton.lora.rows import AdapterRows
 from pelton.model.build import BuildConfig
 from pelton.quantization.interface import LinearShard
@@ -37,15 +37,15 @@ def write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **fields
 NAME = "model.layers.0.self_attn.{}_proj"
 
 
-def layers(max_rank: int = 4) -> AdapterMemory:
+BUILD = BuildConfig(hf=None, dtype=torch.float32, device=torch.device("cpu"), max_model_len=8, ops=None, attention=None)  # type: ignore[arg-type]
+
+
+def layers(max_rank: int = 4, **settings: Any) -> AdapterMemory:
     """q [6, 8] and v [3, 8] of one product, and o [8, 6]."""
     rows = AdapterRows(max_num_tokens=4, num_slots=1, device=torch.device("cpu"))
-    made = AdapterMemory(LoRAConfig(enable_lora=True, max_lora_rank=max_rank), rows)
-    build = BuildConfig(
-        hf=None, dtype=torch.float32, device=torch.device("cpu"), max_model_len=8, ops=None, attention=None
-    )  # type: ignore[arg-type]
-    made.add(build, [LinearShard(NAME.format(one), size, 8, (0, size), (0, 8)) for one, size in (("q", 6), ("v", 3))])
-    made.add(build, [LinearShard(NAME.format("o"), 8, 6, (0, 8), (0, 6))])
+    made = AdapterMemory(LoRAConfig(enable_lora=True, max_lora_rank=max_rank, **settings), rows)
+    made.add(BUILD, [LinearShard(NAME.format(one), size, 8, (0, size), (0, 8)) for one, size in (("q", 6), ("v", 3))])
+    made.add(BUILD, [LinearShard(NAME.format("o"), 8, 6, (0, 8), (0, 6))])
     made.refuse("model.embed_tokens", "embeddings take none")
     return made
 
@@ -63,6 +63,27 @@ def packed(tmp_path: Path, tensors: dict[str, torch.Tensor], **fields: Any) -> t
     folder = write(tmp_path, {name: tensor.contiguous() for name, tensor in tensors.items()}, r=2, **fields)
     config = read_config(folder, max_rank=4, name="sql")
     return pack(read_tensors(folder, "sql"), config, layers(), "sql", torch.float32)
+
+
+def test_matrices_that_the_operator_leaves_out_have_no_memory_and_no_layer():
+    made, whole = layers(lora_target_modules=["q_proj"]), layers()
+    assert made.size < whole.size
+    assert made.target_modules == ["q_proj"]
+    assert "lora_target_modules" in made.refused[NAME.format("v")]
+    assert made.add(BUILD, [LinearShard(NAME.format("o"), 8, 6, (0, 8), (0, 6))]) is None  # the model calls its base op
+    config = check_config(SAMPLE | {"r": 2}, "sql")
+    with pytest.raises(
+        InvalidAdapterError, match="takes no adapter: lora_target_modules, with which the engine was started"
+    ):
+        pack(pair("v", 3, 8), config, made, "sql", torch.float32)
+    assert pack(pair("q", 6, 8), config, made, "sql", torch.float32).any()
+
+
+def test_a_module_that_no_layer_has_is_refused():
+    with pytest.raises(
+        ConfigError, match="lora_target_modules has k_proj, which .*; there are embed_tokens, o_proj, q_proj, v"
+    ):
+        layers(lora_target_modules=["q_proj", "k_proj"]).allocate(BUILD)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
