@@ -81,7 +81,7 @@ def test_matrices_that_the_operator_leaves_out_have_no_memory_and_no_layer():
 
 def test_a_module_that_no_layer_has_is_refused():
     with pytest.raises(
-        ConfigError, match="lora_target_modules has k_proj, which .*; there are embed_tokens, o_proj, q_proj, v"
+        ConfigError, match=r"lora_target_modules has k_proj, which .*; there are embed_tokens, o_proj, q_proj, v"
     ):
         layers(lora_target_modules=["q_proj", "k_proj"]).allocate(BUILD)
 
