@@ -10,6 +10,7 @@ import torch
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
 from pelton_backends.reference.moe import ReferenceMoe
+from pelton_plugins.weight_forms.groups import pack_minima, pack_scales
 
 SIZES = 72, 40  # hidden, of an expert
 ROUTINGS = {
@@ -67,6 +68,16 @@ def packed_experts(name: str, weight: torch.Tensor, spec: ExpertsSpec) -> dict[s
         scales = torch.randint(122, 126, (count, rows, columns // 32), dtype=torch.uint8, generator=generator)
         return {name: packed.to(weight.device), f"{name}_scale": scales.to(weight.device)}
     groups = -(-columns // (spec.group_size or columns))
+    if spec.weight_format.startswith("int"):
+        bits = int(spec.weight_format[3])
+        packed = torch.randint(0, 256, (count, rows, columns * bits // 8), dtype=torch.uint8, generator=generator)
+        scale = (torch.rand(count, rows, groups, generator=generator) + 0.5) * 2.0 ** (2 - bits) * columns**-0.5
+        if spec.weight_format.endswith("_minima"):
+            words = pack_minima(scale.half(), (-scale * 2 ** (bits - 1) * torch.rand_like(scale)).half())
+        else:
+            zeros = torch.randint(0, 2**bits, scale.shape, generator=generator)
+            words = pack_scales(scale.bfloat16(), zeros)
+        return {name: packed.to(weight.device), f"{name}_scale": words.to(weight.device)}
     scales = (torch.rand(count, rows, groups, generator=generator) + 0.5) / 448
     return {
         name: (weight.float() * 448).clamp(-448, 448).to(torch.float8_e4m3fn),

@@ -1,6 +1,6 @@
 """Compile kernels for compute capability 9.0, with a GPU or without; print what each takes, a line of JSON.
 
-    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, or of a method of Attention
+    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, of a method of Attention, or "experts in" a format
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
 them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from pelton_adapted import AdaptedCase
 from pelton_linear_oracle import make_case
+from pelton_moe_case import moe_case
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -38,6 +39,7 @@ from pelton.ops.interface import (
     SampleNeeds,
     SampleTensors,
 )
+from pelton.ops.moe import RoutingSpec
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
 from pelton_backends.triton.attention.cascade import cascade_attention
@@ -51,6 +53,7 @@ from pelton_backends.triton.ops.lora import gemv as lora_gemv
 from pelton_backends.triton.ops.lora import hopper as lora_hopper
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.lora import shrink as lora_shrink
+from pelton_backends.triton.ops.moe import experts as moe
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
 from pelton_backends.triton.ops.sampling import sample as sampling
@@ -252,6 +255,17 @@ def multiply_e4m3(dtype: str, name: str) -> None:
     case.call(op.bind(case.needs, case.tensors))
 
 
+def experts(dtype: str, weight_format: str) -> None:
+    """All kernels that read packed experts: of few pairs, of more, and of those that are decoded first."""
+    routing = RoutingSpec(num_experts=8, top_k=2)
+    form = {"weight_format": weight_format, "group_size": 128, "sizes": (256, 128)}
+    needs, tensors, x, slots = moe_case(torch.device("cpu"), routing, 64, getattr(torch, dtype), **form)
+    op = moe.BoundMoe(needs, tensors)
+    for num_tokens in (1, 64):
+        op(x[:num_tokens], slots[:num_tokens])
+    op._decoded("gate_up", x)
+
+
 def describe(name: str, kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -289,6 +303,8 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
             multiply_e4m3(dtype, name)
         elif name in SAMPLING:
             SAMPLING[name]()
+        elif name.startswith("experts in "):
+            experts(dtype, name.removeprefix("experts in "))
         else:
             getattr(attention, name)()
         for kernel in compiled:

@@ -60,8 +60,23 @@ def _from_mxfp4(packed: Tensor, scales: Tensor, spec: ExpertsSpec) -> Tensor:
     return torch.ldexp(numbers, (scales.to(torch.int32) - 127).unsqueeze(-1)).flatten(-2)
 
 
+def _from_integers(packed: Tensor, words: Tensor, spec: ExpertsSpec) -> Tensor:
+    codes = packed
+    if spec.weight_format.startswith("int4"):
+        blocks = packed.unflatten(-1, (-1, 16))
+        codes = torch.cat([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    if spec.weight_format.endswith("_minima"):
+        scales, minima = (half.to(torch.int16).view(torch.float16).float() for half in (words >> 16, words))
+    else:
+        scales = (words & ~0xFF).view(torch.float32)
+        minima = (words & 0xFF).float() * -scales
+    groups = codes.float().unflatten(-1, (words.shape[-1], -1))
+    return (groups * scales.unsqueeze(-1) + minima.unsqueeze(-1)).flatten(-2)
+
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_DECODERS = {"e4m3": _from_e4m3, "mxfp4": _from_mxfp4}
+_INTEGERS = ("int4_grouped", "int8_grouped", "int4_minima", "int8_minima")
+_DECODERS = {"e4m3": _from_e4m3, "mxfp4": _from_mxfp4, **dict.fromkeys(_INTEGERS, _from_integers)}
 
 
 class ReferenceMoe:

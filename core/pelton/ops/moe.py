@@ -46,10 +46,10 @@ class ExpertsSpec:
     """swiglu_oai: gate and up clamped to `limit`, gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss)."""
     limit: float | None = optional(None)
     weight_format: str = optional("plain")
-    """plain: `gate_up` [E, 2 I, H], gate rows first, and `down` [E, H, I], of the model's dtype. e4m3: the same, with `gate_up_scale`
-    and `down_scale` [E, rows, groups] float32. mxfp4: [E, rows, columns / 2] uint8, with scales [E, rows, columns / 32] uint8, powers
-    of two from 2^-127; byte b of a block of 32 has number b below number 16 + b."""
-    group_size: int | None = optional(None)  # e4m3: numbers of a row with one scale; None: all
+    """plain: `gate_up` [E, 2 I, H], gate rows first, and `down` [E, H, I], of the model's dtype. Others have `gate_up_scale`, `down_scale`
+    [E, rows, groups] too. e4m3: float32. mxfp4: uint8 [E, rows, columns / 2], byte b of a block of 32 has number b below number 16 + b;
+    uint8, powers of two from 2^-127, of 32. int4_grouped, int4_minima: bytes alike, int8_grouped, int8_minima: uint8 codes; int32."""
+    group_size: int | None = optional(None)  # numbers of a row with one scale, but for mxfp4; None: all
     has_bias: bool = optional(False)  # `gate_up_bias` [E, 2 I] and `down_bias` [E, H]
     first_expert: int = optional(0)
     num_held: int | None = optional(None)

@@ -22,7 +22,9 @@ WRITES = {"STG", "ATOM", "ATOMG", "RED", "REDG", "UTMASTG", "UTMAREDG"}
 
 WITH_ADAPTERS = ("QKV with an adapter", "gate and up of 32 rows with adapters", "down of 32 rows with adapters")
 IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "down of 32 rows in e4m3")
-OTHERS = (*WITH_ADAPTERS, *IN_E4M3, "dealt", "latent", "sampling with all", "speculation", "drafts")
+IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
+PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
+OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sampling with all", "speculation", "drafts")
 Kernels = Callable[..., list[dict[str, Any]]]
 
 
@@ -135,3 +137,13 @@ def test_speculation_waits_before_it_writes(bfloat16: Kernels) -> None:
         code = kernel["instructions"]
         assert kernel["stack"] == 0 and "PREEXIT" in code, kernel["kernel"]
         assert not WRITES & set(code[: code.index("ACQBULK")]) and WRITES & set(code)
+
+
+def test_packed_experts_are_decoded_in_registers_without_conversions(bfloat16: Kernels) -> None:
+    """Codes are put below the bits of a power of two: an instruction that converts an integer is many times slower."""
+    for name in IN_INTEGERS:
+        kernels = [kernel for kernel in bfloat16(name) if kernel["kernel"] in PACKED]
+        assert {kernel["kernel"] for kernel in kernels} == PACKED
+        for kernel in kernels:
+            assert kernel["stack"] == 0, f"{name}: {kernel['kernel']} spills registers"
+            assert not {"I2F", "I2FP"} & set(kernel["instructions"]), f"{name}: {kernel['kernel']} converts"

@@ -24,6 +24,13 @@ def test_equals_the_reference(name: str, num_tokens: int, device: torch.device) 
 
 
 @pytest.mark.parametrize("num_tokens", [3, 40])
+def test_inputs_that_are_scaled_meet_packed_weights(num_tokens: int, device: torch.device) -> None:
+    for form in ("int4_grouped", "int8_grouped"):
+        made = moe_case(device, ROUTINGS["input"], num_tokens, sizes=(96, 160), weight_format=form, group_size=32)
+        check_moe(TritonMoe, *made, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
 def test_whole_experts_of_several_ranks(num_tokens: int, device: torch.device) -> None:
     check_whole_experts(TritonMoe, *moe_case(device, ROUTINGS["groups"], num_tokens), counts=(1, 8, 3))
     routing = RoutingSpec(num_experts=6, top_k=2)
@@ -45,15 +52,32 @@ def test_biases_and_the_activation_of_gpt_oss(num_tokens: int, device: torch.dev
         ({"weight_format": "e4m3"}, (72, 40)),
         ({"weight_format": "e4m3", "group_size": 32}, (160, 72)),
         ({"weight_format": "mxfp4", "activation": "swiglu_oai", "limit": 0.5, "has_bias": True}, (96, 160)),
+        ({"weight_format": "int4_grouped", "group_size": 32}, (96, 160)),
+        (
+            {"weight_format": "int4_grouped", "group_size": 128, "activation": "swiglu_oai", "has_bias": True},
+            (256, 128),
+        ),
+        ({"weight_format": "int4_grouped"}, (96, 160)),
+        ({"weight_format": "int8_grouped"}, (72, 40)),
+        ({"weight_format": "int8_grouped", "group_size": 64}, (128, 192)),
+        ({"weight_format": "int4_minima", "group_size": 32}, (96, 160)),
+        ({"weight_format": "int8_minima", "group_size": 32}, (96, 160)),
     ],
-    ids=["rows", "groups", "mxfp4"],
+    ids=str,
 )
 def test_packed_weights(form: dict[str, Any], sizes: tuple[int, int], num_tokens: int, device: torch.device) -> None:
     routing = RoutingSpec(num_experts=6, top_k=2)
     check_moe(TritonMoe, *moe_case(device, routing, num_tokens, sizes=sizes, **form), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("form", [{"weight_format": "e4m3", "group_size": 32}, {"weight_format": "mxfp4"}], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"weight_format": "e4m3", "group_size": 32}, {"weight_format": "mxfp4"}, {"weight_format": "int4_grouped", "group_size": 32},
+        {"weight_format": "int8_grouped"}, {"weight_format": "int8_minima", "group_size": 32},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_packed_weights_are_decoded_for_many_tokens(
     form: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

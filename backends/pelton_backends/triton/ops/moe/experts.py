@@ -30,8 +30,10 @@ FEW_PAIRS = 32  # up to here by output rows
 FEW_LOGITS = 8  # tokens whose router's product is ours: a kernel of cuBLAS lets none start ahead
 BANDS = (64, 128, 256, 512)
 """Tokens up to which tiles are equally large: warm-up has a step in each band. More tokens are sorted, where the device can."""
-FORMATS = ("plain", "e4m3", "mxfp4")
+INTEGERS = ("int4_grouped", "int8_grouped", "int4_minima", "int8_minima")
+FORMATS = ("plain", "e4m3", "mxfp4", *INTEGERS)
 _MAX_EXPERTS = 1024
+_BLOCK = 32  # numbers of four bits whose bytes lie together
 _WIDE_SUMS = 256  # tokens up to which pairs' sums are float32 between the kernels
 
 _few_logits = Launcher(choose.few_logits_kernel)
@@ -93,6 +95,8 @@ class TritonMoe:
         group_size = needs.experts.group_size
         if group_size is not None and (group_size < 16 or group_size & (group_size - 1)):
             reasons.append(f"group_size {group_size}, only powers of two from 16")
+        if needs.experts.weight_format in INTEGERS and group_size is not None and group_size < _BLOCK:
+            reasons.append(f"group_size {group_size} of integers, at least {_BLOCK}")
         if needs.experts.activation not in (*ACTIVATIONS, "swiglu_oai"):
             reasons.append(f"activation {needs.experts.activation!r}")
         if needs.routing.num_experts > _MAX_EXPERTS:
@@ -246,7 +250,7 @@ class BoundMoe:
         second product took 29.5; 22.4 in e4m3, where twice as many rows took 25.0; gpt-oss-20b's in mxfp4 49.5 us."""
         if self._is_plain:
             return _FewTile(2, 1024, 4), _FewTile(1, 256, 1)
-        if self._packed["FORMAT"] == "mxfp4":
+        if self._packed["FORMAT"] in ("mxfp4", *INTEGERS):
             return _FewTile(4, 1024, 2), _FewTile(4, 1024, 2)
         return _FewTile(2, 2048, 4), _FewTile(1, 1024, 1)
 

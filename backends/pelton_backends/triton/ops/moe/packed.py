@@ -1,9 +1,10 @@
-"""Kernels of experts whose weights stay packed: e4m3 with float32 scales, or mxfp4. A weight is decoded in registers, so that what is
+"""Kernels of experts whose weights stay packed: e4m3 with float32 scales, mxfp4, or integers in groups. A weight is decoded in registers, so that what is
 read from memory is what the checkpoint has.
 
 H hidden size, SIZE of an expert, K experts a token; formats as `pelton.ops.moe.ExpertsSpec` says. e4m3: numbers meet the inputs as
 they are, and sums of G of them (of all with G = 0) their scale, in float32. mxfp4: numbers times their scale are exact in every dtype;
-G bytes, which are 32 numbers, have a scale.
+G bytes, which are 32 numbers, have a scale. Integers meet the inputs as codes, which every dtype has exactly, and a group's sums their scale
+and, with the sum of its inputs, their minimum (minus scale times zero point), in float32: weights are not rounded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pelton_backends.triton.ops.linear.grouped_kernels import scale_of
 from pelton_backends.triton.ops.moe.kernels import gated, tile_of
 from pelton_backends.triton.runtime import INTERPRETED, dot, let_next_start, wait_for_inputs
 
@@ -36,6 +38,17 @@ _PAIR: tl.constexpr = tl.constexpr(
 """Four bytes -> their lower codes as four bfloat16, and their upper ones: 2^-126 times their values."""
 
 
+_CODES = "".join(
+    f"prmt.b32 a, $4, 0, {select}; lop3.b32 ${low}, a, 0x000f000f, 0x43004300, 0xea;"
+    f"shr.u32 a, a, 4; lop3.b32 ${high}, a, 0x000f000f, 0x43004300, 0xea;"
+    for select, low, high in (("0x4140", 0, 2), ("0x4342", 1, 3))
+)
+_CODE_PAIR: tl.constexpr = tl.constexpr("{ .reg .b32 a;" + _CODES + "}")
+"""Four bytes -> their lower four bits and their upper ones as four bfloat16 each, 128 more than they are."""
+_WIDE: tl.constexpr = tl.constexpr("".join(f"prmt.b32 ${byte}, $4, 0x4b000000, 0x744{byte};" for byte in range(4)))
+"""Four bytes -> float32, 2^23 more than they are. A conversion has a quarter of the rate of other instructions, or less."""
+
+
 @triton.jit
 def e2m1(code):
     """Four bits of each number -> its value, float32: they are a float's sign, last two bits of exponent and first of mantissa."""
@@ -55,6 +68,45 @@ def e2m1_pair(packed):
         )
         low, high = low.to(tl.float32) * _TO_ONE, high.to(tl.float32) * _TO_ONE
     return low, high
+
+
+@triton.jit
+def code_pair(packed, IS_WIDE: tl.constexpr):
+    """The bytes' lower and upper four bits, each more by `code_offset`: bfloat16, or float32 where IS_WIDE."""
+    if _INTERPRETED:
+        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _CODE_PAIR, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        if IS_WIDE:
+            low, high = low.to(tl.float32), high.to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def code_offset(IS_INT4: tl.constexpr):
+    if _INTERPRETED or not IS_INT4:
+        return 0.0
+    return 128.0
+
+
+@triton.jit
+def codes_of(packed):
+    """Bytes -> float32."""
+    if _INTERPRETED:
+        return packed.to(tl.float32)
+    bits = tl.inline_asm_elementwise(_WIDE, "=r,=r,=r,=r,r", [packed], dtype=tl.int32, is_pure=True, pack=4)
+    return bits.to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def scale_and_minimum(word, FORMAT: tl.constexpr):
+    """What a code of `code_pair` or `codes_of` is multiplied with, and what is added, float32."""
+    scale, other = scale_of(word, FORMAT == "int4_minima" or FORMAT == "int8_minima")
+    if FORMAT == "int4_grouped" or FORMAT == "int8_grouped":
+        other = -other * scale
+    return scale, other - scale * code_offset(FORMAT == "int4_grouped" or FORMAT == "int4_minima")
 
 
 @triton.jit
@@ -122,6 +174,48 @@ def _product_mxfp4(
 
 
 @triton.jit
+def _product_integers(
+    total, inputs, weights, scales, is_row, is_column, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+):  # fmt: skip
+    """As `_product_e4m3`; BK divides G, or is less than one group of WIDTH."""
+    IS_INT4: tl.constexpr = FORMAT == "int4_grouped" or FORMAT == "int4_minima"
+    dtype: tl.constexpr = inputs.dtype.element_ty
+    for k in range(0, WIDTH, BK):
+        if IS_INT4:
+            lane = tl.arange(0, BK // 2)
+            column = k + lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES
+            is_in = column < WIDTH
+            x = tl.load(inputs[:, None] + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
+            high = tl.load(
+                inputs[:, None] + MX_BYTES + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0
+            )
+            if SCALES_INPUT:
+                x = (x.to(tl.float32) * share[:, None]).to(dtype)
+                high = (high.to(tl.float32) * share[:, None]).to(dtype)
+            packed = tl.load(
+                weights[None, :] + k // 2 + lane[:, None], mask=is_in[:, None] & is_column[None, :], other=0
+            )
+            first, second = code_pair(packed, dtype != tl.bfloat16)
+            part = dot(x, first.to(dtype), None)
+            part = dot(high, second.to(dtype), part)
+            sums = tl.sum(x.to(tl.float32), axis=1) + tl.sum(high.to(tl.float32), axis=1)
+        else:
+            column = k + tl.arange(0, BK)
+            is_in = column < WIDTH
+            x = tl.load(inputs[:, None] + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
+            if SCALES_INPUT:
+                x = (x.to(tl.float32) * share[:, None]).to(dtype)
+            packed = tl.load(weights[None, :] + column[:, None], mask=is_in[:, None] & is_column[None, :], other=0)
+            part = dot(x, codes_of(packed).to(dtype), None)
+            sums = tl.sum(x.to(tl.float32), axis=1)
+        word = tl.load(scales + (k // G if G else 0), mask=is_column, other=0)
+        scale, minimum = scale_and_minimum(word, FORMAT)
+        total += part * scale[None, :] + sums[:, None] * minimum[None, :]
+    return total
+
+
+@triton.jit
 def _product(
     inputs, weight_ptr, scale_ptr, row, columns, is_row, is_column, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
@@ -133,6 +227,12 @@ def _product(
         weights, scales = weight_ptr + rows * (WIDTH // 2), scale_ptr + rows * (WIDTH // (2 * MX_BYTES))
         total = _product_mxfp4(
             total, inputs, weights, scales, is_row, is_column, share, WIDTH, BM, BN, BK, SCALES_INPUT
+        )
+    elif FORMAT != "e4m3":
+        BYTES: tl.constexpr = WIDTH // 2 if FORMAT == "int4_grouped" or FORMAT == "int4_minima" else WIDTH
+        weights, scales = weight_ptr + rows * BYTES, scale_ptr + rows * (WIDTH // G if G else 1)
+        total = _product_integers(
+            total, inputs, weights, scales, is_row, is_column, share, WIDTH, FORMAT, G, BM, BN, BK, SCALES_INPUT
         )
     else:
         GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
@@ -207,6 +307,48 @@ def packed_down_kernel(
 
 
 @triton.jit
+def _row_sums_integers(
+    inputs, weight_ptr, scale_ptr, rows, is_row, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+):  # fmt: skip
+    """As `_row_sums`."""
+    IS_INT4: tl.constexpr = FORMAT == "int4_grouped" or FORMAT == "int4_minima"
+    dtype = inputs.dtype.element_ty
+    PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
+    GROUPS: tl.constexpr = WIDTH // G if G else 1
+    OWN: tl.constexpr = min(G, BK) if G else BK
+    lane = tl.arange(0, BK // PER_BYTE)
+    group = tl.arange(0, BK // OWN)
+    column = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES if IS_INT4 else lane
+    total = tl.zeros((R, BK // OWN), tl.float32)
+    for k in range(0, WIDTH, BK):
+        is_in = k + column < WIDTH
+        places = weight_ptr + rows[:, None] * (WIDTH // PER_BYTE) + k // PER_BYTE + lane[None, :]
+        packed = tl.load(places, mask=is_row[:, None] & is_in[None, :], other=0, eviction_policy="evict_first")
+        number = (k + group * OWN) // G if G else group * 0
+        word = tl.load(
+            scale_ptr + rows[:, None] * GROUPS + number[None, :], mask=is_row[:, None] & (number < GROUPS)[None, :], other=0
+        )  # fmt: skip
+        x = tl.load(inputs + k + column, mask=is_in, other=0.0).to(tl.float32)
+        if SCALES_INPUT:
+            x = (x * share).to(dtype).to(tl.float32)
+        if IS_INT4:
+            high = tl.load(inputs + k + MX_BYTES + column, mask=is_in, other=0.0).to(tl.float32)
+            if SCALES_INPUT:
+                high = (high * share).to(dtype).to(tl.float32)
+            first, second = code_pair(packed, True)
+            products = first * x[None, :] + second * high[None, :]
+            x += high
+        else:
+            products = codes_of(packed) * x[None, :]
+        part = tl.sum(tl.reshape(products, (R, BK // OWN, OWN // PER_BYTE)), axis=2)
+        sums = tl.sum(tl.reshape(x, (BK // OWN, OWN // PER_BYTE)), axis=1)
+        scale, minimum = scale_and_minimum(word, FORMAT)
+        total += part * scale + sums[None, :] * minimum
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
 def _row_sums(
     inputs, weight_ptr, scale_ptr, rows, is_row, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
@@ -237,6 +379,10 @@ def _row_sums(
             products = tl.reshape(products, (R, BYTES // MX_BYTES, MX_BYTES))
             sums += tl.sum(products, axis=2) * power(exponent)
         result = tl.sum(sums, axis=1)
+    elif FORMAT != "e4m3":
+        result = _row_sums_integers(
+            inputs, weight_ptr, scale_ptr, rows, is_row, share, WIDTH, FORMAT, G, R, BK, SCALES_INPUT
+        )
     else:
         GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
         OWN: tl.constexpr = min(G, BK) if G else BK
@@ -345,6 +491,24 @@ def decode_kernel(
             first, second = e2m1_pair(packed)
             tl.store(target + column[None, :], (first * scale).to(dtype), mask=mask)
             tl.store(target + MX_BYTES + column[None, :], (second * scale).to(dtype), mask=mask)
+        elif FORMAT != "e4m3":
+            IS_INT4: tl.constexpr = FORMAT == "int4_grouped" or FORMAT == "int4_minima"
+            PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
+            lane = tl.arange(0, BLOCK // PER_BYTE)
+            column = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES if IS_INT4 else lane
+            mask = (k + column < WIDTH)[None, :]
+            places = rows[:, None] * (WIDTH // PER_BYTE) + k // PER_BYTE + lane[None, :]
+            packed = tl.load(weight_ptr + places, mask=mask, other=0)
+            group = ((k + column) // G if G else column * 0)[None, :]
+            word = tl.load(scale_ptr + rows[:, None] * (WIDTH // G if G else 1) + group, mask=mask, other=0)
+            scale, minimum = scale_and_minimum(word, FORMAT)
+            dtype = out_ptr.dtype.element_ty
+            if IS_INT4:
+                first, second = code_pair(packed, True)
+                tl.store(target + column[None, :], (first * scale + minimum).to(dtype), mask=mask)
+                tl.store(target + MX_BYTES + column[None, :], (second * scale + minimum).to(dtype), mask=mask)
+            else:
+                tl.store(target + column[None, :], (codes_of(packed) * scale + minimum).to(dtype), mask=mask)
         else:
             GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
             column = tl.arange(0, BLOCK)
