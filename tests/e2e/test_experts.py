@@ -88,9 +88,13 @@ def test_preemption_changes_nothing(reference: Reference) -> None:
         assert llm.num_preemptions() > 0
 
 
-def test_quantization_of_experts_is_refused_with_its_reason(made: Callable[[str], Reference]) -> None:
+def test_a_method_that_knows_nothing_of_experts_is_refused(
+    made: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pelton.errors import ConfigError
 
+    monkeypatch.delattr("pelton_plugins.weight_forms.blocks.BlockWeights.experts")
+    monkeypatch.delattr("pelton_plugins.weight_forms.blocks.BlockWeights.decoded")
     with pytest.raises(ConfigError, match="experts, which this version keeps in the model's dtype"):
         make_llm(made("mixtral").path, quantization="q8_0")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from pelton.errors import ConfigError
 from pelton.layers.linear import ACTIVATION_NAMES, LinearModule, RowParallelLinear
 from pelton.layers.norm import RMSNorm
+from pelton.logging import get_logger
 from pelton.ops.interface import (
     Gated,
     GatedNeeds,
@@ -31,7 +33,7 @@ from pelton.ops.moe import (
     RoutingSpec,
 )
 from pelton.quantization.interface import LinearShard
-from pelton.quantization.plain import decoded_weights
+from pelton.quantization.plain import PlainWeights, decoded_weights
 from pelton_plugins.models.settings import NAME, ModelSettings
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from pelton.model.build import BuildConfig
     from pelton.parallel.communicator import Communicator
     from pelton.parallel.context import ParallelContext
+
+
+logger = get_logger(__name__)
 
 
 class GatedMLP(LinearModule):
@@ -84,6 +89,12 @@ class ExpertNames:
     correction: str = "gate.e_score_correction_bias"
 
 
+PACKED = {
+    "e4m3": (torch.float8_e4m3fn, torch.float32, 1),
+    "int4_grouped": (torch.uint8, torch.int32, 2), "int4_minima": (torch.uint8, torch.int32, 2),
+    "int8_grouped": (torch.uint8, torch.int32, 1), "int8_minima": (torch.uint8, torch.int32, 1),
+}  # fmt: skip
+"""By weight format: dtype of the weights and of their scales, numbers in one of the former."""
 MakeExperts = Callable[["BuildConfig", str, ExpertsSpec], "dict[str, nn.Parameter]"]
 """From the prefix of a layer's experts to their tensors by name, as `ExpertsSpec` says, of this rank."""
 
@@ -267,11 +278,25 @@ def _shards(
 def _form(config: BuildConfig, shards: list[LinearShard]) -> tuple[str, int | None]:
     """Return the form in which all of these are kept."""
     method: PackedExperts | None = getattr(config.quantization, "experts", None)
-    if method is None or not keeps_packed(config):
-        return "plain", None
-    forms = {method.form(shard) for shard in shards}
-    form = forms.pop()
-    return ("plain", None) if forms or form is None else form
+    form = None if method is None or not keeps_packed(config) else _common([method.form(shard) for shard in shards])
+    if form is None and config.quantization.name != PlainWeights.name and decoded_weights(config) is not None:
+        _report_decoded(config.quantization.name, config.dtype_name)
+    return form or ("plain", None)
+
+
+def _common(forms: list[tuple[str, int | None] | None]) -> tuple[str, int | None] | None:
+    """Return the form that can hold all of these: codes of 4 bits are codes of 8 too."""
+    found = {None if form is None else (form[0].replace("int4", "int8"), form[1]) for form in forms}
+    if len(found) > 1 or None in found:
+        return None
+    return forms[0] if len(set(forms)) == 1 else found.pop()
+
+
+@cache
+def _report_decoded(method: str, dtype: str) -> None:
+    logger.info(
+        "quantization is %r: experts are kept in %s, decoded while they load where they are quantized.", method, dtype
+    )
 
 
 def _stored_experts(
@@ -281,14 +306,14 @@ def _stored_experts(
     down; or all of those that it holds whole."""
     hidden, width, group = spec.hidden_size, spec.intermediate_size, spec.group_size
     held = experts_here(spec, num_experts)
-    is_packed = spec.weight_format != "plain"
-    dtype = torch.float8_e4m3fn if is_packed else None
-    made = {"gate_up": _parameter(config, len(held), 2 * width, hidden, dtype=dtype)}
-    made["down"] = _parameter(config, len(held), hidden, width, dtype=dtype)
-    if is_packed:
-        for name, num_rows, num_columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+    packing = PACKED.get(spec.weight_format)
+    dtype, scale_dtype, per_number = (None, None, 1) if packing is None else packing
+    made = {}
+    for name, num_rows, num_columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+        made[name] = _parameter(config, len(held), num_rows, num_columns // per_number, dtype=dtype)
+        if packing is not None:
             groups = 1 if group is None else -(-num_columns // group)
-            made[f"{name}_scale"] = _parameter(config, len(held), num_rows, groups, dtype=torch.float32)
+            made[f"{name}_scale"] = _parameter(config, len(held), num_rows, groups, dtype=scale_dtype)
     places = {
         "gate": ("gate_up", slice(0, width)),
         "up": ("gate_up", slice(width, None)),
@@ -297,7 +322,7 @@ def _stored_experts(
     for place, index in enumerate(held):
         for matrix, shard in _shards(config, f"{prefix}.{index}", hidden, intermediate_size, width, names).items():
             name, rows = places[matrix]
-            if is_packed:
+            if packing is not None:
                 packed: PackedExperts = config.quantization.experts  # type: ignore[attr-defined]
                 packed.expect(config, shard, made[name].data[place, rows], made[f"{name}_scale"].data[place, rows])
             else:

@@ -49,14 +49,14 @@ class CompressedTensors:
             )
         check_scheme(config.kv_cache.kv_cache_dtype, settings.get("kv_cache_scheme") or {})
         self._ignored = settings.get("ignore") or []
-        self._groups: list[tuple[Sequence[str], QuantizationMethod]] = [
+        self._groups: list[tuple[Sequence[str], _Fp8 | _Packed]] = [
             (group.get("targets") or ["Linear"], _method(name, group, group.get("format") or settings.get("format")))
             for name, group in (settings.get("config_groups") or {}).items()
         ]
 
-        self.experts = _Experts(self)
+        self.experts, self.decoded = _Experts(self), _Decoded(self)
 
-    def method_of(self, shard: LinearShard) -> QuantizationMethod | None:
+    def method_of(self, shard: LinearShard) -> _Fp8 | _Packed | None:
         if not any(_names(pattern, shard.name) for pattern in self._ignored):
             for targets, method in self._groups:
                 if any(target == "Linear" or _names(target, shard.name) for target in targets):
@@ -74,7 +74,7 @@ class CompressedTensors:
                 f"quantization is {self.name!r}, and the parts of one merged matrix differ in it: "
                 f"{', '.join(shard.name for shard in shards)}. Take a checkpoint that treats them alike."
             )
-        method = methods[0] or PlainWeights()
+        method: QuantizationMethod = methods[0] or PlainWeights()
         return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
 
 
@@ -86,12 +86,28 @@ class _Experts:
 
     def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
         method = self._method.method_of(shard)
-        return method.experts.form(shard) if isinstance(method, _Fp8) else None
+        return None if method is None else method.experts.form(shard)
 
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         method = self._method.method_of(shard)
-        assert isinstance(method, _Fp8), "see `form`"
+        if method is None:
+            raise ConfigError(
+                f"quantization is {NAME!r}, and {shard.name} is not quantized, though other experts of its layer are. {ADVICE}"
+            )
         method.experts.expect(config, shard, weight, scale)
+
+
+class _Decoded(PlainWeights):
+    """Matrices in the model's dtype, each decoded by the method of its group."""
+
+    name = NAME
+
+    def __init__(self, method: CompressedTensors) -> None:
+        self._method = method
+
+    def expect(self, config: BuildConfig, shard: LinearShard, target: Tensor) -> None:
+        method = self._method.method_of(shard)
+        (PlainWeights() if method is None else method.decoded).expect(config, shard, target)
 
 
 class _Fp8(StoredFp8):
@@ -200,7 +216,7 @@ def _names(pattern: str, name: str) -> bool:
     return pattern == name
 
 
-def _method(name: str, group: Mapping[str, Any], form: str | None) -> QuantizationMethod:
+def _method(name: str, group: Mapping[str, Any], form: str | None) -> _Fp8 | _Packed:
     if form in FLOAT_FORMATS:
         _check_float(name, group.get("weights") or {})
         return _Fp8(_rounding(name, group.get("input_activations")))

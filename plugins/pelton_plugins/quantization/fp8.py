@@ -123,6 +123,10 @@ class RowExperts:
 class StoredFp8(Fp8Weights):
     """A checkpoint that has e4m3 weights, each with one scale or one for each of its rows (`weight_scale`)."""
 
+    @property
+    def decoded(self) -> PlainWeights:
+        return _DecodedRows(self)
+
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         shape = (shard.num_rows, shard.num_cols)
         config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(self._take_weight, shard))
@@ -146,6 +150,23 @@ class StoredFp8(Fp8Weights):
                 "row of the weight. Check that config.json belongs to these weights."
             )
         place.copy_(scales[slice(*shard.rows)] if len(scales) > 1 else scales.expand(len(place)))
+
+
+class _DecodedRows(DecodedFp8):
+    """Plain weights from what a `StoredFp8` keeps."""
+
+    def __init__(self, method: StoredFp8) -> None:
+        super().__init__({}, ())
+        self.name, self._method = method.name, method
+
+    def is_kept(self, shard: LinearShard) -> bool:
+        return self._method.inputs_of(shard)[0]
+
+    def expect(self, config: BuildConfig, shard: LinearShard, target: Tensor) -> None:
+        super().expect(config, shard, target)
+        inputs = self._method.inputs_of(shard)[1]
+        if inputs is not None and not inputs.is_dynamic:  # inputs are not rounded here
+            config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
 
 
 class Fp8AtLoad(Fp8Weights):
@@ -188,7 +209,6 @@ class SerializedFp8(StoredFp8):
             raise ConfigError(f"quantization_config.activation_scheme is {scheme!r}; use dynamic or static.")
         self._inputs = DYNAMIC if scheme == "dynamic" else STATIC
         self._left_out = left_out(settings)
-        self.decoded = DecodedFp8(settings, self._left_out)
 
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
         return not is_part_of(shard.name, self._left_out), self._inputs

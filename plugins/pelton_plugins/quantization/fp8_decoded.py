@@ -41,7 +41,6 @@ class DecodedFp8(PlainWeights):
             )
         self._block = block
         self._scale = "weight_scale_inv" if block else "weight_scale"
-        self._has_input_scales = settings.get("activation_scheme") == "static"
 
     @property
     def experts(self) -> BlockExperts | None:
@@ -66,8 +65,6 @@ class DecodedFp8(PlainWeights):
         shape = (shard.num_rows, shard.num_cols)
         config.weights.expect(f"{shard.name}.weight", shape, target, fill=halves.take_weight)
         config.weights.expect(f"{shard.name}.{self._scale}", None, target, fill=halves.take_scale)
-        if self._has_input_scales:  # inputs are not rounded here
-            config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
 
 
 class BlockExperts:

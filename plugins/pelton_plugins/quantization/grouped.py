@@ -21,6 +21,8 @@ from pelton.ops.packed_blocks import BLOCK, KINDS, PANEL_ROWS, BlockKind, pack, 
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.weight_forms.blocks import is_for_cpu
+from pelton_plugins.weight_forms.expert_codes import BLOCK as CODES_BLOCK
+from pelton_plugins.weight_forms.expert_codes import put_codes
 from pelton_plugins.weight_forms.groups import (
     FORMATS,
     LARGEST_ZERO,
@@ -80,6 +82,14 @@ class GroupedWeights(ABC):
     def numbers(self, shard: LinearShard, form: GroupForm, found: Mapping[str, Tensor]) -> Numbers:
         """Read the whole matrix from those tensors."""
 
+    @property
+    def experts(self) -> GroupedExperts:
+        return GroupedExperts(self)
+
+    @property
+    def decoded(self) -> DecodedGroups:
+        return DecodedGroups(self)
+
     def is_quantized_head(self, shard: LinearShard) -> bool:
         """Return whether the matrix of the vocabulary is quantized: embeddings never are."""
         return False
@@ -121,15 +131,81 @@ class GroupedWeights(ABC):
         self, kept: _Kept, form: GroupForm, parts: Sequence[tuple[int, LinearShard]], found: Mapping[str, Tensor]
     ) -> None:
         shard = parts[0][1]
-        numbers = self.numbers(shard, form, found)
-        if not torch.isfinite(numbers.scales).all():
-            raise ConfigError(f"{shard.name} has a scale that is not finite. Download the checkpoint again.")
+        numbers = _finite(shard, self.numbers(shard, form, found))
         order = None
         if form.is_ordered:
             order = _order(shard, numbers, kept.group)
             kept.take_order(shard, order)
         for index, part in parts:
             kept.take(index, part, numbers, order)
+
+
+class GroupedExperts:
+    """Matrices of experts as codes and words (`pelton_plugins.models.experts.PackedExperts`). Where columns are out of order, or a rank's
+    part cuts a group, they are decoded."""
+
+    def __init__(self, method: GroupedWeights) -> None:
+        self._method = method
+
+    def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
+        form, num_cols = self._method.form(shard), shard.cols[1] - shard.cols[0]
+        if form is None or form.is_ordered:
+            return None
+        group = None if form.group_size == WHOLE else form.group_size
+        block = CODES_BLOCK if group is None else group
+        is_whole = (form.bits == 8 and group is None) or not any(edge % block for edge in (*shard.cols, num_cols))
+        is_power = group is None or (group >= SMALLEST_GROUP and group & (group - 1) == 0)
+        return (FORMATS[form.bits], group) if is_whole and is_power else None
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        form = self._method.form(shard)
+        if form is None:
+            raise ConfigError(
+                f"quantization is {self._method.name!r}, and {shard.name} is not quantized, though other experts of its layer are. "
+                "Take a checkpoint that treats them alike."
+            )
+        wanted = self._method.tensors(shard, form)
+        Collector(config, shard.name, wanted, partial(self._take, shard, form, weight, scale))
+
+    def _take(
+        self, shard: LinearShard, form: GroupForm, weight: Tensor, scale: Tensor, found: Mapping[str, Tensor]
+    ) -> None:
+        numbers = _finite(shard, self._method.numbers(shard, form, found))
+        rows, groups = slice(*shard.rows), slice(None)
+        if form.group_size != WHOLE:
+            groups = slice(shard.cols[0] // form.group_size, -(-shard.cols[1] // form.group_size))
+        put_codes(numbers.codes(rows)[:, slice(*shard.cols)], weight)
+        scale.copy_(pack_scales(numbers.scales[rows, groups], numbers.zeros[rows, groups]))
+
+
+class DecodedGroups(PlainWeights):
+    """Plain weights from codes, scales and zero points: of matrices that an op reads in the model's dtype."""
+
+    def __init__(self, method: GroupedWeights) -> None:
+        self.name, self._method = method.name, method
+
+    def expect(self, config: BuildConfig, shard: LinearShard, target: Tensor) -> None:
+        form = self._method.form(shard)
+        if form is None:
+            super().expect(config, shard, target)
+            return
+        Collector(config, shard.name, self._method.tensors(shard, form), partial(self._take, shard, form, target))
+
+    def _take(self, shard: LinearShard, form: GroupForm, target: Tensor, found: Mapping[str, Tensor]) -> None:
+        numbers = _finite(shard, self._method.numbers(shard, form, found))
+        rows, cols = slice(*shard.rows), torch.arange(*shard.cols, device=numbers.scales.device)
+        size = shard.num_cols if form.group_size == WHOLE else form.group_size
+        group_of = cols // size if numbers.group_of is None else numbers.group_of.to(torch.int64)[cols]
+        scales, zeros = (part[rows].float()[:, group_of] for part in (numbers.scales, numbers.zeros))
+        target.copy_((numbers.codes(rows)[:, slice(*shard.cols)].float() - zeros) * scales)
+
+
+def _finite(shard: LinearShard, numbers: Numbers) -> Numbers:
+    if not torch.isfinite(numbers.scales).all():
+        raise ConfigError(f"{shard.name} has a scale that is not finite. Download the checkpoint again.")
+    if numbers.zeros.amax() > LARGEST_ZERO:
+        raise ConfigError(f"{shard.name} has a zero point above {LARGEST_ZERO}. Download the checkpoint again.")
+    return numbers
 
 
 def _checked_group(method: str, shard: LinearShard, form: GroupForm) -> int:
@@ -257,8 +333,6 @@ class _Groups(_Kept):
     def take(self, index: int, shard: LinearShard, numbers: Numbers, order: Tensor | None) -> None:
         for start, codes, scales, zeros in self.pieces(shard, numbers, order):
             rows = slice(self.starts[index] + start, self.starts[index] + start + len(codes))
-            if zeros.amax() > LARGEST_ZERO:
-                raise ConfigError(f"{shard.name} has a zero point above {LARGEST_ZERO}. Download the checkpoint again.")
             self.codes[rows] = pack_codes(codes, self.form.bits)
             self.scales[rows] = pack_scales(scales, zeros)
 

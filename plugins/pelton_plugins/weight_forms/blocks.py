@@ -7,7 +7,7 @@ GPUs, whose kernels read them so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from pelton.ops.interface import LinearSpec, LinearWeights
 from pelton.ops.packed_blocks import BLOCK, BlockKind
 from pelton.quantization.packed import PackedWeights
 from pelton.quantization.plain import PlainWeights, make_bias
+from pelton_plugins.weight_forms.expert_codes import put_codes
 from pelton_plugins.weight_forms.groups import MINIMA, codes_shape, pack_codes, pack_minima
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ def is_for_cpu(config: BuildConfig) -> bool:
 class BlockWeights(PackedWeights):
     """A `QuantizationMethod` for blocks, in the form that the device's kernels read."""
 
+    @property
+    def experts(self) -> BlockExperts:
+        return BlockExperts(self)
+
+    @property
+    def decoded(self) -> PlainWeights:
+        """Read what an op takes in the model's dtype as the checkpoint has it, without a detour over blocks."""
+        return PlainWeights()
+
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
@@ -85,14 +95,51 @@ class BlockWeights(PackedWeights):
     def _fill_groups(
         self, shard: LinearShard, kind: BlockKind, bits: int, scales: Tensor, weight: LazyWeight, codes: Tensor
     ) -> None:
+        for rows, numbers, scale, minimum in self.pieces(shard, kind, weight, codes.device):
+            codes[rows] = pack_codes(numbers, bits)
+            scales[rows] = pack_minima(scale, minimum)
+
+    def pieces(
+        self, shard: LinearShard, kind: BlockKind, weight: LazyWeight, device: torch.device
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Some of this rank's rows after others: which, their codes [n, in], scales and minima [n, in / 32]."""
         (first, last), (left, right) = shard.rows, (col // BLOCK * kind.block_bytes for col in shard.cols)
         step = max(NUMBERS_AT_ONCE // shard.num_cols, 1)
         for start in range(first, last, step):
             stop = min(start + step, last)
-            blocks = self.read_blocks(weight, kind, start, stop)[:, left:right].to(codes.device)
-            numbers, scale, minimum = split_blocks(blocks, kind)
+            blocks = self.read_blocks(weight, kind, start, stop)[:, left:right].to(device)
+            codes, scale, minimum = split_blocks(blocks, kind)
             if not torch.isfinite(minimum).all():
                 raise ConfigError(f"{shard.name} has a scale or minimum beyond float16. Leave quantization unset.")
-            rows = slice(start - first, stop - first)
-            codes[rows] = pack_codes(numbers, bits)
-            scales[rows] = pack_minima(scale, minimum)
+            yield slice(start - first, stop - first), codes, scale, minimum
+
+
+class BlockExperts:
+    """Matrices of experts as codes and words (`pelton_plugins.models.experts.PackedExperts`). Where a rank's part cuts a block, and where
+    the file has them so, they are in the model's dtype."""
+
+    def __init__(self, method: BlockWeights) -> None:
+        self._method = method
+
+    def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
+        kind = self._method.kind(shard, is_vocabulary=False)
+        if kind is None or any(edge % BLOCK for edge in shard.cols):
+            return None
+        return MINIMA[8 if kind.name == "q8_0" else 4], BLOCK
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        fill = partial(self._fill, shard, scale)
+        config.weights.expect(f"{shard.name}.weight", (shard.num_rows, shard.num_cols), weight, fill=fill)
+
+    def _fill(self, shard: LinearShard, scale: Tensor, weight: LazyWeight, target: Tensor) -> None:
+        for rows, codes, scales, minima in self._method.pieces(
+            shard, _kind(self._method, shard), weight, target.device
+        ):
+            put_codes(codes, target[rows])
+            scale[rows] = pack_minima(scales, minima)
+
+
+def _kind(method: BlockWeights, shard: LinearShard) -> BlockKind:
+    kind = method.kind(shard, is_vocabulary=False)
+    assert kind is not None, "see `form`"
+    return kind

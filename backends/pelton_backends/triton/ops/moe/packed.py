@@ -1,10 +1,10 @@
-"""Kernels of experts whose weights stay packed: e4m3 with float32 scales, mxfp4, or integers in groups. A weight is decoded in registers, so that what is
-read from memory is what the checkpoint has.
+"""Kernels of experts whose weights stay packed: e4m3 with float32 scales, mxfp4, or integers in groups.
 
-H hidden size, SIZE of an expert, K experts a token; formats as `pelton.ops.moe.ExpertsSpec` says. e4m3: numbers meet the inputs as
-they are, and sums of G of them (of all with G = 0) their scale, in float32. mxfp4: numbers times their scale are exact in every dtype;
-G bytes, which are 32 numbers, have a scale. Integers meet the inputs as codes, which every dtype has exactly, and a group's sums their scale
-and, with the sum of its inputs, their minimum (minus scale times zero point), in float32: weights are not rounded.
+A weight is decoded in registers, so that what is read from memory is what the checkpoint has. H hidden size, SIZE of an expert, K experts
+a token; formats as `pelton.ops.moe.ExpertsSpec` says. e4m3: numbers meet the inputs as they are, and sums of G of them (of all with
+G = 0) their scale, in float32. mxfp4: numbers times their scale are exact in every dtype; G bytes, which are 32 numbers, have a scale.
+Integers meet the inputs as codes, which every dtype has exactly. A group's sums meet its scale in float32, and the sum of its inputs the
+minimum (minus scale times zero point), so weights are not rounded.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def codes_of(packed):
 
 @triton.jit
 def scale_and_minimum(word, FORMAT: tl.constexpr):
-    """What a code of `code_pair` or `codes_of` is multiplied with, and what is added, float32."""
+    """Return what turns a code of `code_pair` or `codes_of` into its weight: a factor and a summand, float32."""
     scale, other = scale_of(word, FORMAT == "int4_minima" or FORMAT == "int8_minima")
     if FORMAT == "int4_grouped" or FORMAT == "int8_grouped":
         other = -other * scale

@@ -1,0 +1,182 @@
+"""Experts in integers of checkpoints, packed as on GPUs and decoded as on CPUs: the ids of transformers in float32 whose experts are what
+the numbers say, token for token."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from pelton_e2e import generate, greedy, greedy_reference, make_llm, make_prompts
+from pelton_grouped import Form, quantize, tensors_of
+from safetensors.torch import load_file, save_file
+
+from pelton.errors import ConfigError
+from pelton.ops.packed_blocks import KINDS
+from pelton.ops.packed_blocks import quantize as to_blocks
+from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+from pelton_plugins.models import experts
+from pelton_plugins.weight_forms.blocks import split_blocks
+
+NUM_TOKENS = 16
+LENGTHS = (1, 17, 40)
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96}
+KEPT = [
+    "self_attn",
+    "lm_head",
+    "shared_experts",
+    "layers.0.mlp.gate_proj",
+    "layers.0.mlp.up_proj",
+    "layers.0.mlp.down_proj",
+]
+IGNORED = [f"re:.*{name}.*" for name in ("self_attn", "lm_head", "shared_experts", r"layers.0.mlp.(gate|up|down)_proj")]
+
+
+def int8_rows(weight):
+    """What bitsandbytes and int-quantized have alike: (codes, the largest number of each row, what they say)"""
+    largest = weight.abs().amax(1).half().float()
+    codes = (weight / largest[:, None] * 127).round().clamp(-127, 127)
+    return codes.to(torch.int8), largest, codes * (largest / 127)[:, None]
+
+
+def grouped_tensors(form):
+    def make(module, weight):
+        made = quantize(weight, form, len(module))
+        return {f"{module}.{name}": part for name, part in tensors_of(made, form).items()}, made.weight
+
+    return make
+
+
+def bitsandbytes_tensors(module, weight):
+    codes, largest, said = int8_rows(weight)
+    return {f"{module}.weight": codes, f"{module}.SCB": largest, f"{module}.weight_format": torch.tensor(0)}, said
+
+
+def int_quantized_tensors(module, weight):
+    codes, largest, said = int8_rows(weight)
+    return {f"{module}.weight": codes, f"{module}.weight_scale": (largest / 127)[:, None]}, said
+
+
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": KEPT}
+INT8 = {
+    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": IGNORED,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "weights": {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True},
+        },
+    },
+}  # fmt: skip
+KEPT_GPTQ = {"modules_to_not_convert": KEPT}
+FORMS = {
+    "awq": Form("awq", settings=KEPT_GPTQ),
+    "gptq": Form("gptq", is_symmetric=True, settings=KEPT_GPTQ),
+    "gptq-8-whole": Form("gptq", 8, -1, is_symmetric=True, settings=KEPT_GPTQ),
+    "gptq-ordered": Form("gptq", is_ordered=True, settings=KEPT_GPTQ),
+    "packed": Form("compressed-tensors", is_symmetric=True, settings={"ignore": IGNORED}),
+    "packed-zeros": Form("compressed-tensors", settings={"ignore": IGNORED}),
+    "packed-8-channel": Form("compressed-tensors", 8, -1, is_symmetric=True, settings={"ignore": IGNORED}),
+}
+CASES = {name: (form.config, grouped_tensors(form)) for name, form in FORMS.items()} | {
+    "bitsandbytes-int8": (BITSANDBYTES, bitsandbytes_tensors), "int-quantized": (INT8, int_quantized_tensors),
+}  # fmt: skip
+WEIGHT_FORMATS = {
+    "awq": ("int4_grouped", 32), "gptq": ("int4_grouped", 32), "gptq-8-whole": ("int8_grouped", None), "gptq-ordered": ("plain", None),
+    "packed": ("int4_grouped", 32), "packed-zeros": ("int4_grouped", 32), "packed-8-channel": ("int8_grouped", None),
+    "bitsandbytes-int8": ("int8_grouped", None), "int-quantized": ("int8_grouped", None),
+}  # fmt: skip
+
+
+def write_both(folder, family, settings, make):
+    """The checkpoint whose experts are quantized, and one that has what they say."""
+    plain, packed = folder / "plain", folder / "packed"
+    make_tiny_checkpoint(plain, family, with_tokenizer=False, **SIZES)
+    shutil.copytree(plain, packed)
+    tensors = load_file(plain / "model.safetensors")
+    small = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        found, said = make(name.removesuffix(".weight"), small.pop(name).float())
+        small |= {key: part.contiguous() for key, part in found.items()}
+        tensors[name] = said.contiguous()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(small, packed / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return str(plain), str(packed)
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """The forms in which layers keep their experts."""
+    found, choose = [], experts._form
+    monkeypatch.setattr(experts, "_form", lambda *args: found.append(choose(*args)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["decoded", "packed"])
+@pytest.mark.parametrize("case", CASES)
+def test_ids_are_those_of_transformers_with_the_dequantized_experts(case, is_kept, forms, tmp_path, monkeypatch):
+    if is_kept:
+        monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    plain, packed = write_both(tmp_path, "qwen3_moe", *CASES[case])
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    want, gap = greedy_reference(plain, prompts, NUM_TOKENS)
+    assert gap > 1e-4
+    with make_llm(packed, max_num_batched_tokens=32) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
+    assert set(forms) == {WEIGHT_FORMATS[case] if is_kept else ("plain", None)}
+
+
+@pytest.mark.parametrize(
+    "family, case", [("mixtral", "awq"), ("deepseek_v3_moe", "packed-zeros"), ("glm4_moe", "gptq")]
+)
+def test_other_families(family, case, forms, tmp_path, monkeypatch):
+    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    plain, packed = write_both(tmp_path, family, *CASES[case])
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    want, _ = greedy_reference(plain, prompts, NUM_TOKENS)
+    with make_llm(packed) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
+    assert set(forms) == {WEIGHT_FORMATS[case]}
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["shares", "whole"])
+def test_ranks_have_their_part_of_packed_experts(is_whole, tmp_path):
+    """32 columns of down are one group: half of them are decoded."""
+    plain, packed = write_both(tmp_path, "qwen3_moe", *CASES["awq"])
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    want, _ = greedy_reference(plain, prompts, NUM_TOKENS)
+    with make_llm(packed, tensor_parallel_size=2, enable_expert_parallel=is_whole) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
+
+
+def in_blocks(kind):
+    def make(module, weight):
+        codes, scales, minima = split_blocks(to_blocks(weight, KINDS[kind]), KINDS[kind])
+        numbers = codes.float().unflatten(1, (-1, 32)) * scales.float()[..., None] + minima.float()[..., None]
+        return {f"{module}.weight": weight}, numbers.flatten(1)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
+def test_experts_are_quantized_while_they_load(kind, forms, tmp_path, monkeypatch):
+    """Other matrices would be rounded too: here they stay as they are."""
+    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    monkeypatch.setattr(
+        "pelton_plugins.weight_forms.blocks.BlockWeights.create",
+        lambda self, config, shards, **more: self.decoded.create(config, shards, **more),
+    )
+    plain, packed = write_both(tmp_path, "qwen3_moe", {}, in_blocks(kind))
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    want, _ = greedy_reference(plain, prompts, NUM_TOKENS)
+    with make_llm(packed, quantization=kind) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
+    assert set(forms) == {("int8_minima" if kind == "q8_0" else "int4_minima", 32)}
+
+
+def test_experts_of_one_layer_that_differ_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    settings, make = CASES["awq"]
+    settings = settings | {"modules_to_not_convert": [*KEPT, "experts.3"]}
+    _, packed = write_both(tmp_path, "qwen3_moe", settings, make)
+    with pytest.raises(ConfigError, match=r"experts\.3\.\w+ is not quantized, though other experts of its layer are"):
+        make_llm(packed)
