@@ -11,7 +11,7 @@ from pelton.model.loading import LazyWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale)?")
 _ONE = re.compile(r"(.*\.experts)\.\d+\.down_proj\.weight")
 
 
@@ -33,17 +33,19 @@ def one_for_each_expert(
     weights: Iterable[tuple[str, LazyWeight]], expected: Collection[str], *, is_transposed: bool = False
 ) -> Iterator[tuple[str, LazyWeight]]:
     """Yield `weights`, with `...experts.gate_up_proj` [E, 2 I, H], gate first, and `...experts.down_proj` [E, H, I] taken apart into
-    the names that the model expects. A name that the model expects as it is stays so. is_transposed: they are [E, H, 2 I] and [E, I, H]."""
+    the names that the model expects, and so their scales for each row, `...gate_up_proj_scale` and `...down_proj_scale` [E, rows, 1] or
+    [E, 1, rows]. A name that the model expects as it is stays so. is_transposed: the matrices are [E, H, 2 I] and [E, I, H]."""
     layers = {found[1] for name in expected if (found := _ONE.fullmatch(name))}
     for name, weight in weights:
         found = None if name in expected else _STACKED.fullmatch(name)
         if found is None or len(weight.shape) != 3 or found[1] not in layers:
             yield name, weight
             continue
-        num_rows = weight.shape[2 if is_transposed else 1]
+        is_turned = weight.shape[1] == 1 if found[3] else is_transposed
+        num_rows = weight.shape[2 if is_turned else 1]
         parts = {"down_proj": (0, num_rows)}
         if found[2] == "gate_up_proj":
             parts = {"gate_proj": (0, num_rows // 2), "up_proj": (num_rows // 2, num_rows)}
         for expert in range(weight.shape[0]):
             for matrix, rows in parts.items():
-                yield f"{found[1]}.{expert}.{matrix}.weight", _Part(weight, expert, *rows, is_transposed)
+                yield f"{found[1]}.{expert}.{matrix}.weight{found[3] or ''}", _Part(weight, expert, *rows, is_turned)

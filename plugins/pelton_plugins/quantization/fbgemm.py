@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from pelton.ops.interface import InputRounding
+from pelton.ops.interface import InputRounding, LinearWeights
 from pelton_plugins.quantization.fp8 import StoredFp8, is_part_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pelton.config import EngineConfig
     from pelton.model.build import BuildConfig
     from pelton.model.resolved import ResolvedModel
@@ -27,6 +26,8 @@ class FBGEMMWeights(StoredFp8):
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
         return not is_part_of(shard.name, self._left_out), self._inputs
 
-    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
-        super().expect(config, shard, weight, scale)
-        config.weights.ignore(rf"{shard.name}\.input_scale_ub")  # the bound again, for each matrix
+    def create(
+        self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
+    ) -> LinearWeights:
+        config.weights.ignore(r".*\.input_scale_ub")  # the bound again, for each matrix
+        return super().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)

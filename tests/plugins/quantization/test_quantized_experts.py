@@ -15,6 +15,7 @@ from pelton.ops.packed_blocks import KINDS
 from pelton.ops.packed_blocks import quantize as to_blocks
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 from pelton_plugins.models import experts
+from pelton_plugins.quantization.numbers import round_rows, row_scales
 from pelton_plugins.weight_forms.blocks import split_blocks
 
 NUM_TOKENS = 16
@@ -180,3 +181,47 @@ def test_experts_of_one_layer_that_differ_are_an_error(tmp_path, monkeypatch):
     _, packed = write_both(tmp_path, "qwen3_moe", settings, make)
     with pytest.raises(ConfigError, match=r"experts\.3\.\w+ is not quantized, though other experts of its layer are"):
         make_llm(packed)
+
+
+def write_llama4_in_fp8(folder, down_scale):
+    """FBGEMM's form as transformers writes it: a tensor a matrix [E, in, out], with scales [E, 1, out], of down [E, out, 1]."""
+    plain, packed = folder / "plain", folder / "packed"
+    make_tiny_checkpoint(plain, "llama4", with_tokenizer=False)
+    shutil.copytree(plain, packed)
+    tensors = load_file(plain / "model.safetensors")
+    small = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        rows = tensors[name].transpose(1, 2).float()
+        scale = row_scales(rows.flatten(0, 1)).view(*rows.shape[:2], 1)
+        numbers = round_rows(rows.flatten(0, 1), scale.flatten()).view(rows.shape)
+        tensors[name] = (numbers.float() * scale).transpose(1, 2).contiguous()
+        small[name] = numbers.transpose(1, 2).contiguous()
+        small[f"{name}_scale"] = (
+            scale if name.endswith("down_proj") and down_scale == "rows" else scale.transpose(1, 2)
+        ).contiguous()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(small, packed / "model.safetensors", metadata={"format": "pt"})
+    kept = [
+        "self_attn",
+        "lm_head",
+        "feed_forward.gate_proj",
+        "feed_forward.up_proj",
+        "feed_forward.down_proj",
+        "shared_expert",
+    ]
+    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": kept}
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return str(plain), str(packed)
+
+
+@pytest.mark.parametrize("is_kept, down_scale", [(False, "rows"), (True, "rows"), (True, "columns")])
+def test_stacked_experts_in_fp8(is_kept, down_scale, forms, tmp_path, monkeypatch):
+    if is_kept:
+        monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    plain, packed = write_llama4_in_fp8(tmp_path, down_scale)
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    want, _ = greedy_reference(plain, prompts, NUM_TOKENS)
+    with make_llm(packed) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
+    assert set(forms) == {("e4m3", None) if is_kept else ("plain", None)}
