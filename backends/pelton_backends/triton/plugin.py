@@ -33,6 +33,8 @@ _ENTRIES = (
     ("add_norm_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormLinear"),
     ("add_norm_gated_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormGatedLinear"),
     ("add_norm_logits", "triton", 50, "logits:TritonAddNormLogits"),
+    ("add_norm_logits", "triton_grouped", 50, "linear.grouped_vocab:GroupedAddNormLogits"),
+    ("embed", "triton_grouped", 50, "linear.grouped_vocab:GroupedEmbed"),
     ("qk_norm_rope_write_kv", "triton", 50, "qk_rope:TritonQkNormRopeWriteKv"),
     ("sample", "triton", 50, "sampling.sample:TritonSample"),
     ("logprobs", "triton", 50, "sampling.logprobs:TritonLogprobs"),

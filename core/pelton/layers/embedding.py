@@ -60,7 +60,7 @@ class VocabEmbedding(VocabMatrix):
             tp_size=config.parallel.size,
             weight_format=self.linear_weights.spec.weight_format,
         )
-        (matrix,) = self.linear_weights.tensors.values()
+        matrix = next(iter(self.linear_weights.tensors.values()))
         self.embed: Embed = config.ops.bind("embed", needs, EmbedTensors(matrix, self.first_row, self.linear_weights))
 
     def forward(self, input_ids: Tensor) -> Tensor:

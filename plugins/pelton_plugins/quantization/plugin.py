@@ -42,6 +42,8 @@ def pelton_ops() -> Sequence[OpEntry]:
                 doc="plain torch, for e4m3 weights whose blocks have scales"),
         OpEntry(name="reference.grouped_linear", op="linear", load="pelton_plugins.weight_forms.groups:GroupedLinearReference", priority=10,
                 doc="plain torch, for integer weights in groups"),
+        OpEntry(name="reference.grouped_embed", op="embed", load="pelton_plugins.weight_forms.groups:GroupedEmbedReference", priority=10,
+                doc="plain torch, for rows of integer weights in groups"),
         OpEntry(name="ordered_linear", op="linear", load=f"{_PACKAGE}.grouped:OrderedLinear", priority=20,
                 doc="another op for the product, behind a new order of the inputs' columns"),
     ]  # fmt: skip

@@ -1,8 +1,7 @@
 """Methods with blocks of 32 numbers on every device: panels on CPUs (`pelton.ops.packed_blocks`), groups with minima on GPUs.
 
 A block's numbers are code * scale + minimum whatever its kind, exactly: q4_0's minimum is -8 scales, q8_0's -128. So the parts of a
-merged matrix may differ in kind; in groups all have 8 bits where one of them has. Embeddings and heads stay in the model's dtype on
-GPUs, whose kernels read them so.
+merged matrix may differ in kind; in groups all have 8 bits where one of them has.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class BlockWeights(PackedWeights):
     def create_groups(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
-        kinds = [] if is_vocabulary else self.kinds(config, shards, is_vocabulary=False)
+        kinds = self.kinds(config, shards, is_vocabulary=is_vocabulary)
         if not kinds:
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
         bits = 8 if any(kind.name == "q8_0" for kind in kinds) else 4

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.ops.interface import Linear, LinearNeeds, LinearTensors, LinearWeights
+    from pelton.ops.interface import Embed, EmbedNeeds, EmbedTensors, Linear, LinearNeeds, LinearTensors, LinearWeights
 
 FORMATS = {4: "int4_grouped", 8: "int8_grouped"}
 MINIMA = {4: "int4_minima", 8: "int8_minima"}
@@ -79,7 +79,7 @@ def unpack_scales(words: Tensor) -> tuple[Tensor, Tensor]:
     return (words & ~0xFF).view(torch.float32), (words & 0xFF).float()
 
 
-def dequantize(weights: LinearWeights, rows: slice = slice(None)) -> Tensor:
+def dequantize(weights: LinearWeights, rows: slice | Tensor = slice(None)) -> Tensor:
     """These rows [n, in] in float32, columns in the order of the codes."""
     spec = weights.spec
     codes = unpack_codes(weights.tensors["codes"][rows], spec.in_features, BITS[spec.weight_format]).float()
@@ -128,5 +128,32 @@ class GroupedLinearReference:
             if weights.bias is not None:
                 result += weights.bias.float()
             return result.to(x.dtype)
+
+        return call
+
+
+class GroupedEmbedReference:
+    """Rows of an embedding in groups."""
+
+    handles = frozenset(["scale", "tp_size", "weight_format"])
+    is_recordable = True
+
+    @staticmethod
+    def unsupported(needs: EmbedNeeds) -> list[str]:
+        return [] if needs.weight_format in BITS else [f"weight format {needs.weight_format!r}, only {', '.join(BITS)}"]
+
+    @staticmethod
+    def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
+        weights, dtype, first_row = tensors.linear, getattr(torch, needs.dtype), tensors.first_row
+        assert weights is not None
+        scale = None if needs.scale is None else torch.tensor(needs.scale).to(dtype).item()
+
+        def call(input_ids: Tensor) -> Tensor:
+            local = input_ids - first_row
+            hidden = dequantize(weights, local.clamp(0, needs.num_rows - 1)).to(dtype)
+            hidden = hidden if scale is None else hidden * scale
+            if needs.tp_size == 1:
+                return hidden
+            return hidden * ((local >= 0) & (local < needs.num_rows))[:, None]
 
         return call

@@ -52,30 +52,52 @@ def gather_add_norm_kernel(
     store_rows(out + i * K, x, 1, K, 1, BLOCK, 1)
 
 
-class _Head:
-    """One bound head: its tensors, and the arguments that do not change."""
+class RowNorms:
+    """The norms of one bound head, and the arguments that do not change."""
 
     def __init__(self, needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> None:
         post = needs.post_norm
-        self.weight, self.bias = tensors.linear.tensors["weight"], tensors.linear.bias
         self.norm, self.post_norm = tensors.norm, tensors.post_norm
         self.eps, self.post_eps = needs.norm.eps, 0.0 if post is None else post.eps
         self.hidden_size, self.soft_cap = needs.norm.size, needs.soft_cap
         self.vocab_size = min(needs.vocab_size, needs.linear.out_features)
+        self.pdl = has_pdl(tensors.norm.device)
+        self.norms = {
+            "HAS_POST": post is not None, "UNIT_OFFSET": needs.norm.unit_offset,
+            "POST_UNIT_OFFSET": post is not None and post.unit_offset, "K": needs.norm.size,
+        }  # fmt: skip
+        self.flags = {**self.norms, "PDL": self.pdl, **launch_options(self.pdl)}
+
+    def normed(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        """Gather these rows, add and norm them."""
+        normed = torch.empty((rows.shape[0], self.hidden_size), dtype=hidden.dtype, device=hidden.device)
+        block = triton.next_power_of_2(self.hidden_size)
+        launch(
+            gather_add_norm_kernel, (rows.shape[0],),
+            hidden, residual, rows, self.norm, self.post_norm, normed, self.eps, self.post_eps,
+            hidden.stride(0), 0 if residual is None else residual.stride(0), HAS_RESIDUAL=residual is not None,
+            BLOCK=block, num_warps=min(max(block // 512, 1), 16), **self.flags,
+        )  # fmt: skip
+        return normed
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+
+class _Head(RowNorms):
+    """One bound head: its tensors beside them."""
+
+    def __init__(self, needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> None:
+        super().__init__(needs, tensors)
+        self.weight, self.bias = tensors.linear.tensors["weight"], tensors.linear.bias
         self.tiles = tiles_by_rows(self.vocab_size, needs.linear.in_features, self.weight.element_size())
         # Each program norms all rows. On an H200, 151,936 x 1,024: 69 us with one row, 73 us with four, 101 us with eight,
         # cuBLAS 81 us with 32; 128,256 x 4,096: 227 us with one row, 268 us with two, 311 us with four.
         self.few_rows = 4 if needs.norm.size <= 2048 and needs.dtype != "float32" else 1
-        pdl = has_pdl(self.weight.device)
-        norms = {
-            "HAS_POST": post is not None, "UNIT_OFFSET": needs.norm.unit_offset,
-            "POST_UNIT_OFFSET": post is not None and post.unit_offset, "K": needs.norm.size,
-        }  # fmt: skip
-        self.flags = {**norms, "PDL": pdl, **launch_options(pdl)}
         # A kernel that starts on multiprocessors which another still fills with its buffers keeps, to its end, the little that those
         # leave of L1. Behind Llama-3.1-8B's down in e4m3 this one takes 335 us so, and 232 us where it waits (H200).
-        early = pdl and needs.norm.size <= 2048
-        self.few_flags = {**norms, "PDL": early, **launch_options(early)}
+        early = self.pdl and needs.norm.size <= 2048
+        self.few_flags = {**self.norms, "PDL": early, **launch_options(early)}
 
     def few(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         """Logits of up to `few_rows` rows."""
@@ -93,20 +115,10 @@ class _Head:
 
     def many(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         """Logits of any number of rows."""
-        normed = torch.empty((rows.shape[0], self.hidden_size), dtype=hidden.dtype, device=hidden.device)
-        block = triton.next_power_of_2(self.hidden_size)
-        launch(
-            gather_add_norm_kernel, (rows.shape[0],),
-            hidden, residual, rows, self.norm, self.post_norm, normed, self.eps, self.post_eps,
-            hidden.stride(0), 0 if residual is None else residual.stride(0), HAS_RESIDUAL=residual is not None,
-            BLOCK=block, num_warps=min(max(block // 512, 1), 16), **self.flags,
-        )  # fmt: skip
-        logits = _float32_product(normed, self.weight[: self.vocab_size])
+        logits = _float32_product(self.normed(hidden, residual, rows), self.weight[: self.vocab_size])
         if self.bias is not None:
             logits += self.bias[: self.vocab_size].float()
-        if self.soft_cap is not None:
-            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        return logits
+        return self.capped(logits)
 
 
 def _float32_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -139,9 +139,9 @@ class GroupedMatrix:
     def num_row_programs(self, tile: RowTile) -> int:
         return triton.cdiv(self.num_columns, tile.R if self.activation is None else tile.R // 2)
 
-    def multiply_one(self, x: Tensor) -> Tensor:
-        """x [1, K] -> [1, N], without an activation."""
-        out = torch.empty((1, self.num_columns), dtype=x.dtype, device=x.device)
+    def multiply_one(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [1, K] -> [1, N] of `out_dtype` (x's when None), without an activation."""
+        out = torch.empty((1, self.num_columns), dtype=out_dtype or x.dtype, device=x.device)
         tile, num_tiles, partials = self.row_tile, self.num_row_programs(self.row_tile), None
         if tile.SPLIT > 1:
             partials = torch.empty((num_tiles, tile.SPLIT, tile.R), dtype=torch.float32, device=x.device)
@@ -152,14 +152,14 @@ class GroupedMatrix:
         )  # fmt: skip
         return out
 
-    def __call__(self, x: Tensor, tiling: Tiling | None = None) -> Tensor:
-        """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
-        num_tokens = x.shape[0]
+    def __call__(self, x: Tensor, tiling: Tiling | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, K] -> x @ weight.T + bias of `out_dtype` (x's when None), or activation(gate) * up of its halves, of x's."""
+        num_tokens, out_dtype = x.shape[0], out_dtype or x.dtype
         if num_tokens == 0:
-            return torch.empty((0, self.num_columns), dtype=x.dtype, device=x.device)
+            return torch.empty((0, self.num_columns), dtype=out_dtype, device=x.device)
         x = inner_contiguous(x) if self.order is None else x.index_select(1, self.order)
         if num_tokens > MAX_TOKENS:
-            return self._by_library(x)
+            return self._by_library(x).to(out_dtype)
         tiling = tiling or choose_tiling(num_tokens, self.out_features, self.in_features, self.programs)
         num_tiles = triton.cdiv(self.num_columns, tiling.rows // (1 if self.activation is None else 2))
         num_blocks = triton.cdiv(num_tokens, tiling.tokens)
@@ -167,7 +167,7 @@ class GroupedMatrix:
         if tiling.split > 1:
             shape = (num_tiles, num_blocks, tiling.split, tiling.rows, tiling.tokens)
             partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-        out = torch.empty((num_tokens, self.num_columns), dtype=x.dtype, device=x.device)
+        out = torch.empty((num_tokens, self.num_columns), dtype=out_dtype, device=x.device)
         launch(
             many_rows_kernel, (num_tiles, tiling.split, num_blocks),
             x, self.codes, self.scales, self.bias, out, partials, self.counters, num_tokens, x.stride(0), TWO_23,
