@@ -97,7 +97,7 @@ class Plugins:
                 raise  # the operator's, not the plugin's
             except Exception as error:
                 raise PluginError(
-                    f"Plugin {implementation.plugin_name!r} fails in {hook}: {type(error).__name__}: {error}."
+                    f"Plugin {implementation.plugin_name!r} fails in {hook}: {type(error).__name__}: {error}. {FIX_IT}"
                 ) from error
             if self._traces:
                 _trace(hook, arguments, implementation.plugin_name, result)
@@ -269,9 +269,11 @@ def make(entry: Entry, wanted: type[T], *arguments: Any, **options: Any) -> T:
 
 
 def _is_told(error: BaseException) -> bool:
-    """Return whether an error needs no plugin's name: Pelton's own errors say who has to act, and full memory is not a plugin's mistake."""
+    """Return whether an error needs no plugin's name: Pelton's own say who has to act; full memory and a reader that left are nobody's."""
     torch = sys.modules.get("torch")  # not imported here: front ends do without
-    return isinstance(error, (PeltonError, MemoryError)) or bool(torch and isinstance(error, torch.OutOfMemoryError))
+    return isinstance(error, (PeltonError, MemoryError, BrokenPipeError)) or bool(
+        torch and isinstance(error, torch.OutOfMemoryError)
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import pelton
 from pelton.cli import main as main_module
 from pelton.cli.main import main
+from pelton.entries import CommandEntry
 from pelton.errors import EngineError, PluginError
 
 HEAVY = (
@@ -95,6 +96,10 @@ def test_version(argv, capsys):
         (["serv"], "error: Unknown command 'serv'. Did you mean 'serve'? Commands: backends, bench, chaos, chat,"),
         (["--hlep"], "error: Unknown flag '--hlep'."),
         (["plugins", "--chek"], "error: Unknown flag --chek. Did you mean '--check'?"),
+        (
+            ["plugins", "chek"],
+            "error: pelton plugins has no 'chek'. Did you mean 'check'? Write pelton plugins [list], new KIND",
+        ),
         (["version", "now"], "error: pelton version takes no arguments; got 'now'."),
         (["generate", "x", "--max-num-seqs", "many"], "error: --max-num-seqs is 'many'; expected a whole number"),
     ],
@@ -171,9 +176,56 @@ def test_ctrl_c_is_no_traceback(tmp_path):
     assert b"Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (
+            ValueError("boom"),
+            2,
+            "error: Command 'mine' (acme:run) fails: ValueError: boom. Fix the plugin, or leave it out with",
+        ),
+        (KeyError("x"), 2, "error: Command 'mine' (acme:run) fails: KeyError: 'x'. Fix the plugin, or"),
+        (EngineError("no engine"), 1, "error: no engine"),
+        (BrokenPipeError(), 141, ""),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("level", [None, "debug"])
+def test_a_plugins_command_that_fails_is_one_line(error, status, line, level, capfd, monkeypatch):
+    """The traceback comes with the level that has all that is known, and no mistake in that setting hides the line."""
+
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr(main_module, "find_commands", lambda name: {"mine": CommandEntry(name="mine", load="acme:run")})
+    monkeypatch.setattr(CommandEntry, "resolve", lambda self: fail)
+    monkeypatch.setattr(os, "dup2", lambda *ends: None)  # stdout stays the test's
+    monkeypatch.setenv("PELTON_LOG_LEVEL", level) if level else monkeypatch.delenv("PELTON_LOG_LEVEL", raising=False)
+    assert main(["mine"]) == status
+    told = capfd.readouterr().err
+    assert ("Traceback" in told) == (level == "debug" and bool(line))
+    assert told.splitlines()[-1].startswith(line) if line else told == ""
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    entry = CommandEntry(name="mine", load="pelton_plugins.commands.version:run")
+    monkeypatch.setattr(main_module, "find_commands", lambda name: {"mine": entry})
+    monkeypatch.setattr(CommandEntry, "resolve", lambda self: lambda argv: [][1])
+    with pytest.raises(IndexError):
+        main(["mine"])
+
+
+def test_files_that_cannot_be_written_are_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["plugins", "new", "op", "mine", "--folder", str(tmp_path / "file/mine")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: The package cannot be written to ")
+    assert told.endswith("Give another --folder.\n")
+    assert len(told.splitlines()) == 1
+
+
 def test_a_commands_usage_names_it(capsys, monkeypatch):
     """Whoever writes a command need not tell `parse_flags` what it is called."""
-    from pelton.entries import CommandEntry
     from pelton_plugins.flags import parse_flags
 
     monkeypatch.setattr(

@@ -1,7 +1,7 @@
 """The `pelton` program: finds a command among the plugins' entries and runs it.
 
 Help is made from the entries: no command is imported for it, and neither is torch. What a user did wrong ends in one
-line on stderr; a traceback is for our own mistakes only.
+line on stderr, and so does a plugin's command that fails (PELTON_LOG_LEVEL=debug has the traceback); others are our own mistakes.
 
 Exit status: 0 done, 1 failed, 2 wrong settings or plugins, 130 interrupted, 141 the reader of our output is gone.
 """
@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 from pelton import __version__, env
 from pelton.config.engine import did_you_mean
 from pelton.entries import CommandEntry
 from pelton.errors import ConfigError, PeltonError, PluginError
-from pelton.plugins import load_plugins
+from pelton.plugins import calling, load_plugins
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
+BUILT_IN = "pelton_plugins."
 WORKS_WITHOUT_PLUGINS = ("plugins", "version", "collect-env")
 """Built-in commands that tell what is wrong when a plugin of somebody else's stops all others."""
 
@@ -39,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except PeltonError as error:
+    except (PeltonError, OSError) as error:
+        if os.environ.get(env.LOG_LEVEL.name, "").lower() == "debug":
+            traceback.print_exception(error)
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, (ConfigError, PluginError)) else EXIT_FAILED
     except SystemExit as end:
@@ -62,8 +67,10 @@ def _run(argv: list[str]) -> int:
     for line in env.misspelt():
         print(f"warning: {line}", file=sys.stderr)
     env.PROGRAM.set(f"pelton {name}")
-    run: Callable[[list[str]], int] = commands[name].resolve()
-    return run(rest)
+    entry = commands[name]
+    run: Callable[[list[str]], int] = entry.resolve()
+    with nullcontext() if entry.load.startswith(BUILT_IN) else calling(entry):
+        return run(rest)
 
 
 def find_commands(wanted: str) -> dict[str, CommandEntry]:
@@ -81,17 +88,9 @@ def help_text(commands: Iterable[CommandEntry]) -> str:
     """The program's help: one line a command."""
     entries = sorted(commands, key=lambda entry: entry.name)
     width = max(len(entry.name) for entry in entries)
-    return "\n".join(
-        [
-            f"pelton {__version__}: serves large language models",
-            "",
-            "usage: pelton COMMAND [arguments]",
-            "",
-            *(f"  {entry.name.ljust(width)}  {entry.help or entry.doc}" for entry in entries),
-            "",
-            "pelton COMMAND --help says more. pelton --version prints the version.",
-        ]
-    )
+    listed = "\n".join(f"  {entry.name.ljust(width)}  {entry.help or entry.doc}" for entry in entries)
+    about = f"pelton {__version__}: serves large language models\n\nusage: pelton COMMAND [arguments]"
+    return f"{about}\n\n{listed}\n\npelton COMMAND --help says more. pelton --version prints the version."
 
 
 if __name__ == "__main__":

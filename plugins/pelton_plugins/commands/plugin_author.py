@@ -132,9 +132,12 @@ def write_skeleton(kind: str, name: str, folder: str | None = None) -> Path:
     }
     for file in sorted((SKELETONS / kind.replace("-", "_")).glob("*.py")):
         files[f"{package}/{file.name}"] = renamed(file.read_text(), snake)
-    for path, text in files.items():
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        (target / path).write_text(text)
+    try:
+        for path, text in files.items():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            (target / path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"The package cannot be written to {target}: {error}. Give another --folder.") from error
     return target
 
 

@@ -15,11 +15,11 @@ import pluggy
 from pelton import hookspecs
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
-from pelton.config.engine import struct_defaults
+from pelton.config.engine import did_you_mean, struct_defaults
 from pelton.config.field_docs import field_docs
 from pelton.config.plugin_settings import settings_struct
 from pelton.entries import Entry, PlatformEntry, SettingsEntry
-from pelton.errors import PluginError
+from pelton.errors import ConfigError, PluginError
 from pelton.metrics.manager import chosen_entries
 from pelton.platform.select import describe_platforms
 from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
@@ -53,6 +53,11 @@ def run(argv: list[str]) -> int:
         return plugin_author.run(argv)
     if argv[:1] == ["list"]:
         argv = argv[1:]
+    elif argv and not argv[0].startswith("-"):
+        hint = did_you_mean(argv[0], ("list", "new", "check"))
+        raise ConfigError(
+            f"pelton plugins has no {argv[0]!r}.{hint} Write pelton plugins [list], new KIND NAME or check PACKAGE."
+        )
     parsed = parse_flags(
         argv, [PluginsArguments], positional=None, program="pelton plugins", doc=DOC, engine=False, environ={}
     )
