@@ -13,6 +13,7 @@ from pelton_lora import LLAMA_TARGETS, greedy_with_gap, make_adapter
 
 from pelton import LLM, LoRARequest, SamplingParams
 from pelton.errors import ConfigError, InvalidAdapterError, NotSupportedError
+from pelton.layers.linear import RowParallelLinear
 from pelton_platforms.device import adapters
 from pelton_platforms.device.peft_tensors import read_tensors
 
@@ -106,6 +107,27 @@ def test_any_mix_with_base_requests(case: Case, settings: dict[str, Any]) -> Non
         assert run(llm, prompts, requests) == expected  # prefix hits, each adapter its own
         if "num_gpu_blocks_override" in settings:
             assert llm.num_preemptions() > 0
+
+
+def test_the_last_layer_computes_the_tokens_that_are_sampled(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts whose rows have adapters too, and each row that is left keeps its own."""
+    rows: list[int] = []
+    forward = RowParallelLinear.forward
+
+    def counted(self: RowParallelLinear, x: Any) -> Any:
+        rows.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(RowParallelLinear, "forward", counted)
+    requests = [case.requests["plain"], None, case.requests["pattern"]]
+    expected = [ids[:2] for ids in (case.outputs["plain"][5], case.base[5], case.outputs["pattern"][5])]
+    with lora_llm(case, enforce_eager=True, enable_prefix_caching=False) as llm:
+        rows.clear()
+        assert run(llm, [case.prompts[5]] * 3, requests, greedy(2)) == expected
+    steps = [rows[start : start + 8] for start in range(0, len(rows), 8)]  # o and down of four layers
+    prompts = [step for step in steps if step[0] >= 100]
+    assert sum(step[0] for step in prompts) == 300
+    assert all(step == [step[0]] * 6 + [step[0] // 100] * 2 for step in prompts)
 
 
 def test_matrices_that_the_operator_leaves_out(case: Case) -> None:

@@ -74,6 +74,7 @@ class LlamaDecoderLayer(nn.Module):
         attended, residual = self.attn(qkv, batch).index_select(0, tokens), residual.index_select(0, tokens)
         if not len(tokens):
             return residual, residual
+        keep_adapters(batch, tokens)
         activated, residual = self.gate_up_proj(self.o_proj(attended), residual)
         return self.down_proj(activated), residual
 
@@ -157,3 +158,14 @@ class LlamaForCausalLM(StagedDecoder):
     def can_forward_tokens(self) -> bool:
         own = type(self), type(self.layers[-1])
         return own[0].forward is LlamaForCausalLM.forward and own[1].forward is LlamaDecoderLayer.forward
+
+    @property
+    def keeps_adapters(self) -> bool:
+        """Return whether `forward_tokens` tells adapters which rows are left, as a layer of somebody else's may not."""
+        return getattr(type(self.layers[-1]), "forward_tokens", None) is LlamaDecoderLayer.forward_tokens
+
+
+def keep_adapters(batch: ForwardBatch, tokens: Tensor) -> None:
+    """Tell the products that follow which adapters the rows have that are left."""
+    if batch.adapter is not None and batch.adapter.is_used:
+        batch.adapter.place(batch.adapter.token_slots[tokens])

@@ -11,7 +11,7 @@ from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import GatedMLP, SparseMoe
-from pelton_plugins.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from pelton_plugins.models.llama import LlamaDecoderLayer, LlamaForCausalLM, keep_adapters
 from pelton_plugins.models.stacked_experts import one_for_each_expert
 
 
@@ -44,6 +44,7 @@ class MoeDecoderLayer(LlamaDecoderLayer):
         attended, residual = self.attn(qkv, batch).index_select(0, tokens), residual.index_select(0, tokens)
         if not len(tokens):
             return residual, residual
+        keep_adapters(batch, tokens)
         result: tuple[Tensor, Tensor] = self.experts(self.o_proj(attended), residual, batch, tokens)
         return result
 
@@ -68,6 +69,10 @@ class MoeForCausalLM(LlamaForCausalLM):
             return False
         is_own = type(self).forward is LlamaForCausalLM.forward and type(layer).forward is MoeDecoderLayer.forward
         return is_own and experts.has_all and experts.expert_load is None
+
+    @property
+    def keeps_adapters(self) -> bool:
+        return getattr(type(self.layers[-1]), "forward_tokens", None) is MoeDecoderLayer.forward_tokens
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(one_for_each_expert(weights, self.weights.expected()))

@@ -309,7 +309,7 @@ class ModelRunner:
             return step
         if plan.has_drafts:
             self._place_drafts(output, plan.slots, plan.num_scheduled)
-        inputs.reads_others = has_lora or isinstance(tail, Pool) or self._sampler.reads_hidden(plan)
+        inputs.reads_others = isinstance(tail, Pool) or self._sampler.reads_hidden(plan)
         forward = None if graphs is None else partial(graphs.forward, mode, key, plan)
         if embeds is not None:
             with embeds.placed(plan, self.state.host, self._staging):

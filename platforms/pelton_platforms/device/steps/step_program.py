@@ -73,6 +73,7 @@ class StepProgram:
         self._state, self._backends = state, list(backends)
         can_cut = getattr(model, "can_forward_tokens", False)
         self._forward_tokens = cast("Any", model).forward_tokens if can_cut else None
+        self._keeps_adapters: bool = getattr(model, "keeps_adapters", False)
         self.kernel: StepKernel | None = None  # computes decode steps; None: the model's layers do
         self.most_left_rows = 0  # of captured steps that end at the logits
         self._logits: Tensor | None = None  # [most_left_rows, V]: where all of those leave them
@@ -136,7 +137,8 @@ class StepProgram:
 
     def forward(self, key: BatchDescriptor, inputs: StepInputs) -> Any:
         batch = self.batch(key, inputs)
-        if inputs.reads_others or self._forward_tokens is None or 2 * len(inputs.logit_tokens) > batch.num_tokens:
+        reads_others = inputs.reads_others or (inputs.has_adapters and not self._keeps_adapters)
+        if reads_others or self._forward_tokens is None or 2 * len(inputs.logit_tokens) > batch.num_tokens:
             return self.model.forward(batch)
         inputs.is_cut = True
         return self._forward_tokens(batch, inputs.logit_tokens)
