@@ -44,7 +44,7 @@ def quick_collections() -> Iterator[None]:
     plain = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold")}
     with pytest.MonkeyPatch.context() as patch:
         nothing = lambda: None  # noqa: E731
-        calm = SimpleNamespace(collect=gc.collect, freeze=nothing, unfreeze=nothing, **plain)
+        calm = SimpleNamespace(collect=lambda: gc.collect(1), freeze=nothing, unfreeze=nothing, **plain)
         for module in (garbage, sleeping):
             patch.setattr(module, "gc", calm)
         yield

@@ -3,20 +3,20 @@ spread over ranks token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, references_in
 from pelton_lora import merged_checkpoint
 
-from pelton import LoRARequest, SamplingParams
+from pelton import LLM, LoRARequest, SamplingParams
 from pelton.errors import ConfigError
 
 NUM_TOKENS = 16
 LENGTHS = (1, 5, 16, 33, 129, 200)
 SPREAD = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+ROOM = 2**22  # bytes of KV cache
 
 
 @pytest.fixture(scope="module")
@@ -24,54 +24,72 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
     return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS, with_tokenizer=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3_moe"])
-def test_two_ranks_with_a_half_of_the_cache_each(made: Callable[[str], Reference], family: str) -> None:
-    """One key head, and latents: batched, with recorded steps; then each prompt alone, chunked, with prefix hits."""
-    reference = made(family)
-    with make_llm(reference.path, **SPREAD, max_num_batched_tokens=48) as llm:
-        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
-        alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
-        assert alone == reference.outputs[3:]
-        assert llm.kv_cache_usage() == 0.0
+@pytest.fixture(scope="module")
+def spread(made: Callable[[str], Reference]) -> Iterator[LLM]:
+    """An engine of two ranks, for tests that leave it as it was."""
+    with make_llm(
+        made("qwen3").path, **SPREAD, enable_lora=True, max_num_batched_tokens=48, kv_cache_memory_bytes=ROOM
+    ) as llm:
+        yield llm
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
-def test_four_ranks_in_pairs_with_preemption_and_drafts(made: Callable[[str], Reference], family: str) -> None:
+def check_ids(llm: LLM, reference: Reference) -> None:
+    """Batched, with recorded steps; then each prompt alone, chunked, with prefix hits."""
+    assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+    alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
+    assert alone == reference.outputs[3:]
+    assert llm.kv_cache_usage() == 0.0
+
+
+def test_two_ranks_with_a_half_of_the_one_key_heads_cache_each(made: Callable[[str], Reference], spread: LLM) -> None:
+    check_ids(spread, made("qwen3"))
+
+
+def test_two_ranks_with_a_half_of_the_latents_each(made: Callable[[str], Reference]) -> None:
+    with make_llm(made("deepseek_v3_moe").path, **SPREAD, max_num_batched_tokens=48) as llm:
+        check_ids(llm, made("deepseek_v3_moe"))
+
+
+@pytest.mark.parametrize(
+    "family, sizes", [("llama", SPREAD | {"tensor_parallel_size": 4}), ("deepseek_v2", SPREAD)], ids=["llama", "deepseek_v2"]
+)  # fmt: skip
+def test_preemption_and_drafts(made: Callable[[str], Reference], family: str, sizes: dict[str, int]) -> None:
     """Two key heads on four ranks: each pair of ranks shares the cache of one. Every step may have a row of several tokens."""
     reference = made(family)
     with make_llm(
-        reference.path, tensor_parallel_size=4, decode_context_parallel_size=2, max_model_len=256, max_num_batched_tokens=64,
-        num_gpu_blocks_override=11, speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+        reference.path, **sizes, max_model_len=256, max_num_batched_tokens=64, num_gpu_blocks_override=11,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
     ) as llm:  # fmt: skip
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         assert llm.num_preemptions() > 0
 
 
-def test_it_samples_what_one_device_samples(made: Callable[[str], Reference]) -> None:
+def test_it_samples_what_one_device_samples(made: Callable[[str], Reference], spread: LLM) -> None:
     """With seeds, filters, penalties and `n`; in as much memory a rank there is room for twice the tokens."""
     prompts = [{"prompt_token_ids": prompt} for prompt in made("qwen3").prompts]
     params = SamplingParams(temperature=0.9, seed=7, top_k=20, top_p=0.9, presence_penalty=0.4, n=2, max_tokens=20)
 
-    def answers(**settings: Any) -> tuple[list[list[list[int]]], int]:
-        with make_llm(made("qwen3").path, kv_cache_memory_bytes=2**22, **settings) as llm:
-            outputs, info = llm.generate(prompts, params, use_tqdm=False), llm.llm_engine.info
-            sampled = [[list(one.token_ids) for one in output.outputs] for output in outputs]
-            return sampled, info.num_blocks * info.block_size
+    def answers(llm: LLM) -> tuple[list[list[list[int]]], int]:
+        outputs, info = llm.generate(prompts, params, use_tqdm=False), llm.llm_engine.info
+        sampled = [[list(one.token_ids) for one in output.outputs] for output in outputs]
+        return sampled, info.num_blocks * info.block_size
 
-    (alone, room), (spread, spread_room) = answers(), answers(**SPREAD)
-    assert spread == alone and spread_room == 2 * room
+    with make_llm(made("qwen3").path, kv_cache_memory_bytes=ROOM) as llm:
+        alone, room = answers(llm)
+    assert answers(spread) == (alone, 2 * room)
 
 
-def test_adapters_and_sleep(made: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_adapters_and_sleep(
+    made: Callable[[str], Reference], spread: LLM, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     reference = made("qwen3")
-    adapter, merged = merged_checkpoint(tmp_path, reference.path, seed=3, rank=8, strength=0.05)
+    adapter, merged = merged_checkpoint(tmp_path_factory.mktemp("own"), reference.path, seed=3, rank=8, strength=0.05)
     expected, _ = greedy_reference(merged, reference.prompts, NUM_TOKENS)
-    with make_llm(reference.path, enable_lora=True, **SPREAD) as llm:
-        llm.sleep(1)
-        llm.wake_up()
-        prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
-        outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False, lora_request=LoRARequest("own", 1, adapter))
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected != reference.outputs
+    spread.sleep(1)
+    spread.wake_up()
+    prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
+    outputs = spread.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False, lora_request=LoRARequest("own", 1, adapter))
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected != reference.outputs
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, of a method of Attention, or
                                                     "experts in" a format of theirs
+    python pelton_sm90.py --no-code DTYPE KV_DTYPE NAME... -- DTYPE KV_DTYPE NAME...      several at once; no instructions
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
 them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone.
@@ -9,6 +10,7 @@ them. Arguments are tensors on the CPU: the compiler looks at their types, strid
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -278,7 +280,8 @@ def describe(name: str, kernel: Any) -> dict[str, Any]:
     return found | {"instructions": INSTRUCTION.findall(code)}
 
 
-def main(dtype: str, kv_dtype: str, *names: str) -> None:
+def main(*arguments: str) -> None:
+    has_code = arguments[0] != "--no-code"
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -292,6 +295,12 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
     ) = lambda device: True
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
+    for is_end, group in itertools.groupby(arguments[not has_code :], "--".__eq__):
+        if not is_end:
+            compile_kernels(compiled, *group, has_code=has_code)
+
+
+def compile_kernels(compiled: list[Any], dtype: str, kv_dtype: str, *names: str, has_code: bool) -> None:
     attention = Attention(dtype, kv_dtype)
     for name in names:
         if name in SHAPES:
@@ -309,7 +318,8 @@ def main(dtype: str, kv_dtype: str, *names: str) -> None:
         else:
             getattr(attention, name)()
         for kernel in compiled:
-            print(json.dumps(describe(name, kernel)))
+            told = describe(name, kernel) if has_code else {"of": name, "kernel": kernel.name}
+            print(json.dumps({"dtypes": [dtype, kv_dtype]} | told))
         compiled.clear()
 
 

@@ -34,7 +34,7 @@ def _part(command: list[str]) -> str:
     "num_ranks, num_engines, wanted",
     [
         pytest.param(4, 1, {"server": 1, "engine": 1, "rank": 4}, id="6-of-tp-4"),
-        pytest.param(2, 4, {"API process": 4, "server": 1, "engine": 4, "rank": 8}, id="17-of-tp-2-dp-4"),
+        pytest.param(2, 2, {"API process": 2, "server": 1, "engine": 2, "rank": 4}, id="9-of-tp-2-dp-2"),
     ],
 )
 @pytest.mark.slow
