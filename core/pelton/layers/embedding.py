@@ -53,13 +53,9 @@ class VocabEmbedding(VocabMatrix):
     ) -> None:
         super().__init__(vocab_size, hidden_size, config=config, prefix=prefix)
         needs = EmbedNeeds(
-            dtype=config.dtype_name,
-            num_rows=self.num_rows,
-            hidden_size=hidden_size,
-            scale=scale,
-            tp_size=config.parallel.size,
-            weight_format=self.linear_weights.spec.weight_format,
-        )
+            dtype=config.dtype_name, num_rows=self.num_rows, hidden_size=hidden_size, scale=scale,
+            tp_size=config.parallel.size, weight_format=self.linear_weights.spec.weight_format,
+        )  # fmt: skip
         matrix = next(iter(self.linear_weights.tensors.values()))
         self.embed: Embed = config.ops.bind("embed", needs, EmbedTensors(matrix, self.first_row, self.linear_weights))
 

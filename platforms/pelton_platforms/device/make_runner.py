@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pelton.attention.kv_cache import bind_caches
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.worker.inputs import InputBuffers
+from pelton_platforms.device.cache_scales import make_calculated_scales
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.logits_processors import make_processors
@@ -49,6 +50,7 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     )  # fmt: skip
     runner.step_kernel = loaded.step_kernel
     runner.prompt_embeds = make_prompt_embeds(loaded)
+    runner.cache_scales = make_calculated_scales(loaded)
     return runner
 
 

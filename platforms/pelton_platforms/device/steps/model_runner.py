@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pelton.graphs.recorder import GraphRecorder
     from pelton.kv_transfer.interface import WorkerConnector
     from pelton.worker.step_kernel import StepKernel
+    from pelton_platforms.device.cache_scales import CalculatedScales
     from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
     from pelton_platforms.device.steps.prompt_embeds import PromptEmbeds
 
@@ -88,6 +89,7 @@ class ModelRunner:
         self.ops = ops
         self.connectors: dict[str, WorkerConnector] = {}
         self.prompt_embeds: PromptEmbeds | None = None  # None: no prompt is given as embeddings
+        self.cache_scales: CalculatedScales | None = None
         self.graphs: GraphRunner | None = None
         self.tails = TailChooser(state, ops)
         self._program = StepProgram(model, state, backends, ops)
@@ -172,7 +174,12 @@ class ModelRunner:
         for name, connector in self.connectors.items():
             if name in output.extensions:
                 connector.start_load(output.extensions[name])
-        step: StepOutput | LeftLogits | Step = self._decode(output) or self._run(output)
+        step: StepOutput | LeftLogits | Step
+        if self.cache_scales is not None and self.cache_scales.is_due and output.slots:
+            with self.cache_scales.measured():
+                step = self._run(output, is_eager=True)
+        else:
+            step = self._decode(output) or self._run(output)
         for connector in self.connectors.values():
             connector.wait_for_save()
         return self._end(output, step)
@@ -291,7 +298,7 @@ class ModelRunner:
 
     # Any other step.
 
-    def _run(self, output: SchedulerOutput) -> Step:
+    def _run(self, output: SchedulerOutput, *, is_eager: bool = False) -> Step:
         self._settle()
         if output.block_appends:
             self.state.append_blocks(output.block_appends)
@@ -300,7 +307,7 @@ class ModelRunner:
         embeds = (
             self.prompt_embeds if self.prompt_embeds is not None and self.prompt_embeds.are_read(output.slots) else None
         )
-        graphs = self.graphs if embeds is None else None
+        graphs = self.graphs if embeds is None and not is_eager else None
         mode, key = self._place(plan, graphs, has_lora=has_lora)
         columns, tail = self._stage(plan), Logits() if output.grammar_rows else self._tail(plan, has_masks=False)
         inputs = self._inputs(plan, columns, tail, has_lora=has_lora)
