@@ -250,6 +250,38 @@ def test_masks_equal_the_reference(isa, vocab):
     assert got[0][0] == vocab - 1 and got[1][0] in sets[1]
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("vocab", [700, 5003, 20_001])
+def test_rows_of_which_a_mask_allows_few_equal_the_reference(isa, vocab, seed):
+    """From one token to more than are brought together, and bits behind the vocabulary; tokens that are not allowed are likelier."""
+    chooser, state, num_rows = random.Random(f"{vocab} {seed}"), make_state(vocab, 24), 24
+    rows, sets = [], {}
+    for slot in range(num_rows):
+        rows.append((random_params(chooser, vocab), chooser.randrange(2**62), chooser.randint(2, 30)))
+        add(state, slot, [0] * rows[-1][2], seed=rows[-1][1], **rows[-1][0])
+        count = min(chooser.choice([1, 2, 9, 70, 500, 1023, 1024, 1025, 2048, 2049, 4000]), vocab)
+        sets[slot] = sorted(chooser.sample(range(vocab), count))
+    sets[3] = sets[3][:5]
+    mask = masked(state, sets)
+    mask[0][:, -1] |= torch.tensor(-1 << (vocab % 32)) if vocab % 32 else 0
+    other = copy_of(state)
+    logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2.0
+    logits[3, sets[3]] = -INF
+    logits[5, (sets[5][0] + 1) % vocab] = math.nan
+    got = run(bind(state, mask=mask), logits, list(range(num_rows)))
+    want = run(bind(other, ReferenceSample, mask=mask), logits, list(range(num_rows)))
+    assert [code for _, code in got] == [code for _, code in want]
+    assert got[3][1] == NOTHING_ALLOWED and got[5][1] == NOT_FINITE
+    for slot, ((params, seed_, position), (token, code), (expected, _)) in enumerate(zip(rows, got, want, strict=True)):
+        if code != OK:
+            continue
+        assert token in sets[slot]
+        if token != expected:
+            alone = torch.full((vocab,), -INF)
+            alone[sets[slot]] = logits[slot, sets[slot]]
+            assert_at_a_border(alone, params, seed_, position, token, expected)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_side_tables_equal_the_reference(isa, seed):
     """Few tokens are likely, so that every feature decides something; several steps, so that counts matter."""

@@ -15,6 +15,7 @@
 enum { OK = 0, NOT_FINITE = 1, NOTHING_ALLOWED = 2 };
 enum { GROUP = 64, CHUNK = GROUP * LANES }; /* a lane of a chunk is a group of values */
 enum { NUM_CUTS = 8 };
+enum { FEW_ALLOWED = 2 * CHUNK }; /* tokens that a mask allows, which are worth being brought together */
 #if defined(__AVX512F__)
 enum { PASSES = 1 }; /* before values that cannot be the threshold are left out */
 #else
@@ -40,6 +41,18 @@ INLINE uint32_t vec_bits(ivec mask) {
     for (int lane = 0; lane < LANES; lane++)
         bits |= (uint32_t)(mask[lane] & 1) << lane;
     return bits;
+#endif
+}
+
+/* Numbers where a bit is 1, -inf elsewhere. */
+INLINE vec vec_keep(uint32_t bits, vec numbers) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), (__mmask16)bits, (__m512)numbers);
+#else
+    uvec lane_bit = {0};
+    for (int lane = 0; lane < LANES; lane++)
+        lane_bit[lane] = 1u << lane;
+    return vec_choose((bits & lane_bit) != 0, numbers, vec_all(-INFINITY));
 #endif
 }
 
@@ -87,13 +100,14 @@ struct work {
     float *values, *tops;  /* [width], [width / GROUP] */
     float *list, *spare;   /* [width + CHUNK] */
     int32_t *ids;          /* [width + CHUNK], of `list` */
+    int32_t *allowed;      /* [FEW_ALLOWED], of `values` where a mask allows few */
     double *sums;          /* [width / CHUNK] */
     int64_t width;
 };
 
 static int make_work(struct work *work, int64_t vocab_size) {
     int64_t width = round_up(vocab_size, CHUNK), room = width + CHUNK;
-    char *memory = pelton_scratch((size_t)(4 * (width + 3 * room + width / GROUP) + 8 * (width / CHUNK)));
+    char *memory = pelton_scratch((size_t)(4 * (width + 3 * room + width / GROUP) + 8 * (width / CHUNK) + 4 * FEW_ALLOWED));
     if (memory == NULL)
         return 0;
     work->width = width;
@@ -103,6 +117,7 @@ static int make_work(struct work *work, int64_t vocab_size) {
     work->ids = (int32_t *)(work->spare + room);
     work->sums = (double *)(work->ids + room);
     work->tops = (float *)(work->sums + width / CHUNK);
+    work->allowed = (int32_t *)(work->tops + width / GROUP);
     return 1;
 }
 
@@ -283,17 +298,13 @@ INLINE struct scanned mask_chunks(const struct work *work, const float *from, co
                                   struct scanned *unmasked) {
     vec best = vec_all(-INFINITY), best_before = best;
     ivec is_nan = {0};
-    uvec lane_bit = {0};
-    for (int lane = 0; lane < LANES; lane++)
-        lane_bit[lane] = 1u << lane;
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
         vec top = vec_all(-INFINITY);
         for (int64_t i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i += LANES) {
             vec x = vec_load(from + i);
-            ivec is_allowed = ((words[i / 32] >> (i % 32)) & lane_bit) != 0;
             is_nan |= x != x;
             best_before = vec_max(x, best_before);
-            x = vec_choose(is_allowed, x, vec_all(-INFINITY));
+            x = vec_keep(words[i / 32] >> (i % 32), x);
             top = vec_max(x, top);
             vec_store(work->values + i, x);
         }
@@ -318,6 +329,45 @@ static struct scanned scan_masked(const struct work *work, const float *from, in
     struct scanned last = mask_chunks(&rest, rest.values, last_words, num_chunks - num_whole, &before);
     *unmasked = (struct scanned){before.best > unmasked->best ? before.best : unmasked->best, before.has_nan | unmasked->has_nan};
     return (struct scanned){last.best > found.best ? last.best : found.best, found.has_nan | last.has_nan};
+}
+
+static int64_t num_allowed(const uint32_t *words, int64_t vocab_size) {
+    int64_t count = 0, last = vocab_size / 32;
+    for (int64_t word = 0; word < last; word++)
+        count += __builtin_popcount(words[word]);
+    return vocab_size % 32 ? count + __builtin_popcount(words[last] & ((1u << vocab_size % 32) - 1)) : count;
+}
+
+/* Highest of the numbers as they are. */
+static struct scanned look(const float *from, int64_t count) {
+    vec best[4];
+    ivec is_nan = {0};
+    for (int part = 0; part < 4; part++)
+        best[part] = vec_all(-INFINITY);
+    int64_t i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        for (int part = 0; part < 4; part++) {
+            vec x = vec_load(from + i + part * LANES);
+            is_nan |= x != x;
+            best[part] = vec_max(x, best[part]);
+        }
+    float highest = highest_lane(vec_max(vec_max(best[0], best[1]), vec_max(best[2], best[3])));
+    int has_nan = vec_bits(is_nan) != 0;
+    for (; i < count; i++)
+        highest = from[i] > highest ? from[i] : highest, has_nan |= isnan(from[i]);
+    return (struct scanned){highest, has_nan};
+}
+
+/* Bring the few numbers that a grammar allows together in `values`, with their ids beside them. Returns how many there are. */
+static int64_t gather_allowed(const struct work *work, const float *from, int64_t vocab_size, const uint32_t *words) {
+    int64_t count = 0;
+    for (int64_t word = 0; word < (vocab_size + 31) / 32; word++)
+        for (uint32_t bits = words[word]; bits; bits &= bits - 1) {
+            int64_t id = 32 * word + __builtin_ctz(bits);
+            if (id < vocab_size)
+                work->values[count] = from[id], work->allowed[count++] = (int32_t)id;
+        }
+    return count;
 }
 
 static void ban(const uint8_t *is_banned, int64_t count, float *values) {
@@ -513,15 +563,37 @@ struct taken {
 
 static int is_usable(struct scanned found) { return !found.has_nan && isfinite(found.best); }
 
+/* A row of which a grammar allows few tokens: nothing but these is weighed. */
+static struct taken take_allowed(const struct sampler *op, struct work work, const float *logits, int64_t slot, const uint32_t *words) {
+    int64_t position = op->batch->num_computed_tokens[slot] + 1;
+    float temperature = op->temperature[slot];
+    if (!is_usable(look(logits, op->vocab_size)))
+        return (struct taken){0, NOT_FINITE};
+    int64_t count = gather_allowed(&work, logits, op->vocab_size, words);
+    work.width = round_up(most(count, 1), CHUNK);
+    fill(work.values, count, work.width);
+    struct scanned found = scan(&work, work.values, count, 1.0f);
+    if (!is_usable(found))
+        return (struct taken){0, NOTHING_ALLOWED};
+    if (temperature > 0.0f && temperature != 1.0f)
+        found = scan(&work, work.values, count, temperature);
+    int is_greedy = temperature == 0.0f || isinf(found.best);
+    int64_t place = is_greedy ? find(work.values, found.best) : pick(op, &work, slot, position, found.best);
+    return (struct taken){work.allowed[place], OK};
+}
+
 /* logits: one row, left as it is. */
 static struct taken take(const struct sampler *op, const struct work *work, const float *logits, int64_t slot) {
     int64_t position = op->batch->num_computed_tokens[slot] + 1, vocab_size = op->vocab_size;
     float temperature = op->temperature[slot];
     int is_masked = has_mask(op, slot), is_changed = has_side(op, slot) || is_masked;
     int divides = temperature > 0.0f && temperature != 1.0f;
+    const uint32_t *words = is_masked ? op->mask_words + slot * op->mask_stride : NULL;
     struct scanned found, masked;
+    if (is_masked && !has_side(op, slot) && num_allowed(words, vocab_size) <= FEW_ALLOWED)
+        return take_allowed(op, *work, logits, slot, words);
     if (is_masked)
-        masked = scan_masked(work, logits, vocab_size, op->mask_words + slot * op->mask_stride, &found);
+        masked = scan_masked(work, logits, vocab_size, words, &found);
     else
         found = scan(work, logits, vocab_size, divides && !is_changed ? temperature : 1.0f);
     if (!is_usable(found) && divides && !is_changed) /* the temperature may be too low to divide by */
