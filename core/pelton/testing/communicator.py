@@ -29,8 +29,10 @@ from pelton.parallel.communicator import Communicator, CommunicatorContext
 
 Report = dict[str, list[str]]
 """Of one rank: what was wrong, by check."""
-CHECKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "send_and_recv")
+CHECKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "send_and_recv", "send_ahead")
 _START_S = 120.0
+_MESSAGES_AHEAD = 8
+"""That a rank has sent before the other one takes the first: stages have a message on its way for each step that is open."""
 _GONE_AFTER_S = 3.0
 """Time limit of the ranks that lose one."""
 
@@ -185,6 +187,24 @@ class _Checks:
             for step in steps if self.rank % 2 == 0 else reversed(steps):
                 step()
             yield from _differs(f"recv of {dtype} {shape}", found, expected, exact=True)
+
+    def send_ahead(self) -> Iterator[str]:
+        """Around the ring, in both directions at once: every rank has sent all before it takes anything, as stages may."""
+        if self.size < 2:
+            return
+        neighbours = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
+        shapes = [(5,), (130, 3), (9, 4)] * 3
+        for _ in range(3):  # places are used again
+            for number, shape in enumerate(shapes[:_MESSAGES_AHEAD]):
+                for other in neighbours:
+                    self.group.send(self.given(self.rank, (number + 1, *shape), torch.float32), other)
+            for number, shape in enumerate(shapes[:_MESSAGES_AHEAD]):
+                for other in neighbours:
+                    expected = self.given(other, (number + 1, *shape), torch.float32)
+                    found = self.group.recv(torch.zeros_like(expected), other)
+                    yield from _differs(
+                        f"message {number} of {_MESSAGES_AHEAD} from {other}", found, expected, exact=True
+                    )
 
 
 def _differs(what: str, found: Tensor, expected: Tensor, *, exact: bool = False) -> Iterator[str]:

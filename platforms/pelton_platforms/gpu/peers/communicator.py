@@ -213,7 +213,8 @@ class PeerCommunicator(Communicator):
         self._check()
         kernels.move_kernel[(_programs(given),)](
             given, found, self._addresses, counts, self._failed, given.numel(), self._limit, other, SENDS=sends,
-            RANK=self.rank, SIZE=self.size, WORDS=kernels.WORDS, SLOTS=kernels.SLOTS, PROGRAMS=kernels.PROGRAMS,
+            RANK=self.rank, SIZE=self.size, WORDS=kernels.WORDS, SLOTS=kernels.SLOTS, AHEAD=kernels.AHEAD,
+            PROGRAMS=kernels.PROGRAMS,
         )  # fmt: skip
 
     def _check(self) -> None:

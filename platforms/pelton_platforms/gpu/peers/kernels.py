@@ -7,6 +7,9 @@ ranks make the same ones.
 
 A program has two places for each source, used in turn. Who writes the next but one has read what all others wrote of the next, which they
 wrote behind reading this one: so it is free.
+
+Messages to one other rank have places of their own, `AHEAD` for each pair of programs: a sender waits for its receiver where that many
+blocks are not read yet. So ranks may send to each other at once, and be ahead of each other by some steps.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import triton.language as tl
 
 SLOTS = 2
 """Places of a program for one source."""
+AHEAD = 16
+"""Places of a program for messages from one source."""
 WORDS = 512
 """Words that a program exchanges at once."""
 PROGRAMS = 128
@@ -111,25 +116,27 @@ def exchange_kernel(
 @triton.jit
 def move_kernel(
     given, found, addresses, counts, failed, num_words, limit, other, SENDS: tl.constexpr, RANK: tl.constexpr,
-    SIZE: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr, PROGRAMS: tl.constexpr,
+    SIZE: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr, AHEAD: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Words to one other rank, or from it. The receiver tells the sender what it has read, since nothing comes back otherwise.
 
     given [num_words] int32 (SENDS), found [num_words] int32; counts [SIZE, PROGRAMS] int32, blocks of words sent to, or received from,
-    each rank. Memory behind the places of `exchange_kernel`: places of the same form, then [SIZE, PROGRAMS] numbers of blocks read."""
+    each rank. Memory behind the places of `exchange_kernel`: [PROGRAMS, AHEAD, SIZE, WORDS] places, then [SIZE, PROGRAMS] numbers of blocks
+    read."""
     program = tl.program_id(0)
     lane = tl.arange(0, WORDS)
     count = tl.load(counts + other * PROGRAMS + program)
     own, theirs = _memory_of(addresses, RANK), _memory_of(addresses, other)
-    behind = PROGRAMS * SLOTS * SIZE * WORDS
+    places = PROGRAMS * SLOTS * SIZE * WORDS
+    counts_read = places + PROGRAMS * AHEAD * SIZE * WORDS
     for start in range(program * WORDS, num_words, tl.num_programs(0) * WORDS):
         inside = start + lane < num_words
         count += 1
-        place = behind + (program * SLOTS + (count & (SLOTS - 1))) * SIZE * WORDS + lane
+        place = places + (program * AHEAD + (count & (AHEAD - 1))) * SIZE * WORDS + lane
         if SENDS:
-            read = own + 2 * behind + other * PROGRAMS + program
+            read = own + counts_read + other * PROGRAMS + program
             looks = 0
-            while (count - tl.load(read, volatile=True).to(tl.int32) > SLOTS) & (looks < limit):
+            while (count - tl.load(read, volatile=True).to(tl.int32) > AHEAD) & (looks < limit):
                 looks += 1
             if looks >= limit:
                 tl.store(failed, 1)
@@ -139,10 +146,10 @@ def move_kernel(
         else:
             words = _wait(own + place + other * WORDS, count, failed, limit)
             tl.store(found + start + lane, words, inside)
-            tl.store(theirs + 2 * behind + RANK * PROGRAMS + program, count.to(tl.int64))
+            tl.store(theirs + counts_read + RANK * PROGRAMS + program, count.to(tl.int64))
     tl.store(counts + other * PROGRAMS + program, count)
 
 
 def memory_words(size: int) -> int:
     """Words of 8 bytes that a rank's memory has."""
-    return 2 * PROGRAMS * SLOTS * size * WORDS + size * PROGRAMS
+    return PROGRAMS * size * ((SLOTS + AHEAD) * WORDS + 1)
