@@ -141,13 +141,9 @@ def check_config(fields: Mapping[str, Any], shown: str) -> PeftConfig:
         patterns[field] = pattern
     base = fields.get("base_model_name_or_path")
     return PeftConfig(
-        rank=rank,
-        alpha=float(alpha),
-        use_rslora=bool(fields.get("use_rslora")),
-        target_modules=targets,
-        base_model=base if isinstance(base, str) and base else None,
-        **patterns,
-    )
+        rank=rank, alpha=float(alpha), use_rslora=bool(fields.get("use_rslora")), target_modules=targets,
+        base_model=base if isinstance(base, str) and base else None, **patterns,
+    )  # fmt: skip
 
 
 def check_targets(config: PeftConfig, known: Sequence[str], shown: str) -> None:

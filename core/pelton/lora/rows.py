@@ -38,8 +38,8 @@ class AdapterRows:
         self.sort: Callable[[AdapterRows, int], bool] | None = None
         """A faster sort, set by the kernels that read the tiles. It returns False for a number of tokens that it does not serve."""
         self._has_tiles = device.type != "cpu" if has_tiles is None else has_tiles
-        most = self.num_tiles(max_num_tokens) if self._has_tiles else 0
-        most = max(most, self.num_tiles(min(max_num_tokens, _LARGE_STEP - 1))) if self._has_tiles else 0
+        sizes = (max_num_tokens, min(max_num_tokens, _LARGE_STEP - 1)) if self._has_tiles else ()
+        most = max(map(self.num_tiles, sizes), default=0)
         self.order = torch.zeros(max_num_tokens if self._has_tiles else 0, dtype=torch.int32, device=device)
         self.tile_slot = torch.full((most,), -1, dtype=torch.int32, device=device)
         self.tile_first = torch.zeros(most, dtype=torch.int32, device=device)
@@ -91,6 +91,5 @@ class AdapterRows:
         self.num_used[0] = is_used.sum()
         self.step += 1
         place = torch.arange(num_tokens, dtype=torch.int32, device=groups.device) - starts[groups]
-        self.token_tile[:num_tokens].scatter_(
-            0, order, torch.where(groups > 0, tile_ends[groups - 1], 0) + place // rows
-        )
+        tile = torch.where(groups > 0, tile_ends[groups - 1], 0) + place // rows
+        self.token_tile[:num_tokens].scatter_(0, order, tile)

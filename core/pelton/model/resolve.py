@@ -82,8 +82,8 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
 def locate(name: str, config: EngineConfig, plugins: Plugins, *, needs_weights: bool = True) -> Path:
     """Ask every source, by priority, for the local path of `name`."""
     request = SourceRequest(
-        name=name, revision=config.model.revision, download_dir=config.load.download_dir, needs_weights=needs_weights
-    )
+        name=name, revision=config.model.revision, download_dir=config.load.download_dir, needs_weights=needs_weights, config=config
+    )  # fmt: skip
     refused = []
     for entry in plugins.entries("pelton_model_sources"):
         with calling(entry):

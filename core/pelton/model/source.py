@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pelton.config import EngineConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRequest:
@@ -16,6 +18,8 @@ class SourceRequest:
     download_dir: str | None = None
     needs_weights: bool = True
     """False where config and tokenizer files are enough (`--load-format dummy`, another tokenizer)."""
+    config: EngineConfig | None = None
+    """Of the engine, with `plugin_config`: see `pelton.config.plugin_settings.read_settings`."""
 
 
 ModelSource = Callable[[SourceRequest], str | None]

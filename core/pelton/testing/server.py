@@ -45,6 +45,7 @@ class TinyServer:
     url: str
     key: str | None = None
     lines: list[str] = field(default_factory=list)
+    """What it has written to stdout and stderr, once the block has ended."""
 
     def ask(
         self,
@@ -95,6 +96,7 @@ def serve_tiny(*flags: str, key: str | None = None) -> Iterator[TinyServer]:
         log = Path(folder) / "log"
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        server = None
         try:
             server = TinyServer(_url(process, log), key)
             _wait(server, process, log)
@@ -106,6 +108,8 @@ def serve_tiny(*flags: str, key: str | None = None) -> Iterator[TinyServer]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if server is not None:
+                server.lines.extend(log.read_text(errors="replace").splitlines())
 
 
 def _url(process: subprocess.Popen[bytes], log: Path) -> str:

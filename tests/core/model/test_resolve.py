@@ -283,6 +283,7 @@ def test_a_plugins_source_is_asked_by_priority_and_told_what_is_needed(folder):
 
         config = EngineConfig.from_flat(model="house-model", revision="v1", download_dir="/d", load_format="dummy")
         assert locate("house-model", config, plugins, needs_weights=False) == folder
+    assert asked[0].config is config  # where its own settings are
     assert (asked[0].name, asked[0].revision, asked[0].download_dir, asked[0].needs_weights) == (
         "house-model",
         "v1",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, ClassVar
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.platform.interface import Platform
 from pelton_dummy_device.plugin import DEVICE_TYPE
-from pelton_platforms.cpu.host import available_memory_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +43,8 @@ class DummyPlatform(Platform):
         wanted = config.kv_cache.kv_cache_memory_bytes
         if wanted is None:
             return DEFAULT_KV_CACHE_BYTES
-        free = available_memory_bytes()
-        if free is not None and wanted > free - peak_activation_bytes:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if wanted > free - peak_activation_bytes:
             raise ConfigError(
                 f"kv_cache_memory_bytes is {wanted}; after weights and activations {max(free - peak_activation_bytes, 0)} "
                 "bytes of memory are left. Set it lower."
