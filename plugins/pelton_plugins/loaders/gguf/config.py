@@ -13,7 +13,10 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
+MODEL_TYPES = {"qwen3moe": "qwen3_moe"}
+"""Where another than the architecture's name."""
 ROPE_THETA_DEFAULT = 10_000.0
 LLAMA3_LOW_FREQ, LLAMA3_HIGH_FREQ, LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
@@ -35,9 +38,9 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     theta = fields.number("rope.freq_base", ROPE_THETA_DEFAULT)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[arch]],
-        "model_type": arch,
+        "model_type": MODEL_TYPES.get(arch, arch),
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("feed_forward_length"),
+        "intermediate_size": fields.integer("feed_forward_length", fields.values.get("expert_feed_forward_length")),
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
@@ -53,6 +56,12 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "torch_dtype": "bfloat16",
     }
+    if arch == "qwen3moe":
+        config |= {
+            "num_experts": fields.integer("expert_count"), "num_experts_per_tok": fields.integer("expert_used_count"),
+            "moe_intermediate_size": fields.integer("expert_feed_forward_length"), "norm_topk_prob": True,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
     for name in ("bos", "eos"):
         token_id = file.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is not None:

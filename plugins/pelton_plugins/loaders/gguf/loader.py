@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.resolved import ResolvedModel
 from pelton_plugins.loaders.gguf.dequantize import dequantize
 from pelton_plugins.loaders.gguf.file import GGUFFile, TensorInfo
-from pelton_plugins.loaders.gguf.names import hf_name, permuted_part
+from pelton_plugins.loaders.gguf.names import expert_name, hf_name, permuted_part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,15 +36,27 @@ class GGUFLoader(WeightLoader):
 
     def weights(self) -> Iterator[tuple[str, LazyWeight]]:
         for info in sorted(self._file.tensors.values(), key=lambda info: info.start):
-            name = hf_name(info.name)
-            if name is not None:
-                part = permuted_part(self._file.architecture, info.name)
-                yield name, GGUFWeight(self._file, info, num_heads=self._heads[part] if part else None)
-                self._file.forget_pages(info)
+            part = permuted_part(self._file.architecture, info.name)
+            for name, matrix in named(info):
+                yield name, GGUFWeight(self._file, matrix, num_heads=self._heads[part] if part else None)
+            self._file.forget_pages(info)
 
     @property
     def total_bytes(self) -> int:
         return sum(info.num_bytes for info in self._file.tensors.values())
+
+
+def named(info: TensorInfo) -> list[tuple[str, TensorInfo]]:
+    """The weights in a tensor of the file by their Hugging Face names: one, none, or a matrix of each expert."""
+    if expert_name(info.name, 0) is None:
+        name = hf_name(info.name)
+        return [] if name is None else [(name, info)]
+    count, num_bytes = info.shape[0], info.num_bytes // info.shape[0]
+    parts = [
+        replace(info, shape=info.shape[1:], start=info.start + index * num_bytes, num_bytes=num_bytes)
+        for index in range(count)
+    ]
+    return [(str(expert_name(info.name, index)), part) for index, part in enumerate(parts)]
 
 
 class GGUFWeight(LazyWeight):

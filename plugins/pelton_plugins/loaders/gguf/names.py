@@ -23,7 +23,10 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Tensors of all experts of a layer, of which each is a matrix elsewhere."""
 NOT_WEIGHTS = ("rope_freqs.weight",)  # read with the config
 PERMUTED = {"llama": ("attn_q", "attn_k")}
 """llama.cpp rotates neighbouring pairs where Hugging Face rotates halves: conversion reorders the rows of each head."""
@@ -41,6 +44,14 @@ def hf_name(name: str) -> str | None:
     if match is None or match[2] not in LAYER_NAMES:
         raise ConfigError(f"GGUF tensor {name!r} is not known for this architecture. Use the model's safetensors form.")
     return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+
+
+def expert_name(name: str, expert: int) -> str | None:
+    """The Hugging Face name of one expert's matrix in a tensor that has those of all; None for another tensor."""
+    match = _LAYER.fullmatch(name)
+    if match is None or match[2] not in EXPERT_NAMES:
+        return None
+    return f"model.layers.{match[1]}.mlp.experts.{expert}.{EXPERT_NAMES[match[2]]}.{match[3]}"
 
 
 def permuted_part(architecture: str, name: str) -> str | None:

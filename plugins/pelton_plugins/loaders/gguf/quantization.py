@@ -8,8 +8,7 @@ from pelton.errors import ConfigError
 from pelton.ops.packed_blocks import KINDS, BlockKind
 from pelton_plugins.loaders.gguf.blocks import KEPT_AS, read_kept
 from pelton_plugins.loaders.gguf.file import GGUFFile
-from pelton_plugins.loaders.gguf.loader import PLAIN_DTYPES, GGUFWeight
-from pelton_plugins.loaders.gguf.names import hf_name
+from pelton_plugins.loaders.gguf.loader import PLAIN_DTYPES, GGUFWeight, named
 from pelton_plugins.weight_forms.blocks import BlockWeights
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class GGUFBlocks(BlockWeights):
             )
         file = GGUFFile(model.path)
         self._path = file.path
-        self._tensors = {name: info for info in file.tensors.values() if (name := hf_name(info.name)) is not None}
+        self._tensors = {name: matrix for info in file.tensors.values() for name, matrix in named(info)}
 
     def kind(self, shard: LinearShard, *, is_vocabulary: bool) -> BlockKind | None:
         info = self._tensors.get(f"{shard.name}.weight")
