@@ -119,6 +119,20 @@ def test_worked_example(device):
     assert common.seq_lens.tolist() == [6, 8, 4]
 
 
+@pytest.mark.parametrize(
+    "counts, pad_reqs, pad_tokens",
+    [([4, 4, 4], 2, 8), ([4, 1, 3], 0, 0), ([2, 16], 1, 150), ([17, 2], 1, 1), ([1, 1], 0, 1)],
+)
+def test_rows_with_drafts_equal_the_reference(device, counts, pad_reqs, pad_tokens):
+    """The last: one token a row, and tokens of no row behind them."""
+    state = make_state(device, num_seqs=6, max_len=40, block_sizes=(4, 8))
+    fill(state, 3)
+    state.num_computed_tokens[:6] = torch.tensor([9, 20, 7, 3, 0, 1], device=device)
+    slots = torch.tensor([1, 4, 2][: len(counts)] + [state.padding_slot] * pad_reqs, device=device)
+    scheduled = torch.tensor(counts + [0] * pad_reqs, device=device)
+    assert_equal_step(state, slots, scheduled, step_shape(counts, 40, pad_reqs, pad_tokens))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_steps_equal_the_reference(device, seed):
     chooser = random.Random(seed)

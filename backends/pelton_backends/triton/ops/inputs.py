@@ -1,4 +1,4 @@
-"""One step's inputs from the batch state, in one launch (decode) or two (mixed): `prepare_inputs` of Pelton's core.
+"""One step's inputs from the batch state, in one launch (decode, drafts) or two (mixed): `prepare_inputs` of Pelton's core.
 
 Math   for row r with slot s = slots[r], context c = num_computed_tokens[s], n = num_scheduled[r]:
          query_start_loc[r + 1] = sum of num_scheduled[0..r];  seq_lens[r] = c + n where n > 0, else 0
@@ -37,6 +37,7 @@ from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_sta
 _TABLE_BLOCK = 512  # block ids at once: 4 a thread
 _ROW_BLOCK = 1024
 _TOKEN_BLOCK = 128
+_SHORT = 16  # tokens of a row that its own program prepares
 
 
 @triton.jit
@@ -60,6 +61,19 @@ def _write_table(table, stride, width, slot, buffer, buffer_stride, row, num_use
 
 
 @triton.jit
+def _tokens_before(num_scheduled, end, BLOCK: tl.constexpr):
+    """Tokens of the rows up to `end`, itself included."""
+    other = tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(num_scheduled + other, mask=other <= end, other=0))
+    start = BLOCK
+    while start <= end:
+        other += BLOCK
+        total += tl.sum(tl.load(num_scheduled + other, mask=other <= end, other=0))
+        start += BLOCK
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "are_short"])
 def _rows_kernel(
     slots,
     num_scheduled,
@@ -71,12 +85,17 @@ def _rows_kernel(
     input_ids,
     positions,
     token_stride,
+    num_tokens,
+    are_short,
     ONE_TOKEN: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R, G): what there is once a row. ONE_TOKEN: row r's only token is token r, or padding; tokens too."""
+    """Grid (R, G): what there is once a row. ONE_TOKEN: row r's only token is token r, or padding; tokens too. are_short: no row has
+    more than QUERY_BLOCK; tokens too."""
     row, group = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -88,23 +107,40 @@ def _rows_kernel(
     block_size, ratio = tl.load(described + 6), tl.load(described + 7).to(tl.int32)
     seq_len = tl.where(is_row, context + scheduled, 0)
     num_used = tl.cdiv(seq_len, block_size).to(tl.int32)
+    mapping = tl.load(described + 5).to(tl.pointer_type(tl.int64))
     if ONE_TOKEN:
         position = tl.where(is_row, context, 0)
         block = tl.load(table.to(tl.pointer_type(tl.int32)) + slot * stride + position // block_size).to(tl.int64)
         mapped = tl.where(is_row, block * block_size + position % block_size, -1)
-        tl.store(tl.load(described + 5).to(tl.pointer_type(tl.int64)) + row, mapped)
+        tl.store(mapping + row, mapped)
+    elif are_short != 0:
+        end = _tokens_before(num_scheduled, row, ROW_BLOCK)
+        i = tl.arange(0, QUERY_BLOCK)
+        is_token = i < scheduled
+        token, position = end - scheduled + i, context + i
+        place = table.to(tl.pointer_type(tl.int32)) + slot * stride + position // block_size
+        block = tl.load(place, mask=is_token, other=0).to(tl.int64)
+        tl.store(mapping + token, block * block_size + position % block_size, mask=is_token)
+        if group == 0:
+            known = token_ids + slot * token_stride + tl.minimum(position, token_stride - 1)
+            tl.store(input_ids + token, tl.load(known, mask=is_token, other=0).to(tl.int64), mask=is_token)
+            tl.store(positions + token, position, mask=is_token)
+        if row == tl.num_programs(0) - 1:  # what lies behind the last row's
+            while end < num_tokens:
+                behind = end + tl.arange(0, TOKEN_BLOCK)
+                is_padding = behind < num_tokens
+                nothing = tl.zeros([TOKEN_BLOCK], tl.int64)
+                tl.store(mapping + behind, nothing - 1, mask=is_padding)
+                if group == 0:
+                    tl.store(input_ids + behind, nothing, mask=is_padding)
+                    tl.store(positions + behind, nothing, mask=is_padding)
+                end += TOKEN_BLOCK
     _write_table(
         table, stride, width, slot, tl.load(described + 3), tl.load(described + 4), row, num_used, ratio, TABLE_BLOCK
     )
     if group == 0:
         tl.store(seq_lens + row, seq_len.to(tl.int32))
-        other = tl.arange(0, ROW_BLOCK)
-        total = tl.sum(tl.load(num_scheduled + other, mask=other <= row, other=0))
-        start = ROW_BLOCK
-        while start <= row:
-            other += ROW_BLOCK
-            total += tl.sum(tl.load(num_scheduled + other, mask=other <= row, other=0))
-            start += ROW_BLOCK
+        total = _tokens_before(num_scheduled, row, ROW_BLOCK)
         tl.store(query_start_loc + row + 1, total.to(tl.int32))
         if ONE_TOKEN:
             token = tl.load(token_ids + slot * token_stride + tl.minimum(position, token_stride - 1))
@@ -175,7 +211,7 @@ def _describe(state: BatchTensors, buffers: InputBuffers) -> Tensor:
 
 
 class TritonPrepareInputs:
-    """`prepare_inputs` for any step; a step of one token a row takes one launch, any other two."""
+    """`prepare_inputs` for any step; a step of few tokens a row takes one launch, any other two."""
 
     @staticmethod
     def unsupported(needs: PrepareInputsNeeds) -> list[str]:
@@ -192,15 +228,17 @@ class TritonPrepareInputs:
         def prepare(slots: Tensor, num_scheduled: Tensor, shape: StepShape) -> list[CommonMetadata]:
             num_rows, num_tokens = shape.num_padded_reqs, shape.num_padded_tokens
             one_token = shape.max_query_len == 1 and num_rows == num_tokens
+            are_short = num_rows > 0 and shape.max_query_len <= _SHORT
             if num_rows:
                 launch(
                     _rows_kernel, (num_rows, num_groups),
                     slots, num_scheduled, groups, state.token_ids, state.num_computed_tokens,
                     buffers.query_start_loc, buffers.seq_lens, buffers.input_ids, buffers.positions,
-                    state.token_ids.stride(0),
-                    ONE_TOKEN=one_token, TABLE_BLOCK=_TABLE_BLOCK, ROW_BLOCK=_ROW_BLOCK, PDL=pdl, num_warps=4, **options,
+                    state.token_ids.stride(0), num_tokens,
+                    int(are_short), ONE_TOKEN=one_token, QUERY_BLOCK=_SHORT, TABLE_BLOCK=_TABLE_BLOCK, ROW_BLOCK=_ROW_BLOCK,
+                    TOKEN_BLOCK=_TOKEN_BLOCK, PDL=pdl, num_warps=4, **options,
                 )  # fmt: skip
-            if num_tokens and not one_token:
+            if num_tokens and not (one_token or are_short):
                 launch(
                     _tokens_kernel, (triton.cdiv(num_tokens, _TOKEN_BLOCK), num_groups),
                     slots, groups, state.token_ids, state.num_computed_tokens, buffers.query_start_loc,
