@@ -198,6 +198,45 @@ def columns_of_sums(totals, M: tl.constexpr):
     return result
 
 
+@triton.constexpr_function
+def is_by_warps(M, P, NUM, HAS_POST, DOT):
+    """Whether each of four or eight rows is a warp's own, so that sums of squares cross no warp."""
+    return M >= 4 and NUM == 1 and P % 256 == 0 and DOT and not HAS_POST
+
+
+@triton.jit
+def load_by_warps(starts, K: tl.constexpr, M: tl.constexpr, P: tl.constexpr):
+    """Rows that begin at starts [M] -> [M, P / 256, 256]: the layout that the compiler gives this has rows in warps of their own."""
+    cols = tl.arange(0, P // 256)[None, :, None] * 256 + tl.arange(0, 256)[None, None, :]
+    start = starts[:, None, None]
+    if P <= K:
+        return tl.load(start + cols)
+    else:
+        return tl.load(start + cols, mask=cols < K, other=0.0)
+
+
+@triton.jit
+def add_norm_by_warps(
+    hidden, residual, new_residual, norm, eps, num_tokens, hidden_stride, residual_stride, is_first,
+    HAS_RESIDUAL: tl.constexpr, UNIT_OFFSET: tl.constexpr, K: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """`add_norm_rows`, as its only piece [M, P]; norm [1, P / 256, 256]."""
+    m = tl.arange(0, M)
+    rows = tl.minimum(m, num_tokens - 1)
+    x = load_by_warps(hidden + rows * hidden_stride, K, M, P)
+    if HAS_RESIDUAL:
+        old = load_by_warps(residual + rows * residual_stride, K, M, P)
+        x = (x.to(tl.float32) + old.to(tl.float32)).to(x.dtype)
+        if is_first:
+            cols = tl.arange(0, P // 256)[None, :, None] * 256 + tl.arange(0, 256)[None, None, :]
+            is_inside = (m < num_tokens)[:, None, None] & (cols < K)
+            tl.store(new_residual + m[:, None, None] * K + cols, x, mask=is_inside)
+    numbers = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(tl.sum(numbers * numbers, axis=1), axis=1) / K + eps)[:, None, None]
+    x = normed(numbers, scale, norm, UNIT_OFFSET, x.dtype)
+    return (tl.reshape(x, [M, P]),)
+
+
 @triton.jit
 def add_norm_rows(
     hidden, residual, new_residual, norm, post_norm, eps, post_eps, num_tokens, hidden_stride, residual_stride,
@@ -396,20 +435,31 @@ def add_norm_linear_kernel(
     first = pid * R
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
-    norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
-    post_pieces = norm_pieces
-    if HAS_POST:
-        post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
+    BY_WARPS: tl.constexpr = is_by_warps(M, P, NUM, HAS_POST, DOT)
+    if BY_WARPS:
+        norm_pieces = load_by_warps(norm + tl.zeros([1], tl.int32), K, 1, P)
+        post_pieces = norm_pieces
+    else:
+        norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
+        post_pieces = norm_pieces
+        if HAS_POST:
+            post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     if LOW_PROGRAMS > 0:
         adapter = rows_of_b(slot, b, slot_stride, first, N, 1, R, RANK)
         places = low_places(low, first, N, 1, R, RANK, SECOND, THIRD)
     elif RANK > 0:
         early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
     wait_for_inputs(PDL)
-    x = add_norm_rows(
-        hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
-        residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
-    )  # fmt: skip
+    if BY_WARPS:
+        x = add_norm_by_warps(
+            hidden, residual, new_residual, norm_pieces, eps, num_tokens, hidden_stride, residual_stride, pid == 0,
+            HAS_RESIDUAL, UNIT_OFFSET, K, M, P,
+        )  # fmt: skip
+    else:
+        x = add_norm_rows(
+            hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
+            residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
+        )  # fmt: skip
     if LOW_PROGRAMS > 0:
         words = tl.load(places, volatile=True)
     y = product(tile, x, weight, first, weight, N, K, 1, M, W, R, C, NUM, AHEAD, NUM, DOT)
@@ -510,20 +560,31 @@ def add_norm_gated_linear_kernel(
     first = pid * H
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 2, W, R, C, AHEAD, DOT)
-    norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
-    post_pieces = norm_pieces
-    if HAS_POST:
-        post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
+    BY_WARPS: tl.constexpr = is_by_warps(M, P, NUM, HAS_POST, DOT)
+    if BY_WARPS:
+        norm_pieces = load_by_warps(norm + tl.zeros([1], tl.int32), K, 1, P)
+        post_pieces = norm_pieces
+    else:
+        norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
+        post_pieces = norm_pieces
+        if HAS_POST:
+            post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     if LOW_PROGRAMS > 0:
         adapter = rows_of_b(slot, b, slot_stride, first, N, 2, R, RANK)
         places = low_places(low, first, N, 2, R, RANK, SECOND, THIRD)
     elif RANK > 0:
         early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 2, M, R, RANK)
     wait_for_inputs(PDL)
-    x = add_norm_rows(
-        hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
-        residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
-    )  # fmt: skip
+    if BY_WARPS:
+        x = add_norm_by_warps(
+            hidden, residual, new_residual, norm_pieces, eps, num_tokens, hidden_stride, residual_stride, pid == 0,
+            HAS_RESIDUAL, UNIT_OFFSET, K, M, P,
+        )  # fmt: skip
+    else:
+        x = add_norm_rows(
+            hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
+            residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
+        )  # fmt: skip
     if LOW_PROGRAMS > 0:
         words = tl.load(places, volatile=True)
     y = product(tile, x, weight, first, weight, N, K, 2, M, W, R, C, NUM, AHEAD, NUM, DOT)
