@@ -166,7 +166,7 @@ class TritonBackend(AttentionBackend):
             deal_rows(
                 common.seq_lens, common.block_table, self.draft_parts(num_tokens, common.num_reqs), shape,
                 num_rows=common.num_reqs, block_size=needs.block_size, pdl=self.pdl,
-                sliding_window=span(num_tokens, needs.sliding_window),
+                sliding_window=span(num_tokens, needs.sliding_window), new_first=True,
             )  # fmt: skip
         return shape
 

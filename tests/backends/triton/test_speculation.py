@@ -145,7 +145,7 @@ class DraftedRows:
         if shape.is_dealt:
             deal_rows(
                 lengths, self.table, self.parts, shape, num_rows=len(LENGTHS), block_size=16,
-                sliding_window=span(case.tokens, case.window),
+                sliding_window=span(case.tokens, case.window), new_first=True,
             )  # fmt: skip
         drafts_attention(
             query, *self.caches, output, self.starts, lengths, self.table, self.parts, shape, num_rows=len(LENGTHS),

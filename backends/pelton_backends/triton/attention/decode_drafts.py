@@ -30,6 +30,7 @@ from pelton_backends.triton.attention.decode_shares import (
     PROGRAMS_PER_SM,
     SHARE,
     LaunchShape,
+    chunk_behind_new,
     padded,
     share_at,
     share_of_row,
@@ -166,7 +167,8 @@ def drafts_kernel(
     """Attend with s splits of a row, each of which takes every s-th chunk. M columns, of which TOKENS * GROUP are used: token t's
     head g is column t * GROUP + g. Arguments: see `drafts_attention`; programs, shares and IS_EARLY: see `decode_kernel`.
 
-    Fused, the row's first split writes its tokens' keys and values to the cache, and takes them itself from where they are made.
+    Fused, the row's first split writes its tokens' keys and values to the cache, and takes them itself from where they are made: they
+    are dealt out to it as a chunk, before the others.
     """
     SPAN: tl.constexpr = WINDOW + TOKENS - 1 if WINDOW > 0 else 0  # keys that some token of the row may see
     head, program = tl.program_id(0), tl.program_id(1)
@@ -200,7 +202,7 @@ def drafts_kernel(
     last_chunk = (last_key + N - 1) // N
     table = block_table + row.to(tl.int64) * stride_table
     keys, values = k_cache + head * stride_head, v_cache + head * stride_head
-    chunk = first_chunk + split
+    chunk = first_chunk + chunk_behind_new(split, num_splits)
     place = chunk * N + local
     if shares is None:
         block = blocks_of(table, place, stride_table, BLOCK_SIZE)
@@ -385,8 +387,8 @@ def drafts_attention(
     and norm, rotation and the cache's new entries are made here, as in `decode_attention`; else keys and values of the row's own
     tokens are in the cache. Products accumulate in float32 (float32 models: no TF32), softmax is float32, its weights are rounded
     to the query's dtype. Nothing outside a row's keys is read into a sum, so other slots may hold NaN. No host synchronisation; the
-    grid follows from `shape`. For a dealt one `deal_rows` has dealt the rows, with `span` for a window; an early one is for steps
-    whose inputs are settled (`decode_attention`).
+    grid follows from `shape`. For a dealt one `deal_rows` has dealt the rows, `new_first`, with `span` for a window; an early one is
+    for steps whose inputs are settled (`decode_attention`).
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     group, padded_dim = output.shape[1] // num_kv_heads, padded(head_dim)

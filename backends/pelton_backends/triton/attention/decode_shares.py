@@ -55,6 +55,12 @@ def share_of_row(
     return tl.where(seq_len > 0, num_splits, 0)
 
 
+@triton.jit
+def chunk_behind_new(split, num_splits):
+    """Which of a row's chunks a split begins with where the row's new tokens are dealt out as one too, before all others."""
+    return tl.where(split == 0, num_splits, split) - 1
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def deal_kernel(
     seq_lens,
@@ -69,6 +75,7 @@ def deal_kernel(
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
+    NEW_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p writes shares[p] = row, its length, the row's first program, how many it has, and the blocks of the first chunk,
@@ -111,7 +118,10 @@ def deal_kernel(
     tl.store(share + 3, tl.sum(tl.where(is_row, splits, 0), 0))
     _, _, first_chunk, _ = chunks_of_row(length, True, WINDOW, N)
     piece = tl.arange(0, N // 16)
-    token = (first_chunk + program - first) * N + piece * 16
+    chunk = program - first
+    if NEW_FIRST:
+        chunk = chunk_behind_new(chunk, tl.sum(tl.where(is_row, splits, 0), 0))
+    token = (first_chunk + chunk) * N + piece * 16
     is_entry = token < tl.minimum(length, stride_table * BLOCK_SIZE)
     block = tl.load(block_table + row.to(tl.int64) * stride_table + token // BLOCK_SIZE, mask=is_entry, other=0)
     tl.store(share + 4 + piece, block)
@@ -252,14 +262,15 @@ def deal_rows(
     block_size: int,
     sliding_window: int | None = None,
     query_start_loc: Tensor | None = None,
+    new_first: bool = False,
     pdl: bool = False,
 ) -> None:
     """Into `parts.shares`: which row each program of a dealt launch serves. Once for all layers of a step; rows, lengths, table
-    and `query_start_loc` as in `decode_attention`."""
+    and `query_start_loc` as in `decode_attention`. new_first: a row's new tokens are a chunk of its first split."""
     assert shape.keys in (16, 32), "a share has room for so many blocks"
     constants = {
         "WINDOW": sliding_window or 0, "BLOCK_SIZE": block_size, "N": shape.keys, "SPLITS": shape.splits, "LEAST": shape.least,
-        "ROWS": triton.next_power_of_2(num_rows), "PDL": pdl,
+        "ROWS": triton.next_power_of_2(num_rows), "NEW_FIRST": new_first, "PDL": pdl,
     }  # fmt: skip
     key = (
         *constants.values(), seq_lens.device, query_start_loc is None, block_table.stride(0),
