@@ -1,0 +1,208 @@
+"""Logits of some rows on Hopper, and each row's best token with them: greedy rows are not read from memory again.
+
+Programs stay: each takes tiles of the vocabulary one after the other, and the next tile's weights are on their way while the best
+tokens of one are found.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pelton_backends.triton.launch import Launcher
+from pelton_backends.triton.ops.linear.hopper_mid_batch import rows_of
+from pelton_backends.triton.ops.linear.hopper_split_k import can_multiply, rows_in_memory
+from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+PANEL = 64  # columns of a step: 128 bytes, the widest swizzle of shared memory
+PIECE = 128  # rows of the vocabulary that are multiplied at once
+MAX_ROWS = 128
+_PANEL = gl.constexpr(PANEL)
+_PIECE = gl.constexpr(PIECE)
+_BUFFER_BYTES = 200_000
+
+
+@gluon.jit
+def _fetch(weight, x, row, step, barrier, weights, rows, stage, PIECES: gl.constexpr, OF_X: gl.constexpr):
+    """A step's columns: of x, or of PIECES pieces of the weight."""
+    if OF_X:
+        tma.async_copy_global_to_shared(x, [0, step * _PANEL], barrier, rows.index(stage))
+    else:
+        for i in gl.static_range(PIECES):
+            place = weights.index(stage * PIECES + i)
+            tma.async_copy_global_to_shared(weight, [row + i * _PIECE, step * _PANEL], barrier, place)
+
+
+@gluon.jit
+def _zeros(M: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
+    return warpgroup_mma_init(gl.zeros((_PIECE, M), gl.float32, layout))
+
+
+@gluon.jit
+def _multiply(weights, right, stage, total, i: gl.constexpr, PIECES: gl.constexpr):
+    return warpgroup_mma(weights.index(stage * PIECES + i), right, total, is_async=True)
+
+
+@gluon.jit
+def _end(total, best, logits, row, num_tokens, N: gl.constexpr, M: gl.constexpr, WRITE: gl.constexpr):
+    """Logits [PIECE, M] of tokens from `row` on: the best of each of x's rows, and all of them where they are wanted.
+
+    Keys as `order_key` has them; NaN of the arithmetic is positive, so its bits lie above infinity's."""
+    layout: gl.constexpr = total.type.layout
+    token = row + gl.arange(0, _PIECE, gl.SliceLayout(1, layout))
+    of_x = gl.arange(0, M, gl.SliceLayout(0, layout))
+    if WRITE:
+        is_inside = (of_x < num_tokens)[None, :] & (token < N)[:, None]
+        gl.store(logits + of_x.to(gl.int64)[None, :] * N + token[:, None], total, mask=is_inside)
+    bits = (total + 0.0).to(gl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = gl.where((token < N)[:, None], keys, -2147483648)
+    top = gl.max(keys, 0)
+    first = gl.min(gl.where(keys == top[None, :], token[:, None], 0x7FFFFFFF), 0)
+    packed = (top.to(gl.int64) << 32) | (0x7FFFFFFF - first).to(gl.int64)
+    gl.atomic_max(best + of_x, packed, mask=of_x < num_tokens, sem="relaxed")
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def vocab_kernel(
+    x, weight, best, logits, num_tokens,
+    N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WRITE: gl.constexpr,
+):  # fmt: skip
+    """M rows of x by tiles of PIECES pieces of the weight [N, K]; best [T] int64: the largest key of each row, and the lowest token
+    that has it. A ring of STAGES buffers goes on from one tile to the next."""
+    STEPS: gl.constexpr = K // _PANEL
+    TILES: gl.constexpr = (N + PIECES * _PIECE - 1) // (PIECES * _PIECE)
+    gl.static_assert(PIECES <= 3, "one to three pieces")
+    gl.static_assert(STEPS >= STAGES, "the first tile fills all buffers")
+    BYTES: gl.constexpr = PIECES * weight.block_type.nbytes + x.block_type.nbytes
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    num_tiles = (TILES - program + programs - 1) // programs
+    weights = gl.allocate_shared_memory(weight.dtype, [STAGES * PIECES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    first = program * (PIECES * _PIECE)
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(ready.index(i), BYTES)
+        _fetch(weight, x, first, i, ready.index(i), weights, rows, i, PIECES, False)
+    gdc_launch_dependents()
+    gdc_wait()
+    for i in gl.static_range(STAGES):
+        _fetch(weight, x, first, i, ready.index(i), weights, rows, i, PIECES, True)
+
+    for tile in range(num_tiles):
+        row = (program + tile * programs) * (PIECES * _PIECE)
+        a = _zeros(M)
+        b = _zeros(M if PIECES > 1 else 16)
+        c = _zeros(M if PIECES > 2 else 16)
+        for step in range(STEPS):
+            now = tile * STEPS + step
+            stage = now % STAGES
+            mbarrier.wait(ready.index(stage), (now // STAGES) & 1)
+            right = rows.index(stage).permute((1, 0))
+            a = _multiply(weights, right, stage, a, 0, PIECES)
+            if PIECES > 1:
+                b = _multiply(weights, right, stage, b, 1, PIECES)
+            if PIECES > 2:
+                c = _multiply(weights, right, stage, c, 2, PIECES)
+            # All but this step's products are done.
+            if PIECES == 1:
+                a = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(a,)))
+            elif PIECES == 2:
+                a, b = warpgroup_mma_wait(2, deps=(a, b))
+                a, b = warpgroup_mma_init(a), warpgroup_mma_init(b)
+            else:
+                a, b, c = warpgroup_mma_wait(3, deps=(a, b, c))
+                a, b, c = warpgroup_mma_init(a), warpgroup_mma_init(b), warpgroup_mma_init(c)
+            free, later = (now + STAGES - 1) % STAGES, now + STAGES - 1
+            if (now > 0) & (later < num_tiles * STEPS):
+                gl.thread_barrier()  # every warp's products of that buffer are done
+                mbarrier.expect(ready.index(free), BYTES)
+                next_row = (program + later // STEPS * programs) * (PIECES * _PIECE)
+                _fetch(weight, x, next_row, later % STEPS, ready.index(free), weights, rows, free, PIECES, False)
+                _fetch(weight, x, next_row, later % STEPS, ready.index(free), weights, rows, free, PIECES, True)
+        if PIECES == 1:
+            a = warpgroup_mma_wait(0, deps=(a,))
+        elif PIECES == 2:
+            a, b = warpgroup_mma_wait(0, deps=(a, b))
+        else:
+            a, b, c = warpgroup_mma_wait(0, deps=(a, b, c))
+        _end(a, best, logits, row, num_tokens, N, M, WRITE)
+        if PIECES > 1:
+            _end(b, best, logits, row + _PIECE, num_tokens, N, M, WRITE)
+        if PIECES > 2:
+            _end(c, best, logits, row + 2 * _PIECE, num_tokens, N, M, WRITE)
+
+
+_launch = Launcher(vocab_kernel)
+
+
+class VocabTiling(NamedTuple):
+    """A program's tiles: `pieces` of 128 rows of the vocabulary by `rows` of x, `stages` buffers, `warps`."""
+
+    rows: int
+    pieces: int
+    stages: int
+    warps: int
+
+
+def most_vocab_rows(weight: Tensor) -> int:
+    """Return up to how many rows `VocabProduct` multiplies, 0 where it cannot."""
+    is_wide = weight.shape[1] % PANEL == 0 and weight.shape[1] >= 16 * PANEL
+    return MAX_ROWS if is_wide and weight.element_size() == 2 and can_multiply(weight) else 0
+
+
+@cache
+def choose_vocab_tiling(num_rows: int) -> VocabTiling:
+    rows = max(triton.next_power_of_2(num_rows), 16)
+    pieces, warps = (1, 4) if rows <= 64 else (3, 8)
+    return VocabTiling(rows, pieces, _BUFFER_BYTES // ((pieces * PIECE + rows) * 2 * PANEL), warps)
+
+
+class VocabProduct:
+    """x [T, K] -> logits [T, N] float32, and the best token of each row. K is a multiple of 64, at least 1,024."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight [N, K]"""
+        self._weight = weight
+        self._described: TensorDescriptor | None = None
+
+    def __call__(self, x: Tensor, best: Tensor, *, is_written: bool, tiling: VocabTiling | None = None) -> Tensor:
+        """best [T] int64, `best.NO_KEY` before. is_written: else the logits' memory stays as it is."""
+        num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
+        tiling = tiling or choose_vocab_tiling(num_tokens)
+        logits = torch.empty(num_tokens, out_features, dtype=torch.float32, device=x.device)
+        if self._described is None:
+            self._described = rows_of(self._weight, out_features, PIECE)
+        rows_of_x = rows_of(x, rows_in_memory(x, tiling.rows), tiling.rows)
+        programs = min(num_sms(x.device), triton.cdiv(out_features, PIECE * tiling.pieces))
+        _launch(
+            (x.dtype, x.device, out_features, in_features, is_written, tiling),
+            (programs,),
+            (rows_of_x, self._described, best, logits, num_tokens),
+            {
+                "N": out_features, "K": in_features, "M": tiling.rows, "PIECES": tiling.pieces, "STAGES": tiling.stages,
+                "WRITE": is_written,
+            },
+            num_warps=tiling.warps, **launch_options(has_pdl(x.device)),
+        )  # fmt: skip
+        return logits
