@@ -1,6 +1,6 @@
 """Logits of some rows on Hopper, and each row's best token with them: greedy rows are not read from memory again.
 
-Programs stay: each takes tiles of the vocabulary one after the other, and the next tile's weights are on their way while the best
+Programs stay: each takes pieces of the vocabulary one after the other, and the next one's weights are on their way while the best
 tokens of one are found.
 """
 
@@ -31,33 +31,11 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PANEL = 64  # columns of a step: 128 bytes, the widest swizzle of shared memory
-PIECE = 128  # rows of the vocabulary that are multiplied at once
+PIECE = 128  # rows of the vocabulary that a program multiplies at a time
 MAX_ROWS = 128
 _PANEL = gl.constexpr(PANEL)
 _PIECE = gl.constexpr(PIECE)
 _BUFFER_BYTES = 200_000
-
-
-@gluon.jit
-def _fetch(weight, x, row, step, barrier, weights, rows, stage, PIECES: gl.constexpr, OF_X: gl.constexpr):
-    """A step's columns: of x, or of PIECES pieces of the weight."""
-    if OF_X:
-        tma.async_copy_global_to_shared(x, [0, step * _PANEL], barrier, rows.index(stage))
-    else:
-        for i in gl.static_range(PIECES):
-            place = weights.index(stage * PIECES + i)
-            tma.async_copy_global_to_shared(weight, [row + i * _PIECE, step * _PANEL], barrier, place)
-
-
-@gluon.jit
-def _zeros(M: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
-    return warpgroup_mma_init(gl.zeros((_PIECE, M), gl.float32, layout))
-
-
-@gluon.jit
-def _multiply(weights, right, stage, total, i: gl.constexpr, PIECES: gl.constexpr):
-    return warpgroup_mma(weights.index(stage * PIECES + i), right, total, is_async=True)
 
 
 @gluon.jit
@@ -83,83 +61,56 @@ def _end(total, best, logits, row, num_tokens, N: gl.constexpr, M: gl.constexpr,
 @gluon.jit(do_not_specialize=["num_tokens"])
 def vocab_kernel(
     x, weight, best, logits, num_tokens,
-    N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WRITE: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, WRITE: gl.constexpr,
 ):  # fmt: skip
-    """M rows of x by tiles of PIECES pieces of the weight [N, K]; best [T] int64: the largest key of each row, and the lowest token
-    that has it. A ring of STAGES buffers goes on from one tile to the next."""
+    """M rows of x by pieces of the weight [N, K]; best [T] int64: the largest key of each row, and the lowest token that has it. A
+    ring of STAGES buffers goes on from one piece to the next."""
     STEPS: gl.constexpr = K // _PANEL
-    TILES: gl.constexpr = (N + PIECES * _PIECE - 1) // (PIECES * _PIECE)
-    gl.static_assert(PIECES <= 3, "one to three pieces")
-    gl.static_assert(STEPS >= STAGES, "the first tile fills all buffers")
-    BYTES: gl.constexpr = PIECES * weight.block_type.nbytes + x.block_type.nbytes
+    gl.static_assert(STEPS >= STAGES, "the first piece fills all buffers")
+    BYTES: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
     program, programs = gl.program_id(0), gl.num_programs(0)
-    num_tiles = (TILES - program + programs - 1) // programs
-    weights = gl.allocate_shared_memory(weight.dtype, [STAGES * PIECES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
+    num_pieces = ((N + _PIECE - 1) // _PIECE - program + programs - 1) // programs
+    weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
     rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-    first = program * (PIECES * _PIECE)
     for i in gl.static_range(STAGES):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch(weight, x, first, i, ready.index(i), weights, rows, i, PIECES, False)
+        tma.async_copy_global_to_shared(weight, [program * _PIECE, i * _PANEL], ready.index(i), weights.index(i))
     gdc_launch_dependents()
     gdc_wait()
     for i in gl.static_range(STAGES):
-        _fetch(weight, x, first, i, ready.index(i), weights, rows, i, PIECES, True)
+        tma.async_copy_global_to_shared(x, [0, i * _PANEL], ready.index(i), rows.index(i))
 
-    for tile in range(num_tiles):
-        row = (program + tile * programs) * (PIECES * _PIECE)
-        a = _zeros(M)
-        b = _zeros(M if PIECES > 1 else 16)
-        c = _zeros(M if PIECES > 2 else 16)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
+    for piece in range(num_pieces):
+        total = warpgroup_mma_init(gl.zeros((_PIECE, M), gl.float32, layout))
         for step in range(STEPS):
-            now = tile * STEPS + step
+            now = piece * STEPS + step
             stage = now % STAGES
             mbarrier.wait(ready.index(stage), (now // STAGES) & 1)
-            right = rows.index(stage).permute((1, 0))
-            a = _multiply(weights, right, stage, a, 0, PIECES)
-            if PIECES > 1:
-                b = _multiply(weights, right, stage, b, 1, PIECES)
-            if PIECES > 2:
-                c = _multiply(weights, right, stage, c, 2, PIECES)
-            # All but this step's products are done.
-            if PIECES == 1:
-                a = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(a,)))
-            elif PIECES == 2:
-                a, b = warpgroup_mma_wait(2, deps=(a, b))
-                a, b = warpgroup_mma_init(a), warpgroup_mma_init(b)
-            else:
-                a, b, c = warpgroup_mma_wait(3, deps=(a, b, c))
-                a, b, c = warpgroup_mma_init(a), warpgroup_mma_init(b), warpgroup_mma_init(c)
+            total = warpgroup_mma(weights.index(stage), rows.index(stage).permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(total,)))  # all but this step's product
             free, later = (now + STAGES - 1) % STAGES, now + STAGES - 1
-            if (now > 0) & (later < num_tiles * STEPS):
-                gl.thread_barrier()  # every warp's products of that buffer are done
-                mbarrier.expect(ready.index(free), BYTES)
-                next_row = (program + later // STEPS * programs) * (PIECES * _PIECE)
-                _fetch(weight, x, next_row, later % STEPS, ready.index(free), weights, rows, free, PIECES, False)
-                _fetch(weight, x, next_row, later % STEPS, ready.index(free), weights, rows, free, PIECES, True)
-        if PIECES == 1:
-            a = warpgroup_mma_wait(0, deps=(a,))
-        elif PIECES == 2:
-            a, b = warpgroup_mma_wait(0, deps=(a, b))
-        else:
-            a, b, c = warpgroup_mma_wait(0, deps=(a, b, c))
-        _end(a, best, logits, row, num_tokens, N, M, WRITE)
-        if PIECES > 1:
-            _end(b, best, logits, row + _PIECE, num_tokens, N, M, WRITE)
-        if PIECES > 2:
-            _end(c, best, logits, row + 2 * _PIECE, num_tokens, N, M, WRITE)
+            if (now > 0) & (later < num_pieces * STEPS):
+                gl.thread_barrier()  # every warp's product of that buffer is done
+                barrier, column = ready.index(free), later % STEPS * _PANEL
+                mbarrier.expect(barrier, BYTES)
+                row = (program + later // STEPS * programs) * _PIECE
+                tma.async_copy_global_to_shared(weight, [row, column], barrier, weights.index(free))
+                tma.async_copy_global_to_shared(x, [0, column], barrier, rows.index(free))
+        total = warpgroup_mma_wait(0, deps=(total,))
+        _end(total, best, logits, (program + piece * programs) * _PIECE, num_tokens, N, M, WRITE)
 
 
 _launch = Launcher(vocab_kernel)
 
 
 class VocabTiling(NamedTuple):
-    """A program's tiles: `pieces` of 128 rows of the vocabulary by `rows` of x, `stages` buffers, `warps`."""
+    """A program multiplies pieces by `rows` of x, through `stages` buffers, with `warps`."""
 
     rows: int
-    pieces: int
     stages: int
     warps: int
 
@@ -178,7 +129,7 @@ def choose_vocab_tiling(num_rows: int) -> VocabTiling:
       128   135.8  127.7  112.4; in tiles of 256 rows 182.8 and 120.4, of 384 rows 204.4 and 145.3: registers are spilled
     """
     rows = max(triton.next_power_of_2(num_rows), 16)
-    return VocabTiling(rows, 1, _BUFFER_BYTES // ((PIECE + rows) * 2 * PANEL), 8 if rows > 64 else 4)
+    return VocabTiling(rows, _BUFFER_BYTES // ((PIECE + rows) * 2 * PANEL), 8 if rows > 64 else 4)
 
 
 class VocabProduct:
@@ -197,14 +148,13 @@ class VocabProduct:
         if self._described is None:
             self._described = rows_of(self._weight, out_features, PIECE)
         rows_of_x = rows_of(x, rows_in_memory(x, tiling.rows), tiling.rows)
-        programs = min(num_sms(x.device), triton.cdiv(out_features, PIECE * tiling.pieces))
+        programs = min(num_sms(x.device), triton.cdiv(out_features, PIECE))
         _launch(
             (x.dtype, x.device, out_features, in_features, is_written, tiling),
             (programs,),
             (rows_of_x, self._described, best, logits, num_tokens),
             {
-                "N": out_features, "K": in_features, "M": tiling.rows, "PIECES": tiling.pieces, "STAGES": tiling.stages,
-                "WRITE": is_written,
+                "N": out_features, "K": in_features, "M": tiling.rows, "STAGES": tiling.stages, "WRITE": is_written,
             },
             num_warps=tiling.warps, **launch_options(has_pdl(x.device)),
         )  # fmt: skip
