@@ -285,6 +285,16 @@ def experts(dtype: str, weight_format: str) -> None:
     op._decoded("gate_up", x)
 
 
+def hopper_experts(dtype: str) -> None:
+    """Experts of many tokens on a Hopper device."""
+    moe.is_hopper = moe.has_pdl = lambda device: True
+    case = moe_case(
+        torch.device("cpu"), RoutingSpec(num_experts=8, top_k=2), 600, getattr(torch, dtype), sizes=(256, 128)
+    )
+    needs, tensors, x, slots = case
+    moe.BoundMoe(needs, tensors)(x, slots)
+
+
 def describe(name: str, kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -330,6 +340,8 @@ def compile_kernels(compiled: list[Any], dtype: str, kv_dtype: str, *names: str,
             multiply_e4m3(dtype, name)
         elif name in SAMPLING:
             SAMPLING[name]()
+        elif name == "experts on Hopper":
+            hopper_experts(dtype)
         elif name.startswith("experts in "):
             experts(dtype, name.removeprefix("experts in "))
         else:

@@ -168,3 +168,11 @@ def test_packed_experts_are_decoded_in_registers_without_conversions(bfloat16: K
         for kernel in kernels:
             assert kernel["stack"] == 0, f"{name}: {kernel['kernel']} spills registers"
             assert not {"I2F", "I2FP"} & set(kernel["instructions"]), f"{name}: {kernel['kernel']} converts"
+
+
+def test_rows_of_sorted_experts_are_gathered_by_the_product() -> None:
+    gathered, down = (
+        kernel for kernel in compiled("bfloat16", "bfloat16", "experts on Hopper") if "HGMMA" in kernel["instructions"]
+    )
+    assert "LDGSTS" in gathered["instructions"] and "LDGSTS" not in down["instructions"], "rows of x lie anywhere"
+    assert gathered["stack"] == down["stack"] == 0

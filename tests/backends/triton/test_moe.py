@@ -129,6 +129,17 @@ def test_bfloat16_stays_near(num_tokens: int, device: torch.device) -> None:
     check_moe(TritonMoe, *moe_case(device, routing, num_tokens, torch.bfloat16), tolerance=0.06)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(192, 40), (192, 136)], ids=str)
+def test_rows_of_many_tokens_are_gathered(sizes: tuple[int, int], device: torch.device) -> None:
+    made = moe_case(device, RoutingSpec(num_experts=16, top_k=4), 1500, torch.bfloat16, sizes=sizes)
+    check_moe(TritonMoe, *made, tolerance=0.06)
+    needs, tensors, x, slots = made
+    strided = torch.cat([x, x], dim=1)[:, : x.shape[1]]
+    op = TritonMoe.bind(needs, tensors)
+    torch.testing.assert_close(op(strided, slots), op(x, slots))
+
+
 def test_layers_that_differ_in_their_experts_alone_do_not_share_kernels(device: torch.device) -> None:
     for routing in (RoutingSpec(num_experts=8, top_k=2), RoutingSpec(num_experts=9, top_k=4)):
         check_moe(TritonMoe, *moe_case(device, routing, 40), tolerance=1e-4)
@@ -145,7 +156,11 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
         tile_rows: torch.Tensor,
         num_tiles: torch.Tensor,
         activation: str | None = None,
+        source: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if source is not None:  # what is not written may be any number
+            is_pair = torch.arange(source.shape[0]) % hopper.ROWS < tile_rows.repeat_interleave(hopper.ROWS)
+            x = x[torch.where(is_pair & (source >= 0) & (source < x.shape[0]), source, 0)]
         assert x.shape[0] == experts.shape[0] * hopper.ROWS >= num_tiles.item() * hopper.ROWS
         out = []
         for tile in range(int(num_tiles)):

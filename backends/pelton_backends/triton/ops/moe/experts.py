@@ -34,6 +34,7 @@ INTEGERS = ("int4_grouped", "int8_grouped", "int4_minima", "int8_minima")
 FORMATS = ("plain", "e4m3", "mxfp4", *INTEGERS)
 _MAX_EXPERTS = 1024
 _BLOCK = 32  # numbers of four bits whose bytes lie together
+_PLACED_PAIRS = 64  # of a program
 _WIDE_SUMS = 256  # tokens up to which pairs' sums are float32 between the kernels
 
 _few_logits = Launcher(choose.few_logits_kernel)
@@ -69,6 +70,11 @@ class _FewTile:
     rows: int
     inner: int
     warps: int
+
+
+def _is_copied_fast(x: Tensor) -> bool:
+    """16 bytes at a time, which the compiler knows of multiples of 16 alone."""
+    return x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 class TritonMoe:
@@ -140,7 +146,7 @@ class BoundMoe:
         self._is_sorted = (
             is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
             and not experts.has_bias and experts.activation in ACTIVATIONS
-            and experts.hidden_size % 8 == experts.intermediate_size % 8 == 0
+            and experts.hidden_size % hopper.STEP == experts.intermediate_size % 8 == 0
             and (not self._is_plain or alignment(*tensors.experts.values()) == 0)
         )  # fmt: skip
 
@@ -149,7 +155,8 @@ class BoundMoe:
         if num_tokens == 0:
             return torch.empty_like(x)
         x = inner_contiguous(x)
-        if num_tokens > BANDS[-1] and self._is_sorted:
+        if num_tokens > BANDS[-1] and self._is_sorted and num_tokens * x.stride(0) < 2**31:
+            x = x if _is_copied_fast(x) else x.clone(memory_format=torch.contiguous_format)
             return self._sorted(x, slot_mapping)
         return self.routed(x, slot_mapping, self._logits(x))
 
@@ -237,8 +244,11 @@ class BoundMoe:
             (x, *self._matrix("gate_up"), experts, shares, inner, x.stride(0)), gate, num_warps=first.warps, **self._options,
         )  # fmt: skip
         down = {
-            **sizes, "R": second.rows, "BK": min(triton.next_power_of_2(size), second.inner), **self._packed, **self._common
+            **sizes, "R": second.rows,
+            "BK": min(triton.next_power_of_2(size), second.inner), **self._packed, **self._common,
         }  # fmt: skip
+        if not self._is_plain:
+            down["KB"] = triton.next_power_of_2(self._top_k)
         (_few_down if self._is_plain else _packed_few_down)(
             self._key(x, *down.values()), (triton.cdiv(hidden, second.rows), x.shape[0]),
             (inner, *self._matrix("down"), experts, shares, out), down, num_warps=second.warps, **self._options,
@@ -246,13 +256,13 @@ class BoundMoe:
         return out
 
     def _few_tiles(self) -> tuple[_FewTile, _FewTile]:
-        """As measured on an H200, one token through a layer: 26.9 us with Qwen3-30B-A3B's experts, where two rows and two warps of the
-        second product took 29.5; 22.4 in e4m3, where twice as many rows took 25.0; gpt-oss-20b's in mxfp4 49.5 us."""
+        """As measured on an H200, one token through a layer: 26.1 us with Qwen3-30B-A3B's experts, where two rows and two warps of the
+        second product took 29.5; 21.1 in e4m3, and in mxfp4 23.5, where fewer warps for as many rows or half of them took 22.9 and 35.5."""
         if self._is_plain:
             return _FewTile(2, 1024, 4), _FewTile(1, 256, 1)
         if self._packed["FORMAT"] in ("mxfp4", *INTEGERS):
-            return _FewTile(4, 1024, 2), _FewTile(4, 1024, 2)
-        return _FewTile(2, 2048, 4), _FewTile(1, 1024, 1)
+            return _FewTile(4, 1024, 2), _FewTile(2, 1024, 4)
+        return _FewTile(2, 2048, 4), _FewTile(2, 1024, 4)
 
     def _many(self, x: Tensor, experts: Tensor, shares: Tensor, order: Tensor) -> Tensor:
         hidden, size, top_k = self._hidden, self._size, self._top_k
@@ -309,28 +319,27 @@ class BoundMoe:
         return out
 
     def _sorted(self, x: Tensor, slots: Tensor) -> Tensor:
-        hidden, num_held, rows = self._hidden, self._num_held, hopper.ROWS
+        num_held, rows = self._num_held, hopper.ROWS
         num_tokens, num_pairs = x.shape[0], x.shape[0] * self._top_k
         ranks = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         places = torch.empty_like(ranks)
         counts = torch.zeros(num_held, dtype=torch.int32, device=x.device)
         experts, shares = self.choose(x, slots, self._logits(x), ranks=ranks, counts=counts)
         most_tiles = triton.cdiv(num_pairs, rows) + num_held
-        arranged = torch.empty((most_tiles * rows, hidden), dtype=x.dtype, device=x.device)
+        source = torch.empty(most_tiles * rows, dtype=torch.int32, device=x.device)
         tile_expert, tile_rows = torch.empty((2, most_tiles), dtype=torch.int32, device=x.device).unbind()
         num_tiles = torch.empty(1, dtype=torch.int32, device=x.device)
         constants = {
-            "H": hidden, "HB": triton.next_power_of_2(hidden), "E": num_held,
-            "EB": triton.next_power_of_2(num_held), "K": self._top_k, "BM": rows, "PDL": self._pdl,
+            "E": num_held, "EB": triton.next_power_of_2(num_held), "K": self._top_k, "BM": rows, "BLOCK": _PLACED_PAIRS, "PDL": self._pdl,
         }  # fmt: skip
         _place(
-            self._key(x, *constants.values()), (num_tokens,),
-            (x, experts, ranks, counts, places, arranged, tile_expert, tile_rows, num_tiles, x.stride(0)),
+            (x.device, *constants.values()), (max(triton.cdiv(num_pairs, _PLACED_PAIRS), num_held),),
+            (experts, ranks, counts, places, source, tile_expert, tile_rows, num_tiles, num_pairs),
             constants, num_warps=4, **self._options,
         )  # fmt: skip
         activation = str(self._activation["ACTIVATION"])
         tiles = tile_expert, tile_rows, num_tiles
-        inner = hopper.experts_matmul(arranged, self._decoded("gate_up", x), *tiles, activation)
+        inner = hopper.experts_matmul(x, self._decoded("gate_up", x), *tiles, activation, source)
         pairs = hopper.experts_matmul(inner, self._decoded("down", x), *tiles)
         return self._combined(x, pairs, experts, places, shares)
 
@@ -369,6 +378,9 @@ class BoundMoe:
         group_size = int(self._packed["G"]) or 128
         if x.element_size() == 4:
             return _Tile(32, 32, min(64, group_size), warps=4, stages=2)
+        if block_rows <= 16 and self._packed["FORMAT"] == "e4m3" and not self._packed["G"]:
+            # 128 tokens of Qwen3-30B-A3B's experts 175 us and not 184; 256, in tiles of 32 rows, 242 and not 225.
+            return _Tile(64, 64, 256, warps=4, stages=3)
         if block_rows < 128:
             return _Tile(64, 64, min(128, group_size), warps=4, stages=4)
         return _Tile(128, 128, min(64, group_size), warps=8, stages=3)

@@ -12,6 +12,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -70,6 +71,34 @@ def _copy(
 
 
 @gluon.jit
+def _gather(
+    x, x_stride, source, weight, tile_expert, tile_rows, left, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
+):  # fmt: skip
+    """Four warps in place of `_copy`: rows of x are wherever `source` says, and the copy engine cannot gather."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    places = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
+    lane = gl.arange(0, _STEP, gl.SliceLayout(0, LAYOUT))
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, column = tile // num_columns, tile % num_columns
+        first = gl.load(tile_expert + row) * weight_rows
+        is_row = places < gl.load(tile_rows + row)
+        rows = gl.load(source + row * _ROWS + places, mask=is_row, other=0)
+        offsets = (rows * x_stride)[:, None] + lane[None, :]
+        for k in range(num_steps):
+            stage = step % _STAGES
+            barrier = ready.index(stage)
+            mbarrier.wait(free.index(stage), ((step // _STAGES) & 1) ^ 1)
+            mbarrier.expect(barrier, _COLUMNS * _STEP * 2)
+            gate, up = right.index(stage).slice(0, _HALF), right.index(stage).slice(_HALF, _HALF)
+            tma.async_copy_global_to_shared(weight, [first + column * _HALF, k * _STEP], barrier, gate)
+            tma.async_copy_global_to_shared(weight, [first + size + column * _HALF, k * _STEP], barrier, up)
+            async_copy.async_copy_global_to_shared(left.index(stage), x + k * _STEP + offsets, mask=is_row[:, None])
+            async_copy.mbarrier_arrive(barrier, increment_count=False)
+            step += 1
+
+
+@gluon.jit
 def _multiply(
     INDEX: gl.constexpr,
     out,
@@ -83,6 +112,7 @@ def _multiply(
     num_columns,
     num_steps,
     ACTIVATION: gl.constexpr,
+    IS_GATHERED: gl.constexpr,
 ):
     """A warp group: its 64 rows of every tile, unless no pair has one of them."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
@@ -101,6 +131,8 @@ def _multiply(
         for k in range(steps):
             stage = step % _STAGES
             mbarrier.wait(ready.index(stage), (step // _STAGES) & 1)
+            if IS_GATHERED:
+                fence_async_shared()  # threads wrote these rows, not the copy engine
             rows = left.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
             total = warpgroup_mma(rows, right.index(stage).permute((1, 0)), total, is_async=True)
             total = warpgroup_mma_wait(1, deps=(total,))
@@ -124,50 +156,88 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["size", "in_features", "weight_rows"])
 def experts_matmul_kernel(
-    x, weight, out, tile_expert, tile_rows, num_tiles_ptr, size, in_features, weight_rows, ACTIVATION: gl.constexpr
+    x,
+    source,
+    weight,
+    out,
+    tile_expert,
+    tile_rows,
+    num_tiles_ptr,
+    x_stride,
+    size,
+    in_features,
+    weight_rows,
+    ACTIVATION: gl.constexpr,
 ):
     """Persistent: programs take tiles in turn, columns first. `size` columns of the result, `weight_rows` of the weight an expert."""
+    IS_GATHERED: gl.constexpr = source is not None
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     num_columns = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
     num_tiles = gl.load(num_tiles_ptr) * num_columns
     num_steps = (in_features + _STEP - 1) // _STEP
-    left = gl.allocate_shared_memory(x.dtype, [_STAGES, _ROWS, _STEP], TILE)
-    right = gl.allocate_shared_memory(x.dtype, [_STAGES, _COLUMNS, _STEP], TILE)
-    buffers = gl.allocate_shared_memory(x.dtype, [_WARP_GROUPS, _GROUP_ROWS, _HALF], TILE)
+    left = gl.allocate_shared_memory(out.dtype, [_STAGES, _ROWS, _STEP], TILE)
+    right = gl.allocate_shared_memory(out.dtype, [_STAGES, _COLUMNS, _STEP], TILE)
+    buffers = gl.allocate_shared_memory(out.dtype, [_WARP_GROUPS, _GROUP_ROWS, _HALF], TILE)
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
-        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=1 + 128 if IS_GATHERED else 1)
         mbarrier.init(free.index(stage), count=_WARP_GROUPS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                gl.constexpr(0), out, tile_rows, left, right, buffers.index(0), ready, free, num_tiles, num_columns, num_steps, ACTIVATION,
-            )),
-            (_multiply, (
-                gl.constexpr(1), out, tile_rows, left, right, buffers.index(1), ready, free, num_tiles, num_columns, num_steps, ACTIVATION,
-            )),
-            (_copy, (
-                x, weight, tile_expert, left, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
-                gl.constexpr(ACTIVATION is not None),
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if IS_GATHERED:
+        gl.static_assert(ACTIVATION is not None, "rows are gathered for gate and up alone")
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    gl.constexpr(0), out, tile_rows, left, right, buffers.index(0), ready, free, num_tiles, num_columns, num_steps,
+                    ACTIVATION, gl.constexpr(IS_GATHERED),
+                )),
+                (_multiply, (
+                    gl.constexpr(1), out, tile_rows, left, right, buffers.index(1), ready, free, num_tiles, num_columns, num_steps,
+                    ACTIVATION, gl.constexpr(IS_GATHERED),
+                )),
+                (_gather, (
+                    x, x_stride, source, weight, tile_expert, tile_rows, left, right, ready, free, num_tiles, num_columns, num_steps,
+                    size, weight_rows,
+                )),
+            ],
+            [4, 4],
+            [216, 72],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    gl.constexpr(0), out, tile_rows, left, right, buffers.index(0), ready, free, num_tiles, num_columns, num_steps,
+                    ACTIVATION, gl.constexpr(IS_GATHERED),
+                )),
+                (_multiply, (
+                    gl.constexpr(1), out, tile_rows, left, right, buffers.index(1), ready, free, num_tiles, num_columns, num_steps,
+                    ACTIVATION, gl.constexpr(IS_GATHERED),
+                )),
+                (_copy, (
+                    x, weight, tile_expert, left, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
+                    gl.constexpr(ACTIVATION is not None),
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 _launch = Launcher(experts_matmul_kernel)
 
 
 def experts_matmul(
-    x: Tensor, weight: Tensor, tile_expert: Tensor, tile_rows: Tensor, num_tiles: Tensor, activation: str | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, tile_expert: Tensor, tile_rows: Tensor, num_tiles: Tensor, activation: str | None = None,
+    source: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Each tile of ROWS rows of x by its expert's weight: x @ weight[e].T, or activation(x @ gate.T) * (x @ up.T).
 
-    x            [P, K]     fp16 or bf16, contiguous, P a multiple of ROWS; rows of no pair may hold anything
+    x            [P, K]     fp16 or bf16, P a multiple of ROWS, contiguous; rows of no pair may hold anything
+    source       [P] int32  with an activation: row p of the product's input is x[source[p]], for x [T, K] with rows at multiples of 16
+                 numbers, in less than 2^31, and K a multiple of STEP
     weight       [E, N, K]  dtype of x, contiguous, K and N multiples of 8; with an activation gate's rows, then up's, N = 2 I
     tile_expert  [P / ROWS] int32, tile_rows as many: how many rows from a tile's first on are pairs', or more than ROWS; halves
                  without any are not computed. num_tiles [1] int32: how many tiles there are; the others are not computed
@@ -177,19 +247,20 @@ def experts_matmul(
     """
     num_experts, weight_rows, in_features = weight.shape
     size = weight_rows if activation is None else weight_rows // 2
-    out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+    num_places = x.shape[0] if source is None else source.shape[0]
+    out = torch.empty((num_places, size), dtype=x.dtype, device=x.device)
     columns = COLUMNS if activation is None else COLUMNS // 2
-    tiles = triton.cdiv(x.shape[0], ROWS) * triton.cdiv(size, columns)
+    tiles = triton.cdiv(num_places, ROWS) * triton.cdiv(size, columns)
     tile = gl.NVMMASharedLayout(128, 16, rank=2)
     flat = weight.view(num_experts * weight_rows, in_features)
     _launch(
-        (x.dtype, x.device, activation),
+        (x.dtype, x.device, activation, source is None, x.stride(0) % 16 == 0),
         (min(tiles, num_sms(x.device)),),
         (
-            TensorDescriptor.from_tensor(x, [ROWS, STEP], tile),
+            TensorDescriptor.from_tensor(x, [ROWS, STEP], tile) if source is None else x, source,
             TensorDescriptor.from_tensor(flat, [columns, STEP], tile),
             TensorDescriptor.from_tensor(out, [GROUP_ROWS, COLUMNS // 2], tile),
-            tile_expert, tile_rows, num_tiles, size, in_features, weight_rows,
+            tile_expert, tile_rows, num_tiles, x.stride(0), size, in_features, weight_rows,
         ),
         {"ACTIVATION": activation},
         num_warps=4,

@@ -149,36 +149,34 @@ def combine_kernel(
         tl.store(count_ptr + bins, tl.zeros((EB,), tl.int32), mask=(bins < E) & is_first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(
-    x_ptr, expert_ptr, rank_ptr, count_ptr, place_ptr, sorted_ptr, tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, x_stride,
-    H: tl.constexpr, HB: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
-    PDL: tl.constexpr,
+    expert_ptr, rank_ptr, count_ptr, place_ptr, source_ptr, tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, num_pairs,
+    E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: its row to its pairs' places, where each expert's begin at a multiple of BM. The first E programs say
-    which tiles of BM places are their expert's, and how many places from each tile's first on it has."""
-    row = tl.program_id(0)
+    """BLOCK pairs a program: their places in an order by expert, where each expert's begin at a multiple of BM, and the token that is
+    at a place. The first E programs say which tiles of BM places are their expert's, and how many places from each tile's first on it
+    has."""
+    program = tl.program_id(0)
     bins = tl.arange(0, EB)
-    lane = tl.arange(0, HB)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     counts = tl.load(count_ptr + bins, mask=bins < E, other=0)
     tiles = (counts + BM - 1) // BM
     before = tl.cumsum(tiles, axis=0) - tiles
-    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + lane, mask=lane < H, other=0.0)
-    for j in tl.static_range(K):
-        expert = tl.load(expert_ptr + row * K + j)
-        if expert < E:
-            place = tl.sum(tl.where(bins == expert, before, 0), axis=0) * BM + tl.load(rank_ptr + row * K + j)
-            tl.store(place_ptr + row * K + j, place)
-            tl.store(sorted_ptr + place.to(tl.int64) * H + lane, x, mask=lane < H)
-    if row == 0:
+    pairs = program * BLOCK + tl.arange(0, BLOCK)
+    experts = tl.load(expert_ptr + pairs, mask=pairs < num_pairs, other=E)
+    ranks = tl.load(rank_ptr + pairs, mask=experts < E, other=0)
+    places = tl.sum(tl.where(experts[:, None] == bins[None, :], before[None, :], 0), axis=1) * BM + ranks
+    tl.store(place_ptr + pairs, places, mask=experts < E)
+    tl.store(source_ptr + places, pairs // K, mask=experts < E)
+    if program == 0:
         tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
-    if row < E:
-        first = tl.sum(tl.where(bins == row, before, 0), axis=0)
-        count = tl.sum(tl.where(bins == row, counts, 0), axis=0)
+    if program < E:
+        first = tl.sum(tl.where(bins == program, before, 0), axis=0)
+        count = tl.sum(tl.where(bins == program, counts, 0), axis=0)
         for tile in range(0, (count + BM - 1) // BM):
-            tl.store(tile_expert_ptr + first + tile, row)
+            tl.store(tile_expert_ptr + first + tile, program)
             tl.store(tile_rows_ptr + first + tile, count - tile * BM)
 
 

@@ -311,7 +311,7 @@ def _row_sums_integers(
     inputs, weight_ptr, scale_ptr, rows, is_row, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """As `_row_sums`."""
+    """As `_row_sums`, with pointers to inputs [R, 1] or [1, 1]."""
     IS_INT4: tl.constexpr = FORMAT == "int4_grouped" or FORMAT == "int4_minima"
     dtype = inputs.dtype.element_ty
     PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
@@ -329,22 +329,22 @@ def _row_sums_integers(
         word = tl.load(
             scale_ptr + rows[:, None] * GROUPS + number[None, :], mask=is_row[:, None] & (number < GROUPS)[None, :], other=0
         )  # fmt: skip
-        x = tl.load(inputs + k + column, mask=is_in, other=0.0).to(tl.float32)
+        x = tl.load(inputs + (k + column)[None, :], mask=is_in[None, :], other=0.0).to(tl.float32)
         if SCALES_INPUT:
             x = (x * share).to(dtype).to(tl.float32)
         if IS_INT4:
-            high = tl.load(inputs + k + MX_BYTES + column, mask=is_in, other=0.0).to(tl.float32)
+            high = tl.load(inputs + (k + column + MX_BYTES)[None, :], mask=is_in[None, :], other=0.0).to(tl.float32)
             if SCALES_INPUT:
                 high = (high * share).to(dtype).to(tl.float32)
             first, second = code_pair(packed, True)
-            products = first * x[None, :] + second * high[None, :]
+            products = first * x + second * high
             x += high
         else:
-            products = codes_of(packed) * x[None, :]
+            products = codes_of(packed) * x
         part = tl.sum(tl.reshape(products, (R, BK // OWN, OWN // PER_BYTE)), axis=2)
-        sums = tl.sum(tl.reshape(x, (BK // OWN, OWN // PER_BYTE)), axis=1)
+        sums = tl.sum(tl.reshape(x, (x.shape[0], BK // OWN, OWN // PER_BYTE)), axis=2)
         scale, minimum = scale_and_minimum(word, FORMAT)
-        total += part * scale + sums[None, :] * minimum
+        total += part * scale + sums * minimum
     return tl.sum(total, axis=1)
 
 
@@ -353,8 +353,9 @@ def _row_sums(
     inputs, weight_ptr, scale_ptr, rows, is_row, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """Rows [R] of all experts' matrices, times one row of inputs (pointer): [R] float32."""
+    """Rows [R] of all experts' matrices, times a row of inputs each (pointers, [R], or [1] where it is the same one): [R] float32."""
     dtype = inputs.dtype.element_ty
+    inputs = inputs[:, None]
     if FORMAT == "mxfp4":
         BYTES: tl.constexpr = BK // 2
         lane = tl.arange(0, BYTES)
@@ -370,12 +371,12 @@ def _row_sums(
             is_group = k + group * (2 * MX_BYTES) < WIDTH
             scales = scale_ptr + rows[:, None] * (WIDTH // (2 * MX_BYTES)) + k // (2 * MX_BYTES) + group[None, :]
             exponent = tl.load(scales, mask=is_row[:, None] & is_group[None, :], other=0)
-            low = tl.load(inputs + k + column, mask=is_in, other=0.0).to(tl.float32)
-            high = tl.load(inputs + k + MX_BYTES + column, mask=is_in, other=0.0).to(tl.float32)
+            low = tl.load(inputs + (k + column)[None, :], mask=is_in[None, :], other=0.0).to(tl.float32)
+            high = tl.load(inputs + (k + column + MX_BYTES)[None, :], mask=is_in[None, :], other=0.0).to(tl.float32)
             if SCALES_INPUT:
                 low, high = (low * share).to(dtype).to(tl.float32), (high * share).to(dtype).to(tl.float32)
             first, second = e2m1_pair(packed)
-            products = first * low[None, :] + second * high[None, :]
+            products = first * low + second * high
             products = tl.reshape(products, (R, BYTES // MX_BYTES, MX_BYTES))
             sums += tl.sum(products, axis=2) * power(exponent)
         result = tl.sum(sums, axis=1)
@@ -389,6 +390,10 @@ def _row_sums(
         lane = tl.arange(0, BK)
         group = tl.arange(0, BK // OWN)
         sums = tl.zeros((R, BK // OWN), tl.float32)
+        if not G:
+            row_scale = tl.load(
+                scale_ptr + rows, mask=is_row, other=0.0
+            )  # before sums, behind whose barriers it would be late
         for k in range(0, WIDTH, BK):
             is_in = k + lane < WIDTH
             mask = is_row[:, None] & is_in[None, :]
@@ -398,18 +403,20 @@ def _row_sums(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            x = tl.load(inputs + k + lane, mask=is_in, other=0.0).to(tl.float32)
+            x = tl.load(inputs + (k + lane)[None, :], mask=is_in[None, :], other=0.0).to(tl.float32)
             if SCALES_INPUT:
                 x = (x * share).to(dtype).to(tl.float32)
-            part = tl.sum(tl.reshape(weight.to(tl.float32) * x[None, :], (R, BK // OWN, OWN)), axis=2)
             if G:
                 number = (k + group * OWN) // G
                 scales = scale_ptr + rows[:, None] * GROUPS + number[None, :]
-                part *= tl.load(scales, mask=is_row[:, None] & (number < GROUPS)[None, :], other=0.0)
+                scale = tl.load(scales, mask=is_row[:, None] & (number < GROUPS)[None, :], other=0.0)
+            part = tl.sum(tl.reshape(weight.to(tl.float32) * x, (R, BK // OWN, OWN)), axis=2)
+            if G:
+                part *= scale
             sums += part
         result = tl.sum(sums, axis=1)
         if not G:
-            result *= tl.load(scale_ptr + rows, mask=is_row, other=0.0)
+            result *= row_scale
     return result
 
 
@@ -421,52 +428,65 @@ def packed_few_gate_up_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """As `few_gate_up_kernel`."""
-    pair, rows = tl.program_id(1), tl.program_id(0) * R + tl.arange(0, R)
-    is_row = rows < SIZE
+    pair, place = (
+        tl.program_id(1),
+        tl.arange(0, 2 * R),
+    )  # rows of gate, then the same ones of up: all weights are asked for at once
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    own = tl.program_id(0) * R + place % R
     let_next_start(PDL)
     wait_for_inputs(PDL)
     expert = tl.load(expert_ptr + pair).to(tl.int64)
     if expert >= E:
         return
     share = tl.load(share_ptr + pair)
-    inputs = x_ptr + (pair // K).to(tl.int64) * x_stride
-    gates = expert * (2 * SIZE) + rows
-    gate = _row_sums(inputs, weight_ptr, scale_ptr, gates, is_row, share, H, FORMAT, G, R, BK, SCALES_INPUT)
-    up = _row_sums(inputs, weight_ptr, scale_ptr, gates + SIZE, is_row, share, H, FORMAT, G, R, BK, SCALES_INPUT)
+    inputs = x_ptr + (pair // K).to(tl.int64) * x_stride + tl.arange(0, 1)
+    weight_rows = expert * (2 * SIZE) + own + place // R * SIZE
+    sums = _row_sums(
+        inputs, weight_ptr, scale_ptr, weight_rows, own < SIZE, share, H, FORMAT, G, 2 * R, BK, SCALES_INPUT
+    )
     if bias_ptr is not None:
-        gate += tl.load(bias_ptr + gates, mask=is_row, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + gates + SIZE, mask=is_row, other=0.0).to(tl.float32)
+        sums += tl.load(bias_ptr + weight_rows, mask=own < SIZE, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(sums, (2, R)), (1, 0)))
+    is_row = rows < SIZE
     result = gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
     tl.store(inner_ptr + pair.to(tl.int64) * SIZE + rows, result, mask=is_row)
 
 
 @triton.jit
+def _pairs_and_rows(
+    expert_ptr, share_ptr, E: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, R: tl.constexpr
+):
+    """R output rows of one token by each of its K experts, as one axis of R KB, so that all weights are asked for at once: pair,
+    row of all experts' matrices, row of an expert's, which of them there are, and the pairs' weights."""
+    place = tl.arange(0, R * KB)
+    choice, row = place % KB, tl.program_id(0) * R + place // KB
+    pair = tl.program_id(1).to(tl.int64) * K + choice
+    expert = tl.load(expert_ptr + pair, mask=choice < K, other=E)
+    is_row = (expert < E) & (row < H)
+    share = tl.load(share_ptr + pair, mask=is_row, other=0.0)
+    return pair, expert.to(tl.int64) * H + row, is_row, share
+
+
+@triton.jit
 def packed_few_down_kernel(
     inner_ptr, weight_ptr, scale_ptr, bias_ptr, expert_ptr, share_ptr, out_ptr,
-    E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, G: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `few_down_kernel`."""
-    token, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
-    is_row = rows < H
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    total = tl.zeros((R,), tl.float32)
-    for j in tl.static_range(K):
-        pair = token * K + j
-        expert = tl.load(expert_ptr + pair).to(tl.int64)
-        if expert < E:
-            share = tl.load(share_ptr + pair)
-            downs = expert * H + rows
-            result = _row_sums(
-                inner_ptr + pair * SIZE, weight_ptr, scale_ptr, downs, is_row, share, SIZE, FORMAT, G, R, BK, False
-            )
-            if bias_ptr is not None:
-                result += tl.load(bias_ptr + downs, mask=is_row, other=0.0).to(tl.float32)
-            if not SCALES_INPUT:
-                result *= share
-            total += result
-    tl.store(out_ptr + token * H + rows, total.to(out_ptr.dtype.element_ty), mask=is_row)
+    pair, weight_row, is_row, share = _pairs_and_rows(expert_ptr, share_ptr, E, H, K, KB, R)
+    inputs = inner_ptr + tl.where(is_row, pair, 0) * SIZE
+    result = _row_sums(inputs, weight_ptr, scale_ptr, weight_row, is_row, share, SIZE, FORMAT, G, R * KB, BK, False)
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + weight_row, mask=is_row, other=0.0).to(tl.float32)
+    if not SCALES_INPUT:
+        result *= share
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    total = tl.sum(tl.reshape(tl.where(is_row, result, 0.0), (R, KB)), axis=1)
+    tl.store(out_ptr + tl.program_id(1).to(tl.int64) * H + rows, total.to(out_ptr.dtype.element_ty), mask=rows < H)
 
 
 @triton.jit
