@@ -3,8 +3,8 @@
 A weight is decoded in registers, so that what is read from memory is what the checkpoint has. H hidden size, SIZE of an expert, K experts
 a token; formats as `pelton.ops.moe.ExpertsSpec` says. e4m3: numbers meet the inputs as they are, and sums of G of them (of all with
 G = 0) their scale, in float32. mxfp4: numbers times their scale are exact in every dtype; G bytes, which are 32 numbers, have a scale.
-Integers meet the inputs as codes, which every dtype has exactly. A group's sums meet its scale in float32, and the sum of its inputs the
-minimum (minus scale times zero point), so weights are not rounded.
+Integers with zero points meet the inputs as their difference, which every dtype has exactly, and a group's sums their scale, in float32:
+weights are not rounded. Those with minima are rounded to the inputs' dtype, but for few pairs, whose sums are float32.
 """
 
 from __future__ import annotations
@@ -174,44 +174,86 @@ def _product_mxfp4(
 
 
 @triton.jit
-def _product_integers(
+def _product_grouped(
+    total, inputs, weights, scales, is_row, is_column, share, WIDTH: tl.constexpr, IS_INT4: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
+):  # fmt: skip
+    """As `_product_e4m3`, of codes with zero points, whose differences every dtype has exactly; BK divides G, or one group is all.
+
+    On an H200 128 tokens of Qwen3-30B-A3B's experts take 175 us in 4 bits with groups of 128, in bfloat16 295; 380 with sums of the
+    inputs, which meet the zero points in float32, and 214 where each weight meets its scale before the product."""
+    PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
+    dtype: tl.constexpr = inputs.dtype.element_ty
+    lane = tl.arange(0, BK // PER_BYTE)
+    place = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES if IS_INT4 else lane
+    for k in range(0, WIDTH, BK):
+        is_in = k + place < WIDTH
+        x = tl.load(inputs[:, None] + k + place[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
+        if SCALES_INPUT:
+            x = (x.to(tl.float32) * share[:, None]).to(dtype)
+        codes = weights[None, :] + k // PER_BYTE + lane[:, None]
+        packed = tl.load(codes, mask=is_in[:, None] & is_column[None, :], other=0)
+        scale, zero = scale_of(tl.load(scales + (k // G if G else 0), mask=is_column, other=0), False)
+        if IS_INT4:
+            high = tl.load(
+                inputs[:, None] + k + MX_BYTES + place[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0
+            )
+            if SCALES_INPUT:
+                high = (high.to(tl.float32) * share[:, None]).to(dtype)
+            first, second = code_pair(packed, dtype != tl.bfloat16)
+            less = (zero + code_offset(True)).to(dtype)[None, :]
+            part = dot(x, first.to(dtype) - less, None)
+            part = dot(high, second.to(dtype) - less, part)
+        else:
+            part = dot(x, (codes_of(packed) - zero[None, :]).to(dtype), None)
+        total += part * scale[None, :]
+    return total
+
+
+@triton.jit
+def _spread(factors, GROUPS: tl.constexpr, OWN: tl.constexpr, BN: tl.constexpr):
+    """[GROUPS, BN] -> [GROUPS OWN, BN]"""
+    return tl.reshape(tl.broadcast_to(factors[:, None, :], (GROUPS, OWN, BN)), (GROUPS * OWN, BN))
+
+
+@triton.jit
+def _product_minima(
     total, inputs, weights, scales, is_row, is_column, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """As `_product_e4m3`; BK divides G, or is less than one group of WIDTH."""
-    IS_INT4: tl.constexpr = FORMAT == "int4_grouped" or FORMAT == "int4_minima"
+    """As `_product_e4m3`, of codes with minima: weights are rounded to the inputs' dtype."""
+    IS_INT4: tl.constexpr = FORMAT == "int4_minima"
+    PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
+    OWN: tl.constexpr = min(G, BK) if G else BK
     dtype: tl.constexpr = inputs.dtype.element_ty
+    lane = tl.arange(0, BK // PER_BYTE)
+    group = tl.arange(0, BK // OWN)
+    place = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES if IS_INT4 else lane
     for k in range(0, WIDTH, BK):
-        if IS_INT4:
-            lane = tl.arange(0, BK // 2)
-            column = k + lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES
-            is_in = column < WIDTH
-            x = tl.load(inputs[:, None] + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
-            high = tl.load(
-                inputs[:, None] + MX_BYTES + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0
-            )
-            if SCALES_INPUT:
-                x = (x.to(tl.float32) * share[:, None]).to(dtype)
-                high = (high.to(tl.float32) * share[:, None]).to(dtype)
-            packed = tl.load(
-                weights[None, :] + k // 2 + lane[:, None], mask=is_in[:, None] & is_column[None, :], other=0
-            )
-            first, second = code_pair(packed, dtype != tl.bfloat16)
-            part = dot(x, first.to(dtype), None)
-            part = dot(high, second.to(dtype), part)
-            sums = tl.sum(x.to(tl.float32), axis=1) + tl.sum(high.to(tl.float32), axis=1)
-        else:
-            column = k + tl.arange(0, BK)
-            is_in = column < WIDTH
-            x = tl.load(inputs[:, None] + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
-            if SCALES_INPUT:
-                x = (x.to(tl.float32) * share[:, None]).to(dtype)
-            packed = tl.load(weights[None, :] + column[:, None], mask=is_in[:, None] & is_column[None, :], other=0)
-            part = dot(x, codes_of(packed).to(dtype), None)
-            sums = tl.sum(x.to(tl.float32), axis=1)
-        word = tl.load(scales + (k // G if G else 0), mask=is_column, other=0)
+        is_in = k + place < WIDTH
+        x = tl.load(inputs[:, None] + k + place[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
+        if SCALES_INPUT:
+            x = (x.to(tl.float32) * share[:, None]).to(dtype)
+        codes = weights[None, :] + k // PER_BYTE + lane[:, None]
+        packed = tl.load(codes, mask=is_in[:, None] & is_column[None, :], other=0)
+        number = (k + group * OWN) // G if G else group * 0
+        is_group = k + group * OWN < WIDTH
+        word = tl.load(scales[None, :] + number[:, None], mask=is_group[:, None] & is_column[None, :], other=0)
         scale, minimum = scale_and_minimum(word, FORMAT)
-        total += part * scale[None, :] + sums[:, None] * minimum[None, :]
+        scale, minimum = (
+            _spread(scale, BK // OWN, OWN // PER_BYTE, BN), _spread(minimum, BK // OWN, OWN // PER_BYTE, BN)
+        )  # fmt: skip
+        if IS_INT4:
+            high = tl.load(
+                inputs[:, None] + k + MX_BYTES + place[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0
+            )
+            if SCALES_INPUT:
+                high = (high.to(tl.float32) * share[:, None]).to(dtype)
+            first, second = code_pair(packed, True)
+            total = dot(x, (first * scale + minimum).to(dtype), total)
+            total = dot(high, (second * scale + minimum).to(dtype), total)
+        else:
+            total = dot(x, (codes_of(packed) * scale + minimum).to(dtype), total)
     return total
 
 
@@ -231,9 +273,14 @@ def _product(
     elif FORMAT != "e4m3":
         BYTES: tl.constexpr = WIDTH // 2 if FORMAT == "int4_grouped" or FORMAT == "int4_minima" else WIDTH
         weights, scales = weight_ptr + rows * BYTES, scale_ptr + rows * (WIDTH // G if G else 1)
-        total = _product_integers(
-            total, inputs, weights, scales, is_row, is_column, share, WIDTH, FORMAT, G, BM, BN, BK, SCALES_INPUT
-        )
+        if FORMAT == "int4_grouped" or FORMAT == "int8_grouped":
+            total = _product_grouped(
+                total, inputs, weights, scales, is_row, is_column, share, WIDTH, FORMAT == "int4_grouped", G, BM, BN, BK, SCALES_INPUT
+            )  # fmt: skip
+        else:
+            total = _product_minima(
+                total, inputs, weights, scales, is_row, is_column, share, WIDTH, FORMAT, G, BM, BN, BK, SCALES_INPUT
+            )
     else:
         GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
         weights, scales = weight_ptr + rows * WIDTH, scale_ptr + rows * GROUPS
