@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -36,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_collections() -> Iterator[None]:
-    """Thousands of tests live as long as the session does. An engine that starts looks at none of them: a second each time.
+    """Thousands of tests and what they import live as long as the session does. Of the engines that start one in eight looks at all
+    of it, a quarter of a second each time, so that the memory of those before comes back; the others at young objects alone.
 
     The collector itself is tested in core/utils/test_garbage.py."""
     gc.collect()
@@ -44,7 +46,9 @@ def quick_collections() -> Iterator[None]:
     plain = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold")}
     with pytest.MonkeyPatch.context() as patch:
         nothing = lambda: None  # noqa: E731
-        calm = SimpleNamespace(collect=lambda: gc.collect(1), freeze=nothing, unfreeze=nothing, **plain)
+        starts = itertools.count(1)
+        collect = lambda: gc.collect(1 if next(starts) % 8 else 2)  # noqa: E731
+        calm = SimpleNamespace(collect=collect, freeze=nothing, unfreeze=nothing, **plain)
         for module in (garbage, sleeping):
             patch.setattr(module, "gc", calm)
         yield

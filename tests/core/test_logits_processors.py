@@ -95,11 +95,17 @@ def plugins_with(*offers):
     return loaded
 
 
-@pytest.fixture(autouse=True)
-def module(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def module():
     module = ModuleType(HERE)
     module.Force, module.Ban = Force, Ban
-    monkeypatch.setitem(sys.modules, HERE, module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, HERE, module)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
     seen.clear()
 
 
@@ -108,9 +114,16 @@ def checkpoint(tmp_path_factory):
     return str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(checkpoint):
     with LLM(model=checkpoint, plugins=plugins_with(ForcePlugin), **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def drafting(checkpoint):
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(model=checkpoint, plugins=plugins_with(ForcePlugin), speculative_config=drafts, **SMALL) as llm:
         yield llm
 
 
@@ -146,25 +159,20 @@ def test_each_request_has_its_own_argument(llm):
     ("shape", r"TypeError: apply returns torch.float32 \[1, \d+\]; expected torch.float32 \[1, \d+\]"),
     ("nan", "left NaN or infinity in its logits"),
 ])  # fmt: skip
-@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
-def test_what_it_raises_ends_its_request_alone(checkpoint, wrong, says, drafts, caplog):
-    more = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}} if drafts else {}
-    with LLM(model=checkpoint, plugins=plugins_with(ForcePlugin), **SMALL, **more) as llm:
-        alone = [run(llm, each)[0] for each in (params(), params(temperature=1.0, seed=3))]
-        plain, bad, forced, random = run(
-            llm, params(), params(wrong), params(7), params(temperature=1.0, seed=3)
-        )  # fmt: skip
-        assert [plain, random] == alone and forced == [7] * 8
-        assert isinstance(bad, str) and re.search(says, bad), bad
-        assert run(llm, params(7)) == [[7] * 8], "the engine goes on"
+@pytest.mark.parametrize("engine", ["llm", "drafting"])
+def test_what_it_raises_ends_its_request_alone(request, wrong, says, engine, caplog):
+    llm = request.getfixturevalue(engine)
+    alone = [run(llm, each)[0] for each in (params(), params(temperature=1.0, seed=3))]
+    plain, bad, forced, random = run(llm, params(), params(wrong), params(7), params(temperature=1.0, seed=3))
+    assert [plain, random] == alone and forced == [7] * 8
+    assert isinstance(bad, str) and re.search(says, bad), bad
+    assert run(llm, params(7)) == [[7] * 8], "the engine goes on"
     if wrong == "raise":
         assert "boom" in caplog.text
 
 
-def test_drafted_rows_have_the_drafts_before_them(checkpoint):
-    drafting = {"method": "ngram", "num_speculative_tokens": 3}
-    with LLM(model=checkpoint, plugins=plugins_with(ForcePlugin), speculative_config=drafting, **SMALL) as llm:
-        assert run(llm, params(7, max_tokens=16)) == [[7] * 16]
+def test_drafted_rows_have_the_drafts_before_them(drafting):
+    assert run(drafting, params(7, max_tokens=16)) == [[7] * 16]
     assert any(len(rows) > 1 for rows in seen), "there were drafts"
     for rows in seen:
         assert [len(row) - len(rows[0]) for row in rows] == list(range(len(rows)))
